@@ -1,8 +1,8 @@
 """A case's figure of any records in a folder: runs made by hand, of any sizes, and imported logs.
 
-A figure has one machine, device, dtype, size of a step and budget. If records differ in these, nothing is drawn: the
-error tells what differs, and how to choose. The case's pick(rows) selects the rows that a figure shows. Of several
-windows the published one is shown in cases about other options: another case tries the others.
+All runs of a figure have the same machine, device, dtype, size of a step and budget. If records differ in one of these,
+nothing is drawn: the error tells what differs, and how to choose. The case's pick(rows) selects the rows that a figure
+shows. If a method ran with several windows, a case about other options shows only the published window.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from harness.figures.profile import PUBLISHED_WINDOW
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-NAME = "folder"  # stands in place of a profile's name
+NAME = "folder"  # takes the place of a profile's name in the names of files
 OF_WORKLOAD = ("dtype", "hidden_size", "num_heads", "batch_size", "micro_batches", "seq_len", "vocab_size", "dropout")
-ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")  # the same within a figure
+ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")  # the same in all runs of figures
 CHOICES = (*ALIKE, "window_size", "num_layers", "method", "steps")  # names that --where takes
 
 
 def facts(found: DataFrame) -> DataFrame:
-    """Return the facts that tell runs apart, as --where spells them. A cell is missing if an imported log does not tell
-    it."""
+    """Return a row for each run, with the facts that tell runs apart, named and written as --where takes them. A cell
+    is missing if an imported log does not tell the fact."""
     unsaid = [record.evidence.get("unsaid", ()) for record in found[frame.RECORD]]
     windows = [record.job.options.get("window_size") for record in found[frame.RECORD]]
     told = found.assign(
@@ -46,7 +46,7 @@ def _memory(size: float) -> str:
 
 
 def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> list[FigureRow]:
-    """The rows of a case. Raises ValueError where there are none, or where they would mix what must not be mixed."""
+    """Return the rows of a case. Raises ValueError if there are none, or if the runs differ in a column of ALIKE."""
     its, chosen = case.load(number), dict(map(_choice, where))
     if not its.picks:
         raise ValueError(

@@ -28,21 +28,21 @@ from harness.figures import measurements, plot, profile
 from harness.figures.point import METRICS, FigureRow, machine_of, row_of
 from harness.figures.profile import CaseProfile
 
-PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each of the artifact's runs that a figure draws
+PUBLISHED = ROOT / "claims" / "published.csv"  # one line for each run of the published artifact that a figure draws
 PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
 
 
 class Case(ABC):
-    """The base of every case: metric, methods and jobs() are its own; the rest has a default."""
+    """The base class of every case. A case defines metric, methods and jobs(); all else has a default."""
 
     title: ClassVar[str]  # default: the first line of its file
     metric: ClassVar[str] = ""  # one of METRICS
-    methods: ClassVar[Sequence[str]] = ()  # in the figure's order
+    methods: ClassVar[Sequence[str]] = ()  # names, in the figure's order
     searches: ClassVar[Sequence[str]] = ()  # the methods whose largest depth is searched first
-    axis: ClassVar[str] = ""  # the column in which its rows differ
+    axis: ClassVar[str] = ""  # the column in which the figure's rows differ
     look: ClassVar[Mapping[str, Any]] = {}  # options of plot.figure
-    mixes_metrics: ClassVar[bool] = False  # True: its rows have other metrics, too
-    picks: ClassVar[bool] = False  # True: its figure may use any runs, chosen by pick()
+    mixes_metrics: ClassVar[bool] = False  # True: some rows have another metric than `metric`
+    picks: ClassVar[bool] = False  # True: the figure can be drawn from any runs; pick() chooses their rows
     in_all: ClassVar[bool] = True  # False: `case all`, demo and notebook leave it out, and no claim is about it
 
     def __init_subclass__(cls) -> None:
@@ -53,28 +53,28 @@ class Case(ABC):
 
     @abstractmethod
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> Sequence[Job]:
-        """Return the runs of a profile; `sizes`: the largest trained depths of the searched methods, as far as
-        known."""
+        """Return the case's jobs in a profile. `sizes`: for each searched method, the largest depth that trained, if
+        that is known."""
 
     def profiles(self, used: CaseProfile) -> Sequence[CaseProfile]:
-        """Return the profiles of its jobs."""
+        """Return the profiles that the case's jobs belong to."""
         return (used,)
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return its measured rows, in the figure's order."""
+        """Return the case's measured rows, in the figure's order."""
         return measurements.rows(self.metric, self.jobs(used, {}), records)
 
     def measure(  # noqa: B027  most have nothing beside runs
         self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Measure what its figure shows beside runs, unless the folder of results has it."""
+        """Measure what the figure shows besides training runs, unless the folder of results has it already."""
 
     def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> Sequence[FigureRow]:
-        """Return the rows of what measure() left."""
+        """Return rows made from the files that measure() wrote."""
         return ()
 
     def kept(self, used: CaseProfile, results: Path) -> Sequence[Path]:
-        """Return the files that beside() reads: texts, which an archive includes."""
+        """Return the files that beside() reads. They are text files, which the archive of `bundle` includes."""
         return ()
 
     def simulated(self, rows: Sequence[FigureRow]) -> Sequence[FigureRow]:
@@ -82,11 +82,11 @@ class Case(ABC):
         return ()
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return the rows of any runs that its figure shows (harness/figures/any_runs.py)."""
+        """Choose the rows that the figure shows from the rows of any runs (harness/figures/any_runs.py)."""
         return list(rows)
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
-        """Fill one panel of figure()."""
+        """Draw these rows into one panel of figure()."""
         plot.by_method(axes, rows, self.methods)
 
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
@@ -141,8 +141,8 @@ def load(number: int) -> Case:
 
 
 def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> CaseProfile:
-    """Return the named profile, else the default of this machine. Memories are those of the named machine `on`, else
-    those in `facts` (of a record), else this machine's."""
+    """Return the profile of this name; without a name, this machine's default. The profile's memories are those of the
+    machine named `on`; without `on`, those in `facts`, which come from a record; without either, this machine's."""
     if facts is None:
         drop = () if machine.devices()[0] == "cuda" else ("gpu", "gpu_bytes")
         facts = {key: value for key, value in machine.facts().items() if key not in drop}
@@ -151,14 +151,15 @@ def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = 
 
 
 def possible(wanted: Iterable[tuple[str, str | None]], facts: dict[str, Any]) -> Iterator[CaseProfile]:
-    """Return the profiles, among these names and machines, that exist with these facts: GPU sizes need a GPU."""
+    """Yield the profile for each pair of a name and a machine. A profile that cannot be made from these facts is left
+    out: sizes for a GPU need a GPU."""
     for name, on in wanted:
         with contextlib.suppress(ValueError, KeyError):
             yield profile_of(name, on, facts)
 
 
 def any_of(number: int, used: CaseProfile, records: Sequence[Record]) -> bool:
-    """True if some run is of this case in this profile."""
+    """True if some record is a run of this case in this profile."""
     its = load(number).profiles(used)
     return any(record.origin == "run" and each.is_of(record.job) for record in records for each in its)
 
@@ -191,8 +192,8 @@ def measured(number: int, used: CaseProfile, records: Sequence[Record]) -> list[
 
 @functools.cache
 def published(number: int) -> list[FigureRow]:
-    """Return the published rows of a case: the median of iterations 11 to 50 of one process, by its log; of the killed
-    run its only interval."""
+    """Return the published rows of a case. A row's value is the median of iterations 11 to 50 in the log of one
+    process; the run that was killed logged one interval only, which is its value."""
     import pandas
 
     frame, found = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), []

@@ -1,4 +1,4 @@
-"""A case's rows as files: its CSV, and the figure drawn from that."""
+"""Writes a case's rows to a CSV file, and draws the figure from that file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from harness.figures.profile import CaseProfile
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# The start of a text that a spreadsheet would compute; numbers are none.
+# Matches the start of a text that a spreadsheet would evaluate as a formula; a number such as -1.5 does not match.
 FORMULA = re.compile(r"^(?=[=+\-@\t\r])(?![-+]?[\d.]+(?:e[-+]?\d+)?$)")
 EDITED = "its line of the table is not as it was extracted"
 COLUMNS = [field.name for field in dataclasses.fields(FigureRow) if field.name != "values"]
@@ -34,12 +34,13 @@ def stem(number: int, name: str, out: Path) -> Path:
 
 
 def extract(number: int, used: CaseProfile, records: Sequence[Record], out: Path, results: Path | None = None) -> Path:
-    """Write the CSV of a case: ours, then the published. Raises ValueError where there is nothing of ours."""
+    """Write the CSV of a case: our rows, then the published ones. Raises ValueError if we have no row."""
     return write_rows(number, used.name, case.table(number, used, records, results), out)
 
 
 def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> Path:
-    """The CSV of these rows, then the published, of a profile or what else has a name."""
+    """Write a CSV of these rows, then the published ones; return its path. `name`: a profile's, or another part of the
+    file's name."""
     import pandas
 
     found = [*rows, *case.published(number)]
@@ -67,13 +68,14 @@ def write_table(frame: DataFrame, path: Path) -> None:
 
 
 def _csv(frame: DataFrame) -> str:
-    """Put an apostrophe before the text of cells that a spreadsheet would compute."""
+    """Return the table as CSV. An apostrophe precedes each text that a spreadsheet would evaluate as a formula."""
     safe = frame.map(lambda cell: FORMULA.sub("'", cell) if isinstance(cell, str) else cell)
     return safe.to_csv(index=False, lineterminator="\n")
 
 
 def draw(number: int, path: Path) -> list[Path]:
-    """Draw a case from its CSV, beside it. Raises ValueError where that is missing, or of several profiles."""
+    """Draw a case from its CSV into files beside the CSV. Raises ValueError if the CSV is missing, or has rows of
+    several profiles."""
     found, names = read_csv(path)
     its, metrics = case.load(number), {row.metric for row in found}
     if not found or not (its.mixes_metrics or metrics == {its.metric}):
@@ -86,14 +88,15 @@ def draw(number: int, path: Path) -> list[Path]:
 
 
 def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
-    """The rows of a CSV, and the profiles named in it. A row that was changed since it was written is not valid."""
+    """Return the rows of a CSV, and the profiles named in it. A row whose line was changed after it was written is not
+    valid."""
     import pandas
 
     try:
         frame = pandas.read_csv(io.StringIO(read_text(path)), dtype=str, keep_default_na=False)
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}; the case's extract script writes it") from error
-    except ValueError as error:  # pandas' own for what is no table
+        raise ValueError(f"cannot read {path}: {error.strerror}; try ./run.sh case N --extract") from error
+    except ValueError as error:  # pandas raises it if the file holds no table
         raise ValueError(f"{path} is no table of a case: {' '.join(str(error).split())}") from error
     is_edited = [line.get("check") != _check(line) for line in frame.to_dict("records")]
     if missing := {"profile", "keys"} - set(frame):

@@ -1,5 +1,5 @@
-"""Records as one pandas frame, a row each: figures of any runs, comparisons, the fairness table and the page's tables
-are views of it; harness.load() gives it to notebooks and scripts."""
+"""Records as one pandas frame with a row for each record. Figures of any runs, comparisons, the fairness table and the
+page's tables are views of the frame; harness.load() gives it to notebooks and scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.figures.point import machine_of
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-RECORD = "record"  # a column that only this project reads
+RECORD = "record"  # column of the Record objects, which only this project reads
 BUDGETS = ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second")
 # Records of the same job agree in these columns.
 JOB = [
@@ -49,7 +49,7 @@ def of(records: Iterable[Record]) -> DataFrame:
     import pandas
 
     rows = [_row(record) for record in records]
-    nothing = _row(Record(Job(method.reference(), Workload()), "", "ok"))  # for the columns alone
+    nothing = _row(Record(Job(method.reference(), Workload()), "", "ok"))  # names the columns if there are no records
     return pandas.DataFrame(rows, columns=None if rows else list(nothing)).astype(TYPES)
 
 
@@ -91,6 +91,6 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def options(record: Record) -> str:
-    """Return the options as text; a single rank, which every method has, is no news."""
+    """Return the options as text. A single rank is left out, because it is the default of every method."""
     told = {name: value for name, value in record.job.options.items() if (name, value) != ("world_size", 1)}
     return ", ".join(f"{name}={value}" for name, value in told.items())

@@ -1,4 +1,4 @@
-"""Which records measure what: the runs of a job, and how a search for the largest size ended."""
+"""Finds the records that measure a job, and tells how a search for the largest size ended."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ _context = functools.cache(context)
 
 
 def key(job: Job) -> str:
-    """The identity that a run of this resolved job would have here and now."""
+    """Return the key that a record of this resolved job would get, if the job ran here now."""
     return job.key(**_context(job.method, read_by(job)))
 
 
 def is_current(record: Record) -> bool:
-    """True if a run here and now would measure the same."""
+    """True if a new run of the record's job, here and now, would get the same key."""
     return record.job.method in method.names() and record.key == key(record.job)
 
 
 def repeats(job: Job, records: Sequence[Record]) -> list[Record]:
-    """The measurements of a job (its options and any others), by the newest code that measured it. Results come before
-    interrupted attempts, measurements before refusals by plan."""
+    """Return the records of a job that have the newest record's key. They have the job's options, and maybe further
+    ones. If any record is a result, interrupted attempts are left out; if any run was started, refusals by plan are
+    left out."""
     same = [
         record
         for record in records
@@ -42,19 +43,19 @@ def repeats(job: Job, records: Sequence[Record]) -> list[Record]:
 
 
 def rows(metric: str, jobs: Sequence[Job], records: Sequence[Record]) -> list[FigureRow]:
-    """A row for each job that has a record."""
+    """Return a row for each job that has a record."""
     return [row_of(metric, found) for job in jobs if (found := repeats(job, records))]
 
 
 def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Return a search's records of the largest depth that trained below every failure, and one of the smallest depth
-    that failed above every success. Either may be empty."""
+    """Return two lists of a search's records: those of the largest depth that trained below every failure, and one of
+    the smallest depth that failed above every success. Either may be empty."""
     probes = _probes(name, records)
     depths, answer = _search(probes)
     best = [record for record in depths.get(answer.largest, []) if record.status == "ok"]
     failed = depths[answer.failed_above] if answer.failed_above else []
     if not depths:
-        failed = probes  # why there is no answer
+        failed = probes  # the last one tells why there is no answer
     return repeats(best[-1].job, best) if best else [], failed[-1:]
 
 
@@ -74,7 +75,7 @@ def _probes(name: str, records: Sequence[Record]) -> list[Record]:
 
 
 def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], SizeAnswer]:
-    """The runs with a result by number of layers, and what follows from them."""
+    """Return the records with a result, by number of layers, and the answer that the search draws from them."""
     depths: dict[int, list[Record]] = {}
     for record in probes:
         if record.is_result and record.phase != "plan":
@@ -97,6 +98,6 @@ def _is_refused_beyond(record: Record) -> bool:
 
 
 def sizes(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
-    """The largest depth that each method trained, where the gate passed."""
+    """Return the largest depth that each method trained and at which the gate passed."""
     found = {name: largest(name, records)[0] for name in names}
     return {name: best[-1].job.workload.num_layers for name, best in found.items() if best and best[-1].gate.passed}

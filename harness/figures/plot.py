@@ -1,9 +1,10 @@
-"""The paper's look: a panel of ours, one of the published numbers if there are any, and a caption with machine, clock
-and intervals.
+"""Draws figures in the paper's look: a panel of our numbers, a panel of the published numbers if there are any, and a
+caption with machine, clock and intervals.
 
-Filled: the run passed the gate; hollow: it did not; a cross: a size that failed; a dot: a timed step. Hatched:
-published, or, crosswise, a time of few steps or busy cores, as told under the bar. Both panels share a scale if widths
-and clock are the published ones. The same rows give the same bytes.
+Filled marks are runs that passed the gate, hollow marks runs that did not. A cross is a size that failed, a dot a timed
+step. Hatched bars are published numbers; crosswise hatched bars are times of few steps or of busy cores, as the text
+under the bar tells. Both panels share a scale if our widths and clock are the published ones. The same rows give files
+of the same bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ FIGURE_INCHES = (7.6, 2.9)
 BAR_WIDTH = 0.4
 TICK_DEGREES = 20
 EDGE, CROSS = "#4A4A4A", "#B00020"
-FAILED = "failed"  # group of the crosses below lines
+FAILED = "failed"  # id of the crosses for failed sizes, at the foot of a panel with lines
 DARK = 510  # sum of red, green and blue; darker colors carry white ink
 NOTE_COLUMNS = 190
-CONTINUED = "\n    "  # within a text of the small print
-SMALL_PRINT = "small print"  # group of the text at the foot, which a page tells below the figure
+CONTINUED = "\n    "  # a line break within one text of the small print
+SMALL_PRINT = "small print"  # id of the text at the foot; a page prints that text below the figure
 PUBLISHED_HATCH, DOUBT_HATCH = "////", "xxxx"
 FOOT_POINTS = 4.1
-DOTS = "timed steps"  # their group, and their name in the legend
+DOTS = "timed steps"  # id of the dots, and their name in the legend
 STYLE = Path(__file__).with_name("paper.mplstyle")
 CLOCKS = {"sim": "sim (a CPU whose device memory and link are simulated)"}
 SCALES = {
@@ -53,9 +54,9 @@ def figure(
     rows: Sequence[FigureRow], metric: str, draw: Callable[[Axes, list[FigureRow]], None], note: str,
     series: dict[str, str] | None = None, is_line: bool = False,
 ) -> Figure:  # fmt: skip
-    """Draw ours beside the published numbers, if there are any; `draw` fills one panel with its rows.
+    """Draw our rows beside the published rows, if there are any. `draw` draws rows into one panel.
 
-    `series`: methods by their labels in the legend ("": the method's own).
+    `series`: methods by their labels in the legend; the label "" stands for the method's own label.
     """
     ours, published = ([row for row in rows if (row.origin == "published") is side] for side in (False, True))
     parts = [(ours, f"measured, {note}"), *([(published, "published")] if published else [])]
@@ -103,7 +104,7 @@ def notes(made: Figure) -> list[str]:
 
 
 def foot(row: FigureRow) -> list[str]:
-    """Return what stands under the bar of a row, a line each: placement, clipping, and why its time is doubtful."""
+    """Return the lines of text under a row's bar: placement, clipping, and why the row's time is doubtful."""
     return [text for text in (row.placement, row.clipping, *row.doubts) if text]
 
 
@@ -114,7 +115,7 @@ def by_method(axes: Axes, rows: Sequence[FigureRow], names: Sequence[str]) -> No
 
 
 def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[FigureRow]]]]) -> None:
-    """Draw named groups of bars; a group has places, and the rows of one place are drawn over each other."""
+    """Draw named groups of bars. A group has places side by side; the rows of one place are drawn over each other."""
     rows = [row for _, group in groups for place in group for row in place]
     scale = scale_of(rows)[0]
     top = max((_highest(row) for row in rows), default=0.0) / scale or 1.0
@@ -169,7 +170,7 @@ def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: 
         elif height > 0.16 * top:
             ink = "white" if row.valid and sum(rgb) < DARK else "black"
             _label(axes, x, height - 0.04 * top, text, va="top", fontsize=5, color=ink)
-        else:  # beside a bar that is too short
+        else:  # the bar is too short: the number stands beside it
             _label(axes, x - BAR_WIDTH / 2, height / 2, text, ha="right", va="center", fontsize=5.4)
 
 
@@ -178,8 +179,8 @@ def _label(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
 
 
 def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> None:
-    """Draw a line through the points with a number, beside the lines already drawn; failed points are crosses at the
-    foot, with the line's name."""
+    """Add a line through the points that have a number. Failed points are crosses at the foot of the panel, with the
+    line's name."""
     if not points:
         return
     good = [(x, row) for x, row in points if succeeded(row)]
@@ -203,7 +204,7 @@ def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> N
             others = [each for each in drawn if each.get_gid() == FAILED and each.get_xdata()[0] == x]
             at_foot: Any = {"transform": axes.get_xaxis_transform(), "clip_on": False}
             axes.plot([x], [0.1 * len(others)], "x", color=color, markeredgewidth=1.3, gid=FAILED, **at_foot)
-            side = "right" if x == max(x for x, _ in points) else "center"  # no label runs out of the figure
+            side = "right" if x == max(x for x, _ in points) else "center"  # keeps the last label inside the figure
             _label(axes, x, 0.1 * len(others) + 0.025, label, fontsize=5.4, ha=side, **at_foot)
     _fit(axes)
 
@@ -222,19 +223,20 @@ def _fit(axes: Axes) -> None:
 
 
 def _shown_scale(axes: Axes, rows: Sequence[FigureRow]) -> float:
-    """Return the divisor of the axis's unit, which all lines of a panel share."""
+    """Return the number that all lines of a panel divide their values by, to show them in the axis's unit."""
     named = [scale for scale, unit in SCALES[rows[0].metric] if axes.get_ylabel().endswith(f"({unit})")]
     return named[0] if named else scale_of(rows)[0]
 
 
 def tilt(axes: Axes) -> None:
-    """Turn tick labels to the published angle."""
+    """Turn tick labels to the angle that they have in the published figures."""
     for label in axes.get_xticklabels():
         label.set(rotation=TICK_DEGREES, horizontalalignment="right", rotation_mode="anchor")
 
 
 def scale_of(rows: Sequence[FigureRow]) -> tuple[float, str]:
-    """Return the divisor and the unit in which these rows read best."""
+    """Return the number to divide these rows' values by, and the unit of the quotients, so that they are easy to
+    read."""
     if not rows:
         return 1.0, ""
     scales = SCALES[rows[0].metric]
@@ -253,8 +255,8 @@ def number(value: float) -> str:
 
 
 def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str) -> str:
-    """Return machine, clock, profile, window, number of runs and intervals, doubtful times, failed gates, and the
-    published source."""
+    """Return the caption: machine, clock, profile, window, number of runs and intervals, doubtful times, failed gates,
+    and the source of the published numbers."""
     texts, ours = [], [row for row in ours if row.metric in SCALES]
     if ours:
         runs = sorted({row.num_runs for row in ours if succeeded(row)})
@@ -303,7 +305,7 @@ def save(made: Figure, stem: Path) -> list[Path]:
         "png": {"metadata": {"Software": None}, "dpi": 200},
     }
     paths = [Path(f"{stem}.{kind}") for kind in looks]
-    with matplotlib.rc_context({"pdf.fonttype": 42}):  # read as a figure is saved; the default, 3, journals refuse
+    with matplotlib.rc_context({"pdf.fonttype": 42}):  # read by savefig(); journals refuse the default, type 3
         for path, (kind, look) in zip(paths, looks.items(), strict=True):
             buffer = io.BytesIO()
             made.savefig(buffer, format=kind, **look)
@@ -312,7 +314,7 @@ def save(made: Figure, stem: Path) -> list[Path]:
 
 
 def svg(made: Figure) -> str:
-    """Return the figure as SVG without its small print, which the page has below it."""
+    """Return the figure as SVG without the small print, which the page prints below the figure."""
     import matplotlib
 
     buffer, small = io.StringIO(), [each for each in made.texts if each.get_gid() == SMALL_PRINT]
@@ -330,19 +332,20 @@ def svg(made: Figure) -> str:
 def _error(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
     if row.value is None or row.low is None or row.high is None:
         return
-    middle, half = (row.low + row.high) / 2, (row.high - row.low) / 2  # of the mean; the point is the median
+    middle, half = (row.low + row.high) / 2, (row.high - row.low) / 2  # interval of the mean; the point is the median
     axes.errorbar([x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
 
 
 def _dots(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
-    """Draw each timed step."""
+    """Draw a dot for each timed step."""
     if row.steps and succeeded(row):
         look: Any = {"color": "black", "alpha": 0.55, "s": 3.5, "linewidths": 0, "zorder": 3}
         axes.scatter([x] * len(row.steps), [value / scale for value in row.steps], gid=DOTS, **look)
 
 
 def legend(made: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_line: bool = False) -> None:
-    """Explain colors, filled, hollow, hatched and crosses, as far as they occur."""
+    """Add a legend that explains the colors, the filled, hollow and hatched marks and the crosses that occur in these
+    rows."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -1,9 +1,10 @@
 """One number of a table or figure, with its interval, its metric, and whether its run passed the gate.
 
 A row comes from the records of one job (its repeats), or is a published number. Figures, claims and reports read rows
-and nothing else. Two rows differ only if their ratio leaves its bounds. Processes are repeats; the steps of one process
-are not, because another program's load slows neighboring steps together. Below three processes on either side a margin
-replaces the interval: the median of a whole process is as uncertain as one step, whose scatter is known.
+and nothing else. Two rows count as different only if the bounds of their ratio exclude 1. Processes are repeats; the
+steps of one process are not, because another program's load slows neighboring steps together. If either row has fewer
+than three processes, a margin replaces the interval. The margin assumes that the median of a whole process is as
+uncertain as one step, whose scatter is known.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from dataclasses import dataclass, field
 
 from harness.core.record import Record
 
-FEWEST_FOR_INTERVAL = 3  # processes
-FEWEST_TIMED_STEPS = 5  # of a time that a bar may show without a hatch
+FEWEST_FOR_INTERVAL = 3  # fewest processes that give an interval
+FEWEST_TIMED_STEPS = 5  # a bar of a time with fewer timed steps is hatched
 CONFIDENCE = 0.95
-LEAST_MARGIN = 0.05  # of a ratio, if a side has too few runs for an interval
-STANDARD_ERRORS = 2  # width of a margin
+LEAST_MARGIN = 0.05  # relative margin of a ratio, at least, if a row has too few runs for an interval
+STANDARD_ERRORS = 2  # distance from a ratio to the end of its margin, in standard errors
 COUNTED = ("params",)  # metrics without noise: any difference counts
 Metric = Callable[[Record], float | None]
 
-# The metrics of a figure, each read from one record. A largest size is its parameters; a search tells if a larger one
-# failed.
+# The metrics of figures, each read from one record. A largest size is given by its number of parameters; the search
+# tells whether a larger size failed.
 METRICS: dict[str, Metric] = {
     "params": lambda record: float(record.job.workload.num_params),
     "samples_per_second": lambda run: (
@@ -42,7 +43,7 @@ METRICS: dict[str, Metric] = {
 class FigureRow:
     """A row of a figure. `value`: the median of `num_runs` processes in the metric's unit (parameters, samples/s,
     tokens/s, seconds). `low`, `high`: the 95 % interval of their mean (Student's t), from three processes on. `valid`:
-    all of them passed the gate."""
+    all these processes passed the gate."""
 
     metric: str
     method: str
@@ -61,17 +62,17 @@ class FigureRow:
     machine: str = ""
     clock: str = ""
     keys: tuple[str, ...] = ()  # keys of the row's records
-    is_final: bool = True  # False: a largest size whose search has not found the edge yet
-    is_judged: bool = True  # False: the call of the run was ended before the gate
+    is_final: bool = True  # False: a largest size whose search has not found a size that fails yet
+    is_judged: bool = True  # False: the call that made the run ended before the gate judged it
     series: str = ""  # names one of several bars or lines of a method
     group: str = ""  # position on an axis of names: a model, a pair of sizes
     x: float | None = None  # position on an axis of numbers
-    placement: str = ""  # where its layers lie, of a method that places them
+    placement: str = ""  # where the layers lie, if the method chooses that for each layer
     clipping: str = ""
-    num_steps: int | None = None  # timed, over all processes
+    num_steps: int | None = None  # number of timed steps, over all processes
     steps: tuple[float, ...] = ()  # each timed step, in the metric's unit
     load: float | None = None  # the highest load average at the start of a run
-    num_cores: int | None = None  # of the machine
+    num_cores: int | None = None  # of the machine that ran it
     values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # one for each process; not in tables
 
     @property
@@ -80,7 +81,7 @@ class FigureRow:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Tell why its time is not to be trusted, in a few words each."""
+        """Return the reasons why the row's time may be wrong, each in a few words."""
         found = []
         if self.num_steps is not None and self.num_steps < FEWEST_TIMED_STEPS:
             found.append(f"{self.num_steps} step{'' if self.num_steps == 1 else 's'}")
@@ -94,7 +95,7 @@ class FigureRow:
 
 
 def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
-    """Return the row of one job's repeats."""
+    """Return the row that the repeats of one job give."""
     last = repeats[-1]
     values = [value for record in repeats if (value := METRICS[metric](record)) is not None and math.isfinite(value)]
     low, high = interval(values)
@@ -142,11 +143,11 @@ def machine_of(record: Record) -> str:
 
 
 def scatter(repeats: Sequence[Record]) -> float | None:
-    """Return the relative standard deviation of the steps of the worst run, or of the runs; None if each run timed one
-    step.
+    """Return the largest relative standard deviation found: of the steps within a run, or half the range of the runs'
+    medians. None if there is one run, of one timed step.
 
-    It comes from the interquartile range, which is robust to outliers: 1.349 standard deviations of a normal
-    distribution.
+    That of the steps comes from the interquartile range, which is robust to outliers: it is 1.349 standard deviations
+    of a normal distribution.
     """
     found = []
     for record in repeats:
@@ -173,7 +174,7 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 @dataclass(frozen=True)
 class RatioInterval:
-    """The ratio of two rows; `how` names the source of its bounds."""
+    """The ratio of two rows' values. `how`: the method by which the bounds were found."""
 
     value: float
     low: float
@@ -214,7 +215,7 @@ def _welch(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]
     if len({*over}) == len({*under}) == 1:
         return center, center
     relative = ([value / mean for value in values] for values, mean in zip((over, under), means, strict=True))
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # on values that are nearly alike
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # scipy warns if values are nearly alike
         found = stats.ttest_ind(*relative, equal_var=False).confidence_interval(CONFIDENCE)
     factor = math.exp((found.high - found.low) / 2)
     return center / factor, center * factor

@@ -1,8 +1,10 @@
-"""Profiles, the scales of an experiment: the published sizes, or scaled to minutes, to one GPU, or to this machine.
+"""Profiles, the scales of an experiment: the published sizes, or sizes that take minutes, fit one GPU, or fit this
+machine.
 
-Widths (hidden size, tokens, vocabulary) over f and memories over f**2 keep the depths: layers, ends, activations and
-logits all take 1 / f**2 of their bytes. Depths are the published ones, stretched between two anchors: `common`, which
-every method trains (published: 32), and `deepest` (published: 92).
+A smaller profile divides the widths (hidden size, tokens, vocabulary) by f and the memories by f**2. Then the same
+depths fit, because layers, ends, activations and logits all take 1 / f**2 of their bytes. A profile's depths are the
+published ones, stretched between two anchors: `common`, which every method trains (published: 32), and `deepest`
+(published: 92).
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from methods.shared.memory_needs import state_bytes
 
 NAMES = ("demo", "quick", "paper", "fit")
 PUBLISHED_COMMON, PUBLISHED_DEEPEST = 32, 92
-PUBLISHED_WINDOW = 15  # of the cases about other options
-PROBE = {"steps": 5, "warmup": 2}  # runs of a search: memory has settled by then
-ROOM = 0.9  # share of a budget that a plan with free choices may fill, because plans leave something out
+PUBLISHED_WINDOW = 15  # layers in the window, in cases about other options
+PROBE = {"steps": 5, "warmup": 2}  # lengths of a search's runs: after so few steps memory no longer grows
+ROOM = 0.9  # share of a budget that a plan may fill by its own choices; the rest is for what plans do not count
 
 
 @dataclass(frozen=True)
 class CaseProfile:
-    """The settings that the runs of a case share. `workload` has depth 1; `window` holds in cases about other
-    options."""
+    """The settings that the runs of a case share. `workload`: the workload at depth 1. `window`: the layers in the
+    window in cases about other options."""
 
     name: str
     workload: Workload
@@ -43,12 +45,13 @@ class CaseProfile:
 
     @property
     def kind(self) -> str:
-        """One of NAMES."""
+        """Return the profile's kind, one of NAMES."""
         return self.name.split("_")[0]
 
     @property
     def room(self) -> Room:
-        """Return what plans may fill, the same on any machine: a GPU's budget without the stated context."""
+        """Return the memories that plans may fill, which are the same on any machine. On a GPU the profile's stated
+        context is taken off the budget."""
         room = self.budget.room
         if self.device != "cuda" or room.device_bytes is None:
             return room
@@ -65,8 +68,8 @@ class CaseProfile:
         return min(self.window, num_layers)
 
     def job(self, name: str, num_layers: int, **options: Any) -> Job:
-        """Return a timed run. The plan settles options that are numbers, so that the record can be found again; the
-        measuring machine chooses kernels."""
+        """Return the job of a timed run. The plan fills in the options that are numbers, so that the record can be
+        found again; the machine that runs the job chooses the kernels."""
         workload, have = self.workload.at_depth(num_layers), self.room.device_bytes
         room = dataclasses.replace(self.room, device_bytes=have and int(ROOM * have))
         plan = method.create(name, options).plan(workload, room)
@@ -74,7 +77,7 @@ class CaseProfile:
         return Job(name, workload, {**settled, **options}, self.budget, self.device, self.steps, self.warmup)
 
     def probe(self, name: str, num_layers: int = 1) -> Job:
-        """Return a run of a search for the largest size, which chooses the options."""
+        """Return the job of a probe in a search for the largest size; the search chooses the options."""
         workload = self.workload.at_depth(num_layers)
         return Job(name, workload, {}, self.budget, self.device, PROBE["steps"], PROBE["warmup"])
 
@@ -110,8 +113,9 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
     """Make the named profile with the memories of the machine `on` (machines.yaml), else of the machine in `facts`
     (harness/devices/machine.py, or a record's). Raises ValueError for a wrong name or machine, or if a GPU is missing.
 
-    paper has the published widths, quick a quarter of them, fit the published ones at the depths planned for this
-    machine, or without a GPU a sixteenth of them, on sim. `methods`: those of all cases.
+    `paper` has the published widths, and `quick` a quarter of them. `fit` has the published widths at the depths
+    planned for this machine; without a GPU, it has a sixteenth of the widths and runs on sim. `methods`: those of all
+    cases.
     """
     if name not in NAMES:
         raise ValueError(f"no profile {name!r}: choose one of {', '.join(NAMES)}")
@@ -130,8 +134,8 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
 
 
 def _demo() -> CaseProfile:
-    """Make a profile of minutes on two cores: few layers fill the memories, and the link is slow enough for copies to
-    show; without a compiler the link takes no time."""
+    """Make the profile `demo`, whose runs take minutes on two cores: few layers fill the memories, and the link is slow
+    enough for copies to show. Without a compiler, copies take no time."""
     workload = Workload(num_layers=1, hidden_size=128, seq_len=64, vocab_size=512)
     link = 256 * 2**20 if sim.is_built() or sim.to_build() else None
     budget = Budget(device_bytes=12 * 2**20, host_bytes=24 * 2**20, link_bytes_per_second=link)
@@ -141,7 +145,7 @@ def _demo() -> CaseProfile:
 def _fitted(found: CaseProfile, methods: Iterable[str]) -> CaseProfile:
     """Set the depths to those planned for the profile's memories."""
     common = min(int(ROOM * found.largest_planned(name)) for name in methods)
-    at_home = sum(state_bytes(found.workload).values())  # of each parameter of a layer that is streamed
+    at_home = sum(state_bytes(found.workload).values())  # bytes of host memory for each parameter of a streamed layer
     streamed = int(ROOM * (found.budget.host_bytes or 0) / (at_home * found.workload.layer_params))
     return dataclasses.replace(found, common=max(2, common), deepest=max(3, common + 1, streamed))
 

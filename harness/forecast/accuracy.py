@@ -1,4 +1,5 @@
-"""Compares predicted steps with measured ones: those of a machine's rates beside its records."""
+"""Compares predicted step times with measured ones: the prediction by a machine's rates, the measurement in its
+records."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from harness.forecast.step import predicted
 
 
 class Accuracy(NamedTuple):
-    """Measured seconds over predicted ones, less 1: the median and the worst of this many runs."""
+    """Measured step seconds divided by predicted ones, minus 1: the median and the worst over `num_runs` runs."""
 
     num_runs: int
     median: float
@@ -27,15 +28,16 @@ class Accuracy(NamedTuple):
 
 
 class Error(NamedTuple):
-    """How far a forecast may be off: the largest miss of those that were held against a measurement."""
+    """How far a forecast may be off: the largest error of the forecasts that were compared with a measurement."""
 
-    worst: float  # measured seconds over foretold ones, less 1
+    worst: float  # measured seconds divided by predicted ones, minus 1
     text: str
 
 
 def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...] = ()) -> Error:
-    """Return the error of a method's forecasts for a machine: by its own runs there, else by those of other methods
-    there, else by runs elsewhere, its own before others'."""
+    """Return the error of a method's forecasts for a machine. The error is known from the method's runs on that
+    machine; else from other methods' runs there; else from the method's runs elsewhere; else from other methods' runs
+    elsewhere."""
 
     def told(worst: float) -> str:
         return f"took up to {abs(worst):.0%} {'more' if worst > 0 else 'less'} time than foretold"
@@ -53,8 +55,9 @@ def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...]
 
 
 def rates_of(record: Record) -> Rates | None:
-    """Return the rates of a record's machine: this one's by calibration, the published one's for imported logs, a named
-    one's by its GPU; None if they are not known."""
+    """Return the rates of the machine of a record, or None if they are not known. Those of this machine come from its
+    calibration, those of imported logs from the published machine, those of another machine from the entry of its
+    GPU."""
     workload = record.job.workload
     if is_here(record):
         return machine.rates(record.job.device, workload)
@@ -70,14 +73,16 @@ def is_here(record: Record) -> bool:
 
 
 def entry_of(record: Record) -> str | None:
-    """Return the machine of a record in machines.yaml, by its GPU; for imported logs the published one."""
+    """Return the name in machines.yaml of the record's machine, found by its GPU; for imported logs, the published
+    machine's."""
     if record.origin == "imported":
         return named_machines.PUBLISHED
     return named_machines.of_gpu(str(record.machine.get("gpu") or ""))
 
 
 def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None:
-    """Predict the step of a run that trained; None for other records, and if rates are not known."""
+    """Predict the step time of a run that trained. None if the run did not train, or if the machine's rates are not
+    known."""
     rates, job = rates_of(record) if record.samples_per_second else None, record.job
     if rates is None:
         return None
@@ -90,7 +95,7 @@ def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None
 
 
 def accuracy(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[str, Accuracy]:
-    """Return the accuracy by method, over the runs that trained on one device."""
+    """Return the accuracy of each method's predictions, over the runs that trained on one device."""
     ratios: dict[str, list[float]] = {}
     for record in (each for each in records if each.job.world_size == 1):
         foretold, measured = of_record(record, folders), record.median_step_seconds
@@ -106,8 +111,8 @@ def has_disk(record: Record) -> bool:
 def measured_for(
     records: Iterable[Record], name: str, workload: Workload, gpu: str | None, on_disk: bool
 ) -> list[float]:
-    """Step seconds of the runs of this method and workload that trained, with states on a disk or without: on this
-    machine, or on a GPU of that name."""
+    """Return the step seconds of the runs that trained this workload by this method, on the GPU of this name or,
+    without a name, on this machine. `on_disk`: only runs with states on a disk, or only runs without."""
 
     def is_there(record: Record) -> bool:
         return is_here(record) if gpu is None else plain(gpu) in plain(str(record.machine.get("gpu") or ""))

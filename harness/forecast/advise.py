@@ -1,7 +1,7 @@
-"""Which method for this GPU, and with which settings? Of each method the fastest plan there; of these the fastest that
-trains like the reference; what would change it.
+"""Which method should train on this GPU, and with which settings? The fastest plan of each method is found; the fastest
+of these that trains like the reference is the answer; then, what would change the answer.
 
-Arithmetic alone: nothing is allocated, torch is not imported. What was measured stands beside it.
+All is arithmetic: nothing is allocated, torch is not imported. Measured times stand beside the predicted ones.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from harness.forecast.step import predicted
 from harness.forecast.training_place import TrainingPlace, named_place, this_place
 
 DISK = tempfile.gettempdir()
-WORTH = 1.1  # a change that makes less than this many times the tokens a second is no help
+WORTH = 1.1  # a change helps only if it gives more than this many times the tokens per second
 MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
-# A sequence that is searched is the model's own, or as short as it takes for a token to cost at most LONGER times the
-# arithmetic that it costs in one of SHORT_SEQ.
+# If the sequence length may be chosen, the model's own is halved until a token takes at most LONGER times the
+# arithmetic that it takes in a sequence of SHORT_SEQ tokens.
 SHORT_SEQ, LONGER = 1024, 1.1
 SEARCHED = frozenset({"batch_size", "micro_batches", "seq_len"})
 
 
 class Remedy(NamedTuple):
-    """What would change the decision. `method`: the fastest then, None if that would not help; `times`: as fast as now,
-    None where nothing fits now."""
+    """A change that might help. `method`: the fastest method after the change, None if the change would not help.
+    `times`: the speed after the change divided by the speed now, None if nothing fits now."""
 
     change: str
     method: str | None = None
@@ -47,8 +47,8 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """`chosen`: of the rows within NEAR of the fastest the one with the least batch; None where no method fits, or no
-    speed is known. `rows`: all, the chosen one first."""
+    """`chosen`: the row with the smallest batch among those nearly as fast as the fastest (NEAR); None if no method
+    fits, or if no speed is known. `rows`: all rows, the chosen one first."""
 
     workload: Workload
     rows: list[dict[str, Any]]
@@ -64,7 +64,8 @@ class Decision:
 class Advice:
     """A question; decision() is its answer.
 
-    `searched`: of SEARCHED those that the answer may choose. `options`: given to the methods that have them.
+    `searched`: the fields of SEARCHED whose values the answer may choose. `options`: values of method options; each
+    goes to the methods that have the option.
     """
 
     place: TrainingPlace
@@ -76,7 +77,8 @@ class Advice:
     options: dict[str, Any] = field(default_factory=dict)
 
     def decision(self, names: list[str]) -> Decision:
-        """Return the fastest settings; the sequence, if it is searched, is halved where that is worth it."""
+        """Return the fastest settings. If the sequence length may be chosen, it is halved as long as that makes
+        training much faster (WORTH)."""
         load, halves = self.workload, "seq_len" in self.searched
         load = self._affordable(load) if halves else load
         made = self._decide(names, load)
@@ -122,7 +124,7 @@ class Advice:
         return Decision(workload, [row | {"reason": _reason(row, chosen)} for row in rows], chosen)
 
     def _rows(self, name: str, workload: Workload) -> Iterator[dict[str, Any]]:
-        """Yield a method's row, and one `with` a disk where its plan then uses one."""
+        """Yield a method's row, and a second row with a disk if the plan then uses the disk."""
         known = method.option_names(method.load(name, self.folders))
         asked = {option: value for option, value in self.options.items() if option in known}
         yield (row := self._row(name, workload, asked))
@@ -151,13 +153,14 @@ class Advice:
         }  # fmt: skip
 
     def _missing(self, name: str) -> str | None:
-        """Return what the method lacks to run here, and how to get it; for another machine that is unknown."""
+        """Return what the method still needs to run here, and how to get it; None for another machine, of which that is
+        not known."""
         return method.create(name, {}, self.folders).missing(self.place.device) if self.place.name is None else None
 
     def _fastest(
         self, name: str, place: TrainingPlace, workload: Workload, options: dict[str, Any], least: int = 1
     ) -> Try:  # fmt: skip
-        """`least`: the batch to begin a search with."""
+        """Return the fastest try of a method. `least`: the batch with which the search begins."""
         trained = method.create(name, options, self.folders)
         searched = self.searched if trained.accumulates else self.searched - {"micro_batches"}
         return best(partial(self._try, trained, place, options), workload, searched, least)
@@ -181,14 +184,14 @@ class Advice:
         return dict(zip(names, (seconds, found.step.binds, speed, hours, mfu), strict=True))
 
     def remedies(self, made: Decision) -> Iterator[Remedy]:
-        """Yield what would change the decision, and what would not."""
+        """Yield the changes that were tried: those that would change the decision, and those that would not."""
         able = [row for row in made.rows if is_usable(row)]
         place, load = self.place, made.workload
         host = place.room_for(load).host_bytes or 0
         most = MORE_HOST_GIB[-1]
         helps = partial(self._remedy, made.chosen, able)
         found = helps(f"+{most} GiB of host memory", place.with_host(host + most * GIB), load)
-        if found.method:  # the least that helps
+        if found.method:  # find the smallest addition that helps
             more = (
                 helps(f"+{size} GiB of host memory", place.with_host(host + size * GIB), load) for size in MORE_HOST_GIB
             )
@@ -204,7 +207,7 @@ class Advice:
             yield helps(f"--seq {load.seq_len // 2}", place, replace(load, seq_len=load.seq_len // 2))
 
     def _first_gpu(self, rows: list[dict[str, Any]], load: Workload) -> Remedy:
-        """Return the GPU of the least memory with which something fits beside the same host."""
+        """Return the remedy of another GPU: the one of least memory with which some method fits on the same host."""
         asked = Budget(host_bytes=self.place.room_for(load).host_bytes, disk_bytes=self.place.asked.disk_bytes)
         sizes = {name: named_machines.load(name).room.device_bytes or 0 for name in named_machines.names()}
         here = self.place.room_for(load).device_bytes or 0
@@ -224,8 +227,8 @@ class Advice:
         self, chosen: dict[str, Any] | None, rows: list[dict[str, Any]], change: str, place: TrainingPlace,
         workload: Workload, options: dict[str, Any] | None = None,
     ) -> Remedy:  # fmt: skip
-        """Return the fastest of these rows' methods after a change, if it helps. Batches are searched from each row's
-        own on."""
+        """Return the remedy of a change: the fastest of these rows' methods after it, if it helps. The search for a
+        batch begins at each row's own batch."""
         found: list[tuple[dict[str, Any], Try]] = []
         for row in rows:
             least = row["batch_size"] * workload.seq_len // row["seq_len"] if row["fits"] else 1
@@ -246,8 +249,8 @@ class Advice:
 
 
 def of_records(records: Sequence[Record]) -> Advice | None:
-    """On the machine of these records, about the workload and the budgets of most runs that trained; None where there
-    are none, or neither this machine nor machines.yaml is theirs."""
+    """Return the advice on the machine of these records, for the workload and the budgets that most trained runs have.
+    None if no run trained, or if the machine is neither this one nor in machines.yaml."""
     trained = [record for record in records if record.samples_per_second and record.job.world_size == 1]
     if not trained:
         return None
@@ -262,7 +265,7 @@ def of_records(records: Sequence[Record]) -> Advice | None:
 
 
 def is_usable(row: dict[str, Any]) -> bool:
-    """True if the method trains this workload like the reference, and runs there as far as that is known."""
+    """True if the method trains this workload like the reference and, as far as that is known, can run at the place."""
     return "error" not in row and row["is_exact"] and not row["missing"]
 
 
@@ -281,13 +284,13 @@ def fits_text(row: dict[str, Any]) -> str:
 
 
 def off_text(row: dict[str, Any]) -> str:
-    """How far predictions of this method have been off; nothing where no run tells it."""
+    """Return how far predictions of this method were off; an empty text if no run tells it."""
     found = row["accuracy"]
     return f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({found['num_runs']} runs)" if found else ""
 
 
 def _reason(row: dict[str, Any], chosen: dict[str, Any] | None) -> str:
-    """Why a row is not the decision, or that it is."""
+    """Return why a row is not the decision, or that it is the decision."""
     if "error" in row:
         return row["error"]
     if row["missing"] or not row["fits"]:

@@ -1,4 +1,5 @@
-"""The batch and the micro-batches with which a method trains most tokens a second in a room, by plans alone."""
+"""Finds, from plans alone, the batch and the micro-batches with which a method trains most tokens per second in given
+memories (a Room)."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ from typing import Any, NamedTuple
 from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import Forecast, compute_seconds
 
-MOST_TOKENS = 2**18  # a step's, of a batch that is searched
-NEAR = 0.97  # of the most tokens a second that a batch reaches, the least batch that reaches this much is taken
-MORE = 1.02  # micro-batches are halved for more than this
-WITHOUT_RATES = (4, 2, 1)  # batches to try, where no speed is foretold
+MOST_TOKENS = 2**18  # most tokens of a step, if the batch may be chosen
+NEAR = 0.97  # the smallest batch is taken that reaches this share of the highest speed of any batch
+MORE = 1.02  # twice as many micro-batches are taken if they are more than this many times as fast
+WITHOUT_RATES = (4, 2, 1)  # batches to try, if no speed can be predicted
 
 
 class Try(NamedTuple):
-    """A plan, and what a step of it should take; None where the rates are not known."""
+    """A plan, and the predicted time of its step, which is None if the machine's rates are not known."""
 
     workload: Workload
-    options: dict[str, Any]  # those that were asked for
+    options: dict[str, Any]  # the options that the caller gave
     plan: Plan
     room: Room
     step: Forecast | None
@@ -35,15 +36,17 @@ class Try(NamedTuple):
 
     @property
     def of_bound(self) -> float:
-        """The share of what the device's arithmetic would allow if nothing else took time."""
+        """Return the step's speed as a share of the speed at which the device's arithmetic is the only limit; 0 if
+        unknown."""
         rates, num_ranks = self.room.rates, self.options.get("world_size", 1)
         return sum(compute_seconds(self.workload, rates)) / num_ranks / self.step.seconds if self.step and rates else 0
 
 
 def best(attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str], least: int = 1) -> Try:
-    """Return the fastest try; of those within NEAR the one of the least batch. If none fits, that of the least batch.
+    """Return the try with the smallest batch among those nearly as fast as the fastest (NEAR). If none fits, return the
+    try with the smallest batch.
 
-    `attempt`: plans a workload. `searched`: of batch_size and micro_batches those that may change. `least`: batch to
+    `attempt`: plans a workload. `searched`: which of batch_size and micro_batches may be chosen. `least`: the batch to
     begin with.
     """
     if "batch_size" not in searched:
@@ -56,14 +59,14 @@ def best(attempt: Callable[[Workload], Try], workload: Workload, searched: froze
     while not now.lacks and now.of_bound < NEAR and 2 * now.workload.batch_size * workload.seq_len <= MOST_TOKENS:
         size, parts = 2 * now.workload.batch_size, now.workload.micro_batches
         now = _in_parts(attempt, replace(workload, batch_size=size, micro_batches=parts), searched)
-        if now.lacks and size > 2:  # half again the last one may fit
+        if now.lacks and size > 2:  # one and a half times the last batch may fit
             now = _in_parts(attempt, replace(workload, batch_size=3 * size // 4), searched)
             found += [] if now.lacks else [now]
             break
         if now.lacks or _speed(now) < _speed(found[-1]):
             break
         found.append(now)
-    if found[-1].of_bound >= NEAR:  # and none before it
+    if found[-1].of_bound >= NEAR:  # the arithmetic limits it, and no smaller batch that was tried
         return found[-1]
     most = max(map(_speed, found))
     return next(each for each in found if _speed(each) >= NEAR * most)
@@ -74,7 +77,8 @@ def _speed(found: Try) -> float:
 
 
 def _in_parts(attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str]) -> Try:
-    """Return the try of the fewest micro-batches of which twice as many gain nothing: they leave room for layers."""
+    """Double the number of micro-batches as long as the plan then lacks less memory or is faster; return the last such
+    try."""
     now = attempt(workload)
     while (
         "micro_batches" in searched

@@ -1,4 +1,5 @@
-"""Does a job fit, and at which depth does it? Arithmetic alone: a method's plan in the room that a job has."""
+"""Does a job fit, and up to which depth? The answer is arithmetic: a method's plan in the memories that a job has (a
+Room)."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ T = TypeVar("T")
 
 
 def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) -> tuple[Job, Plan, str | None]:
-    """The job with its plan's options, the plan, and the shortfall, if any, in this room, else in its machine's. Raises
-    ValueError for wrong options."""
+    """Return the job with the plan's options, the plan, and the text of the shortfall, or None if the job fits. `room`:
+    the memories to fill; default: those of this machine. Raises ValueError for wrong options."""
     trained = method.create(job.method, job.options, folders)
     method.check(trained, job.workload, folders)
     if job.device == "cuda":
@@ -43,7 +44,8 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
 
 
 def _hint(job: Job, room: Room, folders: tuple[Path, ...]) -> str:
-    """The largest size that fits instead; without the placement if none fits with it."""
+    """Return a text with the largest depth that fits instead; if none fits with the placement, the largest without
+    it."""
     asked = _asked(job, room, folders)
     depth, placement = largest(method.create(job.method, asked, folders), job, room), asked.pop("placement", None)
     if not depth and placement:
@@ -54,7 +56,7 @@ def _hint(job: Job, room: Room, folders: tuple[Path, ...]) -> str:
 
 
 def _asked(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """The options the user gave; those the plan filled in are dropped."""
+    """Return the options that the user gave, without those that the plan filled in."""
 
     def planned(options: dict[str, Any]) -> dict[str, Any]:
         return method.create(job.method, options, folders).plan(job.workload, room).options
@@ -62,7 +64,7 @@ def _asked(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
     asked, chosen = dict(job.options), planned(job.options)
     for name in job.options if chosen.keys() == asked.keys() else ():
         others = {option: value for option, value in asked.items() if option != name}
-        with contextlib.suppress(ValueError):  # one that has to be given
+        with contextlib.suppress(ValueError):  # the method has no plan without this option
             asked = others if planned(others) == chosen else asked
     return asked
 
@@ -81,14 +83,15 @@ def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tupl
 
 
 def largest(trained: method.Method, job: Job, room: Room) -> int:
-    """Layers of the deepest model of this job that fits the room by the method's plan; 0 if none does."""
+    """Return the number of layers of this job's deepest model that fits the room by the method's plan; 0 if none
+    fits."""
 
     def fits(num_layers: int, unplanned: bool) -> bool:
         found = next_planned(lambda depth: trained.plan(job.workload.at_depth(depth), room), num_layers, job.world_size)
         return found[1].shortfall(room) is None if found else unplanned
 
     def may_fit(num_layers: int) -> bool:
-        is_shallow = num_layers < job.world_size  # with fewer stages than ranks, each of which may need more
+        is_shallow = num_layers < job.world_size  # fewer stages than ranks: each stage may need more memory
         return is_shallow or fits(num_layers, num_layers < job.workload.num_layers)
 
     depth = method.largest_depth(may_fit)

@@ -1,5 +1,5 @@
-"""The verb `plan`: bytes that each method needs at each size, by memory and kind, what binds, and the largest depth
-that should fit. Arithmetic alone: nothing is allocated, torch is not imported."""
+"""The verb `plan`: the bytes that each method needs at each size, by memory and kind; the memory that limits the depth;
+and the largest depth that should fit. All is arithmetic: nothing is allocated, torch is not imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
     workload = job.workload
     row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in (*SIZES, "num_params")}}
     try:
-        # On a GPU attention that drops elements has a kernel of its own: nothing is set aside for it.
+        # On a GPU, attention with dropout has a kernel of its own, which needs no further memory: plan it as without
+        # dropout.
         kept = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
         room = machine.rank_room(dataclasses.replace(job, workload=kept))
         room = dataclasses.replace(room, page_locks=page_locks or room.page_locks)
@@ -47,7 +48,7 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
 
 
 def _binding(trained: method.Method, job: Job, room: Room, depth: int) -> str | None:
-    """Return the memory that the first layer too many would exceed."""
+    """Return the memory that a model of one layer more than `depth` would exceed; None if there is no such plan."""
     try:
         return next(iter(trained.plan(job.workload.at_depth(depth + 1), room).lacks(room)), None)
     except ValueError:
@@ -63,7 +64,8 @@ def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def published_rows(room: Room) -> list[dict[str, Any]]:
-    """Return, for each published method, its law's limits in this room, beside its largest published size."""
+    """Return a row for each published method: the largest sizes that its law allows in this room, and its largest
+    published size."""
     if not room.device_bytes or not room.host_bytes:
         return []
     found = []
@@ -81,7 +83,7 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
 
 
 def show(found: list[dict[str, Any]], exact: bool) -> None:
-    """Show each method's needs by memory; what follows; a line for each that does not fit or has no plan."""
+    """Print each method's needs by memory, then a line for each method that does not fit or has no plan."""
     planned = [row for row in found if "error" not in row]
     sizes = [name for name in SIZES if len({row[name] for row in planned}) > 1]
     numbers = [*(SIZES[name] for name in sizes), *STATE_KINDS, "in all"] + ["exact"] * exact
@@ -118,7 +120,7 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
 
 
 def _title(row: dict[str, Any], sizes: list[str]) -> str:
-    """Return a row's method and depth, and the other sizes in which rows differ."""
+    """Return a row's method, depth, and those other sizes in which the rows of the table differ."""
     others = [f"{SIZES[name]} {row[name]}" for name in sizes if name != "num_layers"]
     return ", ".join([row["method"], f"{row['num_layers']} layers", *others])
 

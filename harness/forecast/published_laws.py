@@ -1,12 +1,13 @@
-"""Laws of the published artifact's methods on its V100 VM, recovered from its logs: what bound their size, and the
-seconds of their steps.
+"""Laws of the published artifact's methods on its V100 VM, recovered from its logs: which memory limited the size of
+each method's models, and how many seconds its steps took.
 
-Device bytes are 4 for each parameter and copy (fp32): what each method kept there, its layers' inputs, and one
-transient fitted to its log at 32 layers. The laws hold for that artifact at its sizes; our methods have plans. The
-allocator reserved up to twice what it gave out, so the device's limit is stated without and with that.
+A method's device bytes are: the state that it kept on the device, at 4 bytes for each parameter and copy (fp32); its
+layers' inputs; and a transient part, fitted to its log at 32 layers. The laws hold for that artifact at its sizes; our
+methods have plans. The allocator reserved up to twice the bytes that it gave out, so the device's limit is stated both
+without and with those reserved bytes.
 
-Time is compute and what was not hidden behind it: updates on the host, copies. The rates are the machine's in
-machines.yaml, from three rows of the published runs (Megatron-LM, ZeRO-Infinity and L2L at 32 layers).
+A step's time is compute, and the updates on the host and copies that did not run behind it. The machine's rates are in
+machines.yaml; they come from three rows of the published runs (Megatron-LM, ZeRO-Infinity and L2L at 32 layers).
 
 Sources: published logs (allocated, max allocated, max reserved in MiB) and the memory report of DeepSpeed in them.
 """
@@ -25,15 +26,15 @@ from harness.forecast.resources import compute_seconds, device_update_seconds, s
 
 MIB = 2**20
 PUBLISHED = Workload(num_layers=32)
-PAGEABLE_BYTES_PER_SECOND = 2.41e9  # its pageable_link_gb_per_second
+PAGEABLE_BYTES_PER_SECOND = 2.41e9  # the VM's pageable_link_gb_per_second in machines.yaml
 # DeepSpeed's report in the zero-offload log: 3.4 % of the VM's 90.4 GiB were in use before any training.
 HOST_TAKEN_BYTES = int(3.06 * GIB)
 EXTRA_BYTES = 2 * MIB  # masks and tokens: Megatron-LM's log has 26,195 MiB where 16 bytes a parameter are 26,193
 
 
 class PublishedLimits(NamedTuple):
-    """The largest depths that a law allows: by the device with an ideal allocator, by the device with the logged one,
-    by the host."""
+    """The largest depths that a law allows: by device memory with an ideal allocator, by device memory with the
+    allocator of the logs, and by host memory."""
 
     device: int
     device_as_reserved: int
@@ -52,13 +53,13 @@ class Law(NamedTuple):
     """A published method's memory."""
 
     method: str
-    published_layers: int  # the largest depth of its runs
+    published_layers: int  # the largest depth of the method's published runs
     static_bytes: Callable[[Workload], int]  # on the device
-    transient_mib: float  # maximum allocated - static - inputs, at 32 layers
-    reserved_per_allocated: float  # maxima of the log at the largest size
+    transient_mib: float  # MiB: maximum allocated - static - inputs, at 32 layers
+    reserved_per_allocated: float  # ratio of the two maxima in the log of the largest size
     host_bytes_per_param: float | None
     host_source: str = ""
-    here: str = ""  # why the method of this name needs other bytes here
+    here: str = ""  # why this project's method of the same name needs other bytes
 
     def device_bytes(self, workload: Workload) -> int:
         inputs = workload.num_layers * workload.boundary_bytes
@@ -91,9 +92,9 @@ class Law(NamedTuple):
 
 
 def window_bytes(workload: Workload, window: int) -> int:
-    """Return the bytes that stayed allocated in the published STRONGHOLD: both ends and a window's layers with
-    gradients and moments (16 a parameter), a second window of weights and gradients to load into (8), one layer's
-    weights."""
+    """Return the bytes that stayed allocated in the published STRONGHOLD: both ends and a window of layers with
+    gradients and moments (16 bytes a parameter); a second window of weights and gradients, into which layers are loaded
+    (8 bytes a parameter); and one layer's weights."""
     layer, slots = workload.layer_params, 4 * window + 2 * min(window, workload.num_layers - window)
     return 16 * workload.end_params + 4 * layer * (slots + 1) + EXTRA_BYTES
 
@@ -123,8 +124,8 @@ LAWS = (
 
 
 def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4) -> float:
-    """Return the step of a published method. Only STRONGHOLD hid anything behind compute: its updates, behind the next
-    forward pass; it updated a window's layers on the device."""
+    """Return the step seconds of a published method. Only STRONGHOLD ran anything behind compute: its host updates ran
+    behind the next forward pass. It updated the layers of one window on the device."""
     params, layer, end = workload.num_params, workload.layer_params, workload.end_params
     pageable = replace(rates, inbound_bytes_per_second=PAGEABLE_BYTES_PER_SECOND)
     hidden, backward = compute_seconds(workload, rates)
@@ -141,6 +142,6 @@ def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4)
 
 
 def is_published(workload: Workload) -> bool:
-    """True if the laws hold for this workload; its depth is free."""
+    """True if the laws hold for this workload, whatever its depth."""
     names = ("hidden_size", "num_heads", "seq_len", "batch_size", "vocab_size", "dtype")
     return all(getattr(workload, name) == getattr(PUBLISHED, name) for name in names)

@@ -1,7 +1,7 @@
-"""Seconds and bytes of one resource at a machine's rates: each formula once. Every forecast is made of these.
+"""Formulas for the seconds and bytes of one resource at a machine's rates. Every forecast is made of these formulas.
 
 A step has passes on the device, copies over the link, updates on the device or on the host, and maybe states on a disk.
-They are put together by step.py for any plan, by methods/streaming/planner.py for layers of several kinds, by
+These parts are put together by step.py for any plan, by methods/streaming/planner.py for layers of several kinds, by
 methods/pipeline/schedule.py for passes in an order, by published_laws.py for the published artifact.
 """
 
@@ -12,10 +12,10 @@ from typing import NamedTuple
 from harness.core.job import Workload
 from harness.core.rates import Rates
 
-# Bytes of memory traffic of a parameter's update: gradient and state read, state written; a bf16 weight is half of its
-# master.
+# Bytes of memory traffic for the update of one parameter: its gradient and state are read, its state is written. In
+# bf16 the weight is the upper half of its fp32 master, so it takes no traffic of its own.
 UPDATE_BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
-# Bytes that the optimizer keeps for a parameter: two moments, in mixed precision a master, too.
+# Bytes that the optimizer keeps for one parameter: two moments and, in mixed precision, an fp32 master weight.
 MOMENT_BYTES = 8
 OPTIMIZER_BYTES = {"fp32": MOMENT_BYTES, "bf16": MOMENT_BYTES + 4, "fp16": MOMENT_BYTES + 4}
 # The rate that bounds each resource.
@@ -40,14 +40,15 @@ class Forecast(NamedTuple):
 
 
 def seconds_of(resource: str, amount: float, rates: Rates) -> float:
-    """Return a resource's seconds. `amount`: bytes; for the host's cores parameters updated."""
+    """Return the seconds that a resource is busy. `amount`: bytes; for the host's cores, the number of parameters
+    updated."""
     rate: float = getattr(rates, RATES[resource])
     return amount / rate
 
 
 def compute_seconds(workload: Workload, rates: Rates) -> tuple[float, float]:
-    """Return the seconds of a step's forward pass with the head, and of its backward pass with the recompute. The head
-    has a rate of its own, if that is known."""
+    """Return the seconds of a step's forward pass, including the head, and of its backward pass, including the
+    recompute. The head is computed at its own rate, if that is known."""
     head_flops = workload.head_flops_per_step if rates.head_flops_per_second else 0.0
     layers = pass_seconds(workload.flops_per_step - head_flops, 0.0, rates)
     head = pass_seconds(0.0, head_flops, rates)
@@ -55,8 +56,8 @@ def compute_seconds(workload: Workload, rates: Rates) -> tuple[float, float]:
 
 
 def pass_seconds(layer_flops: float, head_flops: float, rates: Rates, num_sharing: int = 1) -> float:
-    """Return the seconds of passes of layers and of the head, which has a rate of its own, if that is known.
-    `num_sharing`: ranks whose passes the device computes at once."""
+    """Return the seconds of passes through layers and the head. The head is computed at its own rate, if that is known.
+    `num_sharing`: the number of ranks whose passes the device computes at once."""
     layers = rates.device_flops_per_second
     return num_sharing * (layer_flops / layers + head_flops / (rates.head_flops_per_second or layers))
 
@@ -68,13 +69,14 @@ def device_update_seconds(num_params: float, workload: Workload, rates: Rates) -
 def host_update_seconds(
     num_params: float, workload: Workload, rates: Rates, copied_bytes: float = 0
 ) -> tuple[float, float]:
-    """Return the larger of the seconds of the host's cores and of its memory, through which copies pass, too."""
+    """Return the seconds that the host's cores need for an update, and those that its memory needs for the update and
+    the copies."""
     touched = UPDATE_BYTES[workload.dtype] * num_params + copied_bytes
     return seconds_of("host cores", num_params, rates), seconds_of("host memory", touched, rates)
 
 
 def copy_seconds(num_bytes: float, rates: Rates) -> float:
-    """Return the seconds of copies one after the other, half of them each way."""
+    """Return the seconds of copies over the link, one after the other, with half of the bytes in each direction."""
     return num_bytes / ((rates.inbound_bytes_per_second + rates.outbound_bytes_per_second) / 2)
 
 

@@ -1,4 +1,5 @@
-"""How long a job takes, before it runs: by the machine's rates where known, else good to a factor of about two."""
+"""Estimates how long a job takes before it runs: by the machine's rates if they are known, else to a factor of about
+two."""
 
 from __future__ import annotations
 
@@ -10,22 +11,23 @@ from harness.forecast.step import least_seconds
 from harness.gate import probe
 from harness.gate.probe import ROUNDINGS, Extent
 
-LONG_SECONDS = 600.0  # a longer run tells its time first
+LONG_SECONDS = 600.0  # a run that should take longer prints its estimated time first
 SHORTER = "fewer --steps, smaller -l, -h, -b or --seq, or --scale fit, shorten it"
-# Seconds of a process with its imports and its gate; rates of fp32 arithmetic, on a CPU for each core; of building and
-# inspecting a model's state; of moving state between device and host and updating it there.
+# In this order: the seconds that any process takes for imports and the gate; the rates of fp32 arithmetic, on a CPU for
+# each core; of building and inspecting a model's state; of moving state between device and host and updating it on the
+# host.
 PROCESS_SECONDS = {"cpu": 4.0, "sim": 4.0, "cuda": 12.0}
 OPERATIONS_PER_SECOND = {"cpu": 2e10, "sim": 2e10, "cuda": 2e13}
 BUILT_BYTES_PER_SECOND = 2e9
 MOVED_BYTES_PER_SECOND = {"cpu": 2e9, "sim": 2e9, "cuda": 1.5e10}
 # Rates of the slowest honest run: a loaded machine of two cores is well above them.
 SLOWEST_OPERATIONS_PER_SECOND, SLOWEST_BYTES_PER_SECOND = {"cpu": 2e8, "sim": 2e8, "cuda": 5e11}, 1e8
-STATE_BYTES_PER_PARAM = 64  # all states to a slow disk and back
+STATE_BYTES_PER_PARAM = 64  # bytes that move if all states go to a slow disk and back
 FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0
 
 
 def run_seconds(job: Job, plan: Plan, rates: Rates | None = None) -> float:
-    """Return the seconds of one process that trains the job. Rates are the machine's, if known."""
+    """Return the seconds of one process that trains the job. `rates`: those of the machine, if they are known."""
     state, num_models = plan.device_bytes + plan.host_bytes, int(job.options.get("num_models", 1))
     step = least_seconds(job.workload, plan, rates)
     if step is None:
@@ -37,15 +39,15 @@ def run_seconds(job: Job, plan: Plan, rates: Rates | None = None) -> float:
 
 def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -> float:
     """Return the seconds of the gate's probe. Each of its trainings takes as long as a run of the job, scaled by steps
-    and size; harness/gate/probe.py tells their number."""
+    and size; harness/gate/probe.py tells how many trainings there are."""
     if trained.is_reference or not trained.is_exact or not extent:
         return 0.0
     load, keeps_bits = job.workload, job.device != "cuda"
     kept = [keeps_bits and (trained.bit_exact if load.dtype == "fp32" else trained.bit_exact_in_half)]
     if load.dtype != "fp32" and not kept[0]:
-        kept.append(keeps_bits and trained.bit_exact)  # in fp32
-    # Trainings by the method and by the reference; unless bits are promised, one more by the reference with other
-    # roundings.
+        kept.append(keeps_bits and trained.bit_exact)  # half precision is probed in fp32, too
+    # The method and the reference train once each; unless the method promises the reference's bits, the reference
+    # trains once more with other roundings.
     num_runs = sum(2 if each else 3 for each in kept)
     num_models = sum(2 if each else 2 + len(ROUNDINGS[0]) for each in kept)
     small = probe.capped(load.at_depth(min(extent.layers, load.num_layers)))

@@ -1,4 +1,4 @@
-"""A GPT of about a number of parameters: the sizes of --params."""
+"""Makes a GPT of about a given number of parameters, as --params asks for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def amount(text: str) -> float | None:
-    """Return the number of a text such as 7B, 350m or 1000000000; None if it is none."""
+    """Return the number that a text such as 7B, 350m or 1000000000 stands for; None if the text is no number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
     return float(match[1]) * UNITS[match[2]] if match and float(match[1]) else None
 
 
 def sized(num_params: float) -> Workload:
-    """A GPT of about so many parameters: the width of the GPT-3 nearest to it, in as many layers as that takes."""
+    """Return a GPT of about so many parameters: as wide as the GPT-3 model of the nearest size, with as many layers as
+    needed."""
 
     def distance(workload: Workload) -> float:
         return max(workload.num_params / num_params, num_params / workload.num_params)

@@ -1,8 +1,8 @@
-"""A sketch of a model by its configuration: what harness/core/anatomy.py holds of it, found without its memory.
+"""Finds, from a model's configuration, the sizes that harness/core/anatomy.py holds, without allocating the model.
 
-First it is proved, on a narrow model of the same kind, that the parts compute what the whole does: ends and layers, one
-after the other, give the logits of transformers' own model to the last bit, and its gradients. Then tensors, work and
-memory are read off a model without memory.
+First a narrow model of the same kind must show that the parts compute the same as the whole: ends and layers, run one
+after the other, must give the logits of transformers' own model to the last bit, and its gradients. Then tensors,
+operations and memory are read off a model of the full size whose tensors have no memory.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -29,15 +29,15 @@ from harness.core.job import Workload
 from harness.devices.memory_account import NAME
 from harness.devices.memory_rehearsal import without_memory
 
-HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # of the narrow model
-GRADIENT_TOLERANCE = 1e-5  # relative
-COUNTED = (64, 128)  # tokens of the samples whose work is counted
-MEASURED = 2**16  # tokens whose activations are measured: many more than a matrix has rows
-SAMPLE = 1024  # most tokens of a sample of these
+HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # sizes of the narrow model
+GRADIENT_TOLERANCE = 1e-5  # largest relative difference of a gradient between the parts and the whole
+COUNTED = (64, 128)  # tokens of the two samples whose operations are counted
+MEASURED = 2**16  # tokens whose activations are measured: far more than a matrix has rows
+SAMPLE = 1024  # most tokens of one sample when activations are measured
 
 
 def sketch(workload: Workload) -> dict[str, Any]:
-    """Return the fields of an Anatomy. Raises Unlike for a model that is not of the harness's kind."""
+    """Return the fields of an Anatomy. Raises Unlike for a model that the harness cannot train in parts."""
     starts = prove(workload)
     whole, ends = model.whole(workload), model.new_ends(workload)
     of_ends = {name: list(parameter.shape) for name, parameter in ends.named_parameters()}
@@ -61,13 +61,14 @@ def sketch(workload: Workload) -> dict[str, Any]:
 
 
 def prefix_of(whole: nn.Module) -> str:
-    """Return the names of the layers' tensors up to the layer's number."""
+    """Return what the names of all layers' tensors have in front of the layer's number."""
     (name,) = (name for name, module in whole.named_modules() if module is whole.layers)
     return f"{name}."
 
 
 def prove(workload: Workload) -> dict[str, tuple[float, float]]:
-    """Compare the parts of a narrow model with the whole; return how the whole starts: mean and deviation by tensor."""
+    """Compare the parts of a narrow model with the whole. Return the mean and the deviation of the whole model's
+    starting values, by tensor."""
     narrow = replace(
         workload, hidden_size=HEAD_SIZE * workload.num_heads, vocab_size=min(WORDS, workload.vocab_size),
         seq_len=TOKENS, batch_size=SAMPLES,
@@ -107,12 +108,13 @@ def prove(workload: Workload) -> dict[str, tuple[float, float]]:
 
 
 def within(name: str, prefix: str) -> str:
-    """Return the name within a layer of a tensor of the model; of one of the ends its own name."""
+    """Return the name that a tensor of the model has within its layer; a tensor of the ends keeps its full name."""
     return name.removeprefix(prefix).partition(".")[2] if name.startswith(prefix) else name
 
 
 def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
-    """Return the mean and the deviation of a tensor's starting values; the elements of a vector share one value."""
+    """Return the mean and the deviation of a tensor's starting values. All elements of a vector must start from one
+    value."""
     if weight.ndim > 1:
         return 0.0, float(getattr(whole.config, "initializer_range", 0.02))
     first = float(weight.detach()[0])
@@ -122,7 +124,8 @@ def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
 
 
 def work(workload: Workload) -> tuple[int, int]:
-    """Return a layer's operations for a token, and for each token of its sample: causal attention is half of full."""
+    """Return a layer's operations for each token, and those of attention for each pair of tokens in a sample: causal
+    attention takes half of those of full attention."""
     layer, each = model.new_layer(workload, 0), []
     for tokens in COUNTED:
         with FlopCounterMode(display=False) as counter:
@@ -133,8 +136,8 @@ def work(workload: Workload) -> tuple[int, int]:
 
 
 def boundaries(workload: Workload) -> float:
-    """Return the most that a layer's recompute and backward pass hold beside its weights, in sizes of its input; of
-    gradients it holds one at a time."""
+    """Return the most memory that a layer's recompute and backward pass hold beside the weights, as a multiple of the
+    layer's input. Weight gradients are freed one by one, so at most one is counted."""
     config = hub_config.parsed(str(workload.config))
     tokens = min(SAMPLE, config.get("sliding_window") or SAMPLE, config.get("max_position_embeddings") or SAMPLE)
     size, dtype = (MEASURED // tokens, tokens, workload.hidden_size), DTYPES[workload.dtype]
@@ -154,8 +157,8 @@ def boundaries(workload: Workload) -> float:
 
 
 def head_boundaries(workload: Workload) -> float:
-    """Return what the norm before the head keeps for its backward pass beside its input and output, in sizes of
-    these."""
+    """Return the memory that the norm before the head keeps for its backward pass, beside its input and output, as a
+    multiple of the input."""
     ends, dtype = HubEnds(workload), DTYPES[workload.dtype]
     with without_memory() as tracker:
         for name, weight in list(ends.named_parameters()):
@@ -171,7 +174,7 @@ def head_boundaries(workload: Workload) -> float:
 
 
 def given_bytes(workload: Workload) -> int:
-    """Return the bytes of all that layers are given beside their input, for each token of a sample."""
+    """Return the bytes, for each token of a sample, of the tensors that layers get beside their input."""
     tokens = COUNTED[1]
     x = torch.zeros((), dtype=DTYPES[workload.dtype]).expand(1, tokens, workload.hidden_size)
     heard = parts_of(workload).heard(x)
@@ -183,12 +186,13 @@ MEASURES = {"boundaries": boundaries, "head_boundaries": head_boundaries, "given
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): of a configuration the fields of an Anatomy, or {unlike}."""
+    """Entry point for child_process.ask(): reads a configuration from stdin, and prints the fields of an Anatomy as
+    JSON, or {"unlike": reason}."""
     config = json.load(sys.stdin)
     sizes = hub_config.sizes_of(config)
     try:
         print(json.dumps(sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))))
-    except (AssertionError, RuntimeError, Unlike) as error:  # of a kind whose code needs numbers, such as experts
+    except (AssertionError, RuntimeError, Unlike) as error:  # also if a layer's code reads values, as experts do
         print(json.dumps({"unlike": (str(error).splitlines() or [type(error).__name__])[0]}))
 
 

@@ -26,8 +26,8 @@ COMPUTE, ON_DEVICE, COPIES, ON_HOST, DISK = (
 
 
 def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates, num_ranks: int = 1) -> Forecast:
-    """Predict a step on one device, or of ranks on one host, whose plan is one rank's. Each has its part of the batch
-    and of the host. What they exchange takes no time, but where a plan knows its schedule."""
+    """Predict a step on one device, or of several ranks on one host. `plan`: that of one rank; each rank has its part
+    of the batch and of the host. Exchanges between ranks take no time, unless the plan knows its schedule."""
     if plan.step_seconds:
         return Forecast(plan.step_seconds, plan.binds)
     workload = replace(workload, batch_size=workload.batch_size // num_ranks)
@@ -47,7 +47,8 @@ def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates, num
 
 
 def shared(rates: Rates, num_ranks: int) -> Rates:
-    """Return what each of several ranks on one host has of its rates: all of a device's, where each has its own."""
+    """Return the rates of each of several ranks on one host. They share the host's rates; a device's rates are shared
+    only if the host is the device."""
     of_host = ["host_bytes", "host_adam_params", "disk_read_bytes", "disk_write_bytes"]
     if rates.is_host:
         of_host += ["device_flops", "head_flops", "device_bytes", "inbound_bytes", "outbound_bytes"]
@@ -56,8 +57,9 @@ def shared(rates: Rates, num_ranks: int) -> Rates:
 
 
 def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
-    """Return a lower bound, however well the parts overlap: both directions of the link are full, the host's memory
-    serves copies beside updates, and the disk reads while it writes. None if the machine's rates are not known."""
+    """Return a lower bound of the step's seconds, which holds however well the parts overlap: both directions of the
+    link are full, the host's memory serves copies beside updates, and the disk reads while it writes. None if the
+    machine's rates are not known."""
     if plan.step_seconds or rates is None:
         return plan.step_seconds
     at_host = _updated_on_host(workload, plan, resources.OPTIMIZER_BYTES[workload.dtype])
@@ -70,13 +72,14 @@ def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float 
 
 
 def _updated_on_host(workload: Workload, plan: Plan, bytes_each: int) -> float:
-    """Return the parameters updated on the host: the bytes of optimizer state at home over the most bytes that one
-    parameter may have."""
+    """Return the number of parameters updated on the host: the bytes of optimizer state in host memory and on the disk,
+    divided by the bytes of one parameter's state."""
     states = plan.host.get("optimizer", 0) + plan.disk.get("optimizer", 0)
     return min(workload.num_params, states / bytes_each) if plan.updates_on_host else 0.0
 
 
 def _updated_by_rank(workload: Workload, plan: Plan) -> float:
-    """Return the parameters that a rank updates: all, or its part, as its plan has their states."""
+    """Return the number of parameters that a rank updates: all, or those whose optimizer states the rank's plan
+    holds."""
     states = sum(memory.get("optimizer", 0) for memory in (plan.device, plan.host, plan.disk))
     return min(workload.num_params, states / resources.MOMENT_BYTES)

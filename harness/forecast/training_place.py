@@ -1,4 +1,5 @@
-"""Where to train: a machine by name, a GPU by its numbers, or this machine; what plans may fill there."""
+"""A place to train: a machine by name, a GPU by its numbers, or this machine; and the memories that plans may fill
+there."""
 
 from __future__ import annotations
 
@@ -13,24 +14,25 @@ from harness.devices import cuda_budget, machine, named_machines
 from harness.devices.named_machines import Machine
 from harness.forecast import memories
 
-HALVES = ("bf16", "fp16")  # the first that the GPU computes in is taken
+HALVES = ("bf16", "fp16")  # 16-bit dtypes; the first one that the GPU can compute in is taken
 
 
 @dataclass(frozen=True)
 class TrainingPlace:
-    """A place, and the budgets that the call gives of it.
+    """A place to train, and the budgets that the call gives for it.
 
-    `entry`: in machines.yaml; of this machine that of its GPU, if any, whose rates stand in for measured ones.
+    `entry`: the machine's entry in machines.yaml. For this machine it is the entry of its GPU, if there is one; its
+    rates are used until rates are measured.
     """
 
-    name: str | None  # of a machine elsewhere; None: this machine
+    name: str | None  # name of another machine; None: this machine
     about: str
     device: str
     asked: Budget
     entry: Machine | None = None
 
     def room_for(self, workload: Workload) -> Room:
-        """Return what plans may fill; a host that nothing tells is assumed."""
+        """Return the memories that plans may fill. If nothing tells the host's memory, a size is assumed."""
         asked, entry = self.asked, self.entry
         if self.name is None:
             room = machine.room(asked, self.device, workload)
@@ -47,7 +49,7 @@ class TrainingPlace:
 
     @property
     def dtype(self) -> str:
-        """The dtype to train in unless another is asked for: bf16, fp16 where a GPU has no bf16, fp32 on a CPU."""
+        """Return the dtype to train in unless another is asked for: bf16; fp16 on a GPU without bf16; fp32 on a CPU."""
         if self.device != "cuda":
             return "fp32"
         if self.entry and self.entry.datasheet:
@@ -59,8 +61,8 @@ class TrainingPlace:
 
 
 def named_place(name: str, asked: Budget, facts: dict[str, Any] | None = None) -> TrainingPlace:
-    """Return a machine of machines.yaml, or, by its numbers, a GPU that it does not list. `facts`: those of
-    machines.yaml, which override the entry's. Raises ValueError if the numbers do not suffice."""
+    """Return a machine of machines.yaml, or a GPU that it does not list, by its numbers. `facts`: numbers named as in
+    machines.yaml; they override the entry's. Raises ValueError if the numbers do not suffice."""
     given = facts or {}
     if name in named_machines.names() or not given:
         try:
@@ -78,7 +80,8 @@ def named_place(name: str, asked: Budget, facts: dict[str, Any] | None = None) -
 
 
 def numbers() -> str:
-    """Return the options that describe a GPU which machines.yaml does not list, with a desktop's numbers."""
+    """Return an example of the options that describe a GPU which machines.yaml does not list, with the numbers of a
+    desktop."""
     examples = {"gpu_tflops": 80, "link_gb_per_second": 20, "host_adam_gparams_per_second": 2}
     return " ".join(f"--fact {fact}={examples[fact]}" for fact in NEEDED)
 
