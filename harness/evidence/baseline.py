@@ -1,8 +1,8 @@
 """`compare --baseline`: do two commits, or two folders of results, train the same, and which is faster?
 
-Each point of the baseline (method, options, workload, setting) is held against the newest runs of the same point. The
-training is compared as the gate compares a run with the reference, at the limits of rounding: another commit may sum in
-another order. What the gate says of either is in its record.
+Each point of the baseline (method, options, workload, setting) is compared with the newest runs of the same point. The
+two trainings are compared as the gate compares a run with the reference, within the limits of rounding, because another
+commit may sum in another order. The gate's verdict on each is in its record.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from harness.gate.verdict import judge, together, unasked
 
 SAME_BITS, SAME, OTHERWISE, UNKNOWN = "the same bits", "the same within rounding", "otherwise", "not compared"
 
-TOLD = ("software.commit", "software.source", "machine.gpu", "machine.cpu", "machine.cores")  # differences for people
+TOLD = ("software.commit", "software.source", "machine.gpu", "machine.cpu", "machine.cores")  # printed if they differ
 
 
 @dataclass(frozen=True)
 class Held:
-    """The newest runs of a point, held against the baseline's. `training`: SAME_BITS, SAME, OTHERWISE or UNKNOWN."""
+    """The newest runs of a point, compared with the baseline's. `training`: SAME_BITS, SAME, OTHERWISE or UNKNOWN."""
 
     training: str
     why: str
@@ -45,7 +45,8 @@ class Held:
 
     @property
     def is_compared(self) -> bool:
-        """False if it is not known whether both train the same, or both have a throughput and no ratio."""
+        """False if it is unknown whether both train the same, or if there is no ratio although both have a
+        throughput."""
         have_speed = all(records[-1].samples_per_second for records in (self.speed.a, self.speed.b))
         return self.training != UNKNOWN and not (have_speed and self.speed.verdict == NONE)
 
@@ -54,8 +55,9 @@ class Held:
 
 
 def run(baseline: str, new: str, results: Path, as_json: bool) -> tuple[list[Held], list[str]]:
-    """Print and return what was held against the baseline, and a complaint for each point that is not in `new`."""
-    read = functools.cache(records_of)  # which tells of each folder once
+    """Print and return each point's comparison with the baseline, and a complaint for each point that is not in
+    `new`."""
+    read = functools.cache(records_of)  # reads a folder, and complains about its files, only once
     points, others = select(baseline, results, read), select(new, results, read)
     held, missing = [], []
     for _, point in points.iterrows():
@@ -73,8 +75,8 @@ def run(baseline: str, new: str, results: Path, as_json: bool) -> tuple[list[Hel
 
 
 def _same_point(point: pd.Series, points: pd.DataFrame, others: pd.DataFrame) -> list[Record] | None:
-    """Return the newest repeats of the same point, of the same setting where there are any. Where a method's options
-    changed and each side has only one point of it, that is the same."""
+    """Return the newest repeats of the same point, in the same setting if there are any. If a method's options changed,
+    and each side has only one point of the method, these two count as the same point."""
     own, theirs = (side[side["workload"] == point["workload"]] for side in (points, others))
     named = theirs[theirs["name"] == point["name"]]
     if named.empty:
@@ -90,7 +92,7 @@ def _same_point(point: pd.Series, points: pd.DataFrame, others: pd.DataFrame) ->
 
 
 def hold(new: Sequence[Record], old: Sequence[Record]) -> Held:
-    """Hold the newest of the repeats against each other, and the times of all."""
+    """Compare the training of the newest repeat on each side, and the times of all repeats."""
     training, why = trains_the_same(new[-1], old[-1])
     return Held(training, why, compare([*new], [*old]))
 
@@ -109,7 +111,7 @@ def trains_the_same(new: Record, old: Record) -> tuple[str, str]:
         return UNKNOWN, flaw.text
     if why := next((why for model in old.models() if (why := untrained(model))), ""):
         return UNKNOWN, f"the baseline itself shows no training: {why}"
-    # Bits are promised beside a reference of the same commit and machine, not beside another commit.
+    # A method promises the bits of a reference of the same commit and machine, not those of another commit.
     gates = [
         judge(dataclasses.replace(ours, bit_exact=False), theirs)
         for ours, theirs in zip(new.models(), old.models(), strict=True)

@@ -28,8 +28,8 @@ FOLDER = ROOT / "claims"
 PAPER_MACHINE = named_machines.PUBLISHED
 MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # machines on which a claim holds
 REGISTRY = Registry("claim", FOLDER)  # added claims replace this project's
-AXES = ("num_layers", "window_size")  # the axes of a shape
-EXTREMES = ("largest", "smallest")  # of the measured windows
+AXES = ("num_layers", "window_size")  # fields that the axis of a shape may be
+EXTREMES = ("largest", "smallest")  # names for the largest and the smallest of the measured windows
 IDENTIFIER = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
 
 
@@ -47,7 +47,7 @@ def one_of(choices: Collection) -> AfterValidator:
 
 
 def one_of_those(there: Callable[[], Collection]) -> AfterValidator:
-    """Make a check against the choices that exist when a file is read, because folders may be added."""
+    """Make a check against the choices that exist when a claims file is read: added folders may add choices."""
 
     def check(value: Any) -> Any:
         if value not in (choices := there()):
@@ -67,7 +67,7 @@ def has_one_of(*names: str) -> Any:
 
 
 def _count(value: Any, or_else: str = "") -> int:
-    """Read a positive integer of digits alone: int() takes 1_000 and +1, too."""
+    """Read a positive integer that is written in digits alone; int() would also accept 1_000 and +1."""
     if not re.fullmatch("[1-9][0-9]{0,8}", str(value)):
         raise ValueError(f"expected a positive integer{or_else}, got {value!r:.80}")
     return int(value)
@@ -112,7 +112,7 @@ Group = Annotated[tuple[Point, ...], AS_LIST]
 
 @dataclass(frozen=True, config=STRICT)
 class Order:
-    """A claim on order: values fall from group to group; within a group no order is claimed."""
+    """A claim that values fall from group to group; no order is claimed within a group."""
 
     points: Annotated[
         tuple[Group, ...], expect("two or more points, highest first", lambda groups: len(groups) > 1 and all(groups))
@@ -159,7 +159,8 @@ class Plateau:
 class Shape:
     """A claim on the shape of values along an axis: a power law, fitted to at least four points, or a plateau.
 
-    A plateau is at least `num_points` last points; no larger point gains more than `gain` over the first of them.
+    A plateau is made of at least the last `num_points` points; none of them gains more than `gain` over the first of
+    them.
     """
 
     of: Point
@@ -222,8 +223,8 @@ class Claim:
 
     @property
     def command(self) -> str:
-        """Return the command that would test the claim; a claim about the paper's machine alone needs that machine's
-        sizes."""
+        """Return the command that would test the claim. A claim about the paper's machine alone needs the sizes of that
+        machine."""
         if self.machines == (PAPER_MACHINE,):
             return f"./run.sh case {self.case} --profile paper --machine {PAPER_MACHINE}"
         return f"./run.sh case {self.case} --profile {'demo' if 'any' in self.machines else 'quick'}"
@@ -233,8 +234,8 @@ COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}  # f
 
 
 def load(*places: Path) -> list[Claim]:
-    """Return the claims of these files and folders, else the added claims, else this project's. Raises ValueError, one
-    line, for an invalid file."""
+    """Return the claims of these files and folders; without any, the added claims; without those, this project's.
+    Raises ValueError with one line of text for an invalid file."""
     claims: dict[str, Claim] = {}
     for path, claim in (pair for place in places or REGISTRY.added or [FOLDER] for pair in _of_place(place)):
         if claim.id in claims:

@@ -1,8 +1,8 @@
 """The verb `case`: runs what is missing for one figure or all, writes tables, draws figures.
 
 Before each run the missing runs are planned again from the records and the time left, so an interrupted call loses
-nothing. When time is short, methods with the most claims go first, and of these the quick runs. Estimated times are
-rough: a run's and its reference's, from the bytes and operations of the plan.
+nothing. When time is short, runs of the methods with most claims go first, and among these the quickest. The time of a
+run and of its reference is a rough estimate from the bytes and operations of the plan.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from harness.jobs.largest_size import Probes, find
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Report, Sweep
 
-PROBES = 5  # runs that a search takes
+PROBES = 5  # number of runs that a search is assumed to take
 
 
 @dataclass
 class PlannedRun:
-    """A job with its repeats, or a search for the largest size, whose `job` has the planned depth."""
+    """A job with its repeats, or a search for the largest size. The `job` of a search has the planned depth."""
 
     cases: list[int]
     job: Job
@@ -48,14 +48,14 @@ class PlannedRun:
     is_search: bool
     missing: int  # runs still to make
     is_guess: bool = False  # True: the size is one that a search will still find
-    num_claims: int = 0  # claims that name its method
-    probe_seconds: float = 0.0  # the probe of its method, made with the first of its runs
+    num_claims: int = 0  # number of claims that name the job's method
+    probe_seconds: float = 0.0  # time of the method's probe, which the method's first run here includes
     is_taken: bool = True  # False: left out for want of time
 
     @property
     def seconds(self) -> float:
-        """Seconds of the missing runs, with a reference for each model, which repeats share, and a probe of the
-        method."""
+        """Return the seconds of the missing runs, of a reference for each model, which repeats share, and of the
+        method's probe."""
         job, run = self.job, run_seconds(self.job, self.plan)
         num_models = int(job.options.get("num_models", 1))
         references = self.missing if self.is_search else min(1, self.missing)
@@ -63,7 +63,7 @@ class PlannedRun:
         return (self.missing + references) * run + others + self.probe_seconds
 
     def to_dict(self) -> dict[str, str]:
-        """A row of the plan's table."""
+        """Return a row of the table of planned runs."""
         about = "about " if self.is_search or self.is_guess else ""
         to_run = f"{self.missing} to run" if self.missing else "recorded"
         return {
@@ -77,7 +77,7 @@ class PlannedRun:
 
 
 class Campaign:
-    """Some cases under one profile, in one folder of results."""
+    """The runs of some cases in one profile, with their records in one folder of results."""
 
     def __init__(
         self, numbers: Sequence[int], used: CaseProfile, results: Path, report: Report | None = None,
@@ -86,7 +86,7 @@ class Campaign:
         self.numbers, self.used, self.methods = numbers, used, methods or method.names()
         self.sweep = Sweep(results, report=report, probe=probe)
         self.told = claims.load()
-        self.tried: list[tuple[Job, bool]] = []  # this call's attempts; True: a search
+        self.tried: list[tuple[Job, bool]] = []  # jobs that this call has tried; True: by a search
         self.finished: list[Record] = []
 
     def run(self, seconds: float) -> None:
@@ -104,9 +104,10 @@ class Campaign:
             self._advance(first, {"index": done + 1, "total": done + len(todo)})
 
     def points(self, seconds: float = math.inf) -> list[PlannedRun]:
-        """Return every run of the cases, recorded or missing.
+        """Return every planned run of the cases, recorded or missing.
 
-        While time lasts runs are taken: first those with most claims, of these the quickest.
+        Runs are taken as long as `seconds` last: those of the methods with most claims first, and among these the
+        quickest.
         """
         found: list[PlannedRun] = []
         for number in self.numbers:
@@ -159,13 +160,14 @@ class Campaign:
         return max(0, wanted - len(done))
 
     def _repeats(self, job: Job) -> int:
-        """Processes for this job: one finds a size, a time needs several."""
+        """Return how many processes this job needs: one to find a size, several to measure a time."""
         profiles = (each for number in self.numbers for each in case.load(number).profiles(self.used))
         lengths = {(each.steps, each.warmup) for each in profiles}
         return self.used.repeats if (job.steps, job.warmup) in lengths else 1
 
     def _missing_of_search(self, job: Job, records: list[Record]) -> int:
-        """0 when both sides of the edge have records; find() decides what else it needs."""
+        """Return the number of runs that a search still needs: 0 if there are records of the largest depth that trained
+        and of the next one, which failed. Otherwise find() decides which runs are needed."""
         best, failed = measurements.largest(job.method, records)
         depths = [part[-1].job.workload.num_layers for part in (best, failed) if part]
         is_done = len(depths) == 2 and depths[1] == depths[0] + 1 and best[-1].is_judged
@@ -180,7 +182,7 @@ class Campaign:
             self.finished += [found["record"]] if found["record"] else []
             return
         host = machine.room(job.budget, job.device).host_bytes
-        if host is not None and point.plan.host_bytes > host:  # the run would exhaust this machine
+        if host is not None and point.plan.host_bytes > host:  # the run would take more memory than this machine has
             record = self.sweep.run([job])[0]
         else:
             record = self.sweep.attempt(job, self._repeats(job) - point.missing + 1, place)
@@ -204,8 +206,8 @@ def main(
     number: str, profile: str | None, machine: str | None, seconds: float | None, repeats: int | None, results: Path,
     out: Path | None, only: str | None, as_json: bool, where: Sequence[str] = (), probe: Extent | None = None,
 ) -> list[Record]:  # fmt: skip
-    """The records of what was run. A table or drawing alone is of any records, where there are none of a profile.
-    Raises ValueError for an unknown case, profile or machine."""
+    """Run the verb; return the records of the runs that it made. A table or a figure alone is made from any records if
+    there is no record of a profile. Raises ValueError for an unknown case, profile or machine."""
     there = [*map(str, case.numbers()), overlap.NAME]
     if number not in ("all", *there):
         raise ValueError(f"expected a case of {', '.join(there)}, or all, got {number!r}")
@@ -216,7 +218,7 @@ def main(
         raise ValueError("--where chooses records for --extract and --draw, without --profile and --machine")
     if not only:
         used.check_machine()
-    if number == overlap.NAME:  # it makes its own runs
+    if number == overlap.NAME:  # this case makes its runs itself
         with reporter(as_json) as report:
             return overlap.main(used, results, out, only, report)
     numbers = case.numbers_of_all() if number == "all" else [int(number)]
@@ -237,7 +239,7 @@ def make(
     numbers: Sequence[int], used: CaseProfile, results: Path, out: Path, as_json: bool, seconds: float = math.inf,
     methods: Sequence[str] | None = None, probe: Extent | None = None,
 ) -> list[Record]:  # fmt: skip
-    """Measure what the cases lack, of these methods (default: all), write their tables and draw them."""
+    """Make the missing runs of the cases, by these methods only (default: all); then write tables and draw figures."""
     with reporter(as_json) as report:
         finished = _measure(Campaign(numbers, used, results, report, methods, probe), seconds, as_json)
         for each in numbers:
@@ -266,8 +268,8 @@ def _write(
     number: int, used: CaseProfile | None, records: list[Record], results: Path, out: Path, only: str | None,
     is_one: bool, where: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Write the table and the figure of a case, of a profile or of any records. If one of several cases has no record,
-    that is only reported."""
+    """Write the table and the figure of a case, from the records of a profile or from any records. If one of several
+    cases has no record, only a line is printed."""
     try:
         path = Path(f"{case_files.stem(number, used.name if used else any_runs.NAME, out)}.csv")
         if only != "draw":
@@ -285,11 +287,11 @@ def _write(
 
 
 def _write_added(number: int, used: CaseProfile, results: Path, out: Path, only: str | None) -> None:
-    """Write the table and the figure of what others sent in, for each machine into a folder of its own: one figure has
-    one machine."""
+    """Write a table and a figure of the records that others sent in. Each machine has its own figure, in a folder of
+    its own."""
     for folder in added_folders(results):
         records = records_of(folder)
-        with contextlib.suppress(ValueError):  # it has no record of this case
+        with contextlib.suppress(ValueError):  # these results have no record of this case
             path = case_files.extract(number, used, records, out / folder.name, folder)
             made = [] if only == "extract" else case_files.draw(number, path)
             told = f"case {number}, sent in, on {machine_of(records[-1])}: {', '.join(map(str, [path, *made]))}"

@@ -1,4 +1,5 @@
-"""The verb `compare`: the ratio of two throughputs with its interval, both gates, and all that differs between them."""
+"""The verb `compare`: prints the ratio of two throughputs with its interval, the gate's verdict on each side, and all
+differences between the two sides."""
 
 from __future__ import annotations
 
@@ -25,16 +26,17 @@ FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not co
 RESULTS = ROOT / "results"
 SIMULATED = ("sim", "virtual")  # devices whose clock is simulated
 METRIC = "samples_per_second"
-COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")  # + for a checkout whose files differ from it
+COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")  # a + at the end: the checkout's files differ from the commit
 CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")  # fields of a record
-# Two runs should agree in all of these and in the workload; if none agree in all, the first field is dropped first.
+# Compared runs should agree in the workload and in all of these fields. If no two runs do, the first field is ignored,
+# then the next.
 SETTING = ["machine", "budget", "device"]
 Pair = tuple[list[Record], list[Record]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Repeats of A beside repeats of B; `ratio`: throughput of A over B, if both have one."""
+    """Repeats of A beside repeats of B. `ratio`: A's throughput divided by B's, if both have one."""
 
     a: list[Record]
     b: list[Record]
@@ -52,8 +54,9 @@ class Comparison:
 
 
 def run(a: str, b: str, results: Path, as_json: bool) -> bool:
-    """Print the comparisons of the records that two words name; False if any is impossible."""
-    read = functools.cache(records_of)  # which tells of each folder once
+    """Print the comparisons of the records that the words `a` and `b` name. Return False if any of them is
+    impossible."""
+    read = functools.cache(records_of)  # reads a folder, and complains about its files, only once
     found, complaints = pairs(select(a, results, read), select(b, results, read))
     made = [compare(*pair) for pair in found]
     folders = folder_of(a, results), folder_of(b, results)
@@ -108,7 +111,8 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
 
 
 def _of_commit(text: str, found: pd.DataFrame, results: Path) -> pd.DataFrame:
-    """Return the runs of a checkout at this commit, without changes; with a + at its end, of one with changes."""
+    """Return the runs of a checkout without changes at this commit; if the text ends with +, those of a checkout with
+    changes."""
     commits = found["commit"].fillna("").astype(str)
     wanted = commits.map(lambda commit: _is_commit(text, commit))
     if commits[wanted].nunique() != 1:
@@ -118,15 +122,15 @@ def _of_commit(text: str, found: pd.DataFrame, results: Path) -> pd.DataFrame:
 
 
 def _is_commit(text: str, recorded: str) -> bool:
-    """True if both begin alike, of a checkout with changes (+) or both of one without: records hold 12 digits."""
+    """True if one commit begins with the other's digits (records hold 12), and both or neither have changes (+)."""
     asked, there = text.removesuffix("+"), recorded.removesuffix("+")
     alike = bool(there) and (there.startswith(asked) or asked.startswith(there))
     return alike and text.endswith("+") == recorded.endswith("+")
 
 
 def _repeats(found: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each point (name, workload and setting), the one that was run last at the end. `repeats` are the
-    records of the point's newest key, interrupted ones only if there are no others."""
+    """Return a row for each point (name, workload and setting); the point that was run last comes last. The column
+    `repeats` has the records of the point's newest key, with interrupted ones only if there are no others."""
     jobs = [record.job for record in found[frame.RECORD]]
     told = found.assign(
         name=found["method"] + ":" + found[frame.RECORD].map(_options_text),
@@ -145,7 +149,7 @@ def _of_newest_key(newest_first: list[Record]) -> list[Record]:
 def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
     """Return the pairs to compare, and a complaint for each workload and setting without a pair.
 
-    A pair agrees in workload, setting and name, or each side has only one point.
+    The points of a pair agree in workload, setting and name; if each side has only one point, the names may differ.
     """
     found: list[Pair] = []
     complaints: list[str] = []
@@ -168,7 +172,7 @@ def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
 
 
 def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
-    """Return the points of each setting that both sides ran under, of each name and setting the newest."""
+    """Return both sides' points in each setting in which both sides have runs: of each name, the newest point."""
     for dropped in range(len(SETTING) + 1):
         keys = ["workload", *SETTING[dropped:]]
         ours, theirs = (
@@ -180,14 +184,14 @@ def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFram
 
 
 def _with_throughput(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the points with a throughput; if there are none, the last run, whose end is the reason."""
+    """Return the points with a throughput; if there are none, only the last run, whose end tells why."""
     rows = [row_of(METRIC, repeats) for repeats in points["repeats"]]
     able = points[[row.valid and row.has_number for row in rows]]
     return points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]] if able.empty else able
 
 
 def compare(a: list[Record], b: list[Record]) -> Comparison:
-    """Compare repeats of A with repeats of B at one workload."""
+    """Compare repeats of A with repeats of B, all of one workload."""
     clocks = [records[-1].clock for records in (a, b)]
     if len({clock in SIMULATED for clock in clocks}) > 1:
         return Comparison(a, b, NONE, f"one is timed by {clocks[0]}, the other by {clocks[1]}: run both alike")
@@ -208,7 +212,7 @@ def compare(a: list[Record], b: list[Record]) -> Comparison:
 
 
 def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
-    """Return the differences in job, machine, software and data, by dotted name."""
+    """Return both values of each field of job, machine, software and data that differs, by the field's dotted name."""
     data = a.to_dict(), b.to_dict()
     return _differing(*(_flat("", {name: each[name] for name in CONTEXT}) for each in data))
 
@@ -219,7 +223,7 @@ def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[
 
 
 def side(repeats: list[Record]) -> dict[str, Any]:
-    """Return one side and its measurement as data."""
+    """Return one side, with its measurement, as JSON values."""
     made, newest = row_of(METRIC, repeats), repeats[-1]
     shown = made if made.valid else None
     return {
@@ -232,7 +236,7 @@ def side(repeats: list[Record]) -> dict[str, Any]:
 
 
 def show(comparison: Comparison, as_json: bool, folders: tuple[Path, Path], names_machines: bool = False) -> None:
-    """`folders`: of A's records and of B's, for the calls that measure again."""
+    """Print a comparison. `folders`: those of A's records and of B's, for the printed calls that measure again."""
     data = comparison.to_dict()
     if as_json:
         print(json.dumps(data))
@@ -270,7 +274,7 @@ def side_text(one: dict[str, Any]) -> str:
 
 
 def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:
-    """Return the fields that differ between the two nearest workloads."""
+    """Return a text with the fields in which the two most similar workloads differ."""
     different = [_differing(vars(ours), vars(theirs)) for ours in a["workload"] for theirs in b["workload"]]
     told = ", ".join(f"{name} {ours} | {theirs}" for name, (ours, theirs) in min(different, key=len).items())
     nearest = ", of the two nearest" if len(different) > 1 else ""
@@ -278,7 +282,7 @@ def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
-    """Flatten a mapping to values by dotted name."""
+    """Return the values of a nested mapping by dotted name."""
     if not isinstance(value, dict):
         return {name: value}
     inner = (_flat(f"{name}.{key}".lstrip("."), each) for key, each in value.items())

@@ -1,4 +1,4 @@
-"""Examines a claim by its rows' numbers alone: the claim holds, does not hold, or noise leaves it open."""
+"""Examines a claim by the numbers of its rows alone: the claim holds, does not hold, or noise leaves it open."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Answer(NamedTuple):
 
 
 def examine(expected: Expected, rows: list[FigureRow]) -> Answer:
-    """Examine a claim. `rows`: those that the claim names, in its order, or the series of a shape; each has a
-    number."""
+    """Examine a claim. `rows`: the rows that the claim names, in the claim's order; for a shape, the series along its
+    axis. Each has a number."""
     match expected:
         case Order():
             return _order(expected, rows)
@@ -55,7 +55,8 @@ def _decide(low: float, high: float, least: float, most: float) -> str:
 
 
 def _order(expected: Order, rows: list[FigureRow]) -> Answer:
-    """Compare each point with each of the next group; a broken pair decides before an open one."""
+    """Compare each point with each point of the next group. If one pair is broken, the claim is broken, even if others
+    are open."""
     by_point = dict(zip(expected.named, rows, strict=True))
     numbers, notes = [], []
     for upper, lower in zip(expected.points, expected.points[1:], strict=False):
@@ -69,7 +70,8 @@ def _order(expected: Order, rows: list[FigureRow]) -> Answer:
 
 
 def _value(expected: Value, row: FigureRow) -> Answer:
-    """Judge a value by its interval; without one by the value alone, because the tolerance is itself a margin."""
+    """Judge a value by its interval. Without an interval, the value alone decides, because the claim's tolerance is
+    itself a margin."""
     low, high = (row.low, row.high) if row.has_interval else (row.value, row.value)
     assert low is not None and high is not None and row.value is not None
     least, most = (expected.value * (1 + sign * expected.tolerance) for sign in (-1, 1))
@@ -95,8 +97,8 @@ def _exponent(expected: Shape, rows: list[FigureRow]) -> Answer:
 
 
 def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer:
-    """Judge a plateau by intervals if all rows have them; else by the values, because the allowed gain is itself a
-    margin."""
+    """Judge a plateau by the rows' intervals if all have one; else by their values, because the allowed gain is itself
+    a margin."""
 
     def flat_from(bound: str) -> int:
         """Return the index of the first row after which no row gains more than the plateau allows."""
@@ -106,7 +108,7 @@ def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer
         raise AssertionError("nothing lies beyond the last row")
 
     index = flat_from("value")
-    # The plateau is longest if every gain is the least that its interval allows.
+    # The plateau is longest if every gain is at the lower end of its interval.
     longest, shortest = (len(rows) - (flat_from(bound) if all(row.has_interval for row in rows) else index)
                          for bound in ("low", "high"))  # fmt: skip
     numbers = HOLD if shortest >= plateau.num_points else BROKEN if longest < plateau.num_points else OPEN
@@ -120,5 +122,5 @@ def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer
 
 
 def _gain(row: FigureRow, later: FigureRow) -> RatioInterval:
-    """Return how many times better the later row is; a shorter time is better."""
+    """Return the ratio by which the later row is better; a shorter time is better."""
     return ratio(row, later) if row.metric == "step_seconds" else ratio(later, row)

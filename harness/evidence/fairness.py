@@ -12,7 +12,7 @@ COLUMNS = ("implementation", "model", "attention", "optimizer", "precision", "re
 
 
 def rows(records: list[Record]) -> list[dict[str, str]]:
-    """Return one row for each method, set of options and dtype: the newest record that trained."""
+    """Return one row for each method, set of options and dtype, from the newest record that trained."""
     found, alike = frame.of(records), ["method", "options", "dtype"]
     trained = found[(found["status"] == "ok") & (found["origin"] == "run")]
     newest = trained.drop_duplicates(alike, keep="last").sort_values(alike)
@@ -37,10 +37,11 @@ def _version(record: Record) -> str:
 
 
 def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return each column's answers with the methods that give them, because no page has room for all columns side by
-    side.
+    """Return, for each column, its different values (answers), each with the methods that have it: no page has room for
+    all columns side by side.
 
-    Options are named only if they change a method's answer. The last answer lists the methods without one.
+    A method's options are named only if its answer depends on them. The last answer of a column lists the methods
+    without a value.
     """
     import pandas as pd
 
@@ -63,7 +64,7 @@ def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
-    """Return each column as a heading, followed by its answers."""
+    """Return lines of text: each column as a heading, followed by its answers."""
     found: list[str] = []
     for told in answers(table_rows):
         found += [told["what"]] * (told["what"] not in found)

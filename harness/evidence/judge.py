@@ -1,4 +1,4 @@
-"""Judges a claim by the rows of its case: first by the gate's verdicts on their runs, then by their numbers."""
+"""Judges a claim by the rows of its case: first by the gate's verdicts on the rows' runs, then by the rows' numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.figures.point import COUNTED, FigureRow
 PASS, FAIL, XFAIL, XPASS = "PASS", "FAIL", "XFAIL", "XPASS"
 NOT_TESTED, OTHER_MACHINE = "NOT TESTED", "N/A"
 BAD = (FAIL, XPASS)
-NOT_HERE = "several-gpus"  # a claim's machine that this one never is
+NOT_HERE = "several-gpus"  # a claim about this kind of machine cannot be tested here
 UNTRAINED = "rests on a run that did not train, says the gate"
 NO_RESULT = ("timeout", "unavailable", "interrupted")  # statuses that say nothing about a claim
 IsThere = Callable[[Claim, FigureRow], bool]
@@ -29,7 +29,7 @@ class Finding:
     verdict: str
     seen: str = ""
     note: str = ""
-    numbers: str = ""  # verdict of the numbers alone: hold, do not hold, NOT DISTINGUISHABLE
+    numbers: str = ""  # verdict by the numbers alone: hold, do not hold, NOT DISTINGUISHABLE
     profile: str = ""
     rests_on: tuple[FigureRow, ...] = ()
 
@@ -48,10 +48,10 @@ class Finding:
 
 
 def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> Finding:
-    """Judge a claim by the first sufficient table, best profile first.
+    """Judge a claim by the first table that has all rows the claim needs; tables of the best profile come first.
 
-    Tables whose rows are final and were measured on a machine of the claim are preferred. `is_there`: the row was
-    measured on a machine of the claim.
+    Tables are preferred whose rows are final and were measured on a machine that the claim is about. `is_there`: tells
+    whether a row was measured on such a machine.
     """
     tables = {profile: [row for row in rows if row.metric == claim.metric] for profile, rows in tables.items()}
     found: dict[str, list[FigureRow]] = {}
@@ -80,8 +80,8 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
 
 
 def _untrained_point(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> list[FigureRow]:
-    """Return the rows of the claim's first point that has no trained row. Another run of the case would not help,
-    because it measures no other method at that size."""
+    """Return the rows of the claim's first point for which no run trained. Another run of the case would not help,
+    because the case runs the point's method at no other size."""
     for rows in tables.values():
         for point in claim.expected.named:
             found = _matching(point, rows)
@@ -91,7 +91,8 @@ def _untrained_point(claim: Claim, tables: dict[str, list[FigureRow]], is_there:
 
 
 def _is_decided(row: FigureRow) -> bool:
-    """True unless another run of the case could change the row. Imported logs are incomplete, not failed."""
+    """True unless another run of the case could change the row. A row of imported logs counts as open, because the logs
+    are incomplete."""
     return row.status not in NO_RESULT and row.is_judged and row.is_final and row.origin != "imported"
 
 
@@ -118,7 +119,7 @@ def _judge(claim: Claim, profile: str, rows: list[FigureRow]) -> Finding:
 
 
 def _choose(claim: Claim, rows: list[FigureRow]) -> list[FigureRow]:
-    """Return the rows that the claim names, in its order. Raises LookupError for a missing or ambiguous row."""
+    """Return the rows that the claim names, in the claim's order. Raises LookupError for a missing or ambiguous row."""
     expected = claim.expected
     if isinstance(expected, Shape):
         return _series(expected, rows)
@@ -128,8 +129,8 @@ def _choose(claim: Claim, rows: list[FigureRow]) -> list[FigureRow]:
 
 
 def _of_one_size(points: Sequence[Point], rows: list[FigureRow]) -> list[FigureRow]:
-    """Return the rows of the largest size that all points trained, or at least have: speeds of different sizes are not
-    compared."""
+    """Return the rows of the largest size that trained for all points; if there is none, of the largest that all points
+    have. Speeds at different sizes are not compared."""
     found = [_matching(point, rows) for point in points]
     sizes = [{(row.hidden_size, row.num_layers) for row in own} for own in found]
     trained = [{(row.hidden_size, row.num_layers) for row in own if row.valid and row.has_number} for own in found]
@@ -169,7 +170,7 @@ def _matching(point: Point, rows: list[FigureRow]) -> list[FigureRow]:
 
 
 def _series(shape: Shape, rows: list[FigureRow]) -> list[FigureRow]:
-    """Return one row for each value on the axis, ascending."""
+    """Return one row for each value on the shape's axis, in ascending order."""
     found = [row for row in _matching(shape.of, rows) if getattr(row, shape.against) is not None]
     found.sort(key=lambda row: getattr(row, shape.against))
     num_places = len({getattr(row, shape.against) for row in found})
@@ -182,8 +183,8 @@ def _series(shape: Shape, rows: list[FigureRow]) -> list[FigureRow]:
 
 
 def holds_there(claim: Claim, row: FigureRow, is_emulated: bool = False) -> bool:
-    """True if the row was measured on a machine of the claim. A run in the budgets of the paper's machine counts for
-    sizes, not for times."""
+    """True if the row was measured on a machine that the claim is about. A run elsewhere, with the budgets of the
+    paper's machine, counts for claims on sizes, not for claims on times."""
     if "any" in claim.machines:
         return True
     if "gpu" in claim.machines and (row.clock == "cuda" or row.origin != "run"):

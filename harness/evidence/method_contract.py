@@ -1,6 +1,7 @@
 """The contract of a method, as checks that run: the tests apply them to every method, `check-method` to one file.
 
-A check returns what it saw, or raises Broken with what the contract asks for instead.
+A check returns a text of what it saw. If the method breaks the contract, the check raises Broken with what the contract
+asks for.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from harness.jobs.sweep import Sweep
 # At this rate each step moves the weights by more than their rounding.
 TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)
 GRADIENT_TOLERANCE = 1e-3  # relative distance of a first moment in fp32 after the first wrong step
-SHOWN = 4  # most tensors that are named
-STATE_BYTES = 12  # of a parameter with AdamW, wherever they lie: weight and both moments; gradients come and go
+SHOWN = 4  # most tensors that a message names
+STATE_BYTES = 12  # of each parameter with AdamW, in all memories: weight and both moments, without gradients
 
 
 class Broken(Exception):
@@ -35,7 +36,7 @@ class Broken(Exception):
 
 
 class Subject(NamedTuple):
-    """A method by name, the folder of its file, and a folder for its trainings."""
+    """A method to check: its name, the folder of its file, and a folder of results for the checks' trainings."""
 
     name: str
     folders: tuple[Path, ...]
@@ -104,7 +105,7 @@ def outcomes(file: Path) -> Iterator[tuple[str, bool, str]]:
     kept."""
     with _alone(file) as subject:
         for name, is_passed, told in _outcomes(subject):
-            for folder in subject.folders:  # links keep their place: its author knows the file by that path
+            for folder in subject.folders:  # name the author's folder, not the folder of links
                 told = told.replace(f"{folder}/", f"{file.resolve().parent}/")
             yield name, is_passed, told
 
@@ -118,7 +119,7 @@ def _outcomes(subject: Subject) -> Iterator[tuple[str, bool, str]]:
     for name, check in {**BY_ARITHMETIC, **BY_TRAINING}.items():
         try:
             found = True, check(subject)
-        except Exception as error:  # a method's own mistake ends its check alone
+        except Exception as error:  # an error of the method's code ends only this check
             is_told = isinstance(error, (Broken, ValueError, method.Unavailable))
             found = False, str(error) if is_told else f"{type(error).__name__}: {error}"
         yield name, *found
@@ -126,7 +127,8 @@ def _outcomes(subject: Subject) -> Iterator[tuple[str, bool, str]]:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[Subject]:
-    """Copy a method's file without the folder's other methods; files that methods import, _name.py, are copied, too."""
+    """Yield the method in a new folder, of links to its file and to the files _name.py beside it, which methods import:
+    no other method of its folder is there."""
     file, folder = file.resolve(), Path(tempfile.mkdtemp(prefix="check-method-")).resolve()
     name = file.stem.replace("_", "-")
     try:
@@ -143,14 +145,14 @@ def _alone(file: Path) -> Iterator[Subject]:
 
 
 def _planned(subject: Subject, workload: Workload) -> tuple[int, int]:
-    """Return planned bytes of device and host, and of device, host and disk."""
+    """Return two sums of planned bytes: of device and host, and of device, host and disk."""
     plan = method.create(subject.name, {}, subject.folders).plan(workload, Room())
     memory = plan.device_bytes + plan.host_bytes
     return memory, memory + plan.disk_bytes
 
 
 def _trained(subject: Subject, dtype: str) -> Record:
-    """Return the record of twenty steps; checks that share a folder of results share the record."""
+    """Return the record of a training of twenty steps. Checks with the same folder of results share the record."""
     clip_norm = TINY.clip_norm if method.load(subject.name, subject.folders).clips else 0.0
     job = Job(subject.name, dataclasses.replace(TINY, dtype=dtype, clip_norm=clip_norm), steps=20, warmup=2)
     sweep = Sweep(subject.results, subject.folders, is_timed=False)
@@ -163,7 +165,7 @@ def _trained(subject: Subject, dtype: str) -> Record:
 
 
 def _judged(subject: Subject, record: Record) -> str:
-    """Check that training is the reference's, or differs if the method says so."""
+    """Check that the training equals the reference's, unless the method declares that it differs."""
     gate = record.gate
     if gate.passed != record.is_exact:
         is_of_a_gradient = gate.reason == "gradient" and record.job.workload.dtype == "fp32"
@@ -173,8 +175,8 @@ def _judged(subject: Subject, record: Record) -> str:
 
 
 def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
-    """Name the tensors with wrong gradients at the first wrong step; empty if none stands out. After that step a first
-    moment is off by its share of the wrong gradient."""
+    """Name the tensors with wrong gradients at the first wrong step; the text is empty if none stands out. After that
+    step, a tensor's first moment is wrong by the fraction with which it takes in the gradient."""
     short = dataclasses.replace(job, steps=step, warmup=0)
     reference = dataclasses.replace(short, method=method.reference(subject.folders), options={})
     jobs = [resolve(each, subject.folders)[0] for each in (short, reference)]

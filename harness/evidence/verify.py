@@ -31,8 +31,8 @@ PAPER = named_machines.load(claims.PAPER_MACHINE)
 
 
 def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[FigureRow]]:
-    """Return the rows of a case by profile, the nearest to the claims first. Imported logs count only if there are no
-    runs of ours."""
+    """Return the rows of a case by profile, beginning with the profile nearest to the claims' sizes. Imported logs
+    count only if there are no runs of ours."""
     runs = [record for record in records if record.origin == "run"]
     if not runs:
         return {IMPORTED: _imported(number, records)}
@@ -40,7 +40,7 @@ def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[FigureRow]
 
 
 def _imported(number: int, records: Sequence[Record]) -> list[FigureRow]:
-    """Return imported logs of the points that the original published in this case."""
+    """Return rows of imported logs, for the points that the original published in this case."""
     rows = []
     for point in case.published(number):
         there = (point.method, point.num_layers, point.hidden_size)
@@ -75,7 +75,7 @@ def findings(results: Path, against: str | None, machine: str | None, *places: P
         return judge.holds_there(claim, row, bool(row.keys) and emulated.issuperset(row.keys))
 
     tables = {number: rows_of(number, records) for number in {claim.case for claim in told}}
-    if machine:  # logs of the original name no machine: assume the caller's
+    if machine:  # the original's logs name no machine: assume that of --machine
         for rows in (rows for profiles in tables.values() for rows in profiles.values()):
             rows[:] = [row if row.machine else dataclasses.replace(row, machine=machine) for row in rows]
     return [judge.judge(claim, tables[claim.case], is_there) for claim in told]
@@ -87,7 +87,8 @@ def is_of_logs(found: Sequence[Finding]) -> bool:
 
 
 def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
-    """Return the runs of the machine asked for, or of the only one, and all imported logs."""
+    """Return all imported logs, and the runs of the machine whose name contains `asked`; without `asked`, those of the
+    only machine."""
     there = sorted({machine_of(record) for record in records if record.origin != IMPORTED})
     if asked is None and len(there) > 1:
         raise ValueError(f"runs of {len(there)} machines are not judged together: --machine takes one of {there}")
@@ -136,7 +137,7 @@ def _cells(finding: Finding) -> list[str]:
 
 
 def _grounds(finding: Finding) -> str:
-    """Describe the rows in a few words, with the note."""
+    """Describe in a few words the rows that a verdict rests on, with the note."""
     rows = finding.rests_on
     if not rows:
         return finding.note
@@ -146,7 +147,8 @@ def _grounds(finding: Finding) -> str:
 
 
 def closing_lines(found: list[Finding]) -> list[str]:
-    """Return the claims by verdict; for claims on runs that did not train, the verdict of their numbers alone."""
+    """Return a line for each verdict, with its claims. Claims on runs that did not train have lines by what their
+    numbers alone would give."""
     untrained = "FAIL, rests on a run that did not train, whose numbers by themselves {}"
     groups: dict[str, list[str]] = {told: [] for told in (*VERDICTS, *map(untrained.format, NUMBERS_WORDS.values()))}
     for one in found:

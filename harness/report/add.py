@@ -1,7 +1,8 @@
-"""Takes in results that others send: an archive of `bundle`, or a folder of results, as a folder beside one's own.
+"""Takes in results that others send, an archive of `bundle` or a folder of results, and stores them in a folder beside
+one's own records.
 
-Records, logs of runs and trainings of probes are taken over, nothing else; figures and reports are made anew. All is
-read and checked before anything is written. Each verdict is judged again from the records that came together.
+Only records, logs of runs and trainings of probes are taken over; figures and reports are made anew. Everything is read
+and checked before anything is written. Each verdict is judged again from the records of the same archive.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from harness.gate import probe
 from harness.gate.judge_anew import Beside, judge_anew
 from harness.report.bundle import FOLDER, MANIFEST
 
-ENDINGS = (".json", ".txt", ".csv", ".pdf", ".png", ".html", ".md")  # of files in an archive
+ENDINGS = (".json", ".txt", ".csv", ".pdf", ".png", ".html", ".md")  # endings of the files that an archive may hold
 TAKEN = re.compile(rf"(?:{probe.FOLDER}/)?log_[\w .,+=@~-]+\.json|log_[\w .,+=@~-]+\.txt")
 
 
@@ -32,7 +33,7 @@ def add(source: Path, results: Path) -> Iterator[str]:
     """Write the new records of an archive or folder beside those of `results`; yield a line for each record, and each
     folder made.
 
-    Raises ValueError, before anything is written, if any of it is not as this project writes it, or none of it is new.
+    Raises ValueError, before anything is written, if a file is not as this project writes it, or if no record is new.
     """
     files = _of_folder(source) if source.is_dir() else read_archive(source, FOLDER, MANIFEST, ENDINGS)
     taken = {name: data for name, data in files.items() if TAKEN.fullmatch(name)}
@@ -84,7 +85,7 @@ def _record(source: Path, name: str, data: bytes) -> Record:
 
 
 def _new(runs: dict[str, Record], results: Path) -> dict[str, Record]:
-    """Return the runs that are no copy of a record there, or of each other."""
+    """Return the runs that are copies neither of a record in `results` nor of each other."""
     folders = (results, *added_folders(results))
     known = {mark for folder in folders for record in read_all(folder)[0].values() for mark in marks(record)}
     new = {}
@@ -103,7 +104,7 @@ def _judged(source: Path, name: str, record: Record, beside: Beside) -> Record:
 
 
 def _write(results: Path, machine: str, records: dict[str, Record], texts: dict[str, bytes]) -> Path:
-    """Write a machine's records into a new folder, which appears whole."""
+    """Write a machine's records into a new folder, which other programs see only when it is complete."""
     identity = hashlib.sha256("".join(sorted(f"{each.key}{each.started}" for each in records.values())).encode())
     name = re.sub(r"[^A-Za-z0-9]+", "-", machine).strip("-")[:60] or "unnamed"
     folder = own_folder(results / ADDED) / f"{name}-{identity.hexdigest()[:8]}"

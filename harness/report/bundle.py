@@ -35,13 +35,13 @@ from harness.report.redact import Names
 from harness.run import timeline
 
 FOLDER, MANIFEST, ABOUT = "bundle", "MANIFEST.sha256", "README.txt"
-NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}  # of archived files
+NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}  # for archived files
 TEXT = (Path(__file__).parent / "bundle_readme.txt").read_text()
 
 
 def write(results: Path, out: Path | None = None, names: Names | None = None) -> Path:
-    """Write the archive without `names`, by default those of this machine. Raises ValueError if there is no record,
-    OSError if the archive cannot be written."""
+    """Write the archive, with `names` (default: those of this machine) removed from all files. Raises ValueError if
+    there is no record, OSError if the archive cannot be written."""
     archive = out or results / f"{FOLDER}.tar.gz"
     check_replaceable(archive)
     with tempfile.TemporaryDirectory(prefix="bundle-") as folder:
@@ -60,7 +60,7 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
 
 
 def known_words(records: Iterable[Record]) -> set[str]:
-    """Return words with a meaning in records, which stay even if a host or user has that name."""
+    """Return the words that have a meaning in records; they stay even if a host or a user has that name."""
     machines = named_machines.names()
     found = {*STATUSES, *VERDICTS, *method.names(), *PACKAGES, *scaled.NAMES, *machines}
     found |= {f"{name}_{on}" for name in scaled.NAMES for on in machines}
@@ -79,7 +79,8 @@ def _keys(value: Any) -> Iterable[str]:
 
 
 def _fill(stage: Path, results: Path, names: Names) -> None:
-    """Write records and logs without names; then make figures and a report from them, for each machine."""
+    """Write records and logs without names; then, for each machine, make figures and a report from the written
+    records."""
     found, complaints = page.recorded(results)
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)
@@ -102,7 +103,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
         chosen = verify.of_one_machine(records, name if part else None)
         for used, number, _ in page.tables(chosen, results):
             for path in case.load(number).kept(used, results):
-                if path.resolve() == path and [*_listable([path])]:  # not led out of the folder by a link
+                if path.resolve() == path and [*_listable([path])]:  # no link leads out of the folder
                     _put_text(path, stage / path.relative_to(results.resolve()), names)
             case_files.draw(number, case_files.extract(number, used, chosen, stage / "figures" / part, results))
         for profile, shown in page.traces(chosen, stage):
@@ -113,7 +114,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
 
 
 def _fill_probes(stage: Path, probes: Path, names: Names) -> None:
-    """Write the trainings of the gate's probes, so that whoever gets the archive can judge by them."""
+    """Write the trainings of the gate's probes, which the receiver of the archive needs to judge the records again."""
     if probes.is_symlink():
         print(f"left out: {probes}: expected a folder, got a symbolic link", file=sys.stderr)
         return
@@ -124,7 +125,7 @@ def _fill_probes(stage: Path, probes: Path, names: Names) -> None:
 
 
 def _listable(paths: Iterable[Path]) -> Iterator[Path]:
-    """Return the paths whose names fit one line of the manifest."""
+    """Yield the paths whose names fit on one line of the manifest."""
     for path in paths:
         if LISTABLE.fullmatch(path.name):
             yield path
@@ -161,6 +162,6 @@ def _packed(stage: Path, paths: Iterable[Path]) -> bytes:
         gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as zipped,
         tarfile.open(mode="w", fileobj=zipped, format=tarfile.PAX_FORMAT) as tar,
     ):
-        for path in paths:  # a deep copy of an entry would hold a copy of the archive
+        for path in paths:  # copying an entry deeply would copy the whole archive
             tar.add(stage / path, f"{FOLDER}/{path.as_posix()}", filter=lambda it: it.replace(**NOBODYS, deep=False))
     return buffer.getvalue()

@@ -11,7 +11,7 @@ from harness.evidence.examine import OPEN
 from harness.evidence.judge import Finding
 from harness.figures import plot
 
-MOST_NAMED = 2  # claims of a kind whose sentences are quoted
+MOST_NAMED = 2  # most claims of one kind whose sentences are quoted
 ENDS = {
     "oom-device": "ran out of device memory", "oom-host": "ran out of host memory",
     "does-not-fit": "did not fit by plan", "timeout": "took too long", "crash": "crashed",
@@ -25,7 +25,8 @@ KINDS = (
 
 
 def sentences(records: Sequence[Record], found: Sequence[Finding], machines: Sequence[str]) -> list[str]:
-    """Return two sentences. `machines`: those of the runs, in a line each; none if all records are imported logs."""
+    """Return the two sentences. `machines`: a line for each machine that made a run; empty if all records are imported
+    logs."""
     return [_measured(records, machines), _judged(found)]
 
 
@@ -62,7 +63,7 @@ def _judged(found: Sequence[Finding]) -> str:
 
 
 def _headline(text: str) -> str:
-    """Return what a claim says, without what is added to it after a semicolon or in further sentences."""
+    """Return the main statement of a claim: its first sentence, up to a semicolon."""
     return re.split(r"[;.] ", text)[0].rstrip(".")
 
 

@@ -22,7 +22,8 @@ DRAWN = ("figures", "report", "traces", "probes")  # folders beside the records
 
 
 def show_case(number: int, profile: str | None, machine: str | None, results: Path) -> None:
-    """Run what has no record yet for one figure, then show its table, with the published numbers, and the figure."""
+    """Run the jobs of one figure that have no record yet; then show the figure, and its table with the published
+    numbers."""
     from IPython.display import Image, display
 
     out = results / "figures"
@@ -47,14 +48,15 @@ def show_neighbors() -> None:
 
 
 def show_minutes(profile: str | None, machine: str | None, results: Path) -> None:
-    """Show a line for each case: the time that its missing runs take, at a rough rate."""
+    """Print a line for each case: a rough estimate of the time that its missing runs take."""
     used = case.profile_of(profile, machine)
     for number in case.numbers_of_all():
         print(f"case {number}: {collect.closing_line(collect.Campaign([number], used, results).points(), used)}")
 
 
 def clean_up(results: Path, everything: bool = False) -> None:
-    """Remove what killed runs left behind; `everything`: also what was measured and drawn into this folder."""
+    """Remove the files that killed runs left behind. `everything`: also remove all records and figures in this
+    folder."""
     scratch.remove_left()
     made = [*results.glob("log_*"), *(results / name for name in DRAWN)] if everything else []
     for path in made:

@@ -1,4 +1,5 @@
-"""Writes one page of everything measured, and a review to paste into a form, both from records and traces alone.
+"""Writes one page with everything measured, and a review to paste into a form. Both are made from records and traces
+alone.
 
 The page needs no network: figures, style and script are in it. The same records give the same bytes.
 """
@@ -43,13 +44,13 @@ PASSING_FACTS = ("load_average", "foreign_processes", "ranks", "peak_rank", "sou
 class PageSection:
     """A figure with its table. `svg` is a data URI."""
 
-    case: str  # its number, or its name
+    case: str  # the case's number, or the figure's name
     profile: str
     title: str
     svg: str
     notes: list[str]  # the caption's sentences
     table: DataFrame
-    sender: str = ""  # the folder of its records, if others sent them in
+    sender: str = ""  # name of the folder of the records, if others sent them in
 
     @property
     def id(self) -> str:
@@ -57,7 +58,7 @@ class PageSection:
 
     @property
     def csv(self) -> str:
-        """Return the name of its data file, beside the page."""
+        """Return the name of the section's CSV file, which lies beside the page."""
         return f"{self.id}.csv"
 
 
@@ -72,8 +73,8 @@ class SentIn:
 
 
 def write(results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None) -> list[Path]:
-    """Write the page and, beside it, the review. Raises ValueError if there is nothing to report, no figure of that
-    profile, or records of several machines."""
+    """Write the page and, beside it, the review. Raises ValueError if there are no records, no figure of that profile,
+    or records of several machines."""
     page = out or results / "report" / PAGE
     if page.name == REVIEW:
         raise ValueError(f"--out names the page, {REVIEW} is written beside it: try --out {page.parent / PAGE}")
@@ -91,7 +92,8 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
 
 
 def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
-    """Return records by their files, and complaints about other files. Raises ValueError if there is no record."""
+    """Return the records by their paths, and a complaint about each file that is no record. Raises ValueError if there
+    is no record."""
     found, complaints = read_all(results)
     if not found and (sent := added_folders(results)):
         raise ValueError(f"no record of your own in {results}: try --results {sent[0]}, which others sent in")
@@ -101,7 +103,7 @@ def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
 
 
 def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
-    """Return the values of the templates."""
+    """Return the values that the templates of the page and the review use, by name."""
     found, complaints = recorded(results)
     chosen = {id(record) for record in verify.of_one_machine(list(found.values()), machine)}
     kept = [(path, record) for path, record in found.items() if id(record) in chosen]
@@ -154,7 +156,8 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
 
 
 def sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]:
-    """Yield the results that others sent in, machine by machine; their records are numbered after `number` others."""
+    """Yield the results that others sent in, machine by machine. The numbers of their records on the page begin after
+    `number`."""
     for folder in added_folders(results):
         found = read_all(folder)[0].items()
         asked = [(path, each) for path, each in found if (machine or "").lower() in machine_of(each).lower()]
@@ -168,7 +171,7 @@ def sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]
 
 
 def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[PageSection]:
-    """Return every figure of these records, case by case. Raises ValueError if none is of the wanted profile."""
+    """Yield every figure of these records, case by case. Raises ValueError if none is of the wanted profile."""
     records = [entry.record for entry in entries]
     there, traced = list(tables(records, results)), list(traces(records, results))
     names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _ in traced)))
@@ -200,7 +203,7 @@ def _section(name: int | str, profile: str, title: str, made: plot.Figure, table
 def tables(
     records: Sequence[Record], results: Path | None = None
 ) -> Iterator[tuple[CaseProfile, int, list[FigureRow]]]:
-    """Return this project's rows for every profile and case of these records."""
+    """Yield each profile and case of these records, with the rows that this project measured."""
     for used in _profiles(records):
         for number in case.numbers():
             with contextlib.suppress(ValueError):  # this case has no record
@@ -208,7 +211,7 @@ def tables(
 
 
 def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list[overlap.Shown]]]:
-    """The profiles of these records' traces, and the timelines to show."""
+    """Yield the profile of each trace that belongs to these records, with the timelines to show."""
     for profile in overlap.profiles(records):
         with contextlib.suppress(ValueError):  # the trace is gone
             yield profile, overlap.shown(profile, results, records)
@@ -220,7 +223,7 @@ def _profiles(records: Sequence[Record]) -> Iterator[CaseProfile]:
     wanted = itertools.product(scaled.NAMES, (None, *named_machines.names()))
     seen: list[CaseProfile] = []
     for used in case.possible(wanted, runs[-1].machine if runs else {}):
-        nameless = dataclasses.replace(used, name=used.kind)  # equals the one with this machine by default
+        nameless = dataclasses.replace(used, name=used.kind)  # the same as the profile without a named machine
         if nameless not in seen and any(case.is_of(used, record.job) for record in runs):
             seen.append(nameless)
             yield used
@@ -240,8 +243,8 @@ def untrained(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[str]:
-    """Return the commands that repeat the runs: cases by profile, then jobs of no case; references run by
-    themselves."""
+    """Return the commands that repeat the runs: first the cases of each profile, then the jobs that belong to no case.
+    Runs of the reference need no command, because other runs start them."""
     of_all = [str(number) for number in case.numbers_of_all()]
     cases = _each(scaled.call("all" if each.case in of_all else each.case, each.profile) for each in sections)
     used = list(_profiles(runs))
@@ -255,7 +258,7 @@ def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[st
 
 
 def lasting(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a machine, or of its software, that stay the same from run to run."""
+    """Return those facts, of a machine or its software, that stay the same from run to run."""
     return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/records.md from the types that check every record; the page itself names the command."""
+"""Writes docs/records.md from the types that check every record. The page names the command that writes it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ runs: a record tells what of these it saw, under `machine` and `software`. Nor a
 method reads by itself, libraries that it opens by ctypes, and what the folder of `--resume` holds: after a change of
 these measure into a new folder of results.
 """
-# For each class: a field's name, its type and default, and the remark beside it.
+# Matches a line of a class that declares a field: the field's name, its type and default, and the remark beside it.
 FIELD = re.compile(r"^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)
 PARTS = (Record, Job, Workload, Budget, Rates, Gate, record_parts.Tensor, record_parts.Other, record_parts.Evidence,
          record_parts.MachineFacts, record_parts.SoftwareFacts, record_parts.ScheduleFacts)  # fmt: skip
@@ -79,7 +79,7 @@ def _table(kind: Any) -> str:
 
 
 def _mark(type_text: str) -> tuple[str, str]:
-    """Return the type without the mark Required or NotRequired of a dictionary's key, and the mark."""
+    """Return the type of a dictionary's key without its mark, Required or NotRequired, and the mark."""
     found = re.fullmatch(r"(Required|NotRequired)\[(.*)\]", type_text)
     return (found[2], found[1]) if found else (type_text, "")
 

@@ -1,7 +1,7 @@
 """Removes names of persons and machines from text and records: hosts, users, addresses, folders.
 
-Names are those of this machine; folders are shortened whatever machine they are from. A name that is also a word of the
-records, such as a host called gpu, stays: records would otherwise change their meaning.
+The names removed are those of this machine; paths of folders are shortened, whatever machine they come from. A name
+that is also a word of the records, such as a host called gpu, stays: records would otherwise change their meaning.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ import psutil
 from harness.base.checkout import ROOT
 
 HOST, USER, HOME, ADDRESS, SECRET = "HOST", "USER", "~", "ADDRESS", "SECRET"
-NOBODY = ("localhost", "root", "/", "")  # names that every machine has
-# System folders stay; other paths keep their last name, or the path within a project or package.
+NOBODY = ("localhost", "root", "/", "")  # names that tell nothing about a person or machine
+# Paths in these system folders stay. Other paths are cut to their last name, or to the path within a project or
+# package.
 SYSTEM = "usr|lib|lib64|proc|sys|dev|etc|bin|run|var/run"
 HOMES = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)|\b[A-Za-z]:\\+Users\\+[^\\\s'\":]+")
 PROJECT = r"(?:site|dist)-packages/|(?:harness|methods|cases|tests|bench)/(?:\w+/)*\w+\.py"
 INSIDE = re.compile(rf"(?<![^\s'\",:;=()\[\]{{}}])[^\s'\",:;=()\[\]{{}}]*/(?={PROJECT})")
 ELSEWHERE = re.compile(rf"(?<![\w./~-])(?:~|/(?!(?:{SYSTEM})/)[\w.@+~%=-]+)(?:/[\w.@+~%=-]+)*/([\w.@+~%=-]+)")
-# A path in quotes, blanks within it included.
+# Matches a path in quotes, which may contain blanks.
 QUOTED = re.compile(rf"(?<=['\"])/(?!(?:{SYSTEM})/)(?=[^'\"\n]* )[^'\"\n]*/([^'\"/\n]+)(?=['\"])")
 BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
-# Names on the network, of any machine.
+# Matches network addresses of any machine.
 ADDRESSES = re.compile(
     rf"(?<![\w.:=-])(?!127\.|0\.0\.0\.0)(?:{BYTE}\.){{3}}{BYTE}(?![\w.])"
     r"|(?<![\w:.])[0-9a-f]{1,4}(?::[0-9a-f]{0,4}){4,7}(?![\w:])", re.IGNORECASE,
@@ -45,20 +46,21 @@ SECRETS = re.compile(
 )
 PART_BEFORE, PART_AFTER = re.compile(r"[\w-]*$"), re.compile(r"[\w-]*")
 MOST_NODES = 10_000
-LONGEST = 100  # characters of such a part
+LONGEST = 100  # most characters around a name that are read as one word
 GPU = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 
 
 @dataclass(frozen=True)
 class Names:
-    """Replacements: folders anywhere, names as whole words outside of the words in `known`."""
+    """The replacements of folders, which apply anywhere, and of names, which apply to whole words that are not in
+    `known`."""
 
     words: Mapping[str, str] = field(default_factory=dict)
     folders: Mapping[str, str] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
 
     def text(self, text: str) -> str:
-        """Return the text without names, all folders shortened."""
+        """Return the text with names replaced and all folders shortened."""
         for folder, put in _longest_first(self.folders):
             text = re.sub(rf"{re.escape(folder)}(?![\w.-])/?", put, text)
         text = HOMES.sub(HOME, SECRETS.sub(SECRET, text.replace("file:///", "/")))
@@ -79,7 +81,7 @@ class Names:
         return found[0] if f"{start[0]}{found[1]}{end[0]}".lower() in self.known else put
 
     def value(self, value: Any) -> Any:
-        """Return the JSON value with every text cleaned; keys stay."""
+        """Return the JSON value with names replaced in every text; the keys of objects stay."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -92,7 +94,8 @@ def _longest_first(names: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
-    """Return the names of this machine, its user, this checkout and other hosts."""
+    """Return the names to remove: of this machine, its users, this checkout and `others`, further hosts. Words in
+    `known` stay."""
     host = socket.gethostname()
     words = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
     words |= dict.fromkeys(_users(), USER) | dict.fromkeys(others, HOST)
@@ -104,7 +107,7 @@ def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
 
 
 def nodes(text: str) -> Iterable[str]:
-    """Return the hosts of a list as Slurm writes it: a1,b[2-4,07]; at most MOST_NODES of a range."""
+    """Yield the hosts in a list as Slurm writes it, such as a1,b[2-4,07]; at most MOST_NODES of each range."""
     for before, ranges, after in re.findall(r"([\w.-]+)(?:\[([\d,-]+)\])?([\w.-]*)", text):
         for part in ranges.split(","):
             first, _, last = part.partition("-")

@@ -35,13 +35,13 @@ CLAIM_TABLES = {
     "": "Claims that these records decide", judge.NOT_TESTED: "Claims that nothing here tests",
     judge.OTHER_MACHINE: "Claims that are said of another machine",
 }  # fmt: skip
-MOST_SIZES = 6  # of a table that fits a screen
+MOST_SIZES = 6  # most columns of sizes in a table that fits a screen
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table. `number`: the sort key if it is not the text; `links`: numbers of records; `more`: small
-    print, folded if it is long or the cell has no text."""
+    """A cell of a table. `number`: the sort key, if it is not the text. `links`: the numbers of the records that the
+    cell links to. `more`: small print, which is folded if it is long or if the cell has no text."""
 
     text: str = ""
     number: float | None = None
@@ -103,7 +103,8 @@ class Entry:
 
     @property
     def raw(self) -> str:
-        """Return the record as JSON, one field a line; of its tensors only the number, because they are most of it."""
+        """Return the record as JSON, one field a line. Its tensors, which are most of a record, are replaced by their
+        number."""
         fields = self.record.to_dict()
         told = fields.pop(TENSORS)
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
@@ -111,8 +112,8 @@ class Entry:
 
 
 def _run_again(record: Record) -> str:
-    """Return the call that measures a record's job once more, with the folder that its method lies in, if not the
-    project's."""
+    """Return the call that measures a record's job once more. If the method is not this project's, the call names its
+    folder."""
     file = method.REGISTRY.files().get(record.job.method)
     added = [] if file is None or file.parent == method.REGISTRY.own else ["--methods", str(file.parent)]
     return f"{again(record)} {shlex.join([*added, '--rerun'])}"
@@ -137,7 +138,7 @@ def machine(record: Record) -> str:
 
 
 def outcome(record: Record) -> str:
-    """Return how a run ended, as words that follow a count: 3 trained and passed the gate."""
+    """Return how a run ended, in words that can follow a count, as in "3 trained and passed the gate"."""
     if record.status != "ok":
         return f"ended as {record.status}"
     if record.gate.passed:
@@ -146,7 +147,7 @@ def outcome(record: Record) -> str:
 
 
 def table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
-    """Return a table of rows by column; a text becomes a cell."""
+    """Return a table of these rows, which are cells by column; a text becomes a cell."""
     made = DataFrame(list(rows), dtype=object)
     made = made.map(lambda cell: cell if isinstance(cell, Cell) else Cell(cell))
     made.attrs["caption"] = caption
@@ -179,7 +180,7 @@ def record_row(entry: Entry) -> dict[str, Cell | str]:
 
 
 def row_table(caption: str, rows: Sequence[FigureRow], entries: Sequence[Entry]) -> DataFrame:
-    """Return the rows of a figure, ours and the published, if claims are about their metrics."""
+    """Return a table of a figure's rows, ours and the published, without those of metrics that no claim is about."""
     return table(caption, [_row(row, entries) for row in rows if row.metric in METRICS])
 
 
@@ -214,7 +215,8 @@ def numbers_of(keys: Iterable[str], entries: Sequence[Entry]) -> tuple[int, ...]
 
 
 def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]) -> DataFrame:
-    """Return each claim's verdict here, and by the original's own numbers."""
+    """Return a table of claims: the verdict by our records, and the verdict by the numbers that the original
+    published."""
     where, seen = ("imported logs", "seen in the logs") if verify.is_of_logs(here) else ("here", "seen here")
     there = {finding.claim.id: finding for finding in published}
     return table("Claims of the papers", [
@@ -233,8 +235,8 @@ def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: 
 
 
 def claims_shown(here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]) -> list[DataFrame]:
-    """Return a table of the claims that the records decide, in the order of `verify`; then one of those that nothing
-    here tests, and one of those said of another machine, if there are any."""
+    """Return up to three tables: the claims that the records decide, in the order of `verify`; those that no record
+    tests; and those about another machine."""
     there = {finding.claim.id: finding for finding in published}
     where = "imported logs" if verify.is_of_logs(here) else "here"
     made = []
@@ -263,8 +265,8 @@ def _claim_row(finding: Finding, other: Finding, where: str, entries: Sequence[E
 
 
 def summary(entries: Sequence[Entry]) -> DataFrame:
-    """Return a row for each method and clock, with its newest result at each of the sizes shown: speed, memory and
-    verdict."""
+    """Return a table with a row for each method and clock: speed, memory and verdict of the newest result at each of
+    the sizes shown."""
     found = frame.of(entry.record for entry in entries).assign(did=list(map(_did, entries)))
     newest = found.drop_duplicates(["method", "clock", "num_params"], keep="last")
     did = newest.pivot(index=["method", "clock"], columns="num_params", values="did")
@@ -281,13 +283,13 @@ def summary(entries: Sequence[Entry]) -> DataFrame:
 
 
 def _sizes_shown(is_there: DataFrame) -> list[int]:
-    """Choose the largest sizes, after those that leave no method's row empty.
+    """Choose the sizes to show: first those without which a method's row would be empty, then the largest.
 
     is_there: a row for each method, a column for each size in ascending order.
     """
     shown: list[int] = []
     while not (has_cell := is_there[shown].any(axis=1)).all():
-        shown.append(is_there[~has_cell].sum()[::-1].idxmax())  # the largest of the sizes that most methods have
+        shown.append(is_there[~has_cell].sum()[::-1].idxmax())  # of the most frequent sizes, the largest
     return sorted(list(dict.fromkeys([*shown, *is_there.columns[::-1]]))[:MOST_SIZES])
 
 
@@ -301,7 +303,8 @@ def _did(entry: Entry) -> Cell:
 
 
 def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
-    """Return each method's predicted step on the records' machine, beside the seconds of its runs."""
+    """Return a table of each method's predicted step time on the records' machine, beside the measured times of its
+    runs."""
     load = advice.workload
     size = f"{params_text(load.num_params)} parameters, {load.batch_size} x {load.seq_len} tokens a step, {load.dtype}"
     rows = []
@@ -330,7 +333,8 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
 
 
 def why(finding: Finding) -> str:
-    """Return the profile of the rows, the note and, for a run that did not train, the verdict of the numbers alone."""
+    """Return the grounds of a finding: the rows' profile, the note and, for a run that did not train, the verdict of
+    the numbers alone."""
     measured = f"profile {finding.profile}" if finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED) else ""
     alone = finding.numbers if finding.is_untrained else ""
     told = f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""
