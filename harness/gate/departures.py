@@ -1,8 +1,8 @@
 """Finds where a training departs from the reference's: first in its losses, then in its gradient norms, last in its
 tensors.
 
-Pure functions of records, and of what honest rounding may amount to (limits.py). A method that promises bit-equality
-must keep it on a CPU, at the published rate and in the probe.
+All are pure functions of records, and of the largest differences that honest rounding may cause (limits.py). A method
+that promises bit-equality must keep it on a CPU, both at the published learning rate and in the probe.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ from harness.gate.limits import (
 )
 from harness.gate.trial import Trial
 
-# Limits of a tensor's distance moved, relative to the reference's.
+# Largest difference between the distance that a tensor moved and the distance that it moved in the reference, relative
+# to the latter.
 SIZE_TOLERANCE = 0.1
-# Least share of a tensor's changed elements, relative to the reference's.
+# Smallest number of changed elements of a tensor, relative to that in the reference.
 CHANGED_TOLERANCE = 0.1
-ROUNDED_AWAY = 1e-3  # error of a difference of two squares in fp32, relative to the larger one's root
-TELLING = 100.0  # a norm off by more than this times the loss: the gradient is wrong, not the weights
+ROUNDED_AWAY = 1e-3  # error of the root of a difference of two squares in fp32, relative to the larger root
+TELLING = 100.0  # a norm's error this many times the loss's means a wrong gradient, not wrong weights
 FORWARD = "the forward pass, the batch or the starting weights are not the reference's"
 GRADIENT = "the gradients, or the norm of them, are not the reference's"
 UPDATE = "the first update, or when it takes effect, is not the reference's"
 LATER = "the update of step {} or the batch of step {} is not the reference's"
 UP_TO = "an update up to that of step {}, or the batch of step {}, is not the reference's"
 AS_FAINT = "; so little shows that it may be the forward pass, too"
-TENSORS = {  # Compared facts of a tensor: for each the reason and the text.
+TENSORS = {  # For each compared fact of a tensor: the reason and the text of a failure.
     "way": ("weights", "ends {:.1e} of its way from the reference's"),
     "exp_avg": ("gradient-scale", "has a first moment {:.1e} off the reference's"),
     "exp_avg_sq": ("gradient-scale", "has a second moment {:.1e} off the reference's"),
 }
-OUTSTANDING = 3.0  # a group of tensors is named if it is this many times as far off as the others
+OUTSTANDING = 3.0  # a group of tensors is named if its error is this many times that of the others
 
 
 class Departure(NamedTuple):
-    """A difference from the reference: a reason for programs, a text for people, and the first step of the fault, if it
-    shows before the end."""
+    """A difference from the reference: a reason for programs, a text for people, and the step at which the fault first
+    shows, if that is known."""
 
     reason: str
     seen: str
@@ -64,7 +65,7 @@ class Departure(NamedTuple):
 
 
 def of_run(record: Record, reference: Record) -> Departure | None:
-    """Find the departure of a run at the published rate, bits aside."""
+    """Find the departure of a run at the published learning rate; bits that differ by rounding are none."""
     must_be_exact = evidence.promises_bits(record)
     limits = published(record, reference)
     if must_be_exact:
@@ -78,21 +79,22 @@ def of_run(record: Record, reference: Record) -> Departure | None:
 
 
 def drops_nothing(record: Record, reference: Record, undropped: Record) -> bool:
-    """True if a run with dropout equals, within rounding, the reference without dropout, while the two references
-    differ by more than rounding."""
+    """True if a run that should use dropout did not: within rounding it equals the reference without dropout, while the
+    references with and without dropout differ by more."""
     rounding = published(record, undropped)
     shows = departure(reference, undropped, rounding.times(DROPOUT_ALLOWED))
     return shows is not None and not departure(record, undropped, rounding)
 
 
 def beyond_dropout(record: Record, reference: Record, undropped: Record) -> Departure | None:
-    """Find the departure of a run that drops other elements, beyond what dropout itself changes."""
+    """Find the departure of a run that drops other elements than the reference: a larger difference than dropout itself
+    causes."""
     return departure(record, reference, floor(reference, [undropped]).alike().times(DROPOUT_ALLOWED))
 
 
 def of_trial(trial: Trial) -> Departure | None:
-    """Find the departure of a probe that trained: a flaw of its own, other tensors or scales, or more than rounding
-    allows."""
+    """Find the departure of a probe that trained: a flaw that its record shows alone, other tensors or loss scales than
+    the reference's, or a larger difference than rounding allows."""
     record, reference = trial.record, trial.reference
     if flaw := evidence.flaw(record):
         return Departure(flaw.reason, flaw.text)
@@ -104,7 +106,7 @@ def of_trial(trial: Trial) -> Departure | None:
 
 
 def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
-    """Find the departure beyond what rounding allows or, if the method promises bit-equality, any difference."""
+    """Find a larger difference than rounding allows; any difference counts if the method promises bit-equality."""
     record, reference, others, wide = trial
     if evidence.is_same(record, reference):
         return None
@@ -123,7 +125,7 @@ def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
 
 
 def first_loss_beyond(record: Record, other: Record) -> str:
-    """Describe the first loss beyond the tolerance of another method's; empty if there is none."""
+    """Describe the first loss that differs from another method's by more than the tolerance; empty if there is none."""
     tolerance = LOSS_TOLERANCE[evidence.kernels(record)]
     for step, ours, theirs, difference in evidence.loss_differences(record, other):
         if not difference <= tolerance:
@@ -133,7 +135,7 @@ def first_loss_beyond(record: Record, other: Record) -> str:
 
 
 def departure(record: Record, reference: Record, limits: Limits) -> Departure | None:
-    """Return the first departure."""
+    """Return the first departure beyond these limits: first by step, then by tensor."""
     return in_steps(record, reference, limits) or in_tensors(record, reference, limits)
 
 
@@ -175,7 +177,7 @@ def _of_update(step: int, told: str, is_faint: bool) -> Departure:
 
 
 def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure | None:
-    """Return the final tensor, or the median of all, that is beyond its limit."""
+    """Return the departure of the final tensor that is beyond its limit, or of the median tensor."""
     if comparable_steps(record, reference) < len(reference.losses):
         return None
     for part, (reason, text) in TENSORS.items():
@@ -195,7 +197,7 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
 
 
 def _partial_update(record: Record, reference: Record) -> Departure | None:
-    """Return a tensor of which too few elements changed."""
+    """Return the departure of a tensor of which too few elements changed."""
     ratios = evidence.ratios(record, reference, "changed")
     if ratios and not ratios[worst := min(ratios, key=lambda name: ratios[name])] >= 1 - CHANGED_TOLERANCE:
         ours, theirs = (each.tensors[worst]["changed"] for each in (record, reference))
@@ -206,7 +208,8 @@ def _partial_update(record: Record, reference: Record) -> Departure | None:
 
 
 def _update_size(record: Record, reference: Record) -> Departure | None:
-    """Return a tensor whose distance moved is off, or all tensors if all are off by less."""
+    """Return the departure of a tensor that moved too far or not far enough, or of all tensors, if all did so by
+    less."""
     ratios = evidence.ratios(record, reference, "moved")
     if not ratios:
         return None
@@ -217,11 +220,11 @@ def _update_size(record: Record, reference: Record) -> Departure | None:
 
 
 def _grown_keys(record: Record) -> Departure | None:
-    """Return a bias of keys that moved farther than AdamW moves any gradient. Only rounding makes gradients of such a
-    bias.
+    """Return the departure of a bias of attention keys that moved farther than AdamW can move an element. The gradient
+    of such a bias is rounding alone.
 
-    It starts at 0. AdamW moves an element in a step by at most the learning rate times (1 - beta1) / sqrt(1 - beta2).
-    Source: Kingma and Ba 2015, section 2.1.
+    The bias starts at 0. AdamW moves an element in a step by at most the learning rate times (1 - beta1) / sqrt(1 -
+    beta2). Source: Kingma and Ba 2015, section 2.1.
     """
     load = record.job.workload
     rates = sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
@@ -237,8 +240,9 @@ def _grown_keys(record: Record) -> Departure | None:
 
 
 def without_decay(record: Record, reference: Record) -> str:
-    """Describe tensors that end as without weight decay: matrices larger by what it takes off them, biases and norms
-    as in the reference; empty otherwise. The first loss or norm that is off names no cause then: decay shows late."""
+    """Describe tensors that end as if trained without weight decay: matrices are larger by the amount that decay takes
+    off, biases and norms are as in the reference. Empty otherwise. Weight decay shows late, so the first wrong loss or
+    norm would name no cause."""
     load = record.job.workload
     taken = WEIGHT_DECAY * sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
     grown: dict[bool, list[float]] = {True: [], False: []}
@@ -251,8 +255,8 @@ def without_decay(record: Record, reference: Record) -> str:
 
 
 def outstanding(record: Record, reference: Record) -> str:
-    """Name the group of tensors that is farther off than the others: a layer, biases, norms, matrices; empty if there
-    is none."""
+    """Name the group of tensors with a much larger error than the others: a layer, the biases, the norms or the
+    matrices; empty if there is none."""
     found = evidence.distances(record, reference)
     groups: dict[str, list[str]] = {}
     for name in found:

@@ -1,7 +1,8 @@
-"""Reads what records tell of a training, and finds what is missing or wrong in one: arithmetic on one record or two.
+"""Reads the evidence of a training from its record, and finds what is missing or wrong in it: arithmetic on one record,
+or on two.
 
-Losses and gradient norms are compared step by step, tensors by the facts of inspect_training.py: the share of elements
-that changed, the distance moved, a sketch of the final values, and the sizes of both moments.
+Losses and gradient norms are compared step by step. Tensors are compared by the facts that inspect_training.py finds:
+the share of elements that changed, the distance moved, a sketch of the final values, and the sizes of both moments.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from typing import Any, Literal, NamedTuple
 from harness.core.job import Job
 from harness.core.record import Record
 
-LEAST = 1e-7  # relative: one rounding of fp32
-# Allowance for a few elements that round the other way, relative to a tensor's own size: a norm's weights, near 1, move
-# by a few units in the last place at the published learning rate.
+LEAST = 1e-7  # smallest relative floor: one rounding in fp32
+# Allowance, relative to a tensor's size, for a few elements that round in the other direction: at the published
+# learning rate a norm's weights, which are near 1, move by only a few units in the last place.
 ROUNDING = 2**-24 / 4
-SUMMED = 1e-6  # relative, of a norm if all bits are the same: engines agree to 1.2e-7
-# Half the distance from 1 to the float above it. A shorter step up rounds to none. AdamW's step is often less than half
-# its rate, so a step down rounds to none, too.
+SUMMED = 1e-6  # largest relative difference of a gradient norm if all bits are the same: engines agree to 1.2e-7
+# Half the distance from 1 to the next larger float. A weight of 1 does not change by a shorter step up. AdamW's step is
+# often less than half its rate, so a step down does not change the weight, either.
 SMALLEST_STEP = 2**-24
 Moment = Literal["exp_avg", "exp_avg_sq"]
 MOMENTS: dict[str, Moment] = {"first moments": "exp_avg", "second moments": "exp_avg_sq"}
 
 
 class Flaw(NamedTuple):
-    """A fault that a record shows by itself: a reason for programs, a text for people, and further values for
+    """A fault that a record shows without comparison: a reason for programs, a text for people, and further values for
     programs."""
 
     reason: str
@@ -38,14 +39,14 @@ class Flaw(NamedTuple):
 
 
 def flaw(record: Record) -> Flaw | None:
-    """Return the first flaw of a record. Without one all steps ran, all numbers are finite, and every tensor
+    """Return the first flaw of a record. If there is none, all steps ran, all numbers are finite, and every tensor
     changed."""
     for step, loss in enumerate(record.losses, start=1):
         if loss is not None and not math.isfinite(loss):
             return Flaw("not-finite", f"the loss is {loss} from step {step} on", {"step": step})
     if len(record.losses) != record.job.steps:
         return Flaw("incomplete", f"{len(record.losses)} of {record.job.steps} steps have a loss")
-    # In fp16 a wrong scale shows in the loss scales: the comparison names it.
+    # In fp16 a wrong loss scale is found, and named, by the comparison of loss scales.
     if record.origin == "run" and record.job.workload.dtype != "fp16":
         for step, norm in enumerate(record.grad_norms, start=1):
             if norm is not None and not math.isfinite(norm):
@@ -66,7 +67,7 @@ def flaw(record: Record) -> Flaw | None:
     unchanged = [
         name
         for name, tensor in record.tensors.items()
-        # AdamW's step is at most its rate, which may be less than a weight near 1 can show.
+        # AdamW's step is at most its rate, which may be too small to change a weight near 1.
         if not tensor["changed"] and not (last_rate < SMALLEST_STEP and tensor.get("exp_avg"))
     ]
     if unchanged:
@@ -76,15 +77,16 @@ def flaw(record: Record) -> Flaw | None:
 
 
 def untrained(record: Record, told: str = "") -> str:
-    """Return why a record that others are compared with shows no training, with `told` added to how it ended; empty if
-    it does."""
+    """Return why a record cannot be compared with, because it shows no training; `told` is added to how it ended. Empty
+    if it shows a training."""
     if record.status != "ok":
         return f"ended as {record.status}{told}"
     return found.text if (found := flaw(record)) else ""
 
 
 def unasked(record: Record) -> Flaw | None:
-    """Return a flaw if the further models are not those that the job asks for: a record's rate counts all models."""
+    """Return a flaw if the record's further models are not those that its job asks for: its throughput counts the
+    samples of all models."""
     asked, trained = record.job.options.get("num_models", 1), 1 + len(record.others)
     if trained != asked:
         return Flaw("models", f"{trained} models were trained, the job asks for {asked}")
@@ -97,8 +99,8 @@ def unasked(record: Record) -> Flaw | None:
 
 
 def elsewhere(record: Record) -> Flaw | None:
-    """Return a flaw if something else than this run trained: code that its identity lacks, other source before a
-    checkpoint, or memory beside the device's."""
+    """Return a flaw if part of the training was done by something else than this run: by code that its key does not
+    cover, by other source code before a checkpoint, or in device memory that is not counted."""
     if unlisted := record.software.get("unlisted"):
         told = f"it executed {some(unlisted)}, which its identity lacks"
         return Flaw("unlisted-code", f"{told}; import it by its name in the method's file")
@@ -115,10 +117,10 @@ def elsewhere(record: Record) -> Flaw | None:
 
 
 def least_device_bytes(job: Job) -> int:
-    """Return the least device memory of any training: the tokens, which the worker puts there, and one sample's product
-    with the largest matrix of a layer, with its input and output.
+    """Return the least device memory that any training of this job takes: the tokens, which the worker puts there, and
+    the product of one sample with the largest matrix of a layer: the matrix, input and output.
 
-    Ranks may share the product. A method needs less only if it cuts a matrix or a sample.
+    Ranks may each take a part of the product. A method needs less only if it cuts a matrix or a sample.
     """
     load = job.workload
     tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)  # batches of inputs and targets, int64
@@ -128,20 +130,21 @@ def least_device_bytes(job: Job) -> int:
 
 
 def kernels(record: Record) -> tuple[str, str]:
-    """Return the device and dtype whose rounding to expect: sim computes with the CPU's kernels."""
+    """Return the device and the dtype that determine the rounding to expect: sim computes with the CPU's kernels."""
     device = "cpu" if record.job.device == "sim" else record.job.device
     return device, record.job.workload.dtype
 
 
 def promises_bits(record: Record) -> bool:
-    """True if the method must keep the reference's bits: it promises them on a CPU alone."""
+    """True if the record's method must give the reference's bits: methods promise them on a CPU only."""
     return record.bit_exact and kernels(record)[0] == "cpu"
 
 
 def is_same(record: Record, reference: Record) -> bool:
-    """True if every loss and every final weight is bit-equal; a gradient norm's own sum may round."""
+    """True if every loss and every final weight is bit-equal. Gradient norms may differ by the rounding of their own
+    sum."""
     found = zip(differences(record.grad_norms, reference.grad_norms), reference.grad_norms, strict=False)
-    norms = [each for each, theirs in found if theirs is not None and math.isfinite(theirs)]  # fp16 skips the others
+    norms = [each for each, theirs in found if theirs is not None and math.isfinite(theirs)]  # fp16 skips the rest
     return (
         record.losses == reference.losses
         and all(norm <= SUMMED for norm in norms)
@@ -153,8 +156,8 @@ def is_same(record: Record, reference: Record) -> bool:
 
 
 def comparable_steps(record: Record, reference: Record) -> int:
-    """Return the number of steps to compare: in fp16 those before the first whose loss scale differs, because other
-    steps are skipped from there on."""
+    """Return the number of steps to compare. In fp16 it is the number of steps before the first one whose loss scale
+    differs, because the two trainings skip different steps from there on."""
     if "fp16" not in (record.job.workload.dtype, reference.job.workload.dtype):
         return min(len(record.losses), len(reference.losses))
     pairs = zip(record.loss_scales, reference.loss_scales, strict=False)
@@ -176,7 +179,7 @@ def other_scales(record: Record, reference: Record) -> str:
 
 
 def loss_differences(record: Record, other: Record) -> list[tuple[int, float, float, float]]:
-    """Return number, both losses and their relative difference of the steps that both have."""
+    """Return, for each step that both records have, its number, both losses and their relative difference."""
     pairs = enumerate(zip(record.losses, other.losses, strict=False), start=1)
     return [(step, a, b, abs(a - b) / abs(b)) for step, (a, b) in pairs if a is not None and b is not None]
 
@@ -188,8 +191,8 @@ def differences(ours: Sequence[float | None], theirs: Sequence[float | None]) ->
 
 
 def distances(record: Record, reference: Record) -> dict[str, float]:
-    """Return the distance between each tensor's change and the reference's, relative to the reference's change. It is
-    estimated by their sketches, less an allowance for single elements' rounding."""
+    """Return the distance between each tensor's change and the reference's, relative to the reference's change. The
+    distance is estimated from both sketches; an allowance for the rounding of single elements is subtracted."""
     found = {}
     for name, theirs in reference.tensors.items():
         ours = record.tensors.get(name, theirs)
@@ -201,8 +204,7 @@ def distances(record: Record, reference: Record) -> dict[str, float]:
 
 
 def moment_differences(record: Record, reference: Record, moment: Moment) -> dict[str, float]:
-    """Return the relative difference of each tensor's moments, by their sizes; empty if the method returns none at
-    all."""
+    """Return the relative difference in size of each tensor's moment; empty if the method returns no moments at all."""
     if not has_moments(record, moment):
         return {}
     found = {}
@@ -218,7 +220,7 @@ def has_moments(record: Record, moment: Moment) -> bool:
     return any(tensor.get(moment) is not None for tensor in record.tensors.values())
 
 
-# The compared facts of a tensor, relative to the reference's.
+# The compared facts of a tensor: each function returns their differences, relative to the reference.
 COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
     "way": distances,
     "exp_avg": partial(moment_differences, moment="exp_avg"),
@@ -227,7 +229,8 @@ COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
 
 
 def ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
-    """Return for each tensor the ratio of its share changed or distance moved to the reference's."""
+    """Return each tensor's ratio to the reference in one fact (`key`): the share of elements changed, or the distance
+    moved."""
     pairs = {
         name: (record.tensors[name].get(key), theirs.get(key))
         for name, theirs in reference.tensors.items()

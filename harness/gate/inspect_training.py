@@ -1,4 +1,4 @@
-"""Gathers the evidence of a training, small enough for a record: its kernels, and the changes of each tensor."""
+"""Gathers evidence of a training that is small enough for a record: the kernels used, and how each tensor changed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from harness.core.job import Job, Workload
 from harness.core.method import TensorState
 
 SKETCH_BUCKETS = 8
-SKETCH_ROWS = 65_537  # signs repeat after a prime number of rows, so that no structure of a tensor has their period
-BLOCK = 2 * SKETCH_ROWS * SKETCH_BUCKETS  # elements of one pass
+SKETCH_ROWS = 65_537  # signs repeat after a prime number of rows, so that no tensor's structure has the same period
+BLOCK = 2 * SKETCH_ROWS * SKETCH_BUCKETS  # elements that are read at once
 TELLING = ("attention", "adam")  # names of ops that have several kernels
 
 
 class Kernels(TorchDispatchMode):
-    """Notes the kernels of the ops in TELLING that torch dispatches in this context; an engine's own library, such as
-    DeepSpeed's Adam, does not pass here."""
+    """Notes which kernels torch runs in this context for the ops in TELLING. Kernels that an engine calls without
+    torch, such as DeepSpeed's Adam, are not seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,10 +40,11 @@ class Kernels(TorchDispatchMode):
 
 
 def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any]]:
-    """Compare each tensor with its seeded start: share of elements changed, distance moved, sizes of both moments."""
+    """Compare each tensor with its seeded starting values: share of elements changed, distance moved, sizes of both
+    moments."""
     cores = len(os.sched_getaffinity(0))
-    torch.get_num_threads()  # before the threads overwrite it, as in harness/devices/streams.py
-    room = threading.Semaphore(cores + 1)  # tensors may be made on demand: one for each core, and the next
+    torch.get_num_threads()  # fixes torch's number before these threads change theirs, as in harness/devices/streams.py
+    room = threading.Semaphore(cores + 1)  # tensors may be made on demand: hold one for each core, and the next
     found: dict[str, Future] = {}
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for state in tensors:
@@ -54,7 +55,7 @@ def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any
 
 
 def look(state: TensorState, workload: Workload) -> dict[str, Any]:
-    """Read a tensor in one pass, in blocks that stay in the cache, by all cores."""
+    """Compare one tensor with its start in a single pass, in blocks small enough for the cache."""
     weight, digest, parts = state.weight.detach().reshape(-1), hashlib.sha256(), list[torch.Tensor]()
     noise = noise_in(state.name, workload)
     changed, moved, size = 0, 0.0, 0.0
@@ -86,13 +87,14 @@ def moment_size(moment: torch.Tensor | None, noise: range) -> float | None:
 
 
 def noise_in(name: str, workload: Workload) -> range:
-    """Return the elements of a tensor whose gradient is nothing but rounding."""
+    """Return the range of elements of a tensor whose gradient is rounding alone."""
     anatomy = workload.anatomy
     return range(*anatomy.noise.get(anatomy.within(name), (0, 0)))
 
 
 def without_noise(part: torch.Tensor, start: int, noise: range) -> torch.Tensor:
-    """Zero, in place, the elements in `noise`, in a tensor's part from `start` on."""
+    """Set elements to zero, in place. `part`: a tensor's part, which begins at element `start`; `noise`: the elements
+    of the tensor to zero."""
     part[max(0, noise.start - start) : max(0, noise.stop - start)] = 0
     return part
 
@@ -102,11 +104,11 @@ def norm(values: torch.Tensor) -> float:
 
 
 def sketch(parts: list[torch.Tensor]) -> list[float]:
-    """Return a count sketch of a flat tensor, from its sums(): sums of its elements with seeded signs, in a few
-    buckets.
+    """Return a count sketch of a flat tensor from `parts`, the results of sums(): sums of the tensor's elements with
+    seeded signs, in a few buckets.
 
-    The distance of two sketches estimates the distance of the tensors, so two records can be compared without either
-    run's weights. Source: Charikar et al. 2002.
+    The distance of two sketches estimates the distance of the tensors, so two records can be compared without the
+    weights of either run. Source: Charikar et al. 2002.
     """
     return [float(f"{value:.7g}") for value in torch.stack(parts).sum(0).tolist()]
 

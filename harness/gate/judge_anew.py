@@ -1,7 +1,8 @@
-"""Judges a record again by other records alone: of results that others send in, no run can be made.
+"""Judges a record again by other records alone: results that others send in come from machines on which no run can be
+made.
 
-Reference, twin and probe are looked for among the records that came with it. What a record says of its own verdict is
-taken over nowhere; it only tells which twin and which probe were meant.
+Reference, twin and probe are looked for among the records that were sent together. The verdict in a record is never
+taken over; it only tells which twin and which probe were used.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from harness.gate.verdict import CERTAIN, judge, together, unasked, with_probe
 
 
 class Beside(NamedTuple):
-    """The records that came together: runs, and the trainings of the gate's probes."""
+    """The records that were sent together: runs, and the trainings of the gate's probes."""
 
     runs: Sequence[Record]
     probes: Sequence[Record]
 
 
 def judge_anew(record: Record, beside: Beside) -> Gate:
-    """Return the verdict that these records give. Raises ValueError if the record's values do not go together."""
+    """Return the verdict on a record by these records. Raises ValueError if the record's values contradict each
+    other."""
     if record.status != "ok":
         return Gate()
     try:
         return unasked(record) or together([_verdict(record, n, beside) for n in range(1 + len(record.others))])
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # from fields that may hold any JSON
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # some fields may hold any JSON
         raise ValueError(f"expected a record that can be judged, got {type(error).__name__}: {error}") from error
 
 
@@ -56,7 +58,8 @@ def _verdict(whole: Record, number: int, beside: Beside) -> Gate:
 
 
 def _reference(record: Record, among: Sequence[Record]) -> Record | None:
-    """Return the reference's newest training of the same: sim computes with the CPU's kernels."""
+    """Return the reference's newest training of the same workload on the same kind of device; sim counts as a CPU,
+    whose kernels it uses."""
     job, device = record.job, evidence.kernels(record)[0]
     wanted = (method.reference(), job.workload, job.steps, device)
     return _newest(
@@ -66,7 +69,7 @@ def _reference(record: Record, among: Sequence[Record]) -> Record | None:
 
 
 def _newest(records: Iterator[Record]) -> Record | None:
-    """Return the newest record of a training that ended; the others show nothing."""
+    """Return the newest record of a training that ended."""
     return max((each for each in records if each.status == "ok"), key=lambda each: each.started, default=None)
 
 
@@ -96,7 +99,8 @@ def _by_twin(record: Record, beside: Beside) -> Gate:
 
 
 def _trials(whole: Record, number: int, probes: Sequence[Record]) -> Iterator[Trial]:
-    """Yield the trials of the method's own source, with every training that they are compared with; fp32 first."""
+    """Yield the probe's trials by the same source of the method, each with all trainings that it is compared with; the
+    trial in fp32 first."""
     named = whole.gate.evidence.get("probe")
     for dtype, key in sorted(named.items(), key=lambda pair: pair[0] != "fp32") if isinstance(named, dict) else ():
         trained = _newest(each for each in probes if each.key == key and _is_probe_of(whole, each, dtype))

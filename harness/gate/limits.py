@@ -1,10 +1,10 @@
-"""How far an honest training may be from the reference: by constants at the published rate, by measured floors in a
+"""How far an honest training may be from the reference: constants at the published learning rate, measured floors in a
 probe.
 
 The tolerances below bound rounding at the published rate, by device and dtype. A probe trains at a rate at which
-rounding grows: its floor is the distance between the reference and the reference by other roundings, and an honest
-training stays within a few times the floor. A method that drops other elements than the reference is held to the change
-that dropout causes.
+rounding errors grow. Its floor is the distance between the reference and the reference trained with other roundings; an
+honest training stays within a few times the floor. For a method that drops other elements than the reference, the
+change that dropout causes is the measure.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NORM_TOLERANCE = {
     ("cpu", "fp32"): 1e-4, ("cpu", "bf16"): 5e-2, ("cpu", "fp16"): 1e-2,
     ("cuda", "fp32"): 1e-3, ("cuda", "bf16"): 1e-1, ("cuda", "fp16"): 2e-2,
 }  # fmt: skip
-# Largest relative difference of the size of a tensor's first moment; the second, a square, may differ twice as much. In
-# bf16 the gradient of a norm's bias before attention is a sum that nearly cancels: a ratio of 0.88 was seen in a run
-# whose losses agree to 4e-5.
+# Largest relative difference of the size of a tensor's first moment; the second moment, a square, may differ twice as
+# much. In bf16 the gradient of the bias of the norm before attention is a sum that nearly cancels: a ratio of 0.88 was
+# seen in a run whose losses agree to 4e-5.
 MOMENT_TOLERANCE = {"fp32": 0.1, "bf16": 0.3, "fp16": 0.1}
-# Limit of the median tensor's moment: only few tensors have sums that nearly cancel.
+# Largest relative difference of the median tensor's moment: only few tensors have sums that nearly cancel.
 MEDIAN_TOLERANCE = 0.05
 # Largest distance between a tensor's change and the reference's, relative to the reference's change. In half precision
 # the direction of a step is noise if its gradient is rounding noise. A CPU in fp32 shows 1e-3 and less.
@@ -43,22 +43,21 @@ DISTANCE_TOLERANCE = {
     ("cpu", "fp32"): 2e-3, ("cpu", "bf16"): 0.3, ("cpu", "fp16"): 0.3,
     ("cuda", "fp32"): 5e-2, ("cuda", "bf16"): 0.3, ("cuda", "fp16"): 0.3,
 }  # fmt: skip
-# Limit of the median tensor's distance: rounding noise moves few tensors, a stale or missing update all of them.
+# Largest distance of the median tensor: rounding noise moves few tensors, a stale or missing update moves all.
 MEDIAN_DISTANCE_TOLERANCE = 0.05
-# Least number of steps for these two limits. The first steps of AdamW go the full rate in the sign of a gradient, even
-# if the gradient is noise: 20 steps average this out, one does not.
+# Smallest number of steps for which the limits of the distance apply. AdamW's first steps move by the full rate in the
+# sign of the gradient, even if the gradient is noise: 20 steps average this out, one does not.
 SETTLED_STEPS = 20
-# A method that drops other elements may differ from the reference by this times what dropout changes in the reference.
-# Compare the largest tensor distance with the largest that dropout causes: one tensor alone may by chance be near. The
-# honest runs by which this was chosen needed 1.6 to 3.6 times (results/LOG.md), those of bench/dropout_rule.py 0.8 to
-# 2.9.
+# A method that drops other elements may differ from the reference by this many times the change that dropout causes in
+# the reference. The largest tensor distances are compared, because a single tensor may be near by chance. The honest
+# runs by which this was chosen needed 1.6 to 3.6 times (results/LOG.md), those of bench/dropout_rule.py 0.8 to 2.9.
 DROPOUT_ALLOWED = 6.0
 # Limit of a probe, as a multiple of the floor, in any dtype. 324 honest runs of three sizes reached 6.2, planted faults
-# begin at 68 in fp32 (results/LOG.md); bench/gate_power.py tries it on others.
+# begin at 68 in fp32 (results/LOG.md); bench/gate_power.py tries the limit on further models and faults.
 ALLOWED = 20.0
-NAMING = 2.0  # multiple of the floor: the first difference beyond it names the fault of a failed probe
+NAMING = 2.0  # multiple of the floor: in a failed probe, the first difference beyond it names the fault
 FAINT = 20.0  # times NAMING: below this the step named may be late, because slow faults begin earlier (results/LOG.md)
-FIRST = 5  # first steps that share a floor: at a single one of them two roundings may agree by chance
+FIRST = 5  # number of first steps that share a floor: at one step alone, two roundings may agree by chance
 # Relative error of a norm, as a multiple of the number of elements to the power 1.5. One fp32 sum of normally
 # distributed squares, as in the reference's norm on a CPU, is off by a twentieth of this; squares that differ more are
 # off by more (results/LOG.md).
@@ -68,14 +67,14 @@ BETA_ROUNDING = 2**-25 / (1 - BETAS[1])
 
 
 class Limits(NamedTuple):
-    """Largest relative differences, by step and by tensor; that of the median tensor has a limit of its own."""
+    """The largest relative differences allowed, by step and by tensor; the median tensor has a limit of its own."""
 
     losses: Sequence[float]
     norms: Sequence[float]
-    tensors: dict[str, dict[str, float]]  # by compared fact of a tensor, then by name
+    tensors: dict[str, dict[str, float]]  # by the compared fact, then by the tensor's name
     medians: dict[str, float]
     told: str = "{:.1e} allowed"
-    faint: float = 0.0  # multiple of a limit: a difference first seen within it may have grown from below the limit
+    faint: float = 0.0  # multiple of a limit: a difference first seen below it may have begun at an earlier step
 
     def times(self, factor: float) -> Limits:
         return Limits(
@@ -98,13 +97,13 @@ class Limits(NamedTuple):
         )
 
     def alike(self) -> Limits:
-        """Give every tensor the largest limit of any."""
+        """Return limits in which every tensor has the largest limit of any tensor."""
         largest = {part: max(own.values(), default=0.0) for part, own in self.tensors.items()}
         return self._replace(tensors={part: dict.fromkeys(own, largest[part]) for part, own in self.tensors.items()})
 
 
 def published(record: Record, reference: Record) -> Limits:
-    """Return the limits at the published rate, by device and dtype."""
+    """Return the limits at the published learning rate, for the record's device and dtype."""
     where = evidence.kernels(record)
     steps, names = len(reference.losses), list(reference.tensors)
     unsettled = max(1.0, math.sqrt(SETTLED_STEPS / steps))
@@ -118,11 +117,11 @@ def published(record: Record, reference: Record) -> Limits:
 
 
 def floor(reference: Record, others: Sequence[Record], wide: Sequence[Record] = ()) -> Limits:
-    """Return the floor: the largest distance of the `others` from the reference. They are records of the same training
-    with other roundings.
+    """Return the floor: the largest distance of the `others` from the reference. The `others` are records of the same
+    training with other roundings.
 
-    `wide`: in a wider dtype; only losses and norms count. A tensor's floor is at least the median tensor's, every floor
-    is at least LEAST.
+    `wide`: records of the training in a wider dtype, of which only losses and norms count. A tensor's floor is at least
+    the median tensor's; every floor is at least LEAST.
     """
     shared = [(other, evidence.comparable_steps(other, reference)) for other in (*others, *wide)]
     num = len(reference.losses)
@@ -137,7 +136,8 @@ def floor(reference: Record, others: Sequence[Record], wide: Sequence[Record] = 
 
 
 def _largest_so_far(series: list[list[float]], num: int) -> list[float]:
-    """Return step by step the largest difference of any series so far; the first steps count as one."""
+    """Return, for each step, the largest difference of any series up to that step; the first `num` steps count as
+    one."""
     ends = [max(FIRST, step) for step in range(1, num + 1)]
     return [max([LEAST, *(value for each in series for value in each[:end])]) for end in ends]
 

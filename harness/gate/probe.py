@@ -1,17 +1,18 @@
-"""The gate's probe: the same job at a rate that trains, beside the reference and what honest rounding amounts to.
+"""The gate's probe: the same job at a learning rate at which faults show, compared with the reference within honest
+rounding.
 
 At the published rate twenty steps of the warm-up hardly move a weight, so many faults do not show. The probe's rate is
 0.5, under the same schedule: 1.6e-4 at the first step, 3.1e-3 at the twentieth. The method trains at this rate, and so
-does the reference, once plainly and by other roundings. The farthest of these from the plain reference is the honest
-rounding. A single one may end near the reference in some tensor by chance, so where the method is beyond the first the
-others are trained, too: all of them do not. In half precision the distance to the reference in fp32 counts, too, and
-the same is done in fp32, in which rounding hides nothing.
+does the reference: once plainly, and with other roundings. Honest rounding is the largest distance of these from the
+plain reference. By chance, the reference with one other rounding may end near the plain one in some tensor; so if the
+method is farther away, the reference is trained with the remaining roundings, too. In half precision the distance to
+the reference in fp32 counts, too, and the probe is repeated in fp32, in which rounding hides no fault.
 
-These trainings are jobs like any other, recorded in a folder of their own beside the records. A probe is about a
-method's code, not a size: it has the job's options, placement, micro-batches and dtype, at few layers unless more are
-asked for, and at a width, sequence and vocabulary of its own. So many sizes share it, and it is made once for a
-method's source, its options, dtype, device and software. A method that trains only at the job's width is probed at that
-width.
+The trainings of a probe are jobs like any other, recorded in a folder of their own beside the records. A probe tests a
+method's code, not a size: it has the job's options, placement, micro-batches and dtype, but its own width, sequence and
+vocabulary, and few layers unless more are asked for. So jobs of many sizes share one probe, which is made once for each
+source and options of a method, dtype, device and software. A method that trains only at the job's width is probed at
+that width.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from harness.gate.trial import Trial
 LEARNING_RATE = 0.5
 LAYERS, STEPS = 4, 20
 MOST_STEPS = 60  # largest number of steps for which the limits of a probe are known to hold
-# Roundings of methods/shared/roundings.py that the reference trains by for the floor. The others are trained only where
-# the first leaves a departure, because more roundings only raise a floor. In 279 of 281 probes of honest runs it left
-# none, and it takes no longer than the reference (results/LOG.md).
+# The roundings of methods/shared/roundings.py with which the reference is trained for the floor. All but the first are
+# trained only if a departure remains with the first, because further roundings only raise the floor. In 279 of 281
+# probes of honest runs none remained; a training with the first takes no longer than the reference (results/LOG.md).
 ROUNDINGS = (
     ("plain-attention",),
     ("single-samples", "samples-reversed", "split-products", "ulp-of-norms", "head-in-blocks"),
 )
-ROUNDED = "rounded"  # the method that trains the reference by other roundings
-FOLDER = "probes"  # in the folder of results
-METHODS = ROOT / "methods" / "probe"  # methods for the probe alone
-# The largest sizes of a probe; at these bench/gate_power.py sees all planted faults. A head keeps at least 8 columns,
-# because GPU kernels take multiples of 8.
+ROUNDED = "rounded"  # the method that trains the reference with other roundings
+FOLDER = "probes"  # folder of the probes' records, in the folder of results
+METHODS = ROOT / "methods" / "probe"  # folder of methods that only the probe uses
+# The largest sizes of a probe. With these sizes it finds all faults that bench/gate_power.py plants. A head keeps at
+# least 8 columns, because GPU kernels take multiples of 8.
 HIDDEN_SIZE, HEAD_SIZE, TOKENS, WORDS = 64, 8, 64, 512
 BATCH_TOKENS, FEWEST_TOKENS = 256, 8  # a batch has at most so many tokens, but each sample has at least so many
 
 
 class Extent(NamedTuple):
-    """The size of a probe: steps, and layers, if the job has as many. A method may need more layers."""
+    """The size of a probe: its layers (at most as many as the job has) and its steps. A method may need more layers."""
 
     layers: int = LAYERS
     steps: int = STEPS
@@ -62,13 +63,13 @@ class Extent(NamedTuple):
 
 
 NONE = Extent(0, 0)
-LEFT_OUT = "the probe was left out"  # of a verdict without one, as the call asked
+LEFT_OUT = "the probe was left out"  # text of a verdict without a probe, if the call asked for none
 ALL_LAYERS = MOST_LAYERS
 
 
 class Probe(NamedTuple):
-    """The trials of a probe, the one in fp32 first, and what could not be tested, for people. `refused`: why the method
-    does not train, at the probe's rate, what it trained at another."""
+    """The trials of a probe, the one in fp32 first, and a text for people of what could not be tested. `refused`: why
+    the method does not train at the probe's rate, although it trained at the job's."""
 
     trials: tuple[Trial, ...] = ()
     untested: str = ""
@@ -76,8 +77,8 @@ class Probe(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """How jobs are made and run. `measure` returns a job's record, `reference_of` its reference's job, `fits` the most
-    layers at which that fits, `why_not` what is wrong with a job, if anything."""
+    """How a probe's jobs are made and run. `measure` returns a job's record; `reference_of`, the job of its reference;
+    `fits`, the most layers at which a job fits; `why_not`, what is wrong with a job, if anything."""
 
     measure: Callable[[Job], Record]
     reference_of: Callable[[Job], Job]
@@ -87,7 +88,8 @@ class Runs(NamedTuple):
 
 
 class NoTrial(NamedTuple):
-    """There is no trial; the text tells why. A trial of the whole size is the run itself, at another rate."""
+    """The reason, in a text, why there is no trial. A trial at the size of the run differs from the run in its rate
+    alone."""
 
     why: str
     is_of_the_size_that_trained: bool
@@ -98,7 +100,8 @@ def extent_of(trial: Trial) -> Extent:
 
 
 def train_probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
-    """Train the probe of one of a job's models. In half precision it is repeated in fp32, unless all bits are right."""
+    """Train the probe of one of a job's models. In half precision the probe is repeated in fp32, unless all bits are
+    the reference's."""
     found = _trial(job, job.workload.dtype, number, extent, runs)
     trials, untested = ([found], "") if isinstance(found, Trial) else ([], found.why)
     refused = found.why if isinstance(found, NoTrial) and found.is_of_the_size_that_trained else ""
@@ -112,7 +115,7 @@ def train_probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
 
 
 def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
-    """Return the records of a trial, at a probe's size or, if the method does not train at that, at the job's."""
+    """Return the records of a trial at a probe's size or, if the method does not train at that size, at the job's."""
     whole = workload(job.workload, dtype)
     small = capped(whole)
     found = _trial_of(small, job, number, extent, runs)
@@ -145,8 +148,8 @@ def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs)
 
 
 def _budget(job: Job, extent: Extent) -> Budget:
-    """Return the job's budget without a slow link, which does not change training, and with as much time for each
-    step."""
+    """Return the job's budget with the same time for each step, and without a simulated slow link, which does not
+    change the training."""
     budget = dataclasses.replace(job.budget, link_bytes_per_second=None) if job.device == "sim" else job.budget
     if budget.seconds and job.steps < extent.steps:
         return dataclasses.replace(budget, seconds=math.ceil(budget.seconds * extent.steps / job.steps))
@@ -154,8 +157,8 @@ def _budget(job: Job, extent: Extent) -> Budget:
 
 
 def _deep_enough(job: Job, extent: Extent, runs: Runs) -> tuple[Job, int, str]:
-    """Return the job at the probe's layers, or at the fewest more that the method trains, with their number; or the
-    reason why no number works."""
+    """Return the job with the probe's number of layers, or with the next larger number that the method can train, and
+    that number; if none works, the reason."""
     most = min(job.workload.num_layers, runs.fits(runs.reference_of(job)))
     depth, why = min(most, extent.layers), "the reference does not fit at any depth"
     while depth >= 1:
@@ -172,21 +175,21 @@ def _deep_enough(job: Job, extent: Extent, runs: Runs) -> tuple[Job, int, str]:
 
 
 def rounding(reference: Job, names: Sequence[str]) -> Job:
-    """Return the job that trains the reference by these other roundings."""
+    """Return the job that trains the reference with these other roundings."""
     return dataclasses.replace(reference, method=ROUNDED, options={"names": ",".join(names)})
 
 
 def workload(load: Workload, dtype: str) -> Workload:
-    """Return the workload at the probe's rate. It has no dropout, because no two methods draw alike, and at least two
-    samples, because their order rounds."""
+    """Return the workload at the probe's learning rate. It has no dropout, because methods draw different elements, and
+    at least two samples, because the order in which samples are summed changes the rounding."""
     batch_size = max(2, load.batch_size)
     return dataclasses.replace(load, learning_rate=LEARNING_RATE, dropout=0.0, batch_size=batch_size, dtype=dtype)
 
 
 def capped(load: Workload) -> Workload:
-    """Return the workload at a probe's width, sequence and vocabulary, from drawn values and on the synthetic stream,
-    which has tokens for any vocabulary. The batch stays, because options cut it into parts; sequences of more than four
-    samples are shorter."""
+    """Return the workload at a probe's width, sequence and vocabulary. Its weights are drawn, and its tokens come from
+    the synthetic stream, which has tokens for any vocabulary. The batch stays, because options split it into parts;
+    with more than four samples, the sequences are shorter."""
     head_size = min(load.hidden_size // load.num_heads, max(HEAD_SIZE, HIDDEN_SIZE // load.num_heads))
     tokens = min(TOKENS, max(FEWEST_TOKENS, BATCH_TOKENS // load.batch_size))
     return dataclasses.replace(

@@ -8,8 +8,8 @@ from harness.core.record import Record
 
 
 class Trial(NamedTuple):
-    """The records of a probe in one dtype. `others`: the reference by other roundings; `wide`: the reference in fp32,
-    if that is another dtype. Neither is needed if the method's bits are the reference's."""
+    """The records of a probe in one dtype. `others`: the reference trained with other roundings. `wide`: the reference
+    in fp32, if the probe's dtype is another. Neither is needed if the method's bits are the reference's."""
 
     record: Record
     reference: Record

@@ -1,10 +1,11 @@
-"""The gate: does a record show the reference's training? A verdict with its evidence, from records alone.
+"""The gate: does a record show the same training as the reference? Returns a verdict with its evidence, from records
+alone.
 
 A record's own flaws come first (evidence.py): all steps ran, all losses are finite, every tensor changed. Then the
 comparison (departures.py): losses and gradient norms step by step, and for each tensor the share that changed, the
-distance moved, where it ended and the size of its moments, within what rounding may amount to (limits.py). At last the
-probe (probe.py), which trains at a rate at which faults show. The first departure names the reason of a failure, the
-probe's before the run's own.
+distance moved, where it ended and the size of its moments, within what rounding may amount to (limits.py). The probe
+(probe.py) comes last; it trains at a learning rate at which faults show. The first departure names the reason of a
+failure; a departure of the probe is named before one of the run.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from harness.gate.limits import DROPOUT_ALLOWED, LOSS_TOLERANCE
 from harness.gate.probe import NONE, Probe, extent_of
 from harness.gate.trial import Trial
 
-SMALLEST_DECAY = 2**-25  # of rate times decay: a smaller product is lost when it is subtracted from 1
+SMALLEST_DECAY = 2**-25  # of learning rate times weight decay: a smaller product is lost when it is subtracted from 1
 UNPROBED = "a run whose probe did not train has no throughput; --no-probe judges without one, and says so"
-# Reasons that are as certain as a probe's, because they name what is missing.
+# Reasons found in the run itself that are as certain as a reason found by a probe, because they name what is missing.
 CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
 SEVERITY = [*(word for word in VERDICTS if word != "failed"), "failed"]
 
@@ -35,10 +36,11 @@ def judge(
 ) -> Gate:  # fmt: skip
     """Return the verdict on a run by itself, and its evidence; with_probe() adds a probe's.
 
-    `reference` is the same workload trained by the reference, or the record itself. If the reference does not fit,
-    `twins` are this method and the reference at the largest depth that fits, and `peers` are other methods' records of
-    this very workload. `undropped` is the reference without dropout, if the method drops other elements: the change
-    that dropout causes in the reference measures how far the two may differ.
+    `reference`: the record of the same workload trained by the reference; of a run by the reference, the record itself.
+    If the reference does not fit, `twins` are the records of this method and of the reference at the largest depth that
+    fits, and `peers` are other methods' records of the same workload. `undropped`: the reference's record without
+    dropout, if the method drops other elements than the reference: the change that dropout causes in the reference is
+    the measure of how far the two may differ.
     """
     if record.status != "ok":
         return Gate("untested", "not-finished", f"ended as {record.status}: nothing to compare")
@@ -61,7 +63,7 @@ def unasked(record: Record) -> Gate | None:
 
 
 def together(verdicts: list[Gate]) -> Gate:
-    """Return one verdict on several models that took turns: the worst one's, with the model's number."""
+    """Return one verdict on several models that were trained in turns: the worst model's, with the model's number."""
     if len(verdicts) == 1:
         return verdicts[0]
     number, worst = max(enumerate(verdicts, start=1), key=lambda item: SEVERITY.index(item[1].verdict))
@@ -98,7 +100,8 @@ def _compare(record: Record, reference: Record, undropped: Record | None) -> Gat
 
 
 def _within_dropout(record: Record, reference: Record, undropped: Record, rests: dict[str, Any]) -> Gate:
-    """Judge by what dropout itself changes: other dropped elements may change no more than a few times that."""
+    """Judge a run that drops other elements than the reference: it may differ by no more than a few times the change
+    that dropout causes."""
     if why := evidence.untrained(undropped):
         return Gate("untested", "no-reference", f"the reference without dropout did not train: {why}", rests)
     if departures.drops_nothing(record, reference, undropped):
@@ -128,8 +131,8 @@ def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequen
 
 
 def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
-    """Return the verdict on a run with its probe's: what the probe found, or that it found nothing, and what was not
-    tested."""
+    """Return the verdict on a run together with its probe: what the probe found, or that it found nothing, and what was
+    not tested."""
     if verdict.verdict == "untested":
         return verdict
     rests = {**verdict.evidence, "probe": {trial.dtype: trial.record.key for trial in probe.trials}}
@@ -167,8 +170,8 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
 
 
 def _smaller(probed: Workload, whole: Workload) -> str:
-    """Tell how much of the run's model a probe trained; empty if all. The probe cannot see a fault that begins beyond
-    that."""
+    """Tell how much of the run's model a probe trained; empty if all of it. The probe cannot see a fault that needs
+    more layers or a larger size."""
     sizes = {"layers": "num_layers", "columns": "hidden_size", "tokens": "seq_len", "words": "vocab_size"}
     pairs = {told: (getattr(probed, name), getattr(whole, name)) for told, name in sizes.items()}
     parts = [f"{part} of {of} {told}" for told, (part, of) in pairs.items() if part < of]
@@ -187,7 +190,7 @@ def _told_by(record: Record, probe: Probe) -> tuple[list[str], list[str]]:
 
 
 def _untrained_reference(trial: Trial) -> str:
-    """Tell why there is nothing to compare a trial with; empty if there is."""
+    """Tell why a trial cannot be compared with the reference; empty if it can."""
     for other in (trial.reference, *trial.others, *trial.wide):
         if why := evidence.untrained(other, f": {other.reason}"):
             return f"the reference's probe in {trial.dtype} did not train: {why}"
@@ -195,14 +198,14 @@ def _untrained_reference(trial: Trial) -> str:
 
 
 def _told(trial: Trial, found: departures.Departure) -> str:
-    """Describe the departure, and where the tensors are farthest off."""
+    """Describe the departure, and the group of tensors with the largest errors, if one stands out."""
     place = departures.outstanding(trial.record, trial.reference)
     where = f"; farthest off: {place}" if place and found.reason in ("update", "later", "weights") else ""
     return f"{found.text}{where} (probe in {trial.dtype})"
 
 
 def _steps(record: Record) -> str:
-    """Tell the number of steps, and of steps that fp16 skipped, if any."""
+    """Tell the number of steps and, if there are any, of steps that fp16 skipped."""
     skipped = f" ({len(record.skipped_steps)} skipped by the loss scale)" if record.skipped_steps else ""
     return f"{record.job.steps} steps{skipped}"
 
