@@ -1,4 +1,5 @@
-"""What advise prints: a sentence, the next calls, why, what would change it, and every method's row."""
+"""What advise prints: its decision in a sentence, the next calls, the reasons, what would change the decision, and a
+row for every method."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from harness.jobs.command import command, size_text
 from harness.jobs.next_calls import minutes
 
 NUMBERS = ("s a step", "tokens/s", "hours", "MFU", "deepest")
-PLAN = "./run.sh plan"  # starts the calls that train nothing
-HERE = "here"  # where a call runs: this machine, or one by name
+PLAN = "./run.sh plan"  # beginning of the calls that train nothing
+HERE = "here"  # stands for this machine, where others have a name
 
 
 def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None, tokens: float) -> str:
-    """Return what to do."""
+    """Return a sentence that says what to do."""
     load, row = made.workload, made.chosen
     size = f"{params_text(load.num_params)} parameters"
     what = f"{model} ({size})" if model else f"{size} ({load.num_layers} layers of {load.hidden_size})"
@@ -45,7 +46,7 @@ def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None
 
 
 def next_calls(place: TrainingPlace, made: Decision) -> dict[str, str]:
-    """Return calls by where they run: here, or on the machine that was asked about."""
+    """Return the next calls by the place where they run: here, or on the machine that was asked about."""
     row = made.chosen
     if row is None:
         return _calls_without(place, made)
@@ -63,7 +64,7 @@ def _chosen_job(place: TrainingPlace, made: Decision) -> Job:
 
 
 def cost(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> str:
-    """Return how long the proposed training takes; empty where none is proposed, or its speed is not known."""
+    """Return how long the proposed training takes; an empty text if none is proposed, or if its speed is not known."""
     if made.chosen is None:
         return ""
     job = _chosen_job(place, made)
@@ -74,7 +75,7 @@ def cost(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> str
 
 
 def _plan(place: TrainingPlace, call: str) -> str:
-    """Return the call that plans on a machine elsewhere what this one would run."""
+    """Return the call that plans the training for another machine, instead of running it."""
     assert place.name
     listed = place.name in named_machines.names()
     words = [PLAN, call.removeprefix("./run.sh "), named_machines.words(place.name) if listed else ""]
@@ -85,7 +86,7 @@ def _plan(place: TrainingPlace, call: str) -> str:
 
 
 def _calls_without(place: TrainingPlace, made: Decision) -> dict[str, str]:
-    """Return the calls where nothing is decided: measure rates, or train what fits."""
+    """Return the next calls if there is no decision: measure rates, or train a model that fits."""
     load = made.workload
     usable = [row for row in made.rows if is_usable(row)]
     if any(row["fits"] for row in usable):
@@ -102,7 +103,7 @@ def _calls_without(place: TrainingPlace, made: Decision) -> dict[str, str]:
 
 
 def reasons(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> list[str]:
-    """Return why the chosen row is it, what it needs, and how sure its speed is."""
+    """Return why the chosen row was chosen, what it needs, and how reliable its speed is."""
     row = made.chosen
     if row is None:
         return []
@@ -125,7 +126,7 @@ def remedy_text(remedy: Remedy) -> str:
 
 
 def show(decided: dict[str, Any]) -> None:
-    """Show the decision, the next calls, why, and what would change it."""
+    """Print the decision, the next calls, the reasons, and what would change the decision."""
     print(decided["decision"])
     for where, call in decided["next"].items():
         print(f"next, {where}: {call}")
@@ -142,7 +143,8 @@ def show(decided: dict[str, Any]) -> None:
 
 
 def show_rows(made: Decision, tokens: float | None) -> None:
-    """Show every method at its best, the fastest first, with the reason of each that lost."""
+    """Print every method with its best settings, the fastest first, and the reason why each other method was not
+    chosen."""
     numbers = [each for each in NUMBERS if tokens or each != "hours"]
     columns = ["method", "batch", *numbers, "binds", "beside it", "measured here"]
     told = [row for row in made.rows if "error" not in row]
@@ -175,12 +177,12 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _digits(number: float) -> str:
-    """Format a rate by three digits: 1,800."""
+    """Format a rate with three significant digits, such as 1,800."""
     return f"{float(f'{number:.3g}'):,.10g}"
 
 
 def _count(number: float) -> str:
-    """Format a count: a billion, 10 billion, 300 million."""
+    """Format a count in words, such as a billion, 10 billion or 300 million."""
     for word, factor in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
         if number >= factor:
             return f"a {word}" if number == factor else f"{number / factor:.4g} {word}"

@@ -1,4 +1,5 @@
-"""The verb `advise`: what to train with on this GPU, the call that does it, why, and what would change it."""
+"""The verb `advise`: which method and settings to train with on a GPU, the call that does it, the reasons, and what
+would change the decision."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from harness.forecast import memories
 from harness.forecast.advise import SEARCHED, Advice
 from harness.forecast.training_place import named_place, this_place
 
-CHOSEN = {  # defaults that the answer chooses, as --help shows them
+CHOSEN = {  # what --help shows as the default of an option whose value the answer chooses
     "batch_size": "the fastest that fits", "micro_batches": "the fastest", "seq_len": "the model's, where affordable",
     "dtype": "bf16; fp16 on GPUs without it, fp32 on a CPU", "disk": "where it helps",
 }  # fmt: skip
@@ -38,9 +39,9 @@ CHOSEN = {  # defaults that the answer chooses, as --help shows them
     "facts",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A fact of machines.yaml, such as gpu_tflops=80: in place of an entry's, or of a GPU without entry.",
+    help="Fact of the GPU, named as in machines.yaml, such as gpu_tflops=80; overrides the entry, if it has one.",
 )
-@click.option("--tokens", type=Amount(), help="Tokens to train on, such as 10B: adds the hours.")
+@click.option("--tokens", type=Amount(), help="Tokens to train on, such as 10B: adds how many hours that takes.")
 @options.results
 @options.methods
 @options.machines
@@ -50,8 +51,8 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
            facts: tuple[str, ...], methods_folder: tuple[Path, ...], as_json: bool, **words: Any) -> None:  # fmt: skip
     """Decide how to train a model on a GPU: method, batch, micro-batches, sequence, disk; the call; what would help.
 
-    What is given is kept. A host whose memory nothing tells has 64 GiB. All is arithmetic but for what was measured
-    here.
+    Options that are given keep their values; the others are chosen. A host of unknown memory is taken to have 64 GiB.
+    All numbers are computed, except those measured on this machine.
     """
     folders = tuple(path.resolve() for path in methods_folder)
     asked = Budget(words["device_memory"], words["host_memory"], words["disk_memory"])
@@ -97,7 +98,7 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
 
 
 def _named(name: str) -> str:
-    """Return the machine's name, with its file if the caller's own file defines it."""
+    """Return the machine's name as a call's option; if a file given by the caller defines it, with that file."""
     source = named_machines.source(name)
     return name if source == f"{name} in {named_machines.FILE.name}" else source
 

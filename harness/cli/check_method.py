@@ -1,4 +1,4 @@
-"""The verb check-method: checks a file against the contract of a method, one line for each check."""
+"""The verb `check-method`: checks that a method's file keeps the contract, and prints one line for each check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb `completion`, and the answers that a shell asks for at each Tab; click has both."""
+"""The verb `completion`, and the answers that a shell asks for at each Tab; both are click's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 import click
 from click.shell_completion import BashComplete, ShellComplete, ZshComplete
 
-NAME, VARIABLE = "run.sh", "_RUN_SH_COMPLETE"  # a shell looks up ./run.sh by its last part
+NAME, VARIABLE = "run.sh", "_RUN_SH_COMPLETE"  # a shell looks up the completion of ./run.sh by its last part
 
 
 class _Zsh(ZshComplete):
-    """click's script asks the command by its name, which has to be on PATH: here by the word that was typed."""
+    """zsh's script, changed: it runs the command by the word that was typed, because click's script needs its name on
+    PATH."""
 
     source_template = ZshComplete.source_template.replace(
         "    (( ! $+commands[%(prog_name)s] )) && return 1\n", ""
@@ -30,12 +31,12 @@ def completion(context: click.Context, shell: str) -> None:
 
 
 def is_asked_for() -> bool:
-    """True if a shell calls at a Tab."""
+    """True if a shell made this call to complete a word at a Tab."""
     return VARIABLE in os.environ
 
 
 def answer(door: click.Command) -> None:
-    """Print what may stand where the Tab was pressed."""
+    """Print the words that may stand where the Tab was pressed."""
     shell = os.environ[VARIABLE].removesuffix("_complete")
     if shell in SHELLS:
         print(SHELLS[shell](door, {}, NAME, VARIABLE).complete())

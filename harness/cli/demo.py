@@ -1,8 +1,8 @@
-"""The verbs `setup` and `demo`: compile all that later calls need; show everything once, in minutes.
+"""The verbs `setup` and `demo`: `setup` compiles all that later calls need; `demo` shows everything once, in minutes.
 
-The demo trains each method at one size that all of them fit, makes the seven cases and writes the report, all under the
-profile demo. A method that needs a long compilation is left out, with a line. The same call continues an interrupted
-demo, or writes the report again.
+The demo trains each method at one size at which all of them fit, makes the seven cases and writes the report, all in
+the profile `demo`. A method that needs a long compilation is left out, and a line says so. The same call continues an
+interrupted demo, or writes the report again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from harness.jobs.sweep import Sweep
 from harness.report import page
 from harness.run.prepare import prepare
 
-MOST_BUILD_SECONDS = 20  # longest compilation that the demo starts by itself
-QUICK_CASES = (3, 4, 5)  # without a search
+MOST_BUILD_SECONDS = 20  # a method with a longer compilation is left out
+QUICK_CASES = (3, 4, 5)  # cases without a search for a largest size
 
 
 def jobs(used: CaseProfile, names: Sequence[str]) -> list[Job]:
-    """Return a job for each method at the common depth, with the cases' options, so that no run is made twice."""
+    """Return a job for each method at the profile's common depth. The options are those of the cases, so that no run is
+    made twice."""
     return [resolve(used.job(name, used.common))[0] for name in names]
 
 
@@ -55,8 +56,8 @@ def set_up(results: Path, as_json: bool, names: Sequence[str] | None = None) -> 
 
 
 def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
-    """Return the records of all runs of the demo, new or old; the quick demo has two methods and three figures. Only
-    methods that promise the reference's bits are probed, at the common depth: the others' probes take minutes."""
+    """Run the demo; return the records of all its runs, new or old. The quick demo has two methods and three figures.
+    Only methods that promise the reference's bits are probed, because a probe of another method takes minutes."""
     started = time.monotonic()
     names = case3.QUICK if is_quick else method.names()
     without = left_out(names, case.profile_of("demo", None).device)
@@ -64,7 +65,7 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
         print(f"left out: {name}: {why}", file=sys.stderr)
     names = [name for name in names if name not in without]
     set_up(results, as_json, names)
-    used = case.profile_of("demo", None)  # the profile's link depends on the device sim
+    used = case.profile_of("demo", None)  # after set_up(), which compiles sim: the link's speed depends on that
     with reporter(as_json) as tell:
         finished = []
         for job in [] if is_quick else jobs(used, names):

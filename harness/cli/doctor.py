@@ -24,7 +24,7 @@ GB = 1e9
 
 
 @click.command()
-@click.option("--calibrate", is_flag=True, help="Measure the rates that plans use: under a minute on an idle machine.")
+@click.option("--calibrate", is_flag=True, help="Measure the rates that plans use; under a minute on an idle machine.")
 @click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer to time.")
 @click.option("-b", "batch_size", type=int, default=4, help="Samples per step.")
 @options.num_heads
@@ -33,7 +33,7 @@ GB = 1e9
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to check and time.")
 @options.results
 def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
-    """Show what this machine has and what is missing, with the command that helps. Free space is counted beside
+    """Show what this machine has and what is missing, with the command that helps. Free space is that of the disk of
     --results. Exit code 7: no method can run."""
     chosen = machine.devices()[0] if device == "auto" else device
     if chosen not in machine.devices():
@@ -87,8 +87,8 @@ def methods(device: str) -> list[tuple[str, str]]:
 
 
 def measure(workload: Workload, device: str, results: Path) -> None:
-    """Calibrate in a process of its own while no job runs on the device, and save the rates."""
-    for folder in (results, machine.CALIBRATION.parent):  # fail before minutes of measuring
+    """Measure the rates in a separate process, while no job runs on the device, and save them."""
+    for folder in (results, machine.CALIBRATION.parent):  # if a folder is not writable, fail before the measuring
         check_writable(folder)
     print("calibrating", flush=True)
     arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}

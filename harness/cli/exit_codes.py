@@ -16,12 +16,12 @@ BY_STATUS = {
     "crash": CRASH, "killed": CRASH, "oom-device": MEMORY, "oom-host": MEMORY, "does-not-fit": MEMORY,
     "timeout": TIMEOUT, "unavailable": UNAVAILABLE, "interrupted": INTERRUPTED,
 }  # fmt: skip
-SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}  # errors even among several jobs; the others are results
+SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}  # also errors if there are several jobs; other codes are then results
 
 
 def of_records(records: Sequence[Record], is_sweep: bool) -> int:
-    """Combine the ends of several jobs. A crash is an error, of the reference too, and so is the failed gate of a
-    method that is exact by its own description; other runs without a passed gate are results."""
+    """Return one exit code for several jobs. A crash is an error, also one of the reference. A failed gate is an error
+    if the method is declared exact; other runs that did not pass the gate are results."""
     several = is_sweep or len(records) > 1
     codes = {BY_STATUS.get(record.status, OK) for record in records}
     for record in records:
@@ -32,8 +32,8 @@ def of_records(records: Sequence[Record], is_sweep: bool) -> int:
 
 
 def of_baseline(held: Sequence[Held], missing: Sequence[str]) -> int:
-    """Return the code of `compare --baseline`: another training comes first, then one that is missing or could not be
-    compared, then a slower one."""
+    """Return the exit code of `compare --baseline`. A point that trains differently decides first; then one that is
+    missing or could not be compared; then one that is slower."""
     if any(one.trains_otherwise for one in held):
         return GATE_FAILED
     if missing or not held or not all(one.is_compared for one in held):

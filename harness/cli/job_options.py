@@ -23,7 +23,7 @@ from harness.figures import case
 from harness.jobs.scale import to_fit
 from harness.places.shared import place
 
-# Method options with an option of the command line of their own; --option sets the others.
+# Options of methods that have their own option on the command line; --option sets the others.
 OF_METHODS = {"placement": "--placement", "num_models": "--models", "num_devices": "--devices", "disk": "--disk",
               "double_buffer": "--double-buffer", "hybrid": "--hybrid", "world_size": "--ranks",
               "resume": "--resume"}  # fmt: skip
@@ -31,12 +31,12 @@ LISTED = ("num_layers", "hidden_size", "batch_size", "seq_len")  # workload opti
 OF_WORKLOAD = ("micro_batches", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate", "seed",
                "corpus", "weights")  # fmt: skip
 
-# Defaults that --as sets, by the artifact's name; options given beside it override them.
+# Defaults that --as sets, by the artifact's name; options that are given override them.
 SETTINGS = {"sc22": {"window_size": "4", "steps": "50", "dropout": "0.1"}}
 
 
 def take_settings(context: click.Context, _: click.Parameter, name: str | None) -> str | None:
-    """Callback of an eager option: its settings become the defaults of the options that follow."""
+    """Callback of --as, an eager option: the artifact's settings become the defaults of the other options."""
     context.default_map = {**(context.default_map or {}), **SETTINGS.get(name or "", {})}
     return name
 
@@ -55,9 +55,9 @@ workload_options = options.together(
     click.option("--clip", "clip_norm", type=float, default=1.0, help="Clip the global gradient norm; 0: off."),
     click.option("--lr", "learning_rate", type=float, default=1.5e-4, help="Peak rate of the published schedule."),
     click.option("--seed", type=int, default=1234, help="Seed of weights and data."),
-    click.option("--data", "corpus", help="Megatron corpus, PREFIX.bin and PREFIX.idx; default: a seeded stream."),
+    click.option("--data", "corpus", help="Prefix of a Megatron corpus (.bin and .idx); default: seeded tokens."),
     click.option("--weights", metavar="DIR",
-                 help="Start from the safetensors of a model's folder, as the Hub has it; default: seeded values."),
+                 help="Start from the safetensors in a model's folder, as the Hub has it; default: seeded values."),
 )  # fmt: skip
 size_options = options.together(
     click.option("-w", "window_size", type=Numbers(), help="Layers in the window; default: planned from the budgets."),
@@ -69,7 +69,7 @@ size_options = options.together(
 
 
 def _methods(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return methods for a shell's Tab, of several the last."""
+    """Return completions of a method's name for a shell's Tab; in a list (a,b), of the last name."""
     before = incomplete[: incomplete.rfind(",") + 1]
     return [before + name for name in method.names() if name.startswith(incomplete.removeprefix(before))]
 
@@ -78,15 +78,15 @@ job_options = options.together(
     click.option("-m", "method_names", metavar="METHOD", shell_complete=_methods,
                  help="One method, several (a,b), published, or all."),
     click.option("--as", "as_artifact", type=click.Choice(["sc22"]), is_eager=True, callback=take_settings,
-                 help="sc22: the published artifact's five methods for all, window 4, 50 steps, dropout 0.1."),
+                 help="sc22: window 4, 50 steps, dropout 0.1; -m all is the published artifact's five methods."),
     workload_options,
     size_options,
     click.option("--placement", metavar="RUNS", help="Where layers live, bottom to top, such as R2W5S1."),
     click.option("--steps", type=int, default=20, help="Training steps, warm-up included."),
-    click.option("--warmup", type=int, help="Steps left out of the median; default: 5, fewer if --steps is below 6."),
+    click.option("--warmup", type=int, help="First steps, not in the median; default: 5, fewer if --steps is below 6."),
     click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the method."),
     click.option("--models", "num_models", type=int, help="Models trained in turns, where a method can (default: 1)."),
-    click.option("--devices", "num_devices", type=int, help="Devices shared by the models; on a CPU processes."),
+    click.option("--devices", "num_devices", type=int, help="Devices that the models share; on a CPU, processes."),
     click.option("--double-buffer", type=bool, help="Fetch the next shard during compute (default: on)."),
     click.option("--hybrid", type=bool, help="Split the longest model's batch over idle devices (default: on)."),
     click.option("--ranks", "world_size", type=int, help="Processes that train together."),
@@ -96,13 +96,13 @@ job_options = options.together(
     click.option("--machine", "--gpu", "machine_name", type=options.MachineName(),
                  help="Take the budgets of a machine or GPU of machines.yaml."),
     click.option("--scale", type=click.Choice(["fit"]),
-                 help="fit: all layers, on sim; widths over one number, memories over its square, in about a minute."),
-    click.option("--link", type=Bytes(), help="Link of --device sim: bytes per second each way."),
-    click.option("--timeout", type=float, metavar="SECONDS", help="End a job that runs longer."),
+                 help="fit: all layers on sim in about a minute, with widths over f and memories over f squared."),
+    click.option("--link", type=Bytes(), help="Speed of --device sim's link: bytes per second in each direction."),
+    click.option("--timeout", type=float, metavar="SECONDS", help="End a job that takes longer."),
     options.results,
     options.methods,
     options.machines,
-    click.option("--rerun", is_flag=True, help="Measure again what has a record."),
+    click.option("--rerun", is_flag=True, help="Also run jobs that have a record."),
     options.probe,
     options.as_json,
 )  # fmt: skip
@@ -116,10 +116,10 @@ place_options = options.together(
 
 
 class WithMethods(click.Command):
-    """A command whose help ends with the list of all methods, those of --methods included."""
+    """A command whose help ends with the list of all methods, including those in the folders of --methods."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if "--help" in args:  # printed last, because --methods may stand anywhere
+        if "--help" in args:  # parse --help last, because --methods may follow it
             args = [*(word for word in args if word != "--help"), "--help"]
         return super().parse_args(context, args)
 
@@ -135,8 +135,8 @@ class WithMethods(click.Command):
 
 
 def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
-    """Make a job for every combination of the values, methods slowest. A method gets only the options that it has.
-    Raises ValueError for an option that no method has, except -w, which published calls give to all methods."""
+    """Make a job for every combination of the values; the method changes last. A method gets only the options that it
+    has. Raises ValueError for an option that no method has, except -w, which published calls give to all methods."""
     names = _names(words, folders)
     given = dict(parse_option(text) for text in words["options"])
     device = _device(words, _budget(words))
@@ -170,7 +170,7 @@ def workloads(words: dict[str, Any]) -> list[Workload]:
 def _names(words: dict[str, Any], folders: tuple[Path, ...]) -> list[str]:
     if not words["method_names"]:
         raise ValueError(f"-m is missing: try one of all, {', '.join(method.names(folders))}")
-    published = case.load(1).methods  # those of the artifact
+    published = case.load(1).methods  # the artifact's methods
     if words["method_names"] == "all" and words.get("as_artifact"):
         return list(published)
     if words["method_names"] != "all":
@@ -198,7 +198,7 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
 
 
 def _budget(words: dict[str, Any], device: str = "") -> Budget:
-    """Return the named machine's budgets for this device, overridden by those that are given."""
+    """Return the budgets of the named machine for this device; budgets that are given override them."""
     budget = (
         named_machines.load(words["machine_name"]).budget_on(device, words["dtype"])
         if words["machine_name"]
@@ -223,8 +223,8 @@ def parse_option(text: str) -> tuple[str, Any]:
 
 
 def place_of(words: dict[str, Any], device: str) -> place.Place | None:
-    """Return the place that --on names; None is this process's machine. Raises method.Unavailable if there is no such
-    place."""
+    """Return the place that --on names; None stands for this process's machine. Raises method.Unavailable if the place
+    cannot be reached."""
     for name, cls in place.loadable().items():
         for option in cls.cli_options:
             if words[option] and words["on"] != name:

@@ -26,7 +26,7 @@ from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
 from harness.places.shared.place import NO_DRAFT, Place
 
-PROBE = {"steps": "5", "warmup": "2"}  # defaults of `search largest`
+PROBE = {"steps": "5", "warmup": "2"}  # defaults of `search largest` for the runs of a search
 EXAMPLES = """\b
 Examples:
   ./run.sh demo
@@ -59,7 +59,7 @@ def sweep(**words: Any) -> None:
 
 @click.command(cls=WithMethods)
 @job_options
-@click.option("--exact", is_flag=True, help="Add the device peak of a rehearsal, for methods that have one.")
+@click.option("--exact", is_flag=True, help="Add the device's peak in a memory rehearsal, if the method has one.")
 def plan(exact: bool, **words: Any) -> None:
     """Show what each method needs, and the largest depth that should fit. Trains nothing, allocates nothing."""
     from harness.forecast import plan_table, published_laws
@@ -71,7 +71,7 @@ def plan(exact: bool, **words: Any) -> None:
     if is_elsewhere:
         host = memories.host_bytes(name, asked)
         jobs = [dataclasses.replace(job, budget=dataclasses.replace(job.budget, host_bytes=host)) for job in jobs]
-    # A plan needs no device; several ranks or devices cannot be simulated.
+    # The device sim cannot simulate several ranks or devices; a plan, which needs no device, takes cpu instead.
     jobs = [dataclasses.replace(job, device="cpu") if job.device == "sim" and _num_devices(job) > 1 else job
             for job in jobs]  # fmt: skip
     found = [plan_table.row(job, folders, exact, page_locks=is_elsewhere) for job in jobs]
@@ -95,7 +95,7 @@ def _num_devices(job: Job) -> int:
 
 
 def _published_room(name: str, asked: Budget) -> Room:
-    """Return the published machine's budget; the laws already contain what its allocators reserved."""
+    """Return the published machine's budgets whole: the laws already count the bytes that its allocators reserved."""
     there = named_machines.load(name)
     host = asked.host_bytes or there.room.host_bytes
     return Room(asked.device_bytes or there.device_bytes, host, rates=there.room.rates)
@@ -111,15 +111,15 @@ def search(context: click.Context) -> None:
 
 @search.command(cls=WithMethods, context_settings={"default_map": PROBE})
 @click.option("--of", type=click.Choice(size_axis.OF), default=size_axis.LAYERS,
-              help="What grows: layers, samples of a step, tokens of a sample, or tokens of a step.")  # fmt: skip
-@click.option("--repeats", type=click.IntRange(1), default=1, help="Runs of the largest size and of the next.")
+              help="Size to search: layers, samples of a step, tokens of a sample, or tokens of a step.")  # fmt: skip
+@click.option("--repeats", type=click.IntRange(1), default=1, help="Runs of the largest size and of the next larger.")
 @job_options
 @click.pass_context
 def largest(context: click.Context, of: str, **words: Any) -> None:
-    """Find the largest size that each method trains in these budgets, and what fails above it. -l, -b or --seq, where
-    it is given, is the most of what grows.
+    """Find the largest size that each method trains in these budgets, and what fails above it. If -l, -b or --seq is
+    given for the size that is searched, it is the upper limit of the search.
 
-    Every probe is a run with a record: the same call continues, or shows the table.
+    Every probe is a run with a record: the same call continues an interrupted search, or shows the table.
     """
     from harness.jobs.largest_size import FEWEST_STEPS, Probes, find, texts
 
@@ -152,9 +152,9 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
 @click.command()
 @click.argument("number", metavar="N|overlap|all")
 @click.option("--profile", metavar="NAME", help="Scale: demo (minutes, on a CPU), quick, paper, or fit (this machine).")
-@click.option("--machine", type=options.MachineName(), help="Machine of machines.yaml whose memories are the budgets.")
-@click.option("--budget", "seconds", type=Duration(), help="Time for missing runs; the plan shows what is left out.")
-@click.option("--repeats", type=click.IntRange(1), help="Processes per point; intervals need three.")
+@click.option("--machine", type=options.MachineName(), help="Machine of machines.yaml: its memories are the budgets.")
+@click.option("--budget", "seconds", type=Duration(), help="Time for missing runs; the plan lists those left out.")
+@click.option("--repeats", type=click.IntRange(1), help="Runs of each job; an interval needs three.")
 @options.results
 @options.added
 @click.option("--out", type=FOLDER, help="Folder of tables and figures; default: RESULTS/figures.")
@@ -164,7 +164,7 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
     "--where",
     multiple=True,
     metavar="NAME=VALUE",
-    help="With these: of any records in the folder, those that have this value.",
+    help="Make the figure from any records in the folder that have this value.",
 )
 @options.probe
 @options.as_json
@@ -255,7 +255,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
 
 
 def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[Path, ...]) -> None:
-    """Print what a place would be given for the jobs."""
+    """Print what would be sent to the place to run the jobs."""
     if place is None:
         raise ValueError(NO_DRAFT)
     runs = Sweep(results, folders, place=place)
@@ -263,7 +263,7 @@ def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[P
 
 
 def _advise(jobs: list[Job], folders: tuple[Path, ...], as_json: bool) -> None:
-    """Tell which command to call instead."""
+    """Print which command to call instead."""
     for call, why in next_calls_of(jobs, folders):
         print(json.dumps({"event": "next", "call": call, "why": why}) if as_json else f"try {call}\n    {why}")
 

@@ -39,7 +39,7 @@ What people do first:
 ./run.sh --help lists all verbs and methods; ./run.sh VERB --help the options."""
 
 
-GROUPS = {  # verbs by purpose, in the order of --help; others follow as those that methods bring
+GROUPS = {  # verbs by purpose, in the order of --help; the verbs of methods follow
     "Before a run": ("advise", "plan", "doctor", "rates", "setup"),
     "Train": ("run", "sweep", "search", "demo"),
     "Results": ("compare", "report", "fairness", "bundle", "add"),
@@ -66,7 +66,7 @@ class Door(WithMethods, click.Group):
         return sorted(self.all_verbs())
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the verbs by purpose."""
+        """Write the list of verbs, grouped by purpose."""
         verbs, grouped = self.all_verbs(), set().union(*GROUPS.values())
         groups = {**GROUPS, OF_METHODS: tuple(sorted(verbs.keys() - grouped))}
         width = formatter.width - 6 - max(map(len, verbs))
@@ -100,8 +100,8 @@ for verb in (*job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, comple
 
 
 def main() -> None:
-    """Run the call; return its exit code: the verb's own, 2 for wrong usage, 130 if interrupted by Ctrl-C, SIGTERM or a
-    closed pipe."""
+    """Run the call and exit with its code: the verb's own, 2 for wrong usage, 130 if interrupted by Ctrl-C, SIGTERM or
+    a closed pipe."""
     if completion.is_asked_for():
         completion.answer(door)
         return

@@ -1,4 +1,4 @@
-"""Click types, and the options that several verbs take, each declared once."""
+"""Click types, and the options that several verbs share; each is declared once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from harness.devices import named_machines
 from harness.forecast.sized_model import amount, sized
 from harness.gate.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 
-MODEL = "harness.model"  # key of a call's --model in click's meta
-MOST_NUMBERS = 10_000  # most values of one option
+MODEL = "harness.model"  # key of the value of --model in click's meta
+MOST_NUMBERS = 10_000  # most values that one option may have
 
 
 class Named(click.Path):
@@ -60,14 +60,14 @@ class Layers(click.IntRange):
 
 
 probe = together(
-    click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict says so."),
-    click.option("--probe-layers", type=Layers(), metavar="N|all", help=f"Layers it trains (default: {LAYERS})."),
-    click.option("--probe-steps", type=click.IntRange(STEPS, MOST_STEPS), help=f"Its steps (default: {STEPS})."),
+    click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict then says so."),
+    click.option("--probe-layers", type=Layers(), metavar="N|all", help=f"Layers of the probe (default: {LAYERS})."),
+    click.option("--probe-steps", type=click.IntRange(STEPS, MOST_STEPS), help=f"Steps of it (default: {STEPS})."),
 )
 
 
 def probe_of(words: dict[str, Any]) -> Extent | None:
-    """Take the probe's options out of a call's arguments; None if none is given."""
+    """Take the probe's options out of a call's arguments; return the probe's size, or None if no option is given."""
     is_left_out, *given = (words.pop(name) for name in ("no_probe", "probe_layers", "probe_steps"))
     if is_left_out and any(given):
         raise ValueError("expected --no-probe or an extent of the probe, got both; leave one out")
@@ -81,7 +81,7 @@ methods = click.option(
 
 
 def _adds_to(module: str) -> Any:
-    """Make a callback that adds folders to a registry until the call ends."""
+    """Make a callback that adds the option's folders to the module's registry until the call ends."""
 
     def callback(context: click.Context, _: Any, places: tuple[Path, ...]) -> None:
         if places:
@@ -94,9 +94,10 @@ def _adds_to(module: str) -> Any:
 
 machines = click.option(
     "--machines", type=FILE, multiple=True, is_eager=True, expose_value=False, metavar="FILE",
-    callback=_adds_to("harness.devices.named_machines"), help="Add the machines of a file, such as machines.yaml.",
+    callback=_adds_to("harness.devices.named_machines"), help="Add machines from a file like machines.yaml.",
 )  # fmt: skip
-# Verbs that read results find entries from outside of this project by name.
+# For verbs that read results: records name methods, cases, claims and machines that may come from outside of this
+# project.
 added = together(
     click.option("--methods", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
                  callback=_adds_to("harness.core.method"), help="Add a folder of methods."),
@@ -113,7 +114,7 @@ machine_of_records = click.option(
 
 
 class Amount(click.ParamType):
-    """Click type: a number with a decimal unit."""
+    """Click type: a number with a decimal unit, such as 7B."""
 
     name = "N"
 
@@ -124,7 +125,7 @@ class Amount(click.ParamType):
 
 
 class MachineName(click.ParamType):
-    """Click type: a machine of machines.yaml, as people write it."""
+    """Click type: the name of a machine of machines.yaml, in any usual spelling."""
 
     name = "NAME"
 
@@ -136,9 +137,9 @@ class MachineName(click.ParamType):
 
 
 def _take_sizes(context: click.Context, param: click.Parameter, name: str | None) -> dict[str, Any]:
-    """Make the model's sizes the defaults of the options that follow; a verb's own defaults stay, such as the largest
-    depth of a search. A number of parameters in place of a name makes a model of about that size. Return the fields of
-    a Workload that are no options."""
+    """Make the model's sizes the defaults of the other options. A verb's own defaults stay, such as the largest depth
+    of a search. If a number of parameters is given instead of a name, the model is a GPT of about that size. Return the
+    fields of a Workload that have no option."""
     if name is None:
         return {}
     if num_params := amount(name):
@@ -160,7 +161,7 @@ def _take_gpt(context: click.Context, param: click.Parameter, name: str | None) 
 
 
 def _models(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return names for a shell's Tab."""
+    """Return completions of a model's name for a shell's Tab."""
     return [name for name in named_models.names() if name.startswith(incomplete)]
 
 
@@ -176,22 +177,22 @@ def _set_defaults(context: click.Context, sizes: dict[str, Any]) -> None:
 
 params = click.option(
     "--params", type=Amount(), is_eager=True, expose_value=False, callback=_take_number,
-    help="Parameters in all, such as 7B: -l, -h and --heads of that size, in the width of the nearest GPT-3.",
+    help="Parameters in all, such as 7B: sets -l, -h and --heads for a GPT of the nearest GPT-3's width.",
 )  # fmt: skip
 model = together(
     click.option(
         "--model", metavar="NAME|PATH", shell_complete=_models, is_eager=True, callback=_take_sizes,
-        help="A model of models.yaml, such as gpt2-xl or Qwen3-8B, or of a config.json or its folder: take its -l, -h,"
-        " --heads, --vocab, of a GPT also --seq, or those of a GPT of about so many parameters, such as 7b; what is"
-        " given overrides them.",
+        help="Take -l, -h, --heads and --vocab (of a GPT also --seq) from a model: a name in models.yaml, such as"
+        " gpt2-xl or Qwen3-8B; a config.json or its folder; or a size such as 7b, for a GPT of about that size."
+        " Options that are given override them.",
     ),
     params,
 )  # fmt: skip
 gpt = together(
     click.option(
         "--model", metavar="NAME", shell_complete=_models, is_eager=True, expose_value=False, callback=_take_gpt,
-        help="Take -l, -h, --heads, --seq and --vocab of a GPT of models.yaml, such as gpt2-xl, or of about so many"
-        " parameters, such as 7b; those given override it.",
+        help="Take -l, -h, --heads, --seq and --vocab from a GPT: a name in models.yaml, such as gpt2-xl, or a size"
+        " such as 7b, for about so many parameters. Options that are given override them.",
     ),
     params,
 )  # fmt: skip
@@ -221,7 +222,7 @@ class Numbers(click.ParamType):
 
 
 class Bytes(click.ParamType):
-    """Click type: a size with its unit, in bytes."""
+    """Click type: a size with a unit, such as 16GiB, read as bytes."""
 
     name = "SIZE"
 
@@ -233,7 +234,7 @@ class Bytes(click.ParamType):
 
 
 class Duration(click.ParamType):
-    """Click type: a time with its unit, in seconds."""
+    """Click type: a time with a unit, read as seconds."""
 
     name = "TIME"
 

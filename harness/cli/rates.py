@@ -1,4 +1,5 @@
-"""The verb `rates`: this machine as an entry of machines.yaml, with measured rates, to ask about it elsewhere."""
+"""The verb `rates`: prints this machine as an entry of machines.yaml, with measured rates, so that other machines can
+plan for it."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ MIB = 2**20
 @options.seq_len
 @options.results
 def rates(name: str | None, results: Path, **sizes: Any) -> None:
-    """Print this machine's GPU as an entry of machines.yaml, for --machines FILE on another machine; measures what is
-    not measured yet, in under a minute."""
+    """Print this machine's GPU as an entry of machines.yaml, for --machines FILE on another machine. Rates that are not
+    known yet are measured, in under a minute."""
     place = this_place(Budget())
     if place.device != "cuda":
         raise ValueError("expected a GPU, got a CPU alone: ./run.sh advise knows it, after ./run.sh doctor --calibrate")
     workload = Workload(**sizes, dtype=place.dtype)
     if machine.rates(place.device, workload) is None:
-        with contextlib.redirect_stdout(sys.stderr):  # the entry alone goes to a file
+        with contextlib.redirect_stdout(sys.stderr):  # only the entry goes to standard output
             measure(workload, place.device, results)
     found = machine.rates(place.device, workload)
     assert found

@@ -40,7 +40,7 @@ def fairness(results: Path, as_json: bool) -> None:
 @click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="LOGS...")
 @options.results
 @options.added
-@click.option("--reference", metavar="METHOD", help="Judge by this method; default: one that keeps all on the device.")
+@click.option("--reference", metavar="METHOD", help="Reference method; default: one that keeps all on the device.")
 def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> None:
     """Read logs of the published artifact or of this harness into records. Folders are searched for logs."""
     from harness.artifact_logs import import_logs
@@ -62,14 +62,14 @@ def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> Non
 
 
 def readable(path: Path) -> str:
-    """Return a file's name in characters that any terminal shows."""
+    """Return a file's name with only characters that any terminal shows."""
     return os.fsencode(path).decode(errors="replace")
 
 
 @click.command()
 @options.results
 @options.added
-@click.option("--against", type=click.Choice(["published"]), help="Judge the numbers that the original published.")
+@click.option("--against", type=click.Choice(["published"]), help="Judge by the original's published numbers.")
 @options.machine_of_records
 @options.as_json
 def verify(results: Path, against: str | None, machine: str | None, as_json: bool) -> None:
@@ -87,7 +87,7 @@ def verify(results: Path, against: str | None, machine: str | None, as_json: boo
 @click.argument("words", nargs=-1, metavar="A B")
 @options.results
 @options.added
-@click.option("--baseline", metavar="BASE", help="Hold A (default: --results) against this: does it train the same?")
+@click.option("--baseline", metavar="BASE", help="Compare A (default: --results) with BASE: does A train the same?")
 @options.as_json
 def compare(words: tuple[str, ...], results: Path, baseline: str | None, as_json: bool) -> None:
     """Compare the throughput of A and B: each a record, a folder of results, a commit, or METHOD[:option=value,...].
@@ -138,10 +138,10 @@ def bundle(results: Path, out: Path | None) -> None:
 @options.results
 @options.added
 def add(source: Path, results: Path) -> None:
-    """Put results that others send beside one's own: checked, and judged again from their records.
+    """Add results that others send to one's own. They are checked, and judged again from their records.
 
-    FILE is an archive of bundle, FOLDER a folder of results. Exit code 2: something in it is wrong, or nothing is new;
-    nothing was written.
+    FILE is an archive that `bundle` wrote, FOLDER a folder of results. Exit code 2: a part of it is wrong, or nothing
+    in it is new; nothing was written.
     """
     from harness.report.add import add as taken
 
@@ -150,10 +150,10 @@ def add(source: Path, results: Path) -> None:
 
 
 @click.command()
-@click.option("--no-browser", is_flag=True, help="Serve it and print the address, for a machine without a screen.")
-@click.option("--ip", default="localhost", help="Address that it listens on; 0.0.0.0 in a container.")
+@click.option("--no-browser", is_flag=True, help="Serve the notebook and print its address: for use without a screen.")
+@click.option("--ip", default="localhost", help="Address that Jupyter listens on; 0.0.0.0 in a container.")
 def notebook(no_browser: bool, ip: str) -> None:
-    """Open the figures and claims cell by cell, in Jupyter, which it first installs into .venv."""
+    """Open the notebook of figures and claims in Jupyter, which is first installed into .venv."""
     jupyter = ROOT / ".venv/bin/jupyter-lab"
     if not jupyter.exists() and not install_extra("notebook"):
         raise ValueError("Jupyter was not installed, see .venv.log; try again, or open notebooks/ae.ipynb elsewhere")
