@@ -1,8 +1,9 @@
-"""Jobs in containers: the same launch in an image with Python and the engines, limited to the job's memory.
+"""Runs jobs in containers: launch.py runs as it does here, in an image with Python and the engines, limited to the
+job's memory.
 
-The container sees this checkout, the folder of results and the job's own folders, at the same paths; sources are this
-checkout's, packages the image's. It has no network, is never root's (container_user.py), and ends when this process
-does.
+The container sees this checkout, the folder of results and the job's own folders, at the same paths. Source code comes
+from this checkout, packages from the image. The container has no network, never runs as root (container_user.py), and
+ends when this process ends.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order
 from harness.run.launch import GRACE_SECONDS, Events
 
 PYTHON = "/harness/.venv/bin/python"  # as in docker/Dockerfile
-WATCHER_BYTES = 96 * 2**20  # the worker's parent in the container: 60 MiB, rounded up
-START_SECONDS = 120.0  # allowed beyond the job's time, from the container's start, and from its worker's end
+WATCHER_BYTES = 96 * 2**20  # memory for the worker's parent in the container: 60 MiB, rounded up
+START_SECONDS = 120.0  # allowed for the container's start, and after the worker's end, beyond the job's time
 POLL_SECONDS = 0.5
 STDOUT, ENDED = 1, -1  # the engine's number of a stream; this module's number for the end of all streams
 # Options of methods that name folders, as the command line spells them.
 WRITTEN, READ = {"disk": "--disk", "checkpoint": "--option checkpoint"}, {"resume": "--resume"}
 SCRATCH = "/tmp"  # the only folder of the image that a job may write to; it lies in memory
-CLOSED = Path("/root")  # a folder of the image through which the paths of shown files may lead
+CLOSED = Path("/root")  # closed in the image; an open folder takes its place if a shown path leads through it
 MOST_PROCESSES = 4096
 LABEL, STEM, KEY = "harness.results", "harness.stem", "harness.key"
 NO_ENGINE = "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
 
 
 def default_image(device: str) -> str:
-    """Return the image's name; its tag is a hash of the pinned packages, so other pins make another image."""
+    """Return the name of the image for a device. The tag is a hash of the pinned packages, so other pins make another
+    image."""
     key = hashlib.sha256()
     names = (ROOT / name for name in ("docker/Dockerfile", "venv.sh", "pyproject.toml"))
     for path in (*names, *sorted((ROOT / "requirements").glob("*.txt"))):
@@ -60,7 +62,8 @@ def default_image(device: str) -> str:
 
 @functools.cache
 def engine() -> Any:
-    """Connect to the engine that DOCKER_HOST, or else the system, names. Raises Unavailable if none answers."""
+    """Connect to the container engine that DOCKER_HOST names, else to the system's. Raises Unavailable if none
+    answers."""
     from docker.client import from_env
     from docker.errors import DockerException
 
@@ -73,7 +76,7 @@ def engine() -> Any:
 
 
 class Docker(Place):
-    """A place: one image of one engine. Raises Unavailable if either is missing."""
+    """The place --on docker: an engine, and an image of it. Raises Unavailable if either is missing."""
 
     cli_options: ClassVar = {
         "image": click.option("--image", metavar="NAME", help="Image for --on docker; default: ./run.sh image build's.")
@@ -122,7 +125,8 @@ class Docker(Place):
         return path
 
     def _take_left(self, results: Path, report: Report) -> None:
-        """Clean up after calls that were killed: containers that outlived them and, if root called, their records."""
+        """Clean up after calls that were killed: end containers that outlived their calls and, if root had called, take
+        their records."""
         from docker.errors import APIError
 
         found = self.client.containers.list(all=True, filters={"label": f"{LABEL}={results}"}, ignore_removed=True)
@@ -140,11 +144,11 @@ class Docker(Place):
                 place_record(path, self._told(container.attrs["Image"]), {}, None)
             ended += [container] if container and container.status == "created" else []
         for container in ended:
-            with contextlib.suppress(APIError):  # another call was faster
+            with contextlib.suppress(APIError):  # another call has removed it already
                 container.remove()
 
     def _told(self, image: str) -> dict[str, str]:
-        """Describe the place, for a record."""
+        """Return the facts of the place that a record holds."""
         return {"on": "docker", "image": image, "engine": self.client.version()["Version"]}
 
     def _settings(
@@ -175,7 +179,7 @@ class Docker(Place):
         }  # fmt: skip
 
     def _complete(self, running: Running, job: Job, key: str, stem: Path, exchange: Exchange | None) -> Path:
-        """Add the engine's state of the container to the record; if the worker's parent left none, make one."""
+        """Add what the engine says of the container's end to the record; if there is no record, write one."""
         state = running.end()
         if exchange:
             exchange.close(key)
@@ -199,10 +203,11 @@ class Docker(Place):
 
 
 def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[tuple[Path, Path, bool]]:
-    """Return the folders and files that a container of this job sees: path here, path there, True if read-only.
+    """Return the folders and files that a container of this job sees. Of each: its path here, its path in the
+    container, and True if it is read-only.
 
-    Paths are the same on both sides but for .venv, in whose place lies what was compiled in this image for its user.
-    Missing folders are made. Raises Unavailable if the container's user lacks a right.
+    The two paths differ only for .venv, in whose place the container sees the files that were compiled in this image
+    for its user. Missing folders are made. Raises Unavailable if the container's user lacks a right.
     """
     corpus, weights = job.workload.corpus, job.workload.weights
     files = [*(corpus_files(str(Path(corpus).resolve())) if corpus else [])]
@@ -231,13 +236,13 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
 
 
 def memory_limit(job: Job) -> int | None:
-    """Return the container's limit, swap included: the worker's wall, and room for its parent."""
+    """Return the container's memory limit, swap included: the worker's limit, and memory for the worker's parent."""
     wall = budgets.wall_bytes(job)
     return wall + WATCHER_BYTES if wall else None
 
 
 class Running:
-    """A started container, its events and its end. Raises Unavailable if the engine does not start it."""
+    """A started container: reads its events, and ends it. Raises Unavailable if the engine does not start it."""
 
     def __init__(self, client: Any, settings: dict[str, Any], job: Job, report: Report) -> None:
         from docker.errors import APIError
@@ -298,7 +303,7 @@ class Running:
             self.container.kill(number.name)
 
     def end(self) -> dict[str, Any]:
-        """End and remove the container; returns the engine's state of it."""
+        """End and remove the container; return what the engine says of its state."""
         from docker.errors import APIError
         from requests.exceptions import ConnectionError, Timeout
 
@@ -311,7 +316,7 @@ class Running:
                 self.container.wait(timeout=GRACE_SECONDS)
                 self.container.reload()
             return dict(self.container.attrs["State"])
-        except APIError as error:  # somebody removed it
+        except APIError as error:  # the container was removed by somebody else
             return {"ExitCode": 137, "OOMKilled": False, "Error": told(error)}
         finally:
             self.socket._response.close() if hasattr(self.socket, "_response") else self.socket.close()
@@ -320,7 +325,7 @@ class Running:
 
 
 def told(error: Any) -> str:
-    """Return an engine's error in one line, with a remedy if one is known."""
+    """Return an error of the engine in one line, with a remedy if one is known."""
     text = " ".join(str(error.explanation or error).split())
     if "could not select device driver" in text:
         return f"the engine hands out no GPU: install the NVIDIA container toolkit and restart it ({text})"

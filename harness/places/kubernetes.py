@@ -1,8 +1,9 @@
-"""Jobs on Kubernetes: each is a JobSet or, where the cluster has none, an Indexed Job; its pods run torchrun.
+"""Runs jobs on Kubernetes: each is a JobSet or, if the cluster has no JobSets, an Indexed Job, whose pods run torchrun.
 
-No volume is shared. A pod takes this checkout's code and the order from a ConfigMap, packages from the image; events,
-logs and the record come back by its log (harness/places/shared/pods.py). The Job owns all that was made for it, so that
-all goes with it: at the end, at Ctrl-C and, if the call was killed, an hour after its pods have ended.
+No volume is shared. A pod takes this checkout's code and the order from a ConfigMap, and packages from the image;
+events, logs and the record come back in the pod's log (harness/places/shared/pods.py). The Job owns all objects that
+were made for it, so they are deleted together with it: at the end, at Ctrl-C and, if the call was killed, an hour after
+the pods have ended.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from harness.places.shared.pods import INDEX, MAIN, PodJob, PodState, killed, st
 from harness.places.shared.torchrun_node import PORT
 
 POLL_SECONDS = 0.5
-WAIT_SECONDS = 600  # for nodes, before a job without them is unavailable
+WAIT_SECONDS = 600  # how long a job waits for nodes before it counts as unavailable
 START_SECONDS = 600.0  # allowed to a pod beyond the job's own time: imports, and a compiler
-SILENCE_SECONDS = 600.0  # without an answer of Kubernetes, before its jobs count as lost
-ANSWER_SECONDS, LOG_SECONDS = 30.0, (30.0, 300.0)  # until a request is broken off; a log may be silent for long
+SILENCE_SECONDS = 600.0  # how long Kubernetes may not answer before its jobs count as lost
+ANSWER_SECONDS, LOG_SECONDS = 30.0, (30.0, 300.0)  # timeouts of a request, and of connecting to and reading a log
 CANCEL_SECONDS = 90.0
-GRACE_SECONDS = 60  # from a pod's SIGTERM to its SIGKILL; torchrun gives 30 of them to the run
-KEPT_SECONDS = 3600  # of what has ended, if the call that made it was killed
-PORTS = (29400, 29401)  # of torchrun's store and of rank 0's agent; each pod has an address of its own
+GRACE_SECONDS = 60  # from a pod's SIGTERM to its SIGKILL; torchrun lets the run use 30 of them
+KEPT_SECONDS = 3600  # how long ended Jobs are kept if the call that made them was killed
+PORTS = (29400, 29401)  # of torchrun's store and rank 0's agent; no clash: a pod has an address of its own
 MOST_CODE_BYTES = 2**20 - 2**16  # a ConfigMap holds 1 MiB
 JOB = {"apiVersion": "batch/v1", "kind": "Job"}
 JOBSET = ("jobset.x-k8s.io", "v1alpha2")
 LABEL, CALL = "harness/job", "harness/call"
-ORDER, WORK = "/order", "/work"  # folders of a pod; the code lies in WORK/harness
+ORDER, WORK = "/order", "/work"  # folders in a pod; the code lies in WORK/harness
 CODE_FILE, ORDER_FILE = "code.tar.gz", "order.json"
 NO_CLUSTER = "no Kubernetes answers: {}; let KUBECONFIG name one, or leave --on kubernetes out"
 
@@ -61,18 +62,18 @@ class PodOptions:
     """The options of --kubernetes."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
-    namespace: str | None = None  # default: that of the kubeconfig
+    namespace: str | None = None  # default: the kubeconfig's
     image: str | None = None  # default: the name that ./run.sh image build gives
     nodes: PositiveInt | None = None
     gpus: PositiveInt | None = None  # for each node; default on CUDA: one for each rank
     cpus: PositiveInt | None = None  # for each node
-    node_selector: str | None = None  # LABEL=VALUE of the nodes
+    node_selector: str | None = None  # LABEL=VALUE that nodes must have
     wait: NonNegativeInt | None = None  # seconds that a job may wait for nodes
 
 
 def packed(folders: tuple[Path, ...]) -> tuple[bytes, list[str]]:
-    """Return an archive of this checkout's code and of the files of methods in these folders; and the folders' paths in
-    a pod, relative to WORK. Raises ValueError if a ConfigMap cannot hold it."""
+    """Return an archive of this checkout's code and of the method files in these folders, and the paths that the
+    folders have in a pod, relative to WORK. Raises ValueError if the archive is too large for a ConfigMap."""
     there = [f"methods-{number}" for number in range(len(folders))]
     files = {f"harness/{path.relative_to(ROOT)}": path for pattern in CODE for path in ROOT.glob(pattern)}
     for folder, name in zip(folders, there, strict=True):
@@ -96,7 +97,7 @@ def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def import_client() -> None:
-    """Install the client into .venv, if it is missing there. Raises Unavailable if that fails."""
+    """Install the package kubernetes into .venv, if it is missing there. Raises Unavailable if that fails."""
     if importlib.util.find_spec("kubernetes"):
         return
     if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
@@ -113,7 +114,7 @@ class Cluster:
 
         found = client.Configuration()
         try:
-            file = os.environ.get("KUBECONFIG")  # which the client reads when it is imported, and then no more
+            file = os.environ.get("KUBECONFIG")  # the client reads it only when it is imported
             config.load_kube_config(file, client_configuration=found)
             context = config.list_kube_config_contexts(file)[1]["context"]
             self.namespace = namespace or context.get("namespace") or "default"
@@ -128,7 +129,8 @@ class Cluster:
         self.has_jobsets = self._has_jobsets()
 
     def ask(self, call: Any, *words: Any, **options: Any) -> Any:
-        """Return the answer to a request, as JSON. Raises Unavailable if none comes, ValueError if it is a refusal."""
+        """Return the answer to a request, as JSON. Raises Unavailable if no answer comes, ValueError if Kubernetes
+        refuses the request."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -149,7 +151,7 @@ class Cluster:
         return True
 
     def create(self, documents: list[dict[str, Any]]) -> None:
-        """Create the first document, a Job or JobSet, and then the others as its own."""
+        """Create the first document, a Job or JobSet, and then the other documents, which the first one owns."""
         first, *others = documents
         if first["kind"] == "JobSet":
             create = self.custom.create_namespaced_custom_object
@@ -164,7 +166,8 @@ class Cluster:
             self.ask(calls[document["kind"]], self.namespace, owned)
 
     def delete(self, name: str) -> None:
-        """Delete a Job or JobSet with all that it owns; its pods get SIGTERM. It may be gone already."""
+        """Delete a Job or JobSet, and all objects that it owns; its pods get SIGTERM. It is no error if it is gone
+        already."""
         options = {"propagation_policy": "Background"}
         try:
             if self.has_jobsets:
@@ -177,7 +180,7 @@ class Cluster:
                 raise
 
     def pods(self, call: str) -> dict[str, list[PodState]]:
-        """Return the states of a call's pods, by the name of their Job."""
+        """Return the states of all pods of a call, by the name of their Job."""
         asked = self.ask(self.core.list_namespaced_pod, self.namespace, label_selector=f"{CALL}={call}")
         found: dict[str, list[PodState]] = {}
         for pod in asked["items"]:
@@ -193,12 +196,12 @@ class Cluster:
 
 
 def is_missing(error: ValueError) -> bool:
-    """True if Kubernetes refused because there is no such thing."""
+    """True if Kubernetes refused the request because the object does not exist."""
     return getattr(error.__cause__, "status", None) == 404
 
 
 def refusal(error: Any) -> str:
-    """Return the message of Kubernetes' answer."""
+    """Return the message in Kubernetes' answer to a refused request."""
     try:
         return " ".join(str(json.loads(error.body)["message"]).split())
     except (TypeError, ValueError, KeyError):
@@ -214,7 +217,7 @@ def files_named(job: Job) -> list[str]:
 
 
 class Kubernetes(Place):
-    """A place: Kubernetes with these options. Raises Unavailable if there is none."""
+    """The place --on kubernetes, with these options. Raises Unavailable if no cluster can be reached."""
 
     is_parallel = True
     cli_options: ClassVar = {
@@ -239,13 +242,13 @@ class Kubernetes(Place):
         return Cluster(self.options.get("namespace"))
 
     def context(self) -> dict[str, str]:
-        """Return the image and the request, which replace the facts of the submitting machine."""
+        """Return the image and the options of the request. They take the place of the submitting machine's facts."""
         asked = {name: str(self.options.get(name)) for name in ("nodes", "gpus", "cpus", "node_selector")}
         here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
         return {**here, "image": self.options["image"], **{f"kubernetes_{name}": asked[name] for name in asked}}
 
     def draft(self, jobs: KeyedJobs, folders: tuple[Path, ...]) -> str:
-        """Return the manifests as YAML, without the packed code; of plain Jobs where no cluster answers."""
+        """Return the manifests as YAML, without the packed code; if no cluster answers, those of Indexed Jobs."""
         import yaml
 
         try:
@@ -258,19 +261,20 @@ class Kubernetes(Place):
             for document in self.manifest(job, draft, code, "harness-draft", "draft", has_jobsets):
                 if "binaryData" in document:
                     document["binaryData"] = {CODE_FILE: f"({len(code[0])} bytes)"}
-                plain = json.loads(json.dumps(document))  # the same part twice would be an alias
+                plain = json.loads(json.dumps(document))  # without shared parts, YAML's aliases
                 texts.append(yaml.safe_dump(plain, sort_keys=False))
         return note + "---\n".join(texts)
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
-        """Run the jobs. KeyboardInterrupt deletes them, lets them finish their records, and is raised again."""
+        """Run the jobs. At a KeyboardInterrupt they are deleted but may finish their records; it is then raised
+        again."""
         call, image, code = secrets.token_hex(5), self.options["image"], packed(folders)
         running: list[PodJob] = []
         is_interrupted = False
         try:
             for job, key in jobs:
                 self._submit(job, key, new_stem(results.resolve(), job), code, call, running)
-            if len(running) == 1:  # events of several jobs would mix
+            if len(running) == 1:  # only one job's events are reported: several jobs' would mix
                 running[0].report_to(report)
             self._wait(running, call, report, math.inf)
         except KeyboardInterrupt:
@@ -307,7 +311,7 @@ class Kubernetes(Place):
             raise
 
     def _delete(self, job: PodJob, report: Report) -> None:
-        """Delete what Kubernetes has of a job; if it does not do that, tell who can."""
+        """Delete a job's objects; if Kubernetes does not delete them, report how they can be deleted."""
         try:
             if job.name:
                 job.is_deleted = True
@@ -321,8 +325,8 @@ class Kubernetes(Place):
     def manifest(
         self, job: Job, order: dict[str, Any], code: tuple[bytes, list[str]], name: str, call: str, has_jobsets: bool
     ) -> list[dict[str, Any]]:
-        """Return the documents of a job: its JobSet or Job, the ConfigMap of its order and code, and the Service by
-        which the pods of a Job find one another."""
+        """Return a job's documents: the JobSet or Job, the ConfigMap with the order and the code and, for the pods of a
+        Job to find one another, a Service."""
         nodes = self._num_nodes(job)
         labels = {LABEL: name, CALL: call}
         metadata = {"name": name, "labels": labels}
@@ -384,7 +388,7 @@ class Kubernetes(Place):
             "volumes": [{"name": "order", "configMap": {"name": name}}, {"name": "work", "emptyDir": {}},
                         {"name": "tmp", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
         }  # fmt: skip
-        if nodes > 1 and not has_jobsets:  # a JobSet gives its pods this name, and the Service
+        if nodes > 1 and not has_jobsets:  # a JobSet gives its pods this name, and makes the Service
             spec["subdomain"] = name
         if selector := self.options.get("node_selector"):
             label, _, value = selector.partition("=")
@@ -392,7 +396,7 @@ class Kubernetes(Place):
         return spec
 
     def _wait(self, jobs: list[PodJob], call: str, report: Report, seconds: float) -> None:
-        """Wait until the jobs are over; report each change of their pods."""
+        """Wait until the jobs have ended; report each change in the state of their pods."""
         told, began = "", time.monotonic()
         answered = began
         while (left := [each for each in jobs if not each.is_over]) and time.monotonic() - began < seconds:

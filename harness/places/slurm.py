@@ -1,7 +1,9 @@
-"""Runs jobs on a Slurm cluster: submits all missing jobs, waits for them, names each end by Slurm's state.
+"""Runs jobs on a Slurm cluster: submits all missing jobs, waits for them, and names each job's end by the state that
+Slurm gives it.
 
-On the node launch.py runs as it does here and writes the record into the same folder, which all nodes must see. If the
-ranks of a job are spread over several nodes, each node has an agent and a record; the submitter merges the records.
+On the node, launch.py runs as it does here and writes the record into the same folder of results, which all nodes must
+see. If the ranks of a job are spread over several nodes, each node has an agent and a record; the submitter merges the
+records.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ from harness.places.shared.slurm_node import node_stem, perform_on_node
 from harness.run.ranks import of_nodes
 
 POLL_SECONDS = 1.0
-START_SECONDS = 600.0  # that Slurm adds to a job's own time: imports, and a compiler
-LATE_SECONDS = 15.0  # a record may come this much after its job's state, through a network's file system
+START_SECONDS = 600.0  # allowed beyond the job's own time, for imports and a compiler
+LATE_SECONDS = 15.0  # a network's file system may show a record so much later than Slurm tells the job's end
 CANCEL_SECONDS = 60.0
-OOM_KILL = "oom-kill event"  # slurmstepd's message
-# Options of --slurm whose name for sbatch differs.
+OOM_KILL = "oom-kill event"  # part of slurmstepd's message
+# Options of --slurm that have another name in sbatch.
 SBATCH_NAMES = {"gpus": "gpus_per_node", "cpus": "cpus_per_task"}
 RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of --slurm: sbatch's, and the container that srun starts."""
+    """The options of --slurm: those of sbatch, and the image of the container that srun starts."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     partition: int | str | None = None
@@ -62,7 +64,8 @@ class Options:
 
 
 class SlurmState(NamedTuple):
-    """A job's state as Slurm writes it: COMPLETED, FAILED, TIMEOUT ...; exit code and signal, as 0:9."""
+    """A job's state as Slurm writes it: a name such as COMPLETED, FAILED or TIMEOUT, and exit code and signal, such as
+    0:9."""
 
     name: str = ""
     exit_code: str = ""
@@ -74,12 +77,12 @@ class SlurmState(NamedTuple):
 
 
 def is_bundle(image: str) -> bool:
-    """True for the folder of an OCI container, which Slurm runs itself; the plugin pyxis handles other names."""
+    """True if the image is the folder of an OCI bundle, which Slurm runs itself; other images need the plugin pyxis."""
     return (Path(image) / "config.json").is_file()
 
 
 def check_containers(image: str) -> None:
-    """Raise Unavailable if this Slurm does not run such a container."""
+    """Raise Unavailable if this Slurm cannot run a container of this image."""
     if is_bundle(image):
         done = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
         found = [line.partition("=")[2].strip() for line in done.stdout.splitlines() if line.startswith("SLURM_CONF ")]
@@ -90,7 +93,7 @@ def check_containers(image: str) -> None:
 
 
 class Slurm(Place):
-    """A place: Slurm with these options. Raises Unavailable if there is none."""
+    """The place --on slurm, with these options. Raises Unavailable if Slurm is missing."""
 
     is_parallel = True
     cli_options: ClassVar = {
@@ -113,15 +116,17 @@ class Slurm(Place):
             check_containers(self.image)
 
     def context(self) -> dict[str, str]:
-        """Return the partition's name, which replaces the facts of the submitting machine."""
+        """Return the partition's name. It takes the place of the submitting machine's facts."""
         nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
         nodes |= {"image": str(self.image)} if self.image else {}
         here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
         return here | {f"slurm_{name}": value for name, value in nodes.items()}
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
-        """Run the jobs. KeyboardInterrupt cancels them, lets them finish their records, and is raised again."""
-        # An earlier call's folder could hold the result of an earlier job of the same number.
+        """Run the jobs. At a KeyboardInterrupt they are canceled but may finish their records; it is then raised
+        again."""
+        # A folder of this call alone: an earlier call's folder could hold the result of an earlier job of the same
+        # number.
         logs = Path(tempfile.mkdtemp(prefix=".slurm-", dir=results.resolve()))
         stems = [new_stem(results.resolve(), job) for job, _ in jobs]
         ids: list[str] = []
@@ -147,7 +152,8 @@ class Slurm(Place):
         return paths
 
     def words(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
-        """Return submitit's parameters for a job: sbatch's options, and srun's, which starts the container."""
+        """Return submitit's parameters for a job: the options of sbatch, and those of srun, which starts the
+        container."""
         seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
         found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
         found |= {SBATCH_NAMES.get(name, name): value for name, value in self.options.items() if name != "requeue"}
@@ -166,7 +172,7 @@ class Slurm(Place):
     def _container(self, job: Job, results: Path, folders: tuple[Path, ...]) -> list[str]:
         if not self.image:
             return []
-        if is_bundle(self.image):  # a bundle's own configuration decides what it sees
+        if is_bundle(self.image):  # the bundle's own configuration tells which folders it sees
             return [f"--container={Path(self.image).resolve()}"]
         shown = folders_shown(job, results, folders, hashlib.sha256(self.image.encode()).hexdigest()[:12])
         mounts = ",".join(f"{here}:{there}{':ro' * is_fixed}" for here, there, is_fixed in shown)
@@ -179,7 +185,7 @@ class Slurm(Place):
         executor = SlurmExecutor(logs, python=PYTHON if self.image else None)
         executor.update_parameters(**self.words(job, results, tuple(map(Path, order["folders"]))))
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # sbatch's output is in the error, too
+            with contextlib.redirect_stderr(io.StringIO()):  # the error contains sbatch's output, too
                 order = {**order, "num_nodes": self._num_nodes(job), "folder": str(logs)}
                 return str(executor.submit(perform_on_node, order).job_id)
         except (FailedJobError, subprocess.CalledProcessError, RuntimeError) as error:
@@ -189,7 +195,7 @@ class Slurm(Place):
             raise ValueError(f"Slurm takes no job with {self.options or 'no options'}: {text}; see --slurm") from error
 
     def _wait(self, ids: list[str], report: Report, seconds: float) -> None:
-        """Wait until all jobs have ended; report each change of state."""
+        """Wait until all jobs have ended; report each change of a job's state."""
         told, deadline = "", time.monotonic() + seconds
         while True:
             names = [state.name for state in states_of(ids).values()]
@@ -213,7 +219,7 @@ class Slurm(Place):
         if record:
             record.write(path)
         said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
-        if state.name == "FAILED" and OOM_KILL in said:  # sbatch knows only that srun failed
+        if state.name == "FAILED" and OOM_KILL in said:  # Slurm's state of the job tells only that srun failed
             state = state._replace(name="OUT_OF_MEMORY")
         end = named(state, record.phase if record else ORDERED, memory_limit(job) or 0)
         if record is None:
@@ -229,7 +235,7 @@ class Slurm(Place):
 
 
 def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
-    """Name the end of a job by its state under Slurm."""
+    """Return the end of a job, named by its state under Slurm."""
     code, _, number = state.exit_code.partition(":")
     if state.name == "OUT_OF_MEMORY":
         end = failures.End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes)
@@ -246,8 +252,8 @@ def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
 
 
 def states_of(ids: list[str]) -> dict[str, SlurmState]:
-    """Read the jobs' states from sacct, as submitit does; without accounting from scontrol, which forgets a job after
-    some minutes."""
+    """Read the jobs' states from sacct, as submitit does. A Slurm without accounting has no sacct: the states then come
+    from scontrol, which forgets a job after some minutes."""
     from submitit.slurm.slurm import SlurmInfoWatcher
 
     forgotten, told = SlurmState(), {}
@@ -258,7 +264,7 @@ def states_of(ids: list[str]) -> dict[str, SlurmState]:
         done = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
         jobs = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines()]
         told = {job["JobId"]: {**job, "State": job["JobState"]} for job in jobs if "JobId" in job}
-        if done.returncode == 0:  # a forgotten job has ended
+        if done.returncode == 0:  # scontrol fails for a job that it forgot: such a job has ended
             forgotten = SlurmState("FORGOTTEN")
     found = {}
     for number in ids:

@@ -1,10 +1,10 @@
-"""Jobs over the nodes of a torchrun that runs this very call, one process on each node.
+"""Runs jobs over several nodes, on each of which torchrun runs this same call as one process.
 
     torchrun --nnodes N --node-rank K --master-addr ADDRESS --master-port PORT --nproc-per-node 1 \\
         -m harness -m METHOD --ranks R --on torchrun
 
-The first node plans, judges and has the results; the others connect to it, and run their ranks of each job that has
-several. What they tell one another is lines of JSON. A node that fails, or is gone, ends the job on all nodes.
+The first node plans, judges and keeps the results. The other nodes connect to it; if a job has several ranks, each node
+runs its part of them. Nodes send one another lines of JSON. If a node fails or is gone, the job ends on all nodes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order
 from harness.places.shared.torchrun_node import meet
 from harness.run.ranks import of_nodes
 
-WAIT_SECONDS = 600.0  # in which all nodes meet
-HELLO_SECONDS = 10.0  # in which who connects says which node it is
+WAIT_SECONDS = 600.0  # time in which all nodes must have connected
+HELLO_SECONDS = 10.0  # time in which a process that connects must say which node it is
 RETRY_SECONDS = 0.2
 NO_TORCHRUN = "no torchrun runs this call: try torchrun --nproc-per-node 1 ... -m harness, or leave --on torchrun out"
 
 
 class Torchrun(Place):
-    """A place: the nodes that torchrun started this call on. Raises Unavailable if it did not."""
+    """The place --on torchrun: the nodes on which torchrun started this call. Raises Unavailable if torchrun did not
+    start it."""
 
     @classmethod
     def of(cls, words: dict[str, Any], device: str) -> Torchrun:
-        """Return the place on the first node; the others follow it here, and then exit."""
+        """Return the place on the first node. On another node, follow the first node's orders until it ends, and then
+        exit."""
         if not {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():
             raise Unavailable(NO_TORCHRUN)
         nodes = meet(dict(os.environ))
@@ -63,7 +65,8 @@ class Torchrun(Place):
         return [self._launch(job, key, new_stem(results.resolve(), job), folders, report) for job, key in jobs]
 
     def _launch(self, job: Job, key: str, stem: Path, folders: tuple[Path, ...], report: Report) -> Path:
-        """Run the job. KeyboardInterrupt ends it on all nodes, which finish their records, and is raised again."""
+        """Run the job. At a KeyboardInterrupt it ends on all nodes, which finish their records; the interrupt is then
+        raised again."""
         peers = self.peers[: num_nodes(job.world_size, 1 + len(self.peers), "--nnodes") - 1]
         asked = order(job, key, stem, folders)
         os.environ["PET_NNODES"] = str(1 + len(peers))
@@ -87,8 +90,8 @@ class Torchrun(Place):
         return path
 
     def _refused(self, asked: dict[str, Any], peers: list[Peer], source: str) -> str:
-        """Give the order to the other nodes, and let them begin; if one refuses it, none begins, and its words are
-        returned."""
+        """Give the order to the other nodes, and let them begin. If a node refuses the order, none begins; its reason
+        is returned."""
         for peer in peers:
             peer.tell({"order": asked, "num_nodes": 1 + len(peers), "source": source})
         answers = [peer.hear().get("refused", "it is gone") for peer in peers]
@@ -99,7 +102,7 @@ class Torchrun(Place):
 
 
 class Peer:
-    """The connection to another node. A node that is gone hears nothing and tells {}."""
+    """The connection to another node. If that node is gone, tell() does nothing and hear() returns {}."""
 
     def __init__(self, connection: socket.socket, host: str = "") -> None:
         self.host = host
@@ -120,7 +123,8 @@ class Peer:
 
 
 def accepted(address: str, port: int, count: int) -> list[Peer]:
-    """Return the other nodes in order, once all have connected. Raises Unavailable if they do not."""
+    """Wait until all other nodes have connected; return them by node number. Raises Unavailable if a node does not
+    connect."""
     if not count:
         return []
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
@@ -144,7 +148,7 @@ def accepted(address: str, port: int, count: int) -> list[Peer]:
 
 
 def connected(address: str, port: int) -> Peer:
-    """Return the first node. Raises Unavailable if it does not listen."""
+    """Connect to the first node. Raises Unavailable if it does not listen."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         try:
@@ -156,7 +160,8 @@ def connected(address: str, port: int) -> Peer:
 
 
 def follow(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
-    """Run this node's part of the first node's orders, by this checkout and these folders of methods, until it ends."""
+    """Run this node's part of each order of the first node, with this checkout and these folders of methods, until the
+    first node ends."""
     first.tell({"node": node, "host": socket.gethostname()})
     with tempfile.TemporaryDirectory() as results:
         while "order" in (told := first.hear()):
@@ -175,8 +180,8 @@ def follow(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
 def perform_beside(
     asked: dict[str, Any], peers: list[Peer], report: Report = lambda event: None
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Run this node's part of an order, and exchange with the peers how it ended. A peer that fails, or is gone,
-    interrupts it. Return what the peers told, and True if the user interrupted it."""
+    """Run this node's part of an order, and exchange with the peers how each part ended. If a peer fails or is gone,
+    this part is interrupted. Return the messages of the peers, and True if the user interrupted the run."""
     heard: list[dict[str, Any]] = [{} for _ in peers]
     lock, is_running, is_stopped, is_interrupted = threading.Lock(), True, False, False
 
@@ -199,7 +204,7 @@ def perform_beside(
         is_running = False
         is_interrupted = not is_stopped
     path = Path(f"{asked['stem']}.json")
-    if not path.exists():  # interrupted before the run, as by a node that compiles no longer
+    if not path.exists():  # interrupted before the run began, as when a node is gone while this one compiles
         end = failures.of_stop(failures.End(ORDERED, stopped="interrupt"))
         write_end(Job.from_dict(asked["job"]), asked["key"], Path(asked["stem"]), end)
     record = json.loads(path.read_text())

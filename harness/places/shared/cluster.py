@@ -1,4 +1,5 @@
-"""What the places on clusters share: their options, the nodes of a job, and how its end is named."""
+"""What the places on clusters share: reading their options, the number of a job's nodes, and which end of a job
+counts."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from harness.core.failures import Failure
 from harness.core.record import Record
 from harness.run.ranks import followed
 
-# Ends that a cluster knows better than the record of the job, by the record's status.
+# For each status of a record, the ends of which the cluster's word counts more than the record's.
 BETTER_KNOWN = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}
-PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # characters of an option's text
+PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # the characters that an option's text may have
 
 
 def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str, Any]:
-    """Read the options of a place, fields of the dataclass `kind`; those that are not given are left out. Raises
-    ValueError if one is wrong."""
+    """Read the options of a place, which are the fields of the dataclass `kind`; options that are not given are left
+    out. Raises ValueError if an option is wrong."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -35,7 +36,7 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
     try:
         options = dataclasses.asdict(checked(kind, found))
         for name, value in options.items():
-            if isinstance(value, str) and not PLAIN.fullmatch(value):  # it becomes a line of a script or manifest
+            if isinstance(value, str) and not PLAIN.fullmatch(value):  # the text becomes a part of a script or manifest
                 raise ValueError(f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}")
     except ValueError as error:
         names = ", ".join(item.name for item in dataclasses.fields(kind))
@@ -44,8 +45,8 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
 
 
 def num_nodes(world_size: int, asked: int, option: str) -> int:
-    """Return the number of nodes for a job's ranks, at most one for each rank. Raises ValueError if they do not spread
-    evenly."""
+    """Return the number of nodes for a job's ranks, at most one for each rank. Raises ValueError if the ranks cannot be
+    divided evenly."""
     found = min(asked, world_size)
     if world_size % found:
         raise ValueError(f"{world_size} ranks do not spread evenly over {found} nodes: --ranks, {option}")
@@ -53,7 +54,7 @@ def num_nodes(world_size: int, asked: int, option: str) -> int:
 
 
 def better_known(record: Record, end: Failure) -> Failure | None:
-    """Return the end by the cluster's state of the job, if that says more than the record's own."""
+    """Return the end that the cluster tells of a job, if it says more than the record's own; otherwise None."""
     better = BETTER_KNOWN.get(record.status, ())
     if record.status == "crash" and followed(record):
         better = ("interrupted", "timeout", "killed", "oom-host")

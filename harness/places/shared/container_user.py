@@ -1,9 +1,10 @@
-"""The user of a container: the caller or, where root calls, USER; and how USER's record reaches root's results.
+"""The user that a container runs as: the caller or, if root calls, USER; and how USER's record gets into root's
+results.
 
-Where root calls, a container sees an empty exchange folder in the place of the results. Here it lies in
-`results/.exchange-STEM`, which only root enters. When the container has ended, root reads the job's record and what its
-compilers printed, writes them anew into the results, and removes the folder with all else. Only the log lies in the
-results from the start: it is USER's while the job runs, and can be read meanwhile.
+If root calls, a container sees an empty exchange folder in the place of the results. On this side the folder lies in
+`results/.exchange-STEM`, which only root can enter. When the container has ended, root reads the job's record and the
+output of its compilers, writes them anew into the results, and removes the exchange folder with all other files. Only
+the log lies in the results from the start: USER owns it while the job runs, so that it can be read meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MOST_NAMES = 8
 
 
 def ids() -> tuple[int, int]:
-    """Return the user and group of a container."""
+    """Return the ids of the user and the group that a container runs as."""
     return (os.getuid(), os.getgid()) if os.getuid() else (USER, USER)
 
 
@@ -62,15 +63,15 @@ def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
 
 
 def _may(path: Path, bits: int) -> bool:
-    """True if the mode allows it to USER. Folders above the path do not count, because a container is shown the path
-    itself."""
+    """True if the path's mode gives USER these permission bits. Folders above the path do not count, because a
+    container is shown the path itself."""
     status = path.stat()
     shift = 6 if status.st_uid == USER else 3 if status.st_gid == USER else 0
     return status.st_mode >> shift & bits == bits
 
 
 class Exchange:
-    """The exchange folder of one job. The lock on the log tells other calls that the job's own call is alive.
+    """The exchange folder of one job. Its lock on the log tells other calls that the call which runs the job is alive.
 
     Raises Unavailable if files of the results cannot be given to USER, BlockingIOError if another call has the lock.
     """
@@ -89,7 +90,7 @@ class Exchange:
             raise
 
     def open(self) -> None:
-        """Make the folder, and give it and the log to USER."""
+        """Make the exchange folder; make USER the owner of the folder and of the log."""
         self.outer.mkdir(0o700)
         self.folder.mkdir(0o700)
         try:
@@ -105,12 +106,13 @@ class Exchange:
         os.close(self.log)
 
     def close(self, key: str | None) -> None:
-        """Take the record with this key, remove the folder, and take the log back."""
+        """Take the record with this key into the results, remove the exchange folder, and make root the owner of the
+        log again."""
         try:
             if self.folder.exists():
                 self._take(key)
         finally:
-            subprocess.run(["rm", "-rf", "--", self.outer])  # a folder of any depth
+            subprocess.run(["rm", "-rf", "--", self.outer])  # rm, because the folder may be of any depth
             # Mode first, owner second: a job may have set its log's set-uid bit.
             os.fchmod(self.log, 0o644 & ~_umask())
             os.fchown(self.log, os.getuid(), os.getgid())
@@ -139,14 +141,14 @@ class Exchange:
             text = error.strerror if isinstance(error, OSError) else error
             self.refused = f"the record that its container left was not taken: {text}"
         with os.scandir(self.folder) as entries:
-            # The engine, as root, made the places of the files that it showed there.
+            # The engine, as root, made the mount points of the files that it showed there.
             others = (each for each in entries if each.stat(follow_symlinks=False).st_uid == USER)
             others = (each for each in others if each.name not in (record, log, *builds) and each.name[0] != ".")
             self.left += [f"{each.name!a:.80}" for each in islice(others, MOST_NAMES)]
 
 
 def left(results: Path) -> Iterator[Exchange]:
-    """Return the exchange folders of calls that are gone. The caller closes or releases each."""
+    """Yield the exchange folders that killed calls left. The caller closes or releases each."""
     for outer in results.glob(f"{PREFIX}*") if not os.getuid() else ():
         status = outer.lstat()
         if status.st_uid or not stat.S_ISDIR(status.st_mode):  # not root's, so not made by this harness

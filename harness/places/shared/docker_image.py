@@ -21,7 +21,7 @@ from harness.places.shared import container_user
 COLOR = re.compile(r"\x1b\[\d+m")  # the engine colors what a step prints to its standard error
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch's build.")
 name_option = click.option(
-    "--image", "name", metavar="NAME", help="Its name; default: of its pins, as --on docker asks."
+    "--image", "name", metavar="NAME", help="Image's name; default: that which --on docker uses."
 )
 
 
@@ -38,10 +38,10 @@ def image(context: click.Context) -> None:
 @name_option
 @click.option("--base", metavar="IMAGE", help="Debian with Python 3.11 or newer; default: as docker/Dockerfile says.")
 @click.option("--wheelhouse", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Folder of all wheels, for machines without network: pip wheel -w DIR makes one.")  # fmt: skip
-@click.option("--build-arg", "given", multiple=True, metavar="NAME=VALUE", help="Another one of docker/Dockerfile.")
+              help="Folder with all wheels, for machines without network; pip wheel -w DIR fills it.")  # fmt: skip
+@click.option("--build-arg", "given", multiple=True, metavar="NAME=VALUE", help="Argument of docker/Dockerfile.")
 def build(device: str, name: str | None, base: str | None, wheelhouse: Path | None, given: tuple[str, ...]) -> None:
-    """Build it from docker/Dockerfile, on the pinned dependencies; once, some minutes."""
+    """Build the image from docker/Dockerfile with the pinned dependencies. It is built once, in some minutes."""
     client, name = engine(), name or default_image(device)
     values = dict(text.partition("=")[::2] for text in given) | {"DEVICE": device}
     from docker.errors import APIError
@@ -83,7 +83,7 @@ def pack(context: IO[bytes], wheelhouse: Path | None) -> None:
 @name_option
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 def save(device: str, name: str | None, file: Path) -> None:
-    """Write it to a file (tar), to load on machines that build none."""
+    """Write the image to a tar file, for machines that cannot build it."""
     name = name or default_image(device)
     patient()
     made = Docker(name).image
@@ -116,7 +116,7 @@ def load(file: IO[bytes]) -> None:
 @device_option
 @name_option
 def shell(device: str, name: str | None) -> None:
-    """A shell in it, with this folder of results; without network, and never as root."""
+    """Open a shell in the image, with this folder of results, without network, and never as root."""
     place = Docker(name or default_image(device))
     if not sys.stdin.isatty():
         raise ValueError("image shell needs a terminal")
@@ -132,14 +132,15 @@ def shell(device: str, name: str | None) -> None:
 
 
 def patient() -> Any:
-    """Return the engine's client without a time limit: it takes minutes to pack an image of gigabytes."""
+    """Return the engine's client without a time limit, because the engine takes minutes to pack an image of
+    gigabytes."""
     client = engine()
     client.api.timeout = None
     return client
 
 
 def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Leave out the owner of a file, as docker's own command does."""
+    """Return the archive's entry of a file without the file's owner, as docker's own command does."""
     item.uid = item.gid = 0
     item.uname = item.gname = ""
     return item

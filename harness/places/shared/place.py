@@ -1,9 +1,11 @@
-"""Runs one job elsewhere, in a container or on a cluster's node: the order made here, its execution there, its end.
+"""Runs a job at another place, in a container or on a cluster's node: makes the order here, performs it there, and
+records how it ended.
 
 The places are the files of harness/places; each holds one class of Place.
 
-On the other side launch.py runs as it does here and writes the record into the same folder. An order is plain data. The
-caller makes the stem of record and log, so that it can write a record if the order left none.
+At the place, launch.py runs as it does here and writes the record into the same folder. An order is plain data. The
+caller chooses the file names of record and log (their stem), so that it can write a record itself if the order left
+none.
 """
 
 from __future__ import annotations
@@ -29,29 +31,30 @@ from harness.devices import machine
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 
-# Variables that decide a job's speed and the order of its sums; the place gets the caller's values.
+# Environment variables that change a job's speed or the order of its sums; the place gets the caller's values.
 FORWARDED = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", *machine.KERNEL_VARIABLES)
 KeyedJobs = list[tuple[Job, str]]  # resolved jobs, each with its key
 NO_DRAFT = "--dry-run prints a manifest: expected --on kubernetes; try ./run.sh plan for what would fit"
-ORDERED = "ordered"  # phase of an order whose worker has not reported yet
+ORDERED = "ordered"  # phase of a job whose worker has not reported yet
 
 
 class Place(ABC):
     """A place that runs jobs, other than this process's machine."""
 
     is_parallel: ClassVar[bool] = False  # True: give it several jobs at once
-    # The place's own options of the command line, beside --on: click.option()'s decorators by the option's name.
+    # The options that the place adds to the command line, beside --on: decorators of click.option() by the option's
+    # name.
     cli_options: ClassVar[dict[str, Callable[[Any], Any]]] = {}
 
     @classmethod
     @abstractmethod
     def of(cls, words: dict[str, Any], device: str) -> Place:
-        """Return the place for jobs of this device; `words`: the values of its options. Raises Unavailable if it is not
-        there."""
+        """Return the place for jobs on this device; `words`: the values of the call's options. Raises Unavailable if
+        the place cannot be reached."""
 
     @abstractmethod
     def context(self) -> dict[str, str]:
-        """Return facts of the place that results depend on; they are part of a job's identity and override
+        """Return the facts of the place that results depend on. They are part of a job's key, and override those of
         machine.checked()."""
 
     @abstractmethod
@@ -67,7 +70,8 @@ REGISTRY = FileRegistry("place", harness.places, str)
 
 
 def load(name: str) -> type[Place]:
-    """Return the class of a place. Raises ValueError, one line, if its file does not load or holds no such class."""
+    """Return the class of a place. Raises ValueError with one line of text if its file does not load or holds no class
+    of Place."""
     file = REGISTRY.files()[name]
     found: type[Place] | None = REGISTRY.class_in(file, Place)
     if found is None:
@@ -86,7 +90,7 @@ def loadable() -> dict[str, type[Place]]:
 
 def order(job: Job, key: str, stem: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
     """Make the order that perform() takes."""
-    # A preloaded library lies on this machine, and maybe not on the other.
+    # LD_PRELOAD names a library of this machine, which the other may lack.
     environment = {name: os.environ[name] for name in FORWARDED if name in os.environ and name != "LD_PRELOAD"}
     where = {"stem": str(stem), "folders": list(map(str, folders))}
     return {"job": job.to_dict(), "key": key, **where, "environment": environment}
@@ -105,7 +109,8 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
 
 
 def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[str, Any] | None = None) -> Path:
-    """Write the record and the log's closing line of an order that left none; `seen` are known fields of the record."""
+    """Write the record, and the log's closing line, of an order that left no record. `seen`: the fields of the record
+    that are known."""
     path = Path(f"{stem}.json")
     fields = {"phase": ORDERED, "started": time.time(), "clock": job.device, **(seen or {})}
     record = Record(job, key, **end.changes({}), **fields)
@@ -116,9 +121,10 @@ def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[
 
 
 def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], end: failures.Failure | None) -> Path:
-    """Add the place to a record, its evidence on the end and, if the place knows better, the end's name."""
+    """Add to a record the place, the place's evidence of how the job ended and, if the place knows it better, the name
+    of the end."""
     record = Record.read(path)
-    software = {**record.software, "commit": machine.software()["commit"]}  # the sources are this checkout's
+    software = {**record.software, "commit": machine.software()["commit"]}  # the place runs this checkout's source code
     changes: dict[str, Any] = end.changes(record.evidence) if end else {"evidence": record.evidence}
     changes |= {"machine": {**record.machine, **place}, "evidence": {**changes["evidence"], **evidence}}
     dataclasses.replace(record, software=software, **changes).write(path)

@@ -1,6 +1,6 @@
 """A job's pods on Kubernetes: their states, what their logs tell, and how the job ended.
 
-A log has the lines of harness/places/shared/torchrun_node.py, which are JSON, and what programs print beside them.
+A log has the lines of JSON that harness/places/shared/torchrun_node.py prints, and lines that other programs print.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from harness.run.ranks import of_nodes
 INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of a pod: its node's number
 MAIN = "job"  # the container that trains
 SAID_LENGTH = 4096
-POD_SECONDS = 60.0  # in which a cluster makes a pod, even if no node takes it
-# Reasons for which a container never starts: its image, or a program that the image lacks.
+POD_SECONDS = 60.0  # time in which a cluster makes a pod, even if no node has room for it
+# Kubernetes' reasons for a container that will never start: a wrong image, or a program that the image lacks.
 NEVER_STARTS = ("InvalidImageName", "ErrImageNeverPull", "ImagePullBackOff", "CreateContainerConfigError",
                 "ContainerCannotRun", "StartError")  # fmt: skip
 UNPLACED = ("Unschedulable", "SchedulingGated")
 
 
 class PodState(NamedTuple):
-    """What Kubernetes says of a pod; reason, message and exit code are of what went wrong, if something did."""
+    """What Kubernetes says of a pod. If something went wrong, reason, message and exit code tell what."""
 
     name: str
-    number: int  # of the node
+    number: int  # the node's number
     phase: str  # Pending, Running, Succeeded, Failed
     node: str = ""
     reason: str = ""
@@ -52,7 +52,7 @@ class PodState(NamedTuple):
 
 
 def state_of(pod: dict[str, Any]) -> PodState:
-    """Return the state of a pod, by the JSON that Kubernetes has of it."""
+    """Return the state of a pod from Kubernetes' JSON."""
     metadata, status = pod["metadata"], pod.get("status", {})
     containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
     states = [(each["name"], each.get("state", {})) for each in containers]
@@ -71,7 +71,7 @@ def state_of(pod: dict[str, Any]) -> PodState:
 
 
 def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures.Failure:
-    """Name the end of a job by the pod that ended it."""
+    """Return the end of a job, named by the state of the pod that ended it."""
     told = ": ".join(filter(None, (state.reason, " ".join(state.message.split()))))
     if state.reason == "OOMKilled":
         end = failures.End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes)
@@ -95,12 +95,14 @@ def killed(phase: str, text: str) -> failures.Failure:
 
 
 def unavailable(text: str, name: str) -> failures.Failure:
-    """Return the end of a job that the cluster cannot run; `name`: what it lacks, the evidence's class."""
+    """Return the end of a job that the cluster cannot run. `name`: what the cluster lacks, the class of the
+    evidence."""
     return failures.Failure("unavailable", text, {"class": name, "resource": ""})
 
 
 class PodLog:
-    """The log of a pod: a thread reads its lines; if its connection broke, another one goes on after the last."""
+    """The log of a pod. A thread reads its lines; if the thread's connection breaks, another thread goes on after the
+    last line read."""
 
     def __init__(self, open_log: Callable[[], Any]) -> None:
         self.open_log = open_log
@@ -113,7 +115,8 @@ class PodLog:
         return self.thread is not None and self.thread.is_alive()
 
     def follow(self, has_ended: bool) -> None:
-        """Let a thread read. has_ended: the pod writes no more, so that what is read from now on is whole."""
+        """Start a thread that reads, if none does. `has_ended`: the pod writes no more, so a log that is read to its
+        end now is complete."""
         if not self.is_reading and not self.is_whole:
             self.thread = threading.Thread(target=self._read, args=(has_ended,), daemon=True)
             self.thread.start()
@@ -132,15 +135,16 @@ class PodLog:
                 self.num_read += len(new)
         except (HTTPError, OSError):
             return
-        except ApiException:  # the node or the container has none
+        except ApiException:  # the node or the container has no log
             pass
         self.is_whole = has_ended
 
 
 class PodJob:
-    """A job on the cluster: its pods, what they tell, and its end. `end` is a failure that is known before any pod's.
+    """A job on the cluster: its pods, what their logs tell, and its end. `end`: a failure that is known before any
+    pod's end.
 
-    `name`: of what Kubernetes has of it, "" if it has nothing.
+    `name`: the name of its objects in Kubernetes, "" if there are none.
     """
 
     def __init__(self, job: Job, key: str, stem: Path, name: str, num_nodes: int) -> None:
@@ -150,16 +154,16 @@ class PodJob:
         self.gone: set[str] = set()
         self.logs: dict[str, PodLog] = {}
         self.records: dict[int, Record] = {}
-        self.said: dict[int, str] = {}  # what a node's pod printed beside its events
+        self.said: dict[int, str] = {}  # by node: the pod's output beside its events
         self.end: failures.Failure | None = None
         self.is_deleted = False
         self.began = time.monotonic()
         builds = [log_lines.BUILD_LOG.format(each) for each in (job.method, "sim")]
-        self.texts = (f"{stem.name}.txt", *builds)  # the files that its first pod writes to
+        self.texts = (f"{stem.name}.txt", *builds)  # names of the files that get the first pod's texts
 
     def take(self, pods: list[PodState], open_log: Callable[[str], Any], image: str, wait: float) -> None:
-        """Take the states of its pods and what their logs have; name its end if it cannot start. `wait`: the seconds
-        that it may wait for nodes."""
+        """Take the states of the job's pods, and read their logs. If the job cannot start, name its end. `wait`: the
+        seconds for which the job may wait for nodes."""
         self.gone |= self.pods.keys() - {pod.name for pod in pods}
         self.pods |= {pod.name: pod for pod in pods}
         for pod in pods:
@@ -179,13 +183,14 @@ class PodJob:
             self.end = unavailable(text, "node")
 
     def report_to(self, report: Report) -> None:
-        """Pass the first node's events on."""
+        """Pass the events of the first node to `report`."""
         self.events.report = report
 
     @property
     def is_over(self) -> bool:
-        """True if nothing more can come: its end is named, or its pods have ended or are gone, and were read."""
-        has_failed = self.gone or any(pod.phase == "Failed" for pod in self.pods.values())  # no more pods are made
+        """True if the job has ended and nothing more can come: its end is named, or its pods have ended or are gone and
+        their logs were read."""
+        has_failed = self.gone or any(pod.phase == "Failed" for pod in self.pods.values())  # no further pod will come
         are_all = bool(self.pods) and (len(self.pods) >= self.num_nodes or bool(has_failed))
         return self.end is not None or ((are_all or self.is_deleted) and all(map(self._is_read, self.pods.values())))
 
@@ -223,7 +228,8 @@ class PodJob:
             self.end = failures.Failure("crash", text, {"class": "record", "resource": ""})
 
     def complete(self, is_interrupted: bool, image: str) -> Path:
-        """Write its record, by its nodes' and by what Kubernetes says of its pods; return the path."""
+        """Write the job's record, from its nodes' records and from what Kubernetes says of its pods; return the
+        path."""
         path, end = Path(f"{self.stem}.json"), self.end or self._end(is_interrupted, image)
         record = of_nodes([self.records[node] for node in sorted(self.records)]) if self.records else None
         if record:
@@ -242,7 +248,7 @@ class PodJob:
         return place_record(path, place, evidence, better_known(record, end) if record else None)
 
     def _end(self, is_interrupted: bool, image: str) -> failures.Failure:
-        """Name its end by its pods; the first that failed and left no record counts."""
+        """Return the job's end, named by its pods: the first pod that failed and left no record counts."""
         if is_interrupted:
             return failures.of_stop(failures.End(self.events.phase, stopped="interrupt"))
         failed = [pod for pod in self.pods.values() if pod.phase != "Succeeded"]

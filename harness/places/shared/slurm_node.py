@@ -1,7 +1,7 @@
-"""A node's part of a job under Slurm: meet the other nodes, if there are any, and run this node's ranks.
+"""A node's part of a job under Slurm: meets the other nodes, if there are any, and runs this node's ranks.
 
-Each node has an agent (harness/run/ranks.py) and a record: the first node's is the job's, the others' lie in the
-folder of the call until the submitter has read them.
+Each node has an agent (harness/run/ranks.py) and a record. The first node's record is the job's; the other nodes'
+records lie in the folder of the call until the submitter has read them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from harness.places.shared.place import perform
 
 
 def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
-    """Run perform() on this node; Slurm's SIGTERM lets the worker finish its record. Raises RuntimeError if this is one
-    of several nodes and failed: srun then ends the others."""
+    """Run perform() on this node; Slurm's SIGTERM lets the worker finish its record. Raises RuntimeError if this node
+    is one of several and failed: srun then ends the other nodes."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine.facts.cache_clear()
     if order["num_nodes"] > 1:
@@ -31,7 +31,7 @@ def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def node_stem(folder: Path, stem: Path, index: int) -> Path:
-    """Return the stem of the record of a node beyond the first."""
+    """Return the stem of the record of a node other than the first."""
     return folder / f"{stem.name}-node{index}"
 
 

@@ -2,9 +2,9 @@
 
     torchrun ... --nproc-per-node 1 -m harness.places.shared.torchrun_node ORDER
 
-ORDER is a file with an order of place.py, whose paths are relative to the working folder. By torchrun's variables the
-agents of the nodes (harness/run/ranks.py) meet. Standard output carries one JSON object a line: the run's events, the
-text that its logs get (`text`), and at the end this node's record (`record`).
+ORDER is a file with an order of place.py, whose paths are relative to the working folder. The agents of the nodes
+(harness/run/ranks.py) meet by torchrun's variables. Standard output carries one JSON object a line: the run's events,
+the text that is written to its logs (`text`), and at the end this node's record (`record`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from harness.places.shared.place import perform
 
 RELAY_SECONDS = 0.5
 PORT = "HARNESS_RANKS_PORT"  # the port of rank 0's agent; torchrun's own store has MASTER_PORT
-# What torchrun says of its own processes, and a job of one process must not see.
+# Environment variables that describe torchrun's own processes; a job of one process must not see them.
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR",
                "MASTER_PORT")  # fmt: skip
 PREFIXES = ("ROLE_", "TORCHELASTIC_")
 
 
 class Teller:
-    """Writes lines to standard output, from two threads."""
+    """Writes lines to standard output; two threads may use it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -39,7 +39,7 @@ class Teller:
 
 
 def relay(folder: Path, tell: Teller, is_over: threading.Event) -> None:
-    """Tell what is written into the logs of a folder, whole lines, until it is over."""
+    """Tell each whole line that is written into the logs of a folder, until `is_over` is set."""
     told: dict[str, int] = {}
     is_last = False
     while not is_last:
@@ -55,8 +55,8 @@ def relay(folder: Path, tell: Teller, is_over: threading.Event) -> None:
 
 
 def meet(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment with the nodes named as this project's agents read it, and without the variables of
-    torchrun's own processes."""
+    """Return the environment with the variables by which this project's agents find the nodes, and without those that
+    describe torchrun's own processes."""
     if environment["LOCAL_WORLD_SIZE"] != "1":
         raise ValueError(f"expected one process on each node, got {environment['LOCAL_WORLD_SIZE']}; try"
                          " --nproc-per-node 1: --ranks gives the number of ranks")  # fmt: skip
