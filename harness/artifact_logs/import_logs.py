@@ -1,6 +1,7 @@
 """Imports logs as records of origin `imported`: find, read, judge, write.
 
-A log is judged beside all logs of its folder, imported or not, so its verdict does not depend on the order of calls.
+A log is judged together with all logs of its folder, also those that were not imported, so that its verdict does not
+depend on the order of calls.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from harness.core.job import Room, Workload, params_text
 from harness.core.log_lines import BUILD_LOG
 from harness.core.record import Record, log_stem, read_all
 
-SUFFIXES = (".txt", ".log")  # file names that a search of a folder takes
+SUFFIXES = (".txt", ".log")  # endings of the files that count as possible logs in a folder
 BUILD_LOGS = BUILD_LOG.format("*")  # compilers' logs, not a training's
 
 
 def import_logs(
     asked: Iterable[Path], results: Path, reference: str | None, skipped: Callable[[Path, str], None]
 ) -> Iterator[tuple[Record, bool]]:
-    """Yield each log's judged record, and True if it is new in `results`. Other files go to `skipped`, with the reason.
-    Raises ValueError if no log is of the method `reference`."""
+    """Yield each log's judged record, and True if the record is new in `results`. `skipped` is called with each file
+    that is no log, and the reason. Raises ValueError if no log is of the method `reference`."""
     chosen: dict[Path, list[Path]] = {}
     for path in _find(asked):
         chosen.setdefault(path.parent, []).append(path)
@@ -52,8 +53,8 @@ def import_logs(
 
 
 def references(records: Iterable[Record], asked: str | None = None) -> list[str]:
-    """Return the reference methods for a folder's logs, best first: the one asked for; else the methods whose plan
-    keeps everything on the device, beginning with the harness's own reference."""
+    """Return the methods that can be the reference for a folder's logs, best first: only `asked`, if given; else the
+    methods whose plan keeps everything on the device, beginning with the harness's own reference."""
     if asked is not None:
         return [asked]
     known = {record.job.method for record in records} & set(method.names())
@@ -76,23 +77,24 @@ def _find(asked: Iterable[Path]) -> list[Path]:
 
 
 def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], dict[Path, str]]:
-    """Read all logs in the folder, asked for or not; return their records, and why other files are no logs."""
+    """Read all logs in the folder, whether they were asked for or not. Return their records, and for each other file
+    the reason why it is no log."""
     records, complaints = {}, {}
     beside: set[Path] = set()
-    with contextlib.suppress(OSError):  # a folder may be entered and not listed
+    with contextlib.suppress(OSError):  # a folder may allow to open its files but not to list them
         beside = {item for item in folder.iterdir() if NAME.fullmatch(item.name)}
     for path in sorted({*paths, *beside}):
         try:
             if not path.is_file():
                 raise NotALog("not a file")
-            records[path] = Record.from_dict(to_record(read(path), path.name).to_dict())  # as later verbs read it
+            records[path] = Record.from_dict(to_record(read(path), path.name).to_dict())  # as read from its file
         except (OSError, ValueError) as error:
             complaints[path] = str(getattr(error, "strerror", None) or error)
     return records, complaints
 
 
 def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> bool:
-    """Write the record under a name of the published pattern, unless the same record is there."""
+    """Write the record to a file named in the published pattern; return False if the same record is there already."""
     path = there.get(record.key)
     if path is not None and json.loads(path.read_text()) == json.loads(json.dumps(record.to_dict())):
         return False
@@ -103,7 +105,7 @@ def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> 
 
 
 def _free(results: Path, record: Record, log: Path) -> Path:
-    """Return a free name of the published pattern; a taken name gets a later second."""
+    """Return a free file name in the published pattern. If the name is taken, its time is a second later."""
     for second in itertools.count(int(record.started)):
         stem = log_stem(record.job, record.evidence["named_window"], second)
         taken = [results / f"{stem}{suffix}" for suffix in (".json", *SUFFIXES)]
@@ -113,7 +115,7 @@ def _free(results: Path, record: Record, log: Path) -> Path:
 
 
 def line(record: Record) -> str:
-    """Return method, size, status, medians as logged, verdict and reason, in one line."""
+    """Return one line: method, size, status, medians as logged, verdict and reason."""
     job, logged = record.job, record.evidence["samples_per_second"]
     options = "".join(f" {name}={value}" for name, value in job.options.items())
     size = f"{job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"

@@ -1,4 +1,4 @@
-"""Judges imported records by their loss curves: is a log's training the reference's?
+"""Judges imported records by their loss curves: did the logged run train the same as the reference?
 
 A log has no weights, so the best verdict here is `tolerance`. The reference is the log of a resident training in the
 same folder, at the same depth, else the nearest. The unit of distance between two curves is the fall of the reference's
@@ -13,33 +13,35 @@ from collections.abc import Sequence
 
 from harness.core.record import Gate, Record
 
-# Largest distance at equal depth, as a share of the reference's fall. The published logs of a resident and a
-# ZeRO-Offload run at 32 layers (dropout 0.1, other kernels, another Megatron) differ by at most 0.6 %, that of
+# Largest distance at equal depth, as a share of the fall of the reference's loss. The published logs of a resident and
+# a ZeRO-Offload run at 32 layers (dropout 0.1, other kernels, another Megatron) differ by at most 0.6 %, that of
 # ZeRO-Infinity, whose training is wrong, by 32 %.
 ALLOWED = 0.05
 # Further distance allowed for each doubling of depth between log and reference: ZeRO-Offload's 48 layers differ by 8.6
 # % from the resident 32, so 15 % for a doubling.
 ALLOWED_PER_DOUBLING = 0.2
-# Largest ratio of depths: beyond it the allowance reaches the distance of wrong training.
+# Largest ratio of depths, in doublings: beyond it, the allowance would be as large as the distance of a wrong training.
 FARTHEST_DOUBLINGS = 1.0
-# A log whose fall is a smaller share of the reference's has learned nothing: such a run logged 11.21 five times.
+# Smallest fall of a log's loss, as a share of the reference's fall: below it, the run has learned nothing, as one that
+# logged a loss of 11.21 five times.
 LEAST_LEARNED = 0.1
-# A reference whose fall is a smaller share of its own loss shows only noise: dropout and data move an interval's mean
-# by 0.12 %.
+# Smallest fall of a reference's loss, as a share of the loss: a smaller one may be noise, because dropout and data move
+# an interval's mean by 0.12 %.
 LEAST_TELLING_FALL = 0.01
 
 
 def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate]:
-    """A verdict on each of the logs of one folder; `references`: methods, best first. A record at a depth without a
-    reference is also compared with its method's run at a depth with one, and with other methods of its size that agree
-    with the reference at such a depth."""
+    """Return a verdict on each log of one folder. `references`: methods that may be the reference, best first. If no
+    reference ran at a record's depth, the record is also compared with two kinds of runs: its method's run at a depth
+    with a reference, and runs of its size by methods that agree with the reference at such a depth."""
     anchors = [record for name in references for record in records if record.job.method == name]
     judged = [(record, _judge(record, anchors)) for record in records]
     return [_hold_to_others(record, gate, judged) for record, gate in judged]
 
 
 def learned(record: Record) -> float:
-    """Return the fall of the loss; 0 unless the curve is complete, finite and falling."""
+    """Return the fall of the loss from the first interval to the last; 0 unless the curve is complete, finite and
+    falling."""
     return max(0.0, record.losses[0] - record.losses[-1]) if _own_conditions(record) is None else 0.0
 
 
@@ -81,7 +83,7 @@ def _judge(record: Record, anchors: list[Record]) -> Gate:
 
 
 def _flaw(anchor: Record) -> str:
-    """Return why a log cannot be the reference."""
+    """Return why a log cannot be the reference; empty if it can."""
     own, losses = _own_conditions(anchor), anchor.losses
     return own.text if own else f"its logged losses do not fall: from {losses[0]:.4g} to {losses[-1]:.4g}"
 
@@ -121,12 +123,12 @@ def compare(record: Record, other: Record) -> Gate:
 
 
 def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> Gate:
-    """Judge a record without a reference of its depth by records that have one."""
+    """Judge a record for whose depth there is no reference, by records for whose depth there is one."""
     if "reference_layers" not in gate.evidence or _is_at_depth(record, gate):
         return gate
     twins = [(twin, verdict) for twin, verdict in judged if twin is not record and _is_twin(record, twin)]
     for twin, verdict in twins:
-        of_itself = "reference_layers" not in verdict.evidence  # for example, its loss is not finite
+        of_itself = "reference_layers" not in verdict.evidence  # without a reference: a loss is not finite, for example
         if gate.verdict != "failed" and verdict.verdict == "failed" and (of_itself or _is_at_depth(twin, verdict)):
             text = f"its twin at {twin.job.workload.num_layers} layers: {verdict.text}"
             return Gate("failed", verdict.reason, text, gate.evidence)
@@ -145,25 +147,27 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
 
 
 def _is_trusted(peer: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> bool:
-    """True if it agrees with the nearest reference, and its method agrees with a reference of the same depth."""
+    """True if the peer agrees with the nearest reference, and its method agrees with a reference at some depth that
+    both ran."""
     return gate.passed and any(
         verdict.passed and _is_twin(peer, twin) and _is_at_depth(twin, verdict) for twin, verdict in judged
     )
 
 
 def _is_at_depth(record: Record, gate: Gate) -> bool:
-    """True if it was judged by a reference of its own depth."""
+    """True if the record was judged by a reference of the same depth."""
     return bool(gate.evidence.get("reference_layers") == record.job.workload.num_layers)
 
 
 def _is_twin(record: Record, other: Record) -> bool:
-    """True if method and options agree; depths may differ."""
+    """True if the records have the same method and options; depths may differ."""
     same = (record.job.method, record.job.options) == (other.job.method, other.job.options)
     return same and _is_comparable(record, other)
 
 
 def _is_comparable(record: Record, other: Record) -> bool:
-    """True if training and intervals agree and it has at least as many steps; depths and unlogged fields may differ."""
+    """True if both have the same training and intervals, and `other` at least as many steps; depths and unlogged fields
+    may differ."""
     ours, theirs = (dataclasses.asdict(each.job.workload) for each in (record, other))
     unsaid = {*record.evidence.get("unsaid", ()), *other.evidence.get("unsaid", ()), "num_layers"}
     return (

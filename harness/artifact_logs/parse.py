@@ -1,7 +1,8 @@
-"""Reads one log as raw values: the published artifact's five dialects, and this project's own readable logs.
+"""Reads the raw values of one log: of the published artifact, whose five methods print different lines (dialects), or
+of this project.
 
-One reader serves all dialects, because they share their lines and differ only in which they print. It skips lines that
-are cut, garbled, unknown or binary; to_record.py interprets missing lines.
+One reader serves all dialects, because they print lines of the same forms and differ only in which lines they print.
+The reader skips lines that are cut, garbled, unknown or binary; to_record.py interprets missing lines.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 LONGEST_LINE_BYTES = 16384  # a longer line is split
-MOST_METRICS = 200_000  # lines of one kind; the published schedule of 320,000 iterations logs 32,000
-# The artifact wrote _hs-, its README says _h-.
+MOST_METRICS = 200_000  # most lines of one kind that are read; the published schedule of 320,000 iterations logs 32,000
+# Matches a log's file name. The artifact wrote _hs- for the hidden size; its README says _h-.
 NAME = re.compile(
     r"log_(?P<method>[A-Za-z0-9.+-]+)_l-(?P<num_layers>\d{1,9})_hs?-(?P<hidden_size>\d{1,9})_bs?-(?P<batch_size>\d{1,9})"
     r"_ws?-(?P<window>\d{1,9})(?:_(?P<day>\d{4}-\d\d-\d\d)(?:\.(?P<unix>\d{1,12}))?)?\.(?:txt|log)"
 )
-# Prefixes that launchers and terminals add to a line: colors; a time, a rank, a host, as [2024-01-02 03:04:05]
+# What terminals and launchers add to a line: colors; or a time, a rank or a host, such as [2024-01-02 03:04:05]
 # worker-0:
 COLOR = re.compile(r"\x1b\[[\d;]{0,20}m")
 PREFIX = re.compile(r"(?:\[[\d :.,/TZ+-]{8,40}\] ?|\[\w{1,20}\d\]: |(?:[A-Za-z][\w.-]{0,40})?\d: )*")
@@ -45,7 +46,7 @@ ITERATION_FIELDS = frozenset((
     "throughput per GPU (TFLOP/s/GPU)",
 ))  # fmt: skip
 FIELD = re.compile(rf"([a-z][A-Za-z0-9/ ()-]*): +{NUMBER}")
-METRICS = {  # by field of RawLog
+METRICS = {  # pattern of each single value, by the field of RawLog
     "parameters_billion": re.compile(rf"(?:total parameters|model parallel rank 0) +{NUMBER} B"),
     "interval_speeds": re.compile(rf"SamplesPerSecond: {NUMBER}"),
     "cumulative_speeds": re.compile(rf"SamplesPerSec={NUMBER}"),
@@ -54,12 +55,12 @@ METRICS = {  # by field of RawLog
 MEMORY = re.compile(r"after \d+ iterations\)? memory \(MB\) \|(.*)$")
 EXIT = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
 
-# A log may have gigabytes: only lines with one of these words are searched for an end.
+# A log may have gigabytes, so only lines with one of these words are searched for the patterns of ENDS.
 END_SIGNS = (
     "memory", "Memory", "ALLOC_FAILED", "line ", "return code", "Killed", "Terminated", "Interrupt", "Error",
     "Exception", "Unavailable", "can not create", "exitcode", "oom",
 )  # fmt: skip
-# Early ends, the most specific first: status, pattern, meaning.
+# Ways in which a run ended early, the most specific first: status, pattern, meaning.
 ENDS = (
     ("oom-device", re.compile(r"(?:CUDA|sim device|CUDA error:) out of memory|ALLOC_FAILED"), ""),
     ("oom-host", re.compile(r"can't allocate memory|Cannot allocate memory|^MemoryError|sim (?:host|pinned) out of "
@@ -86,24 +87,24 @@ class NotALog(ValueError):
 
 @dataclass
 class Interval:
-    """The values of one iteration line; None where missing or garbled."""
+    """The values of one line about an iteration; a missing or garbled value is None."""
 
     iteration: int
     total: int
     elapsed_ms: float | None
-    loss: float | None  # NaN if a complete line has no loss: the dialects print non-finite losses so
+    loss: float | None  # NaN if a complete line has no loss, which is how the dialects print a non-finite loss
     grad_norm: float | None
 
 
 @dataclass
 class RawLog:
-    """A log's name and lines as values, units as printed."""
+    """The values in a log's name and lines, in the units that the log prints."""
 
     name: dict[str, Any]
     sha256: str = ""
     arguments: dict[str, str] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)  # the first line of this project's own logs
-    own_end: tuple[str, str, int, str] | None = None  # and the last: status, phase, steps done, reason
+    own: dict[str, Any] = field(default_factory=dict)  # the values of the first line of a log of this project
+    own_end: tuple[str, str, int, str] | None = None  # of its last line: status, phase, steps done, reason
     parameters: list[int] = field(default_factory=list)
     parameters_billion: list[float] = field(default_factory=list)
     vocab_size: int | None = None
@@ -114,11 +115,12 @@ class RawLog:
     memory_mb: dict[str, float] = field(default_factory=dict)
     timers_ms: list[dict[str, float]] = field(default_factory=list)
     exit_iteration: int | None = None
-    ends: dict[int, str] = field(default_factory=dict)  # line that tells, by index in ENDS
+    ends: dict[int, str] = field(default_factory=dict)  # line that tells of an early end, by the end's index in ENDS
 
 
 def read(path: Path) -> RawLog:
-    """Read a log. Raises NotALog unless name and some line are a training log's, OSError if it cannot be read."""
+    """Read a log. Raises NotALog unless the name and at least one line are those of a training log, OSError if the file
+    cannot be read."""
     match = NAME.fullmatch(path.name)
     if match is None:
         raise NotALog("its name is not log_METHOD_l-N_hs-N_bs-N_ws-N_DATE.UNIX.txt")
@@ -137,7 +139,8 @@ def read(path: Path) -> RawLog:
 
 
 def _lines(path: Path, update: Callable[[bytes], None]) -> Iterator[str]:
-    """Yield pieces of bounded length, so that a file without line ends is read like any other."""
+    """Yield lines, long ones in pieces, so that a file without line ends can be read like any other. `update` gets the
+    bytes."""
     with open(path, "rb") as file:
         while piece := file.readline(LONGEST_LINE_BYTES):
             update(piece)
@@ -165,7 +168,7 @@ def _take(log: RawLog, line: str) -> None:
 
 
 def _take_number(log: RawLog, line: str) -> None:
-    """Take single values; a line may have several if two processes wrote at once."""
+    """Take the single values of a line; it has several if two processes wrote at once."""
     if match := EXACT_PARAMETERS.search(line):
         log.parameters.append(int(match[1]))
     for name, pattern in METRICS.items():
@@ -194,7 +197,7 @@ def _interval(iteration: int, total: int, rest: str) -> Interval:
 
 
 def _fields(text: str) -> dict[str, float]:
-    """Parse `name: number` between bars."""
+    """Parse the pairs `name: number` in a text of pairs separated by bars."""
     matches = (FIELD.fullmatch(part.strip()) for part in text.split("|"))
     return {match[1]: value for match in matches if match and (value := number(match[2])) is not None}
 

@@ -1,4 +1,5 @@
-"""Turns a raw log into a record: the job from its name and lines, the end from its evidence, every number as printed.
+"""Turns a raw log into a record: the job from the log's name and lines, the end of the run from the lines that tell of
+it, every number as printed.
 
 Name and lines may disagree, and lines may be missing: the record's evidence lists the decisions under `doubts`, and the
 workload's unlogged fields under `unsaid`.
@@ -18,7 +19,7 @@ from harness.core.job import Job, Workload
 from harness.core.log_lines import INTERVAL
 from harness.core.record import STATUSES, Record
 
-# The artifact's arguments, and the workload's fields.
+# Arguments of the published artifact, and the workload's field that each one sets.
 FIELDS = {
     "num_attention_heads": "num_heads", "seq_length": "seq_len", "hidden_dropout": "dropout", "clip_grad": "clip_norm",
     "lr": "learning_rate", "seed": "seed",
@@ -32,12 +33,12 @@ SPEEDS = {
     "interval": "mean of each interval",
     "cumulative": "mean of all steps so far but the first two, without data loading",
 }
-LARGEST_MB = 1e9  # a larger number is garbled
-FLOPS_PER_PARAMETER = 8  # FLOPs for each parameter and token, as in the artifact's Tera Flops
+LARGEST_MB = 1e9  # a larger number of MB is taken as garbled
+FLOPS_PER_PARAMETER = 8  # FLOPs for each parameter and token by which the artifact computed its Tera Flops
 
 
 def to_record(log: RawLog, name: str) -> Record:
-    """The log as an unjudged record. Raises NotALog where its sizes make no model."""
+    """Return the log as a record that is not judged yet. Raises NotALog if its sizes make no model."""
     doubts = _contradictions(log)
     workload, unsaid = _workload(log, doubts)
     intervals, interval_steps, steps = _intervals(log, doubts)
@@ -77,7 +78,7 @@ def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
 
 
 def _contradictions(log: RawLog) -> list[str]:
-    """List the sizes on which lines and name disagree."""
+    """Describe each size on which the log's lines and its name disagree."""
     workload = log.own.get("workload", {})
     told = {size: next((log.arguments[word] for word in words if word in log.arguments), workload.get(size))
             for size, words in SIZES.items()}  # fmt: skip
@@ -96,7 +97,7 @@ def _workload(log: RawLog, doubts: list[str]) -> tuple[Workload, list[str]]:
     stated |= {name: scalar(log.arguments[word]) for word, name in FIELDS.items() if word in log.arguments}
     if log.vocab_size:
         stated["vocab_size"] = log.vocab_size
-    if "data_path" in log.arguments:  # without folders, which would name somebody's machine
+    if "data_path" in log.arguments:  # without its folders, which could tell a person's name
         stated["corpus"] = re.split(r"[/\\]", log.arguments["data_path"].strip("[]'\" "))[-1]
     if "params_dtype" in log.arguments:
         stated["dtype"] = PRECISIONS.get(log.arguments["params_dtype"], log.arguments["params_dtype"])
@@ -119,7 +120,7 @@ def _is_like(value: Any, default: Any) -> bool:
 
 
 def _options(log: RawLog) -> dict[str, Any]:
-    """Return the logged options, or the window in the name if the method has one."""
+    """Return the logged options; if there are none, the window in the log's name, if the method has one."""
     if log.own:
         return dict(log.own["options"])
     known = log.name["method"] in method.names() and method.option_names(method.load(log.name["method"]))
@@ -128,8 +129,8 @@ def _options(log: RawLog) -> dict[str, Any]:
 
 
 def _intervals(log: RawLog, doubts: list[str]) -> tuple[list[Interval], int, int]:
-    """Return the logged intervals in order, the steps of an interval, and the number of steps asked for. Lines that fit
-    no schedule are dropped; among repeated lines the last counts."""
+    """Return the logged intervals in order, the number of steps in an interval, and the number of steps that the run
+    was to do. Lines that do not fit the schedule are dropped; of repeated lines the last counts."""
     totals = Counter(each.total for each in log.intervals)
     total = max(totals, key=lambda each: (totals[each], each), default=_whole(log.arguments.get("train_iters")))
     steps = log.own.get("steps") or total or 1
@@ -141,7 +142,7 @@ def _intervals(log: RawLog, doubts: list[str]) -> tuple[list[Interval], int, int
     last = legible[-1].iteration if legible else 0
     if last // asked > 100 * len(legible):
         raise NotALog("the iterations that it numbers make no schedule")
-    if last <= (log.exit_iteration or -1) < last + asked:  # the run was asked to exit early
+    if last <= (log.exit_iteration or -1) < last + asked:  # an argument told the run to exit early
         steps = min(steps, max(1, log.exit_iteration or 1))
     if len(legible) < len(log.intervals):
         doubts.append(f"{len(log.intervals) - len(legible)} iteration lines are repeated or fit no schedule")
@@ -153,7 +154,7 @@ def _whole(text: str | None) -> int:
 
 
 def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, str, dict[str, Any]]:
-    """Return status, phase, reason and evidence of the end."""
+    """Return status, phase, reason and evidence of the run's end."""
     if log.own and log.own_end:
         status, phase, done, reason = log.own_end
         if status in STATUSES and (status != "ok" or done == steps):
@@ -175,7 +176,7 @@ def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, 
 
 
 def _parameters(log: RawLog, workload: Workload) -> dict[str, Any]:
-    """Return the logged parameter counts; they are `other_parameters` if they differ from the workload's."""
+    """Return the logged parameter counts, under the key `other_parameters` if they differ from the workload's."""
     billions = [each for each in log.parameters_billion if each]
     stated = {"parameters": log.parameters, "parameters_billion": sorted(set(billions))}
     is_near = any(abs(each - workload.num_params / 1e9) < 6e-4 for each in billions)

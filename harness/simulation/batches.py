@@ -1,4 +1,4 @@
-"""A list of the worker's batches, for trainings in this process."""
+"""Gives a training in this process the same batches as the worker's, as a list."""
 
 from __future__ import annotations
 

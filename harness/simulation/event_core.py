@@ -1,11 +1,11 @@
-"""Units of work in virtual time: one core simulates the schedules of shards and of pipelines.
+"""Simulates units of work in virtual time; the same core runs the schedules of shards and of pipelines.
 
 A worker does one unit at a time. Either all workers share one queue (`run_pool`: the shards of models in turn), or each
 has its own queue, and waits for what its neighbors in a line send (`run_lines`: the stages of pipelines). Plans and
-figures use the same core. In a line, worker s has three units of an item: F, after that of worker s - 1 has arrived; B,
-after that of s + 1 has; R between them. No worker's choice depends on later events at others, so each sweep over all
-workers advances every worker whose next unit is known: a million units take about a second, whatever the number of
-workers.
+figures use the same core. In a line, worker s has three units for each item: F (forward), after the message of worker s
+- 1 has arrived; B (backward), after the message of worker s + 1 has; and R (recompute) between them. No worker's choice
+depends on later events at others, so each sweep over all workers advances every worker whose next unit is known: a
+million units take about a second, whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 KINDS = "FRB"
-F, R, B = 1, 2, 3  # 0 stands for no unit
+F, R, B = 1, 2, 3  # kinds of units: forward, recompute, backward; 0 stands for no unit
 
 
-# The key of a waiting chain: a function of its remaining time, its place in the order of arrival, and a number drawn
-# from [0, 1) on arrival.
+# Computes the key of a waiting chain from three numbers: its remaining time, its place in the order of arrival, and a
+# number drawn from [0, 1) on arrival.
 Key = Callable[[float, int, float], float]
 
 
@@ -39,15 +39,15 @@ class PoolUnit(NamedTuple):
 def run_pool(
     chains: Sequence[Sequence[float]], num_workers: int, key: Key, draw: Callable[[], float]
 ) -> list[PoolUnit]:
-    """Return units in the order of their starts. The units of a chain, given in seconds, run one after another, each on
-    any worker. A free worker takes from the waiting chain with the least key; of equal ones from the one that waits
-    longest."""
+    """Return the units in the order of their starts. `chains`: for each chain, the seconds of its units, which run one
+    after another, each on any worker. A free worker takes the next unit of the waiting chain with the smallest key; if
+    keys are equal, of the chain that has waited longest."""
     left = [float(sum(chain)) for chain in chains]
     next_unit = [0] * len(chains)
     waiting = [(key(left[number], number, draw()), number, number) for number, chain in enumerate(chains) if chain]
     arrival, now = len(waiting), 0.0
     heapify(waiting)
-    running: list[tuple[float, int, int]] = []  # end, worker, chain
+    running: list[tuple[float, int, int]] = []  # a heap of (end, worker, chain)
     units, free = [], list(reversed(range(num_workers)))
     while waiting or running:
         while waiting and free:
@@ -58,7 +58,7 @@ def run_pool(
             heappush(running, (now + seconds, worker, number))
             units.append(PoolUnit(number, worker, now, now + seconds))
         now = running[0][0]
-        while running and running[0][0] == now:  # all units that end now arrive before any worker takes the next one
+        while running and running[0][0] == now:  # chains whose units end now wait again before any worker takes a unit
             _, worker, number = heappop(running)
             free.append(worker)
             if next_unit[number] < len(chains[number]):
@@ -69,23 +69,23 @@ def run_pool(
 
 @dataclass(frozen=True)
 class Line:
-    """A line of workers. orders: (workers, units) of F, R and B, padded with 0: each worker's queue."""
+    """A line of workers. orders: each worker's queue, an array (workers, units) of F, R and B, padded with 0."""
 
     orders: Array
-    seconds: Sequence[Mapping[str, float]]  # F, R and B of each worker
+    seconds: Sequence[Mapping[str, float]]  # seconds of F, R and B, for each worker
     num_items: int
-    send_seconds: Sequence[float]  # between each worker and the next
+    send_seconds: Sequence[float]  # seconds of a message between each worker and the next
     recompute_waits: bool  # True: R waits for the message that B needs
-    is_opportunistic: bool  # True: if R is next but B's message has not arrived, the next F goes first, if it can
+    is_opportunistic: bool  # True: if R is next, but the message for B has not come, the next F runs first if it can
 
 
 @dataclass(frozen=True)
 class LineRun:
-    """The run of a line. starts and ends, if kept: of F, R and B, (kinds, workers, items); not a number if there is no
-    such unit."""
+    """The run of a line. starts and ends, if kept: times of F, R and B, in arrays (kinds, workers, items), in which NaN
+    stands for no unit."""
 
-    ended: Array  # each worker's end of all units
-    busy: Array  # sum of each worker's units
+    ended: Array  # time at which each worker has done all its units
+    busy: Array  # seconds of each worker's units in all
     starts: Array | None = None
     ends: Array | None = None
 
@@ -96,8 +96,8 @@ def run_lines(
 ) -> list[LineRun]:  # fmt: skip
     """Run all lines side by side.
 
-    `sends_at_once`: messages that a link carries at a time in each direction, further ones wait; None: any number.
-    `noise`: maps the durations of messages or of units to drawn ones.
+    `sends_at_once`: how many messages a link carries at a time in each direction; further messages wait; None: any
+    number. `noise`: maps the durations of messages or of units to randomly drawn durations.
     """
     import numpy as np
 
@@ -120,8 +120,9 @@ def run_lines(
         orders[first : first + len(line.orders), : line.orders.shape[1]] = line.orders
     seconds = np.zeros((num_workers, 1 + len(KINDS)))
     seconds[:, 1:] = [[each[kind] for kind in KINDS] for line in lines for each in line.seconds]
-    send = np.array([each for line in lines for each in (*line.send_seconds, 0.0)])  # to the worker above
-    # Arrival times of each item's message from below and from above; one column more, for messages that never come.
+    send = np.array([each for line in lines for each in (*line.send_seconds, 0.0)])  # to the next worker
+    # Times at which each item's message from the worker below and from the worker above arrives. The last column is for
+    # messages that never come.
     below, above = np.full((num_workers, most + 1), np.inf), np.full((num_workers, most + 1), np.inf)
     exists = np.arange(most + 1) < num_items[:, None]
     below[exists & is_first[:, None]] = above[exists & is_last[:, None]] = 0.0
@@ -135,7 +136,7 @@ def run_lines(
     is_any_choosing = bool(chooses.any())
 
     def sent(kind: int, who: Array, items: Array, end: Array) -> None:
-        """Return the arrival of these workers' messages."""
+        """Send a message from each of these workers; return the times at which the messages arrive."""
         goes = ~(is_last if kind == F else is_first)[who]
         who, items, end = who[goes], items[goes], end[goes]
         if len(who) == 0:
@@ -152,7 +153,7 @@ def run_lines(
 
     while True:
         kind = orders[rows, place]
-        while (again := (kind == F) & (ahead > 0)).any():  # units that were done ahead are skipped
+        while (again := (kind == F) & (ahead > 0)).any():  # skip forward units that were done ahead of their turn
             place += again
             ahead -= again
             kind = orders[rows, place]

@@ -1,11 +1,11 @@
-"""Stand-ins for CUDA's streams, events and host threads: a method's own code runs on the CPU, and every op is booked on
-the stream or thread that would run it beside a GPU.
+"""Stand-ins for CUDA's streams and events and for host threads. A method's own code runs on the CPU, and every op is
+booked on the stream or thread that would run it on a machine with a GPU.
 
-They replace the CPU's entry in STREAMS (harness/devices/streams.py). A TorchDispatchMode sees every op and books it by
-CUDA's rules. An op on device memory is queued on the current stream of the calling thread: it starts when the stream is
-free and the thread has queued it, and the thread continues at once, unless the op returns a number or is a blocking
-copy. An op on host memory alone runs on the thread itself. Work given to a pool runs at once, but is booked on a thread
-of the pool; asking for its result waits for it.
+The stand-ins replace the CPU's entry in STREAMS (harness/devices/streams.py). A TorchDispatchMode sees every op and
+books it by CUDA's rules. An op on device memory is queued on the current stream of the calling thread: it starts when
+the stream is free and the thread has queued it, and the thread continues at once, unless the op returns a number or is
+a blocking copy. An op on host memory alone runs on the thread itself. Work given to a pool runs at once, but is booked
+on a thread of the pool; asking for its result waits for it.
 
 An agent (a stream or a thread) carries a `now`, whose meaning depends on the clock: the events known to have happened
 (tests/support/races.py), or the time (virtual_clock.py). Waiting joins two such values.
@@ -29,26 +29,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.devices import streams as streams_of
 from harness.simulation.watched_ops import Memories, Memory, Op, attributes, tensors
 
-DEVICE = "cpu:0"  # device of the watched code; plain "cpu" is the host
+DEVICE = "cpu:0"  # stands for the device in the watched code; plain "cpu" is the host
 
 
 class Agent(Protocol):
-    """A stream or a host thread: it works in order."""
+    """A stream or a host thread, which does its work in order."""
 
     name: str
     now: Any
 
 
 class Clock(Protocol):
-    """A clock defines `now`, and how ops change it."""
+    """Defines what an agent's `now` is, and how ops change it."""
 
     zero: Any
 
-    def join(self, one: Any, other: Any) -> Any: ...  # the least `now` at or after both
-    def load(self, thread: Agent) -> float: ...  # a pool chooses the thread of the least load
+    def join(self, one: Any, other: Any) -> Any: ...  # the earliest `now` that is at or after both
+    def load(self, thread: Agent) -> float: ...  # a pool gives work to the thread of the smallest load
     def queued(self, thread: Agent, op: Op) -> None: ...  # the thread puts the op on a stream
     def ran(self, agent: Agent, op: Op) -> None: ...  # the agent has run the op
-    def freed(self, agent: Agent, now: Any, memory: Memory) -> None: ...  # its stream may use it again from `now` on
+    def freed(self, agent: Agent, now: Any, memory: Memory) -> None: ...  # from `now` on, its stream may reuse it
 
 
 @dataclass(eq=False)
@@ -60,7 +60,8 @@ class HostThread:
 
 @dataclass(eq=False)
 class Event:
-    """Stands for a recorded torch.cuda.Event; also for a future of completed work, whose streams may end later."""
+    """Stands for a recorded torch.cuda.Event. Also stands for a future whose work has been done, while the streams that
+    it used may end later."""
 
     streams: FakeStreams
     now: Any
@@ -75,14 +76,15 @@ class Event:
 
 @dataclass(eq=False)
 class Stream:
-    """Stands for torch.cuda.Stream. Queued work comes after all that the queuing thread has waited for."""
+    """Stands for torch.cuda.Stream. Queued work runs after everything that the thread which queues it has waited
+    for."""
 
     streams: FakeStreams
     name: str
     now: Any
 
     def reached(self) -> None:
-        """Make the stream wait for the calling thread, which queues something."""
+        """Make the stream wait until now on the calling thread, which is about to queue work."""
         self.streams.wait(self, self.streams.thread.now)
 
     def wait_event(self, event: Event) -> None:
@@ -98,7 +100,7 @@ class Stream:
 
 
 class Pool:
-    """Host threads that take work in order; the thread of least load goes first."""
+    """Host threads that take work in order; the thread of the smallest load takes the next piece."""
 
     def __init__(self, streams: FakeStreams, name: str, num_threads: int) -> None:
         self.streams = streams
@@ -112,7 +114,7 @@ class Pool:
         return Event(streams, thread.now, value)
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Event:
-        """Update as harness/devices/update_threads.py does, in the order of the calls, a chunk at a time."""
+        """Make an update as harness/devices/update_threads.py does: in the order of the calls, a chunk at a time."""
         tasks = [self.submit(lambda first=first: work(first, first + 1)) for first in range(num_chunks)]
         return Event(self.streams, functools.reduce(self.streams.clock.join, (task.now for task in tasks)))
 
@@ -120,7 +122,7 @@ class Pool:
 
 
 class FakeStreams:
-    """The entry in STREAMS, with the current thread and every memory."""
+    """The CPU's entry in STREAMS while code is watched; knows the current thread and every memory."""
 
     def __init__(self, clock: Clock, num_workers: int = 1) -> None:
         self.clock, self.num_workers, self.taking = clock, num_workers, nullcontext
@@ -140,7 +142,7 @@ class FakeStreams:
         return Pool(self, f"pool {next(self._numbers)} thread", num_threads)
 
     def workers(self, num_threads: int) -> Pool:
-        """Make threads for updates, as many as the clock's machine has."""
+        """Make the threads that run updates, as many as watching() was given."""
         return self.pool(self.num_workers)
 
     def use(self, stream: Stream) -> AbstractContextManager:
@@ -164,7 +166,7 @@ class FakeStreams:
             stream.synchronize()
 
     def name(self, owner: Any, prefix: str = "") -> None:
-        """Name the memories, streams and threads among an object's attributes after them."""
+        """Name the memories, streams and threads that are attributes of an object after these attributes."""
         for attribute, value in attributes(owner):
             for tensor in tensors(value):
                 memory = self.memories.of(tensor)
@@ -210,7 +212,7 @@ class _CopiesHome(TorchFunctionMode):
 
 @contextmanager
 def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
-    """Replace DEVICE's streams and the host's threads, with `num_workers` of them for updates."""
+    """Replace DEVICE's streams and the host's threads inside the context. `num_workers`: threads for updates."""
     ops, copies_home = _Ops(), _CopiesHome()
     ops.streams = copies_home.streams = streams = FakeStreams(clock, num_workers)
     with ExitStack() as stack, ops, copies_home:
@@ -222,8 +224,9 @@ def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
 
 
 def _install(streams: FakeStreams, stack: ExitStack) -> None:
-    """Put the streams in the table; mark host memory and name objects as they are made, until the stack ends."""
-    names = ("layer_state", "disk", "slot")  # the modules as loaded now, because tests plant bugs in fresh modules
+    """Put the streams into STREAMS until the stack ends; until then, mark host memory and name objects as they are
+    made."""
+    names = ("layer_state", "disk", "slot")  # modules as loaded now, because tests plant bugs in modules loaded anew
     state, disk, slot = (importlib.import_module(f"methods.streaming.{name}") for name in names)
 
     def room(device: Any, make: Any, *args: Any, host: bool) -> Tensor:

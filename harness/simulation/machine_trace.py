@@ -1,7 +1,7 @@
-"""Samples that a job trains on machines that come and go: a job that morphs to the machines there are, and one that
-restarts from its last hourly checkpoint.
+"""Simulates how many samples a job trains on machines that come and go: a job that morphs, that is, adapts to the
+machines present, or a job that restarts from its last hourly checkpoint.
 
-Nothing here is measured: the trace is drawn, and a step's time is the event core's.
+Nothing here is measured: the trace is drawn at random, and the event core computes a step's time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HOUR = 3600.0
 
 
 class MachineChange(NamedTuple):
-    """From this moment on this many machines are there."""
+    """From this moment on, so many machines are present."""
 
     seconds: float
     num_machines: int
@@ -24,14 +24,14 @@ class MachineChange(NamedTuple):
 class MachineSpan(NamedTuple):
     start: float
     end: float
-    samples_per_second: float  # only samples that stay in the model: steps lost later do not count
+    samples_per_second: float  # only samples whose steps are not lost later
 
 
 def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[MachineChange]:
-    """Draw a trace: each of `most` machines is there and away in turns.
+    """Draw a trace in which each of `most` machines is present and absent in turns.
 
-    Each turn's time is drawn from an exponential distribution, three times as long there as away; on average
-    `mean_hours` there.
+    The time of each turn is drawn from an exponential distribution. Its mean is `mean_hours` if the machine is present,
+    and a third of that if it is absent.
     """
     draw, moments = random.Random(seed), list[tuple[float, int]]()
     for _ in range(most):
@@ -55,9 +55,9 @@ def through(
 ) -> list[MachineSpan]:  # fmt: skip
     """Return the spans of a job on a trace.
 
-    `speed`: samples per second on this many machines. `pause_seconds`: from a change until steps go on. `tells`: the
-    state is saved when machines change, and new machines are used at once. Otherwise all steps after the last
-    checkpoint are repeated when a machine leaves, and new machines wait for that.
+    `speed`: gives the samples per second on a number of machines. `pause_seconds`: the time from a change until steps
+    go on. `tells`: True if the state is saved when machines change, and new machines are used at once. Otherwise all
+    steps after the last checkpoint are repeated when a machine leaves, and new machines are used only then.
     """
     if not tells:
         trace = [trace[0], *(then for now, then in itertools.pairwise(trace) if then.num_machines < now.num_machines)]

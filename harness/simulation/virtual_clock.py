@@ -1,9 +1,11 @@
-"""Virtual time: the duration of a method's step on a machine of given rates, with all overlap that its code allows.
+"""Computes the duration of a method's step in virtual time, on a machine of given rates, with all overlap that the
+method's code allows.
 
-Every op costs its agent time, by arithmetic: on the device FLOPs or bytes, whichever takes longer; between the memories
-bytes over the link, each direction on its own; on the host bytes; and a launch for the calling thread. An agent's `now`
-is the time at which it is free, so a wait takes the later of two. The schedule is that of the method's own code, the
-rates are the machine's; no number here was measured.
+Every op takes time of the agent that runs it. On the device, it is the time of the FLOPs or of the bytes, whichever is
+longer; between device and host, that of the bytes over the link, in each direction separately; on the host, that of the
+bytes. An op on the device also takes launch time of the calling thread. An agent's `now` is the time at which it is
+free, so a wait takes the later of two times. The schedule is that of the method's own code, the rates are the
+machine's; no number here was measured.
 """
 
 from __future__ import annotations
@@ -28,48 +30,48 @@ from harness.simulation.fake_streams import DEVICE, Agent, FakeStreams, HostThre
 from harness.simulation.watched_ops import Memory, Op, tensors
 
 aten = torch.ops.aten
-# The CPU's attention takes its arguments in the order of CUDA's, for which torch has the formulas.
+# Torch has FLOP formulas for CUDA's attention. The CPU's attention takes its arguments in the same order.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
-UPDATES = {"_fused_adamw_": "self", "adamw": "grads"}  # kernels, and the argument that has their parameters
-ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # cost nothing: no kernel is launched
+UPDATES = {"_fused_adamw_": "self", "adamw": "grads"}  # kernels of AdamW, and their argument that holds the parameters
+ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # ops that launch no kernel and take no time
 
 
 @dataclass(frozen=True)
 class VirtualMachine:
-    """Rates; infinite ones take no time."""
+    """The rates of a machine; work at an infinite rate takes no time."""
 
     device_flops_per_second: float = math.inf
     device_bytes_per_second: float = math.inf
     link_bytes_per_second: float = math.inf  # in each direction
     link_latency_seconds: float = 0.0
     host_bytes_per_second: float = math.inf  # of one thread
-    device_update_params_per_second: float = math.inf  # of AdamW's kernel, beside the bytes
+    device_update_params_per_second: float = math.inf  # of AdamW's kernel, added to the time of its bytes
     host_update_params_per_second: float = math.inf  # of one thread
     num_workers: int = 1  # threads for updates
-    launch_seconds: float = 0.0  # of the calling thread, for each op on the device
+    launch_seconds: float = 0.0  # time of the calling thread for each op on the device
 
 
 @dataclass(frozen=True)
 class VirtualRun:
     """A training in virtual seconds since its start."""
 
-    step_ends: list[float]  # of compute
-    total_seconds: float  # until all is done
-    busy_seconds: dict[str, float]  # by agent
+    step_ends: list[float]  # virtual time at which each step's compute ends
+    total_seconds: float  # until all work is done
+    busy_seconds: dict[str, float]  # seconds of work, by agent
     device_flops: float
     spans: list[Span]
 
     @property
     def step_seconds(self) -> float:
-        """Mean of the steps after the first, which starts on an idle machine."""
+        """Return the mean duration of a step, without the first step, which starts on an idle machine."""
         return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
 
     @property
     def last_step_seconds(self) -> float:
-        """With all work ahead that the steps before could do."""
+        """Return the duration of the last step, which profits most from work that earlier steps did ahead."""
         return self.step_ends[-1] - self.step_ends[-2]
 
     def timeline(self, about: dict[str, Any]) -> Timeline:
@@ -124,12 +126,13 @@ class VirtualTime:
 
 
 def updated_params(op: Op) -> int:
-    """Parameters updated by an AdamW kernel, ours or torch's."""
+    """Return the number of parameters that an op updates, if it is an AdamW kernel, ours or torch's."""
     return sum(tensor.numel() for tensor in tensors(op.arguments[UPDATES[op.name]])) if op.name in UPDATES else 0
 
 
 def flops_of(op: Op) -> float:
-    """Floating-point operations of matrix products and attention, causal attention counted as half; else none."""
+    """Return the floating-point operations of a matrix product or of attention (half of them, if causal); 0 for other
+    ops."""
     packet = op.func.overloadpacket
     formula = flop_registry.get(ATTENTION.get(packet, packet))
     if formula is None:
@@ -139,7 +142,7 @@ def flops_of(op: Op) -> float:
 
 
 class Spans:
-    """Work of agents in virtual seconds, without work that takes no time."""
+    """The spans of the agents' work in virtual seconds; work that takes no time is left out."""
 
     def __init__(self, streams: FakeStreams) -> None:
         self.streams, self.done = streams, list[Span]()
@@ -159,7 +162,7 @@ class Spans:
 
 
 class Due:
-    """An update that waits for its gradient, or is under way. `about`: a span with its labels, at any time."""
+    """An update that waits for its gradient, or is under way. `about`: spans from which only the labels are taken."""
 
     def __init__(self, pool: VirtualWorkers, deadline: int, released: float, seconds: float, about: list[Span]) -> None:
         self.pool, self.deadline, self.released, self.left, self.about = pool, deadline, released, seconds, about
@@ -171,8 +174,8 @@ class Due:
 
 
 class VirtualWorkers(Pool):
-    """Stands for harness/devices/update_threads.py's Workers: all threads share the update of the earliest deadline
-    among those whose gradient has landed. The order is settled when an update is waited for."""
+    """Stands for Workers of harness/devices/update_threads.py: all threads share one update, that of the earliest
+    deadline among those whose gradient has arrived. The order is computed when somebody waits for an update."""
 
     def __init__(self, streams: FakeStreams, clock: VirtualTime, num_threads: int, spans: Spans) -> None:
         super().__init__(streams, "workers", num_threads)
@@ -207,7 +210,7 @@ class VirtualWorkers(Pool):
 
 
 def virtual_run(method: Method, workload: Workload, machine: VirtualMachine, steps: int = 3) -> VirtualRun:
-    """Train under the machine's clock."""
+    """Train some steps in the virtual time of this machine."""
     training = method.settled(method.plan(workload, Room())).train(workload, token_batches(workload, steps), DEVICE)
     clock = VirtualTime(machine)
     with watching(clock, machine.num_workers) as streams:

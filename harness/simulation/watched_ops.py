@@ -1,7 +1,8 @@
-"""The memory accesses of a dispatched op: which bytes of which allocation it reads and writes, on host or device.
+"""Finds the memory accesses of a dispatched op: which bytes of which allocation it reads and writes, and whether they
+are on the host or the device.
 
-On a CPU all memory is alike. Host memory is therefore memory allocated as such, or returned by an op that reads host
-memory alone; everything else stands for the device's.
+On a CPU all memory is alike. So memory counts as host memory if it was allocated as host memory, or returned by an op
+that reads only host memory; all other memory stands for device memory.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}  # in-place ops 
 class Memory:
     """One allocation."""
 
-    made_by: str  # the op's name
+    made_by: str  # name of the op that allocated it
     is_host: bool = False
     stream: Any = None  # the stream of the op that allocated it on the device
     name: str = ""
-    notes: list[Any] = field(default_factory=list)  # for an instrument
+    notes: list[Any] = field(default_factory=list)  # whatever a clock or a test keeps about this memory
 
     def __str__(self) -> str:
         return self.name or f"what {self.made_by} made"
 
 
 class Access(NamedTuple):
-    """The bytes [start, end) of a memory; `num_bytes` excludes the gaps of the tensor."""
+    """The bytes [start, end) of a memory that a tensor spans; `num_bytes` excludes gaps between the tensor's
+    elements."""
 
     memory: Memory
     start: int
@@ -73,12 +75,12 @@ class Op(NamedTuple):
 
 
 class Memories:
-    """Every live memory, by its tensors; calls `on_free` for each that is freed."""
+    """Finds the memory of a tensor among all live memories; calls `on_free` for each memory that is freed."""
 
     def __init__(self, on_free: Callable[[Memory], None]) -> None:
         self._on_free = on_free
         self._alive: dict[int, tuple[weakref.ref, Memory]] = {}
-        self._fresh_is_host: bool | None = None  # None: decided by what the op reads
+        self._fresh_is_host: bool | None = None  # None: decide by what the op reads
 
     def of(self, tensor: Tensor, made_by: str = "another") -> Memory:
         storage = tensor.untyped_storage()
@@ -88,8 +90,8 @@ class Memories:
         return self._alive[key][1]
 
     def allocating(self, *, host: bool | None) -> AbstractContextManager:
-        """Count all allocations in this context as host memory, or all as device memory; None: decide by what their op
-        reads."""
+        """Count all allocations in this context as host memory (True) or as device memory (False); None: decide by what
+        the allocating op reads."""
         return mock.patch.object(self, "_fresh_is_host", host)
 
     def forget(self) -> None:
@@ -97,7 +99,7 @@ class Memories:
         self._alive.clear()
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: Any) -> Op:
-        """Return the op that has just run; its device allocations belong to the stream."""
+        """Return the Op for an op that has just run. Its allocations on the device belong to `stream`."""
         name, (names, written) = func.overloadpacket.__name__, _arguments_of(func)
         arguments = dict(zip(names, args, strict=False)) | kwargs
         unread = written if name in OVERWRITES else ()
@@ -124,14 +126,14 @@ class Memories:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Yield the tensors with memory in an argument or a result, which may be a list."""
+    """Return the tensors with memory in an argument or a result, which may be a list."""
     leaves = value if isinstance(value, (list, tuple)) else [value]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_meta]
 
 
 def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Return an object's attributes by name; a state's slabs by their own names, those of the spare state after
-    "spare"."""
+    """Yield an object's attributes by name. The slabs of a state have their own names; in front of those of the spare
+    state stands "spare"."""
     for attribute, value in vars(owner).items():
         if not hasattr(value, "_asdict"):
             yield attribute, value
@@ -142,7 +144,7 @@ def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
-    """Return the names of an overload's arguments, and of those it writes."""
+    """Return the names of an overload's arguments, and of those arguments that it writes."""
     schema = func._schema.arguments
     written = {argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write}
     return [argument.name for argument in schema], written
