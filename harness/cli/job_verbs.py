@@ -171,8 +171,8 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
 def case(**words: Any) -> None:
     """Make a figure of the papers, or all: run what is missing, write the table, draw it.
 
-    Three figures are this project's, and not in all: 8, which scales over ranks, 9, which grows the batch, and
-    overlap, which shows the copies that hide behind compute in one step.
+    Three figures are not the papers' and not in `all`: 8, throughput over the number of ranks; 9, throughput over the
+    batch; and overlap, the copies that run behind compute in one step.
     """
     from harness.evidence import collect
 

@@ -62,7 +62,9 @@ class Layers(click.IntRange):
 probe = together(
     click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict then says so."),
     click.option("--probe-layers", type=Layers(), metavar="N|all", help=f"Layers of the probe (default: {LAYERS})."),
-    click.option("--probe-steps", type=click.IntRange(STEPS, MOST_STEPS), help=f"Steps of it (default: {STEPS})."),
+    click.option(
+        "--probe-steps", type=click.IntRange(STEPS, MOST_STEPS), help=f"Steps of the probe (default: {STEPS})."
+    ),
 )
 
 
@@ -192,7 +194,7 @@ gpt = together(
     click.option(
         "--model", metavar="NAME", shell_complete=_models, is_eager=True, expose_value=False, callback=_take_gpt,
         help="Take -l, -h, --heads, --seq and --vocab from a GPT: a name in models.yaml, such as gpt2-xl, or a size"
-        " such as 7b, for about so many parameters. Options that are given override them.",
+        " such as 7b, for a GPT of about that size. Options that are given override them.",
     ),
     params,
 )  # fmt: skip
