@@ -81,7 +81,7 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
 
 def _untrained_point(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> list[FigureRow]:
     """Return the rows of the claim's first point for which no run trained. Another run of the case would not help,
-    because the case runs the point's method at no other size."""
+    because the case measures no other method at that size."""
     for rows in tables.values():
         for point in claim.expected.named:
             found = _matching(point, rows)

@@ -244,7 +244,7 @@ def untrained(entries: Sequence[Entry]) -> list[Entry]:
 
 def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[str]:
     """Return the commands that repeat the runs: first the cases of each profile, then the jobs that belong to no case.
-    Runs of the reference need no command, because other runs start them."""
+    Runs that served as a reference need no command, because the runs that need them start them."""
     of_all = [str(number) for number in case.numbers_of_all()]
     cases = _each(scaled.call("all" if each.case in of_all else each.case, each.profile) for each in sections)
     used = list(_profiles(runs))
