@@ -1,1 +1,1 @@
-"""One file is one method; a leading underscore is not a method."""
+"""Each file of this folder is one method, unless its name begins with an underscore."""

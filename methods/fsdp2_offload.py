@@ -2,7 +2,7 @@
 
 Each layer is sharded over the ranks and lives on the host; it is gathered to the device for its forward pass, again for
 its recompute and backward pass, and its gradient goes back to the host, where torch's AdamW steps after the whole
-backward pass. All upstream code: this file only wraps our model in it.
+backward pass. All of this is torch's code; this file only wraps the harness's model.
 
 Each rank trains on its part of every batch; torch averages the gradients.
 """
@@ -30,7 +30,7 @@ class Fsdp2Offload(Method):
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         workload = rank_part(workload, self.world_size)
-        # Sharded over the ranks: states and the batch. Whole on each rank: gathered weights, and their gradients.
+        # States and the batch are split over the ranks. Gathered weights and their gradients are whole on each rank.
         params = -(-workload.num_params // self.world_size)
         size = workload.weight_bytes
         at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, a layer, the next
@@ -67,7 +67,7 @@ class Fsdp2Offload(Method):
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         num_ranks = self.world_size
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **(alone if num_ranks == 1 else {}))  # torchrun's variables name the others
+        dist.init_process_group(backend, **(alone if num_ranks == 1 else {}))  # torchrun's variables name the rest
         rank = dist.get_rank()
         try:
             mesh = init_device_mesh(device, (num_ranks,))
@@ -79,7 +79,7 @@ class Fsdp2Offload(Method):
                 fully_shard(layer, **settings)
             fully_shard(model, **settings)
             model.to_empty(device="cpu")
-            parameters: list[tuple[str, Any]] = list(model.named_parameters())  # DTensors by now
+            parameters: list[tuple[str, Any]] = list(model.named_parameters())  # fully_shard() has made them DTensors
             if num_ranks == 1:
                 initialize(((name, p.to_local().detach()) for name, p in parameters), workload)
             else:
@@ -112,6 +112,6 @@ class Fsdp2Offload(Method):
                 TensorState(name, *map(all_of, (p, state["exp_avg"], state["exp_avg_sq"])))
                 for name, p, state in columns
             )
-            return Trained([state for state in states if rank == 0])  # all ranks gather the whole tensors, for rank 0
+            return Trained([state for state in states if rank == 0])  # all ranks gather; rank 0 keeps the tensors
         finally:
             leave_others()

@@ -25,9 +25,9 @@ from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe, page_locked
 
-ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of a gradient's norm on a device; number of other scalars there
-MOST_TURNS = 2000  # latest units of the timeline that a record keeps
-SAVED_BOUNDARIES = 17.2  # tensors of a boundary's size that autograd saves of a layer; checked by a rehearsal
+ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of one gradient norm on a device; number of other scalars on a device
+MOST_TURNS = 2000  # units of the timeline that a record keeps, the latest ones
+SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a layer, over those of its input; rehearsals check it
 CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
 
 
@@ -47,7 +47,7 @@ class Hydra(Method):
     intermediates: str = "checkpointed"  # checkpointed: layers are recomputed; or "saved": activations go to the host
     num_models: int = 1  # each with its own learning rate; the first has the workload's
     num_batch_sizes: int = 1  # batch sizes for each learning rate: the workload's, and halves of it
-    num_devices: int = 1  # processes on a CPU, else GPUs
+    num_devices: int = 1  # number of GPUs, or of processes on a CPU
     hybrid: bool = True  # with more devices than models, split the first model's batches over two devices
     partitioner: str = "exact"  # rehearse shards, and halve what does not fit; or "presharded": shard_layers as given
     policy: str = "lrtf"  # longest remaining time first; or srtf, fifo, random

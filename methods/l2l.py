@@ -49,7 +49,7 @@ class L2L(Method):
     def plan(self, workload: Workload, room: Room) -> Plan:
         workload = rank_part(workload, self.world_size)
         plan = placed_plan(workload, "W" * workload.num_layers, window_size=1, num_ranks=self.world_size)
-        # Unlike a window's, the top layer's weights are fetched again at the turn.
+        # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins.
         again = workload.weight_bytes * shared_numel(workload.layer_params, self.world_size) // self.world_size
         return replace(plan, moved_bytes=plan.moved_bytes + again)
 

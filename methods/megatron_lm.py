@@ -28,9 +28,9 @@ NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.
 class MegatronLM(Method):
     world_size: int = 1  # ranks
     tensor_parallel: int = 1  # ranks that share each matrix
-    sequence_parallel: bool = False  # they share what lies between the matrices, too
+    sequence_parallel: bool = False  # these ranks also split the sequence between the matrices
     pipeline_parallel: int = 1  # stages of a pipeline, each with as many layers
-    distributed_optimizer: bool = False  # ranks with the same weights share the optimizer's states
+    distributed_optimizer: bool = False  # ranks with the same weights split the optimizer's states
 
     label = "Megatron-LM"
     color = "#E7D6EF"
@@ -42,7 +42,7 @@ class MegatronLM(Method):
     drops_alike = False
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """Plan the rank of the stage that needs most."""
+        """Plan the memory of a rank of the stage that needs most."""
         num_pipelines = self._num_pipelines(workload)
         part = rank_part(workload, num_pipelines)
         needs = [self._stage_bytes(part, stage, num_pipelines) for stage in range(self.pipeline_parallel)]
@@ -84,14 +84,14 @@ class MegatronLM(Method):
         return ranks // (shared * stages)
 
     def _stage_bytes(self, part: Workload, stage: int, num_pipelines: int) -> dict[str, int]:
-        """Bytes of a rank of this stage, by kind; `part`: what its pipeline trains."""
+        """Return the bytes of a rank of this stage, by kind. `part`: the workload of one pipeline."""
         size, params = part.weight_bytes, self._stage_params(part, stage)
         stepped = -(-params // num_pipelines) if self.distributed_optimizer else params
         main = 0 if size == 4 else 4  # fp32 main weights
         optimizer, activations = (8 + main) * stepped, self._activation_bytes(part, stage)
-        if 4 * stepped > activations:  # torch's AdamW takes all tensors at once: one more fp32 copy while it steps
+        if 4 * stepped > activations:  # torch's AdamW updates all tensors at once, with one more fp32 copy
             optimizer, activations = optimizer + 4 * stepped, 0
-        states = {"weights": size * params, "gradients": 4 * params, "optimizer": optimizer}  # gradients sum up in fp32
+        states = {"weights": size * params, "gradients": 4 * params, "optimizer": optimizer}  # fp32 sums of gradients
         return {**states, "activations": activations}
 
     def _stage_params(self, workload: Workload, stage: int) -> int:
@@ -108,18 +108,18 @@ class MegatronLM(Method):
         return _num_layers(self, workload) * layer + megatron_names.rank_numel(ends, anatomy.ends, num_ranks)
 
     def _activation_bytes(self, part: Workload, stage: int) -> int:
-        """Beside the states, at the fullest moment of the passes."""
+        """Return the bytes of activations at the peak of forward and backward pass, states not included."""
         num_stages, num_parts, size = self.pipeline_parallel, part.micro_batches, part.weight_bytes
         boundary = part.boundary_bytes // num_parts
         logits = part.batch_size // num_parts * part.seq_len * part.vocab_size // self.tensor_parallel
         embedding = size * part.vocab_size * part.hidden_size // self.tensor_parallel
-        # Its loss works in the logits' place; in bf16 beside their fp32 copy.
+        # Megatron's loss overwrites the logits; in bf16 it needs an fp32 copy of them, too.
         normed = 3 * boundary + int(part.anatomy.head_boundaries * boundary)
         head = normed + max(4 * logits + embedding, (4 if size == 4 else 6) * logits)
         # A tied embedding has two gradients and their sum, at the end.
         num_embeddings = 3 if num_stages == 1 and megatron_names.sizes_of(part).is_tied else 1
         ends = num_embeddings * embedding + 2 * boundary if stage == 0 else 0
-        ahead = min(num_stages - stage, num_parts)  # micro-batches under way
+        ahead = min(num_stages - stage, num_parts)  # micro-batches whose inputs a stage keeps at once
         kept = ahead * part.num_layers // num_stages * boundary
         kept = kept // (self.tensor_parallel if self.sequence_parallel else 1)
         messages = 2 * boundary if num_stages > 1 else 0
@@ -161,7 +161,7 @@ class MegatronLM(Method):
                     for settings in optimizer.param_groups:
                         settings["lr"] = workload.learning_rate_at(step)
                     is_good, norm, _ = optimizer.step()
-                # Of a pipeline only the last stage has losses, each of its ranks the same.
+                # Only the last stage of a pipeline has losses, and all its ranks have the same ones.
                 mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
                 if self.world_size > 1:
                     dist.all_reduce(mean)
@@ -169,7 +169,7 @@ class MegatronLM(Method):
                 ended = Step(mean, torch.as_tensor(norm if is_good else math.inf))
                 yield ended._replace(loss_scale=scale, is_skipped=not is_good) if is_scaled else ended
             with cuda_questions_answered(device):
-                return Trained(list(_states(self, workload, model, optimizer)))  # all ranks gather them
+                return Trained(list(_states(self, workload, model, optimizer)))  # all ranks take part in gathering
         finally:
             parallel_state.destroy_model_parallel()
             leave_others()
@@ -183,7 +183,7 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 
 
 def _build(method: MegatronLM, workload: Workload, device: str):
-    """GPTModel with our weights, in gradient buffers, and Megatron's optimizer."""
+    """Return a GPTModel with the harness's weights in Megatron's gradient buffers, and Megatron's optimizer."""
     import torch
     import torch.nn.functional as F
     from megatron.core import parallel_state, tensor_parallel
@@ -214,7 +214,7 @@ def _build(method: MegatronLM, workload: Workload, device: str):
         qk_layernorm=sizes.norms_heads, add_qkv_bias=sizes.has_qkv_bias, add_bias_linear=is_gpt,
         gated_linear_unit=not is_gpt, activation_func=F.gelu if is_gpt else F.silu, apply_rope_fusion=False,
         use_cpu_initialization=True, perform_initialization=False, **precision,
-        # Fused kernels that need Apex or Transformer Engine, or compute GELU otherwise than our model.
+        # Off: fused kernels that need Apex or Transformer Engine, or compute another GELU than the harness's model.
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, bias_activation_fusion=False,
         bias_dropout_fusion=False, persist_layer_norm=False,
         tensor_model_parallel_size=method.tensor_parallel, sequence_parallel=method.sequence_parallel,
@@ -265,10 +265,10 @@ def _build(method: MegatronLM, workload: Workload, device: str):
         [model],
     )  # fmt: skip
     for group in optimizer.param_groups:
-        # Megatron's own scheduler would apply the multiplier, 0 for biases and norms; our schedule is the harness's.
+        # Megatron's scheduler would apply the multiplier (0 for biases and norms); the harness has its own schedule.
         group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
     if is_mixed:
-        # Main weights begin at the fp32 start itself, not at its rounding.
+        # Main weights begin at the fp32 starting value, not at its rounding.
         for name, parameter in _named(method, workload, model):
             megatron.set_main(optimizer, parameter, starts[name])
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
@@ -276,7 +276,9 @@ def _build(method: MegatronLM, workload: Workload, device: str):
 
 
 def _recomputed_layer():
-    """Megatron's layer under torch's checkpoint: its own recompute reads the CUDA random state even on a CPU."""
+    """Return a subclass of Megatron's layer that recomputes by torch's checkpoint, because Megatron's own recompute
+    reads the CUDA random state even on a CPU.
+    """
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch.utils.checkpoint import checkpoint
 
@@ -288,12 +290,12 @@ def _recomputed_layer():
 
 
 def _num_layers(method: MegatronLM, workload: Workload) -> int:
-    """Return the layers of a stage."""
+    """Return the number of layers of a stage."""
     return workload.num_layers // method.pipeline_parallel
 
 
 def _stage_of_end(method: MegatronLM, name: str) -> int:
-    """Return the stage that has a tensor of the embedding or the head."""
+    """Return the number of the stage that has this tensor of the embedding or the head."""
     return 0 if megatron_names.is_of_first_stage(name) else method.pipeline_parallel - 1
 
 
@@ -326,7 +328,7 @@ def _tensors(method: MegatronLM, workload: Workload):
 
 
 def _states(method: MegatronLM, workload: Workload, model, optimizer):
-    """Yield the tensors of our model on rank 0, to which the stages send theirs; on other ranks none."""
+    """Yield the harness's tensors on rank 0, to which the stages send them; yield none on other ranks."""
     import torch
     import torch.distributed as dist
 

@@ -1,6 +1,5 @@
-"""Train our model by a DeepSpeed engine, configured from the job.
-
-DeepSpeed 0.19.8. Comments at odd settings name the behaviour that they avoid.
+"""Trains the harness's model with a DeepSpeed engine that is configured from the job. DeepSpeed 0.19.8. Comments at odd
+settings name the behaviour that they avoid.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WIND
 from harness.core.method import Step, TensorState, Trained, Training, Unavailable
 from methods.engines.deepspeed_config import EXTENSIONS, KERNELS, NEEDS, is_built, lacks_to_build, versions
 
-FP16 = {  # the rule of methods/shared/loss_scale.py
+FP16 = {  # the same rule as methods/shared/loss_scale.py
     "enabled": True,
     "loss_scale": 0,  # dynamic
     "initial_scale_power": int(math.log2(INITIAL_LOSS_SCALE)),
@@ -37,7 +36,7 @@ def engine_config(workload: Workload, adam: str, zero: dict[str, Any], num_ranks
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch_size // num_ranks,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": workload.clip_norm,  # said even when 0: left out, it is 1.0
+        "gradient_clipping": workload.clip_norm,  # given even when 0, because the default is 1.0
         "zero_optimization": zero,
         "bf16": {"enabled": workload.dtype == "bf16"},
         "fp16": FP16 if workload.dtype == "fp16" else {"enabled": False},
@@ -57,10 +56,10 @@ def train(
     workload: Workload, batches: Any, device: str, adam: str, zero: dict[str, Any], reentrant: bool,
     needed: ExitStack, num_ranks: int = 1, **extra: Any
 ) -> Training:  # fmt: skip
-    """Train by deepspeed.initialize's engine; each rank on its part of every batch.
+    """Train with the engine of deepspeed.initialize(); each rank trains on its part of every batch.
 
-    `reentrant`: torch's older recompute. `extra`: more configuration. `needed`: is closed after the trained tensors
-    have been read, which are made one by one.
+    `reentrant`: use torch's older recompute. `extra`: further entries of the configuration. `needed`: a context that is
+    closed after all trained tensors, which are made one by one, have been read.
     """
     if adam == "deepspeed" and not is_built("cpu_adam"):
         raise Unavailable(lacks_to_build("cpu_adam") or "DeepSpeed's cpu_adam is not compiled: ./run.sh setup")
@@ -70,7 +69,7 @@ def train(
     if is_scaled and device != "cuda":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        # DeepSpeed asks for oneDNN's fp16 instructions, which torch's kernels do not need.
+        # DeepSpeed requires oneDNN's fp16 instructions, which torch's kernels do not need.
         CPU_Accelerator.is_fp16_supported = lambda self: True
     import torch
     import torch.distributed as dist
@@ -110,11 +109,11 @@ def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
             port = str(free.getsockname()[1])
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {
-        "LOCAL_RANK": "0",  # DeepSpeed selects the GPU of this number, and each rank sees one
+        "LOCAL_RANK": "0",  # DeepSpeed selects the GPU of this number; each rank sees one GPU
         # Set as DeepSpeed's launcher does: on a CPU it would start numactl several times a step.
         "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja lies there
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # the folder of ninja
     }  # fmt: skip
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
@@ -131,7 +130,7 @@ def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
 
 
 def _load_built(*kernels: str) -> None:
-    """Load those of the kernels that are compiled; otherwise every run of DeepSpeed would start ninja to check them."""
+    """Load the kernels that are compiled; otherwise every run of DeepSpeed would start ninja to check them."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.cpp_extension import _import_module_from_library
@@ -142,13 +141,14 @@ def _load_built(*kernels: str) -> None:
     for kernel in filter(is_built, kernels):
         if kernel == "async_io":
             load("pin_memory")
-            PinMemoryBuilder().load()  # makes its symbols known, which the next kernel needs
+            PinMemoryBuilder().load()  # the next kernel needs the symbols of this one
         load(kernel)
 
 
 def use_built_kernel_in_superoffload() -> None:
-    """Make SuperOffload's optimizer process load the compiled kernel: it would compile it again, inside the run and
-    with other flags."""
+    """Make SuperOffload's optimizer process load the compiled kernel; otherwise that process would compile the kernel
+    again, during the run and with other flags.
+    """
     from deepspeed.runtime.superoffload import superoffload_utils
 
     superoffload_utils.superoffload_optimizer_worker = superoffload_worker
@@ -188,16 +188,17 @@ def _fetch_superoffloads_states(optimizer: Any) -> None:
 
 
 def build(kernel: str) -> None:
-    """Compile one of DeepSpeed's kernels into EXTENSIONS: minutes, one build at a time. Removes the locks that an
-    interrupted build left, for which DeepSpeed would wait forever. Raises Unavailable if a compiler or a library is
-    missing."""
+    """Compile one of DeepSpeed's kernels into EXTENSIONS: minutes, one build at a time. Removes the locks of an
+    interrupted build, because DeepSpeed would wait for them forever. Raises Unavailable if a compiler or a library is
+    missing.
+    """
     import_deepspeed("cpu")
     from deepspeed.accelerator import get_accelerator
 
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
     with open(EXTENSIONS / "one_build", "w") as one_build:
         fcntl.flock(one_build, fcntl.LOCK_EX)
-        if is_built(kernel):  # by another process meanwhile
+        if is_built(kernel):  # another process has built it meanwhile
             return
         for lock in EXTENSIONS.glob("*/lock"):
             lock.unlink()
@@ -237,8 +238,9 @@ def _compiled_as_one_file() -> Iterator[None]:
 
 
 def _inlined(file: Path, folders: list[str], seen: set[Path]) -> str:
-    """Return the file's text with the files that it includes from its own folder and these, each once: many have no
-    include guard."""
+    """Return the file's text with its includes inserted, if they lie in its own folder or in `folders`. Each file is
+    inserted once, because many have no include guard.
+    """
     seen.add(file)
 
     def included(match: re.Match[str]) -> str:
@@ -268,10 +270,10 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     cls, dtype = (ReentrantGPT if reentrant else GPT), DTYPES[workload.dtype]
     is_partitioned = config["zero_optimization"]["stage"] == 3
     if workload.config is not None and is_partitioned:
-        model = whole(workload).to_empty(device="cpu")  # Init cannot make it, and partitions it whole
+        model = whole(workload).to_empty(device="cpu")  # Init cannot make this model, but partitions an existing one
         assert isinstance(model, HubModel)
         model.recompute(reentrant=reentrant)
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # by its dtype, as below
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # dtype of the configuration, as below
     elif is_partitioned:
         # The configuration decides the dtype, because Init's dtype argument makes bf16 of fp32 on a CPU.
         with deepspeed.zero.Init(config_dict_or_path=config), undrawn():
@@ -281,11 +283,11 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     named = list(model.named_parameters())
 
     def shape_of(parameter: Any) -> Any:
-        """Return a parameter's shape, also if stage 3 partitions it, which leaves an empty tensor here."""
+        """Return a parameter's shape, even if stage 3 has partitioned it and left an empty tensor."""
         return getattr(parameter, "ds_shape", parameter.shape)
 
     def drawn() -> Iterator[tuple[Any, Any]]:
-        """Yield each parameter and its start, once."""
+        """Yield each parameter once, with its starting value."""
         for name, parameter in named:
             assert parameter.dtype == dtype, f"{name} is {parameter.dtype}, not {dtype}"
         starts = initials(((name, shape_of(parameter)) for name, parameter in named), workload)
@@ -304,7 +306,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
         optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)
     if workload.dtype != "fp32":
-        # Main weights begin at the fp32 start itself, which exists only now, not at its rounding.
+        # Main weights begin at the fp32 starting value, which exists only now, not at its rounding.
         for parameter, value in drawn():
             start(parameter, value)
             safe_set_full_fp32_param(parameter, value)
@@ -313,7 +315,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Skip torch's own starting values, whose drawing takes as long as ours."""
+    """Skip torch's own random starting values, because drawing them takes as long as drawing the harness's."""
     from torch import nn
 
     with ExitStack() as stack:
@@ -329,7 +331,7 @@ def _groups(engine: Any) -> list[dict[str, Any]]:
 
 
 def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
-    """Yield the states one at a time: stage 3 gathers each on the device, which has no room for all."""
+    """Yield the states one at a time: stage 3 gathers each on the device, which has no room for all of them."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):

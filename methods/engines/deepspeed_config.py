@@ -1,6 +1,7 @@
 """Settings, plans and compiled kernels of the DeepSpeed methods; standard library only.
 
-DeepSpeed's binding of cores to ranks is left out: it divides a machine's cores, and the one rank here has them all.
+DeepSpeed's binding of cores to ranks is not used: it would divide the machine's cores, but a single rank needs all of
+them.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from methods.shared.memory_needs import each_page_locked, num_small, page_locked
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of DeepSpeed's compiled kernels
 BUCKET_PARAMS = 50_000_000
-SUB_GROUP_PARAMS = 100_000_000  # parameters of stage 3 that step at once
-ADAMS = {  # the host's Adam, and its name in the fairness table
+SUB_GROUP_PARAMS = 100_000_000  # parameters that stage 3 updates at once
+ADAMS = {  # by option: the host's Adam, as named in the fairness table
     "fused": "torch AdamW, fused, host",  # the default: needs no compiler
-    "deepspeed": "DeepSpeedCPUAdam",  # as fast, but compiled
-    "published": "torch AdamW, op by op",  # as the published artifact
+    "deepspeed": "DeepSpeedCPUAdam",  # as fast, but must be compiled
+    "published": "torch AdamW, op by op",  # as in the published artifact
 }
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
-KERNELS = {"cpu_adam": ("CPUAdamBuilder", 25), "async_io": ("AsyncIOBuilder", 35)}  # seconds on a 2-core EPYC
+KERNELS = {"cpu_adam": ("CPUAdamBuilder", 25), "async_io": ("AsyncIOBuilder", 35)}  # and build seconds on a 2-core EPYC
 HEADERS = {"Python.h": "python3-dev", "libaio.h": "libaio-dev"}  # headers and their Debian packages
 
 
 def is_built(kernel: str) -> bool:
-    """True if the kernel was compiled for the installed packages, to the end."""
+    """True if the compilation of the kernel for the installed packages was completed."""
     stamp = EXTENSIONS / f"{kernel}.built"
     return stamp.exists() and stamp.read_text() == versions()
 
@@ -46,7 +47,7 @@ def lacks_to_build(kernel: str) -> str | None:
 
 
 def versions() -> str:
-    """Versions of the packages that a compiled kernel depends on."""
+    """Return the versions of the packages that a compiled kernel depends on."""
     try:
         return f"torch {version('torch')}, deepspeed {version('deepspeed')}"
     except PackageNotFoundError as error:
@@ -54,20 +55,22 @@ def versions() -> str:
 
 
 def stage_2(workload: Workload, on_gpu: bool) -> dict[str, Any]:
-    """Weights on the device, gradients and optimizer on the host."""
+    """Return the configuration of stage 2: weights on the device, gradients and optimizer on the host."""
     bucket = min(BUCKET_PARAMS, workload.num_params)
     return {
         "stage": 2,
         "contiguous_gradients": True,
         "overlap_comm": on_gpu,  # communicates on a stream of its own, which a CPU lacks
-        "reduce_bucket_size": bucket,  # the default, 5e8 elements, is memory on the device
+        "reduce_bucket_size": bucket,  # the default, 5e8 elements, takes memory on the device
         "allgather_bucket_size": bucket,
         "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
     }
 
 
 def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
-    """Weights, gradients and optimizer on the host; thresholds follow the model: layers must leave the device."""
+    """Return the configuration of stage 3: weights, gradients and optimizer on the host. The thresholds depend on the
+    model's size, so that layers leave the device after use.
+    """
     return {
         "stage": 3,
         "contiguous_gradients": True,
@@ -84,14 +87,18 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
 
 
 def stage_3_device(workload: Workload) -> dict[str, int]:
-    """Bytes on the device: both ends, a layer and the next one, their gradients, activations."""
+    """Return the bytes on the device: embedding, head, the current layer and the next one, their gradients, and
+    activations.
+    """
     at_once = workload.weight_bytes * (workload.end_params + 2 * workload.layer_params)
     activations = workload.num_layers * workload.boundary_bytes + workload.working_bytes
     return {"weights": at_once, "gradients": at_once, "activations": activations}
 
 
 def group_params(workload: Workload) -> tuple[int, int]:
-    """Parameters of the optimizer's two groups, matrices, and biases and norms: each group is flat in memory."""
+    """Return the number of parameters in each of the optimizer's two groups: matrices, and biases with norms. Each
+    group is one flat tensor in memory.
+    """
     small = num_small(workload)
     return workload.num_params - small, small
 
@@ -113,26 +120,31 @@ def sub_groups(workload: Workload) -> list[int]:
 
 
 def flat_groups(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
-    """Bytes of a rank's part of a page-locked tensor of each group, of elements of so many bytes."""
+    """Return the bytes of a rank's parts of two page-locked tensors, one for each group, whose elements have `size`
+    bytes.
+    """
     return sum(page_locked(size * -(-params // num_ranks), room) for params in group_params(workload))
 
 
 def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str, int]:
-    """Bytes of a rank on the host: its part of masters, gradients and moments, and a copy of all weights, flat; on sim
-    20 (fp32) and 18 (bf16) a parameter."""
+    """Return the bytes of a rank on the host: its part of masters, gradients and moments, and a flat copy of all
+    weights. On sim these are 20 (fp32) or 18 (bf16) bytes per parameter.
+    """
     part = flat_groups(4, workload, room, num_ranks)
     states = {"weights": part, "gradients": part, "optimizer": 8 * -(-workload.num_params // num_ranks)}
     return {**states, "buffers": flat_groups(workload.weight_bytes, workload, room)}
 
 
 def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
-    """Page-locked are a rank's part of the weights, the gradients of groups of SUB_GROUP_PARAMS, as they accumulate all
-    of them again (buffers), and, in the cache of what is freed, each weight as it was first stored."""
+    """Return the plan of stage 3. Page-locked memory holds a rank's part of the weights, the gradients of groups of
+    SUB_GROUP_PARAMS, all gradients again where they accumulate (buffers), and each weight's first copy, which torch's
+    cache keeps after it was freed.
+    """
     params, size = -(-workload.num_params // num_ranks), workload.weight_bytes
     gathered = -(-(2 * workload.num_layers * workload.layer_params + workload.end_params) // num_ranks)
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)
     freed = each_page_locked(size, workload, room, num_ranks) if room.page_locks else 0
-    home = {  # on sim 24 (fp32) and 20 (bf16) bytes a parameter
+    home = {  # on sim 24 (fp32) or 20 (bf16) bytes per parameter
         "weights": flat_groups(size, workload, room, num_ranks) + 4 * params,
         "gradients": sub_groups * page_locked(4 * SUB_GROUP_PARAMS, room) + page_locked(4 * rest, room),
         "optimizer": 8 * params,

@@ -1,4 +1,4 @@
-"""The base of the DeepSpeed methods: a subclass says what ZeRO does and needs."""
+"""The base class of the DeepSpeed methods: a subclass gives its configuration of ZeRO and its memory plan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from methods.shared.memory_needs import describe
 class DeepSpeedMethod(Method):
     color = "#E7D6EF"
     log_dialect = "deepspeed"
-    adam = "deepspeed"  # one of deepspeed_config.ADAMS
-    reentrant = False  # recompute by torch's older way
+    adam = "deepspeed"  # the host's Adam: a key of deepspeed_config.ADAMS
+    reentrant = False  # True: use torch's older recompute
     world_size = 1  # ranks
 
     def __post_init__(self) -> None:
@@ -25,11 +25,11 @@ class DeepSpeedMethod(Method):
 
     @property
     def kernel(self) -> str | None:
-        """The DeepSpeed kernel that must be compiled before a run."""
+        """Return the name of the DeepSpeed kernel that must be compiled before a run."""
         return "cpu_adam" if self.adam == "deepspeed" else None
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
-        """DeepSpeed's configuration of ZeRO."""
+        """Return the entry zero_optimization of DeepSpeed's configuration."""
         raise NotImplementedError
 
     def missing(self, device: str) -> str | None:

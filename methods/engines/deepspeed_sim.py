@@ -1,4 +1,4 @@
-"""DeepSpeed's accelerator for sim: the CPU's kernels, but a limited memory.
+"""DeepSpeed's accelerator class for the simulated device, which has the CPU's kernels but limited memory.
 
 DeepSpeed 0.19.8 flattens tensors on the device or on the host, depending on the device's memory.
 """
@@ -26,7 +26,7 @@ DTYPES = {
 
 
 class SimAccelerator(CPU_Accelerator):
-    """sim as a device with streams of its own. torch.sim has the shape of torch.cuda."""
+    """The simulated device as DeepSpeed sees it, with streams. torch.sim has the functions of torch.cuda."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +80,6 @@ for name, dtype in DTYPES.items():
 
 
 def use() -> None:
-    """Make DeepSpeed run on sim in this process. Raises Unavailable if sim is not compiled."""
+    """Make DeepSpeed use the simulated device in this process. Raises Unavailable if that device is not compiled."""
     require_device("sim", "DeepSpeed")
     set_accelerator(SimAccelerator())

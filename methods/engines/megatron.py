@@ -1,5 +1,6 @@
-"""Our model in megatron-core: our attention in its layer, our weights in its shapes and in its ranks' parts, and,
-without CUDA, stand-ins for the few calls to CUDA of its data-parallel buffers and optimizer.
+"""Adapts the harness's model to megatron-core: puts torch's attention into Megatron's layer, converts weights to
+Megatron's shapes and to each rank's part, and, without CUDA, replaces the few CUDA calls of Megatron's data-parallel
+buffers and optimizer.
 
 megatron-core 0.16.1; docstrings name the lines that make these calls.
 """
@@ -24,7 +25,7 @@ from harness.core.model import new_ends
 from methods.engines.megatron_names import QKV, Sizes, shared_dim
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that Apex and Transformer Engine are absent
+    warnings.simplefilter("ignore")  # warnings that Apex and Transformer Engine are absent
     logging.getLogger("megatron").setLevel(logging.ERROR)
     from megatron.core import parallel_state as parallel_state
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -33,9 +34,11 @@ with warnings.catch_warnings():
 
 
 def joined(name: str, ours: Sequence[Tensor], sizes: Sizes) -> Tensor:
-    """Return the whole tensor of GPTModel that holds these of ours. The rows of its fused QKV lie by groups of heads: a
-    group's queries, its key, its value; with us all queries, all keys, all values, of the GPT in one tensor. Of the two
-    first matrices of an MLP each rank has its parts one after the other."""
+    """Return the whole tensor of GPTModel that holds these tensors of the harness. In GPTModel the rows of the fused
+    QKV are ordered by groups of heads: a group's queries, its key, its value. In the harness all queries come first,
+    then all keys, then all values; for the GPT they are one tensor. Each rank has its parts of an MLP's first two
+    matrices one after the other.
+    """
     if QKV in name:
         parts = ours if len(ours) == 3 else ours[0].chunk(3)
         rows = [part.reshape(sizes.num_groups, -1, *part.shape[1:]) for part in parts]
@@ -49,7 +52,7 @@ def joined(name: str, ours: Sequence[Tensor], sizes: Sizes) -> Tensor:
 
 
 def apart(name: str, whole: Tensor, num_ours: int, sizes: Sizes) -> list[Tensor]:
-    """Return as many tensors of ours from a whole one of GPTModel: the inverse of joined()."""
+    """Split a whole tensor of GPTModel into `num_ours` tensors of the harness: the inverse of joined()."""
     if QKV in name:
         groups = whole.view(sizes.num_groups, -1, *whole.shape[1:])
         rows = [sizes.num_heads // sizes.num_groups * sizes.head_size, sizes.head_size, sizes.head_size]
@@ -72,7 +75,9 @@ def shard_of(name: str, whole: Tensor) -> Tensor:
 
 
 def whole_of(name: str, shard: Tensor) -> Tensor:
-    """Return a tensor of GPTModel, or a state of it, from all ranks' parts. Each rank must call this."""
+    """Return a whole tensor of GPTModel, or one of its optimizer states, from all ranks' parts. All ranks must call
+    this.
+    """
     num_parts, dim = parallel_state.get_tensor_model_parallel_world_size(), shared_dim(name)
     if num_parts == 1 or dim is None:
         return shard
@@ -82,13 +87,14 @@ def whole_of(name: str, shard: Tensor) -> Tensor:
 
 
 def mark_shard(name: str, parameter: Tensor) -> None:
-    """Tell Megatron that ranks share this parameter: where initialization is ours it does not, and its gradient norm
-    would count the first rank's part alone."""
+    """Tell Megatron that this parameter is split over ranks. Megatron marks only parameters that it initializes itself;
+    without the mark its gradient norm would count the first rank's part alone.
+    """
     parameter.tensor_model_parallel = shared_dim(name) is not None  # type: ignore[attr-defined]
 
 
 def inverse_frequencies(workload: Workload) -> Tensor:
-    """Return by how much each pair of a head's elements turns from token to token, as transformers computes it."""
+    """Return the rotary angle per token of each pair of a head's elements, as transformers computes it."""
     buffers = dict(new_ends(workload).named_buffers())
     return next(buffer.clone() for name, buffer in buffers.items() if name.endswith("rotary_emb.inv_freq"))
 
@@ -100,14 +106,15 @@ def stage() -> int:
 
 
 def pipeline_group() -> Any:
-    """Return the ranks of this rank's pipeline, one of each stage."""
+    """Return the process group of this rank's pipeline, with one rank of each stage."""
     return parallel_state.get_pipeline_model_parallel_group()
 
 
 def forward_and_backward(model: Any, parts: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Pass micro-batches, each (inputs, targets) of (B, T) token ids, through the model, or through the pipeline of
-    which it is a stage; leave in the gradient buffers the mean's gradient. Return the mean loss of each micro-batch on
-    the last stage, and nothing on others."""
+    which it is a stage; leave the gradient of the mean loss in the gradient buffers. On the last stage return the mean
+    loss of each micro-batch; on others return nothing.
+    """
 
     def mean_of(losses: Tensor) -> tuple[Tensor, Tensor]:
         mean = losses.float().mean()
@@ -128,12 +135,12 @@ def forward_and_backward(model: Any, parts: Sequence[tuple[Tensor, Tensor]]) -> 
 
 
 def range_of(optimizer: Any, parameter: Any) -> Any:
-    """Return the elements of a flat parameter that this rank's distributed optimizer holds: start and end."""
+    """Return the start and end of the elements of a flat parameter that this rank's distributed optimizer holds."""
     return optimizer._get_model_param_range_map(parameter)["param"]
 
 
 def set_main(optimizer: Any, parameter: Any, start: Tensor) -> None:
-    """Set the fp32 main weight, of which the distributed optimizer holds a part on this rank, or none."""
+    """Set the fp32 main weight; with the distributed optimizer only the part that this rank holds, if any."""
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not isinstance(each, DistributedOptimizer):
             parameter.main_param.data.copy_(start)
@@ -143,8 +150,9 @@ def set_main(optimizer: Any, parameter: Any, start: Tensor) -> None:
 
 
 def states_of(optimizer: Any, parameter: Any) -> list[Tensor]:
-    """Return weight and both moments of a rank's parameter, in fp32; of the distributed optimizer each rank must call
-    this."""
+    """Return the weight and both moments of a rank's parameter, in fp32. With the distributed optimizer all ranks must
+    call this.
+    """
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     if not isinstance(optimizers[0], DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)
@@ -162,7 +170,7 @@ def states_of(optimizer: Any, parameter: Any) -> list[Tensor]:
 
 
 class ShardedNorm(nn.LayerNorm):
-    """A norm of a part of each sequence, whose gradients Megatron sums over the tensor parallel ranks."""
+    """A norm that sees only a part of each sequence; Megatron sums its gradients over the tensor parallel ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps)
@@ -171,8 +179,9 @@ class ShardedNorm(nn.LayerNorm):
 
 
 class RootMeanSquareNorm(nn.Module):
-    """The norm of Llama, Mistral and Qwen, rounded as transformers rounds: in fp32, then to the dtype, then times the
-    weight. torch's own rounds once."""
+    """The norm of Llama, Mistral and Qwen, with the rounding of transformers: normalize in fp32, round to the dtype,
+    then multiply by the weight. torch's own RMSNorm rounds once.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
@@ -186,8 +195,10 @@ class RootMeanSquareNorm(nn.Module):
 
 
 class FusedAttention(MegatronModule):
-    """torch's scaled_dot_product_attention in the place of core attention: flash kernels on a GPU without Transformer
-    Engine, where Megatron's own would hold (B, heads, T, T). query, key, value: (T, B, heads, head size)."""
+    """torch's scaled_dot_product_attention in the place of Megatron's core attention. It has flash kernels on a GPU
+    without Transformer Engine, where Megatron's attention would store a tensor (B, heads, T, T). query, key, value: (T,
+    B, heads, head size).
+    """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config=config)
@@ -222,7 +233,7 @@ class _OtherForCuda(TorchFunctionMode):
 
 @contextmanager
 def cuda_questions_answered(device: str) -> Iterator[None]:
-    """Without CUDA, let Megatron's optimizer find this device where it looks for a CUDA device."""
+    """Within this context, without CUDA, Megatron's optimizer finds this device where it looks for a CUDA device."""
     if device == "cuda":
         yield
         return

@@ -1,8 +1,8 @@
-"""Our models' tensors in megatron-core's GPTModel: which of ours one of its tensors holds, and which dimension of it
-the tensor parallel ranks share; standard library only.
+"""Maps the harness's tensors to those of megatron-core's GPTModel: which of the harness's tensors each tensor of
+GPTModel holds, and along which dimension tensor parallel ranks split it; standard library only.
 
-Of the published GPT each tensor is one of Megatron's. Of Llama, Mistral, Qwen2 and Qwen3 Megatron fuses query, key and
-value, and the MLP's two first matrices.
+For the published GPT each tensor is one tensor of Megatron. For Llama, Mistral, Qwen2 and Qwen3 Megatron fuses query,
+key and value, and also the first two matrices of the MLP.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from harness.core.job import Workload
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # values of model_type
 QKV, FIRST_OF_MLP = "self_attention.linear_qkv", "mlp.linear_fc1"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-LAYERS = "decoder.layers."  # of the names of a layer's tensors in GPTModel, before the layer's number
-BY_ROWS = ("embedding.word_embeddings", "output_layer", QKV, FIRST_OF_MLP)  # ranks share their rows
-BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")  # ranks share the columns of their matrix
+LAYERS = "decoder.layers."  # prefix of a layer's tensors in GPTModel; the layer's number follows
+BY_ROWS = ("embedding.word_embeddings", "output_layer", QKV, FIRST_OF_MLP)  # their rows are split over the ranks
+BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")  # the columns of their matrix are split over the ranks
 
 Table = dict[str, list[str]]
-# The modules of GPTModel, of a layer and of both ends, each with those modules of ours whose tensors it holds.
+# The modules of GPTModel, in a layer and at both ends, each with the harness's modules whose tensors it holds.
 GPT_LAYER: Table = {
     "input_layernorm": ["ln1"], QKV: ["qkv"], "self_attention.linear_proj": ["proj"],
     "pre_mlp_layernorm": ["ln2"], FIRST_OF_MLP: ["fc1"], "mlp.linear_fc2": ["fc2"],
@@ -49,16 +49,16 @@ LLAMA_ENDS: Table = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What GPTModel is told of a model beside its width."""
+    """The sizes and options of a model that GPTModel needs beside the hidden size."""
 
     num_heads: int
-    num_groups: int  # of heads that share a key and a value
+    num_groups: int  # groups of heads that share a key and a value
     head_size: int
     ffn_size: int  # inner width of the MLP
     is_tied: bool
     has_qkv_bias: bool
-    norms_heads: bool  # queries and keys are normalized head by head
-    epsilon: float  # of norms
+    norms_heads: bool  # True: queries and keys are normalized head by head
+    epsilon: float  # epsilon of the norms
 
 
 def check(workload: Workload) -> None:
@@ -101,14 +101,16 @@ def sizes_of(workload: Workload) -> Sizes:
 
 
 def layer_tensors(workload: Workload) -> dict[str, tuple[str, ...]]:
-    """Return the names of a layer's tensors in GPTModel, within the layer, each with names of ours that it holds."""
+    """Return the names of a layer's tensors in GPTModel, without the layer's prefix, each with the names of the
+    harness's tensors that it holds.
+    """
     if workload.config is None:
         return dict(_held(GPT_LAYER, workload.anatomy.layer, biased=GPT_LAYER))
     return dict(_held(LLAMA_LAYER, workload.anatomy.layer, biased=(QKV,)))
 
 
 def end_tensors(workload: Workload) -> dict[str, tuple[str, ...]]:
-    """Return the same of embedding and head; a tied head has no tensor of its own."""
+    """Return the tensors of embedding and head in the form of layer_tensors(); a tied head has no tensor of its own."""
     if workload.config is None:
         return dict(_held(GPT_ENDS, workload.anatomy.ends, biased=GPT_ENDS))
     return dict(_held(LLAMA_ENDS, workload.anatomy.ends, biased=()))
@@ -123,7 +125,9 @@ def _held(table: Table, shapes: Shapes, *, biased: Collection[str]) -> Iterator[
 
 
 def shared_dim(name: str) -> int | None:
-    """Return the dimension in which tensor parallel ranks share a tensor of GPTModel; None: each has all of it."""
+    """Return the dimension along which tensor parallel ranks split a tensor of GPTModel; None if each rank has the
+    whole tensor.
+    """
     module, _, kind = name.rpartition(".")
     if module.endswith(BY_ROWS):
         return 0
@@ -131,12 +135,12 @@ def shared_dim(name: str) -> int | None:
 
 
 def is_of_first_stage(name: str) -> bool:
-    """True for one of the ends' tensors that the first stage of a pipeline has, False for one that the last has."""
+    """Return whether a tensor of embedding or head is on the first stage of a pipeline; otherwise it is on the last."""
     return name.startswith("embedding.")
 
 
 def rank_numel(held: dict[str, tuple[str, ...]], shapes: Shapes, num_ranks: int) -> int:
-    """Return the elements of these tensors that each of the tensor parallel ranks has."""
+    """Return how many elements of these tensors each of the tensor parallel ranks has."""
     return sum(
         -(-math.prod(shapes[name]) // (1 if shared_dim(theirs) is None else num_ranks))
         for theirs, names in held.items()

@@ -1,8 +1,8 @@
-"""A GPU's AdamW for a split state: adamw_cuda.cu, compiled in this process by NVRTC, which torch brings along.
+"""AdamW on a GPU for a split state: adamw_cuda.cu, compiled in this process by NVRTC, which torch includes.
 
-It moves 26 bytes a parameter in one kernel, by the operations of the host's kernel, so a layer gets the same bits
-wherever it is updated. torch's fused kernel takes no weight in two halves: with joining and splitting it moves 206
-bytes a parameter.
+It moves 26 bytes per parameter in one kernel, with the operations of the host's kernel, so a layer gets the same bits
+wherever it is updated. torch's fused kernel does not take a weight in two halves: with joining and splitting the halves
+it moves 206 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from methods.offload.adamw_kernel import factors
 
 SOURCE, BODY = (Path(__file__).with_name(name) for name in ("adamw_cuda.cu", "adamw_element.h"))
-NUM_THREADS = 256  # of a block
-MOST_BLOCKS = 2048  # for one tensor: more than a GPU runs at once
-_failed: set[int] = set()  # devices for which torch could not compile it
+NUM_THREADS = 256  # threads of a block
+MOST_BLOCKS = 2048  # blocks for one tensor: more than a GPU runs at once
+_failed: set[int] = set()  # devices for which torch could not compile the kernel
 
 
 def describe() -> str:
@@ -57,7 +57,7 @@ def run(
     grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int],
     settings: Sequence[float], number: int, num_threads: int, deadline: int,
 ) -> None:  # fmt: skip
-    """Run as adamw_kernel.run() does, queued on the current stream."""
+    """Queue on the current stream what adamw_kernel.run() does on the host; same arguments."""
     pieces = _on_device(tuple(table), grads.device)
     longest = max(stop - start for start, stop in zip(table[::3], table[1::3], strict=True))
     load()(
@@ -72,7 +72,7 @@ def run(
 
 @functools.cache
 def _on_device(table: tuple[int, ...], device: Any) -> Any:
-    """Copy once, because the copy waits for the device."""
+    """Return a copy of the table on the device; made once and cached, because the copy waits for the device."""
     import torch
 
     return torch.tensor(table, dtype=torch.int64, device=device)

@@ -1,8 +1,9 @@
 """The host's own AdamW: adamw_kernel.cpp, compiled once.
 
-It takes one pass where torch's kernels take several: in mixed precision, from one state into another, and by a gradient
-that is to be clipped. A whole layer is one call, which shares the work among threads of its own: beside Python's own
-threads, which launch the device's work, none but the caller asks for the interpreter.
+It takes one pass where torch's kernels take several: in mixed precision, for updates from one state into another, and
+with a gradient that must be scaled by the clip factor. One call updates a whole layer and divides the work among the
+kernel's own threads. These never take Python's interpreter lock, so they do not delay the Python threads that launch
+the device's work.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from harness.base.checkout import ROOT
 from harness.core.native_build import Library
 
-PATHS = ("plain", "AVX2", "AVX-512")  # in the order of adamw_kernel.cpp
+PATHS = ("plain", "AVX2", "AVX-512")  # vector instructions, in the order of adamw_kernel.cpp
 FORMATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("adamw_kernel.cpp", "adamw_element.h"))
 LIBRARY = Library("the host's AdamW", 2, ROOT / ".venv" / "adam", SOURCES)
@@ -29,7 +30,7 @@ to_build = LIBRARY.to_build
 
 
 def build() -> None:
-    """Compile the kernel. Raises Unavailable if that fails; training then uses torch's kernels."""
+    """Compile the kernel. Raises Unavailable if the compilation fails; training then uses torch's kernels."""
     LIBRARY.build(*FLAGS)
 
 
@@ -40,7 +41,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def widest_path() -> int:
-    """Return the index in PATHS of this processor's widest vectors."""
+    """Return the index in PATHS of the widest vectors that this processor has."""
     library = load()
     assert library is not None
     return int(library.adamw_widest_path())
@@ -54,8 +55,9 @@ def describe(dtype: str) -> str:
 
 
 def factors(settings: Sequence[float], number: int) -> tuple[float, ...]:
-    """Return the factors of a step of this number, counted from 1, in the order of Factors in adamw_element.h.
-    `settings`: as adamw.AdamSettings."""
+    """Return the factors of step `number`, counted from 1, in the order of struct Factors in adamw_element.h.
+    `settings`: an adamw.AdamSettings.
+    """
     learning_rate, beta1, beta2, epsilon, weight_decay = settings
     decay, bias2_sqrt = 1 - learning_rate * weight_decay, math.sqrt(1 - beta2**number)
     return decay, 1 - beta1, beta2, 1 - beta2, bias2_sqrt, epsilon, -(learning_rate / (1 - beta1**number))
@@ -65,12 +67,12 @@ def run(
     grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int],
     settings: Sequence[float], number: int, num_threads: int, deadline: int,
 ) -> None:  # fmt: skip
-    """Take one step by gradients times factor (a tensor, or None) and scale, from the slabs of one state into those of
-    another or in place.
+    """Take one step with the gradients times `factor` (a tensor, or None) and `scale`, from the slabs of one state into
+    those of another or in place.
 
-    A state's slabs are weights, in mixed precision the rest of their master, exp_avg, exp_avg_sq. `table` has three
-    numbers for each piece of a tensor: start, stop, and 1 if it decays. Among simultaneous calls with as many threads
-    the lowest deadline goes first. Releases the GIL.
+    A state's slabs are weights, in mixed precision the rest of the fp32 master, exp_avg and exp_avg_sq. `table` has
+    three numbers for each piece of a tensor: start, stop, and 1 if it has weight decay. Among simultaneous calls with
+    the same number of threads the one with the lowest deadline goes first. Releases the GIL.
     """
     library, scaled_by = load(), scale if factor is None else scale * float(factor)
     assert library is not None

@@ -1,4 +1,4 @@
-"""AdamW's state in slabs, on either memory; the master of a bf16 weight in halves.
+"""AdamW's state in slabs on host or device; the fp32 master of a bf16 weight is stored in two halves.
 
 The fp32 master of a bf16 weight is split: the weight is its upper half, so 12 bytes a parameter hold weight, master and
 moments. The weight is the master rounded to nearest, ties to even, as torch rounds; the master's low 16 bits are stored
@@ -33,19 +33,20 @@ class State(NamedTuple):
         return self.master is not None and self.master.dtype == torch.int16
 
     def cut(self, start: int, stop: int) -> State:
-        """Return the elements [start, stop) of each slab."""
+        """Return the state whose slabs are the elements [start, stop) of these slabs."""
         return State(*(None if slab is None else slab[start:stop] for slab in self))  # type: ignore[arg-type]
 
 
 def kept_dtypes(dtype: str) -> list[torch.dtype]:
-    """Return the dtypes of AdamW's state besides the weights: the master (none in fp32, half of it in bf16), two
-    moments."""
+    """Return the dtypes of AdamW's state besides the weights: the master (none in fp32, its low half in bf16) and two
+    moments.
+    """
     master = {"fp32": [], "bf16": [torch.int16], "fp16": [torch.float32]}[dtype]
     return [*master, torch.float32, torch.float32]
 
 
 def joined(state: State) -> Tensor:
-    """Return the fp32 master: a slab of the state, or a copy joined from both halves."""
+    """Return the fp32 master: a slab of the state, or a new tensor joined from both halves."""
     if state.master is None or not state.is_split:
         return state.weights if state.master is None else state.master
     master = torch.empty_like(state.exp_avg)
@@ -67,14 +68,15 @@ def keep_(state: State, values: Tensor) -> None:
         return
     low, high = _halves(values)
     state.master.copy_(low)
-    rest = state.master.bitwise_right_shift(15)  # as joined() has it, less what it ought to have
+    rest = state.master.bitwise_right_shift(15)  # the high half as joined() computes it, minus the right one
     rest.add_(state.weights.view(torch.int16)).sub_(high)
     _halves(state.exp_avg_sq.abs_())[1].bitwise_or_(rest.eq_(-1).bitwise_left_shift_(15))
 
 
 def master_of(state: State) -> Tensor:
-    """Return the whole fp32 master; a split one is joined in blocks, which stay in the cache, on the host: a device may
-    have no room for it."""
+    """Return the whole fp32 master. A split one is joined on the host, because a device may have no room for it, in
+    blocks that fit the cache.
+    """
     if not state.is_split:
         return joined(state)
     master = torch.empty(len(state.exp_avg))
@@ -84,7 +86,8 @@ def master_of(state: State) -> Tensor:
 
 
 def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the low and the high 16 bits of fp32 values, as views of int16: no copy is made, and none that torch's
-    kernels would make of numbers of two widths."""
+    """Return the low and the high 16 bits of fp32 values as views of int16. No copy is made, neither here nor by
+    torch's kernels, which would copy operands of different widths.
+    """
     halves = values.view(torch.int16)
     return halves[::2], halves[1::2]

@@ -1,5 +1,6 @@
-"""Slab operations that torch lacks, registered with torch, so that memory rehearsals, memory accounts and the race
-detector see them, too."""
+"""Operations on slabs that torch lacks. They are registered with torch, so that memory rehearsals, memory accounts and
+the race detector see them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from harness.core.job import gib
 from methods.offload import adamw_cuda, adamw_kernel
 
-PAGE_BYTES = 4096  # reads and writes of whole pages pass the system's cache by
+PAGE_BYTES = 4096  # reads and writes of whole pages can bypass the system's cache
 
 _library = torch.library.Library("harness", "DEF")
 _library.define(
@@ -29,7 +30,7 @@ def reserve(file: Tensor, num_bytes: int) -> None:
     try:
         os.posix_fallocate(file.tolist()[0], 0, num_bytes)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # these file systems reserve space only on writing
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # such file systems reserve space on writing
             error.strerror = f"{error.strerror}: {gib(num_bytes)} of states"
             raise
 
@@ -37,7 +38,8 @@ def reserve(file: Tensor, num_bytes: int) -> None:
 def read(file: Tensor, slab: Tensor) -> None:
     """Fill a slab of the host from a file. Raises OSError.
 
-    `file` holds two descriptors, through and past the system's cache (or twice the same), and the byte to start at.
+    `file` holds two descriptors, one that uses the system's cache and one that bypasses it (or twice the same), and the
+    byte to start at.
     """
     pages, handle, start = _pages(file, slab)
     while pages:
@@ -56,7 +58,7 @@ def write(file: Tensor, slab: Tensor) -> None:
 
 
 def _pages(file: Tensor, slab: Tensor) -> tuple[memoryview, int, int]:
-    """Return the slab's bytes, the descriptor for them, and their offset in the file."""
+    """Return the slab's bytes, the descriptor to use for them, and their offset in the file."""
     cached, direct, start = file.tolist()
     is_whole = slab.data_ptr() % PAGE_BYTES == 0 and slab.nbytes % PAGE_BYTES == 0
     return slab.view(torch.uint8).numpy().data, direct if is_whole else cached, start

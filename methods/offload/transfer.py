@@ -1,4 +1,4 @@
-"""Copies between host and device: queued on a stream, after events, with an event at their end."""
+"""Copies between host and device. A copy is queued on a stream, waits for events, and records an event at its end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ Result = TypeVar("Result")
 def queue(
     device: Device, track: str, work: str, of: str, after: Iterable[Any], do: Callable[[], Result]
 ) -> tuple[Result, Any]:
-    """Call do() on the device's stream `track`, after these events (or None); return its result and the event of its
-    end. `work` and `of`: the kind of work and the part of the model, for a trace."""
+    """Call do() on the device's stream `track`, after the events in `after` (None are skipped). Return the result of
+    do() and the event of its end. `work` and `of`: names for a trace, the kind of work and the part of the model.
+    """
     stream = getattr(device, track)
     with device.streams.use(stream):
         for event in after:
@@ -29,7 +30,7 @@ def queue(
 
 
 def copy(device: Device, track: str, work: str, of: str, after: Iterable[Any], pairs: Sequence[Pair]) -> Any:
-    """Queue copies and count their bytes; return the event of their end."""
+    """Queue these copies on the stream `track` and count their bytes; return the event at their end."""
     device.moved_bytes += num_bytes(pairs)
     return queue(device, track, work, of, after, lambda: copy_all(pairs))[1]
 

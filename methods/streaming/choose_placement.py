@@ -1,4 +1,6 @@
-"""Which placement: the fastest by the machine's rates, else as many resident layers as fit; no torch."""
+"""Chooses a placement: the fastest by the machine's rates or, without rates, the one with the most resident layers that
+fit; torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from methods.shared.memory_needs import writable
 from methods.streaming.placement import BY_RANKS, CLIPPINGS, Sizes, UserSizes, parse, placed_plan, text_of
 from methods.streaming.planner import Counts, arranged, choose, with_forecast
 
-DEFAULT_WINDOW = 3  # slots for a computed, a loaded, a leaving layer; more gain little, resident layers more
+DEFAULT_WINDOW = 3  # slots for a computed, a loaded, a leaving layer; more slots gain less than more resident layers
 
 
 @dataclass(frozen=True)
 class PlacementChoice:
-    """A workload and its room, and the options of STRONGHOLD that are fixed; None: to be chosen."""
+    """A workload, its memories, and STRONGHOLD's options; an option that is None is to be chosen."""
 
     workload: Sizes
     room: Room
@@ -32,10 +34,11 @@ class PlacementChoice:
     world_size: int = 1
 
     def plan(self) -> Plan:
-        """The widest window, up to the default one, with which both memories suffice, and in it the fastest placement,
-        or the one with the most resident layers. Updates wait for the norm unless `clipping` says otherwise, because a
-        step that is clipped adopts none made ahead. Raises ValueError for options that contradict each other or the
-        workload."""
+        """Return the plan with the widest window, up to the default one, with which device and host memory suffice, and
+        for this window the fastest placement or, without rates, the one with the most resident layers. Updates wait for
+        the norm unless `clipping` says otherwise, because a clipped step discards speculative updates. Raises
+        ValueError for options that contradict each other or the workload.
+        """
         if self.disk:
             writable(self.disk)
         if self.clipping not in (None, *CLIPPINGS):
@@ -49,8 +52,10 @@ class PlacementChoice:
         return with_forecast(plan, self.workload, self.room, counts, plan.options.get("clipping"))
 
     def _of_a_rank(self) -> Plan:
-        """Return the plan of one of several ranks, which places no other kinds than R and W. No seconds: no rates tell
-        what ranks exchange. Raises ValueError for what ranks do not share."""
+        """Return the plan of one of several ranks, whose placement has the kinds R and W only. It predicts no seconds,
+        because no rates cover the communication between ranks. Raises ValueError for other kinds and for options that
+        several ranks do not support.
+        """
         assert isinstance(self.workload, Workload)
         ranks = f"with --ranks {self.world_size}"
         if self.clipping == "speculate":
@@ -75,7 +80,7 @@ class PlacementChoice:
             yield window
 
     def _fastest(self) -> Plan | None:
-        """Return the fastest plan; None without rates, if the placement is given, or if nothing fits."""
+        """Return the fastest plan; None if there are no rates, if the placement is given, or if no placement fits."""
         room, given = self.room, (self.placement, self.resident_layers)
         if room.rates is None or room.device_bytes is None or given != (None, None):
             return None
@@ -84,10 +89,12 @@ class PlacementChoice:
 
     def _fastest_in(self, window: int, clipping: str | None) -> Plan | None:
         workload, room = self.workload, self.room
-        assert isinstance(workload, Workload)  # of a user's model no work is known, so no seconds
+        assert isinstance(workload, Workload)  # a user's model has no known FLOPs, so no forecast
 
         def plan_of(load: Workload, counts: Counts) -> Plan:
-            """Of layers in any order that ends as arranged() does: the bytes are the same."""
+            """Return the plan for these numbers of layers. The order of layers below the top does not change the bytes;
+            the top layer is as in arranged().
+            """
             return self._needs("".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"), window, clipping, load)
 
         counts = choose(workload, room, plan_of, "RPWS", clipping)
@@ -100,8 +107,9 @@ class PlacementChoice:
         )
 
     def _most_resident(self) -> Plan:
-        """Return the first filling that fits, on the disk only if none fits without it; if none fits at all, the
-        narrowest window's."""
+        """Return the plan of the first pair from _fillings() that fits. States go to the disk only if no pair fits
+        without it. If none fits at all, return the plan of the narrowest window.
+        """
         room, clipping, fillings = self.room, self.clipping or "deferred", list(self._fillings())
         on_disk = ((window, self._to_disk(window, kinds)) for window, kinds in (fillings if self.disk else ()))
         for window, kinds in itertools.chain(fillings, on_disk):
@@ -112,11 +120,12 @@ class PlacementChoice:
         return self._placed(self._to_disk(window, kinds) if self.disk else kinds, window, clipping)
 
     def _fillings(self) -> Iterator[tuple[int, str]]:
-        """Return windows with a letter for each layer, the preferred first.
+        """Yield pairs of a window size and a letter for each layer, the preferred pair first.
 
-        Resident layers spare the host, and a narrow window leaves room for them. Then the cheapest kind follows: in one
-        pool of memory resident layers alone, which need no slots; streamed layers, which keep no gradient if no update
-        waits for the norm, and in mixed precision spare the host the copies of an update.
+        Resident layers save host memory, and a narrow window leaves room for more of them. After those pairs come the
+        kinds that need the least memory: where device and host are one memory, resident layers alone, which need no
+        slots; else streamed layers, which keep no gradient on the host if no update waits for the norm, and in mixed
+        precision need no temporary copies of an update there.
         """
         num_layers, resident = self.workload.num_layers, self.resident_layers
         if resident is not None and not 0 <= resident <= num_layers:
@@ -133,7 +142,9 @@ class PlacementChoice:
             yield window, self._filled(window, "S")
 
     def _filled(self, window: int, letter: str) -> str:
-        """Make as many bottom layers resident as the device holds beside the others; none if its memory is unknown."""
+        """Return a letter for each layer, with as many resident bottom layers as the device has room for, beside other
+        layers of kind `letter`. No layer is resident if the device's memory is unknown.
+        """
         device_bytes, num_layers = self.room.device_bytes or 0, self.workload.num_layers
         resident = self.resident_layers
 
@@ -147,8 +158,9 @@ class PlacementChoice:
         return kinds(resident)
 
     def _to_disk(self, window: int, kinds: str) -> str:
-        """Put the states of as few layers on the disk as the host needs, from the top: the state needed last has the
-        longest time."""
+        """Move the states of as few layers as necessary from the host to the disk, beginning at the top, because the
+        top layer's updated state is needed last.
+        """
         if self.placement is not None:
             return kinds
         host_bytes, is_fixed = self.room.host_bytes, self.room.device_bytes or self.resident_layers is not None

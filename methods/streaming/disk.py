@@ -1,8 +1,9 @@
-"""States on the disk: master and moments of a layer lie in files and pass through a few buffers of the host.
+"""Keeps states on the disk: the master and moments of a layer are stored in files and pass through a few host buffers.
 
 A visit reads a layer's state into a buffer, updates it there and writes it back. While one layer is updated, the next
-one is read and the last one is written. A file holds one kind of state of all layers. It is reserved in full before the
-first step, so that a disk that is too small fails then, and unlinked once open, so that no run leaves it behind.
+one is read and the last one is written. A file holds one kind of state of all layers. The whole file is reserved before
+the first step, so that a disk that is too small fails then. It is unlinked as soon as it is open, so that no run leaves
+it behind.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
 
 
 class File:
-    """An unlinked file, open through the system's cache and, where the file system can, past it (O_DIRECT).
+    """An unlinked file, opened with the system's cache and, where the file system supports that, also without it
+    (O_DIRECT).
 
     Raises OSError, which names the folder, if the disk has no room or fails.
     """
@@ -40,13 +42,13 @@ class File:
             torch.ops.harness.reserve(self.at(0), num_bytes)
 
     def at(self, start: int) -> Tensor:
-        """Return the descriptors and the byte to start at, as the operations that read and write take them."""
+        """Return both descriptors and the byte to start at, as torch_ops.read() and write() take them."""
         return torch.tensor([self.cached.fileno(), self.direct.fileno(), start])
 
 
 @contextmanager
 def named(folder: Path) -> Iterator[None]:
-    """Add the folder's name to errors of the disk, because the files have no name."""
+    """Add the folder's name to errors of the disk, because unlinked files have no name."""
     try:
         yield
     except OSError as error:
@@ -69,7 +71,7 @@ class Disk:
         self.writer = device.threads(1)
         # A buffer is written back while the others are read and updated.
         self.visitors = device.threads(max(1, len(self.buffers) - 1))
-        self.visits: list[Any] = [None] * len(self.buffers)  # each buffer's last visit
+        self.visits: list[Any] = [None] * len(self.buffers)  # the last visit of each buffer
         self.turns = itertools.cycle(range(len(self.buffers)))
 
 
@@ -77,10 +79,10 @@ class Shelf:
     """One layer's place in the files."""
 
     def __init__(self, disk: Disk, place: int) -> None:
-        self.disk, self.prefix = disk, ""  # prefix of the layer's names
+        self.disk, self.prefix = disk, ""  # prefix of the names of the layer's tensors
         sizes = (disk.numel * dtype.itemsize for dtype in disk.dtypes)
         self.state = [file.at(place * size) for file, size in zip(disk.files, sizes, strict=True)]
-        self.last: Any = None  # the last visit; its result is the future of the writing
+        self.last: Any = None  # future of the last visit; its result is the future of the writing
 
     def visit(self, update: Callable[[list[Tensor]], Any]) -> Any:
         """Queue a visit: read the state, wait for the future of update(), write the state back. Return the future of
@@ -113,8 +115,9 @@ class Shelf:
 
 
 def shelves(device: Device, num_layers: int, folder: str | None, numel: int, dtype: str) -> Iterator[Shelf]:
-    """Return a shelf for each layer, as Disk has them, in files of this folder. Raises OSError if the disk has no
-    room."""
+    """Return a shelf for each layer, with its states in files of this folder. Raises OSError if the disk
+    has no room.
+    """
     if num_layers:
         disk = Disk(device, writable(folder), num_layers, numel, dtype)
         yield from (Shelf(disk, place) for place in range(num_layers))

@@ -1,7 +1,7 @@
-"""Both ends of the model, resident on the device: embedding, and head with loss.
+"""The two ends of the model, which are resident on the device: the embedding, and the head with the loss.
 
-Shapes: B samples of a micro-batch, T tokens, D hidden. A batch comes whole; this rank's part of it goes on as a list of
-its micro-batches, each a tuple of one tensor.
+Shapes: B samples of a micro-batch, T tokens, D hidden. A batch comes in whole; this rank's part of it is passed on as a
+list of micro-batches, each a tuple of one tensor.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ResidentEnds:
         return total, dxs
 
     def backward(self, dxs: list[Passed]) -> None:
-        """Add the look-up's share to the gradients, which are then those of the whole batch."""
+        """Add the embedding look-up's share to the gradients; afterwards they are the gradients of the whole batch."""
         with self.device.span("compute", "backward", self.state.prefix):
             for x, (dx,) in zip(self.embedded, dxs, strict=True):
                 x.backward(dx)

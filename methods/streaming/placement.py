@@ -1,4 +1,6 @@
-"""Placements: a letter a layer, written run by run (R2W5S1), and the bytes that they take; no torch."""
+"""Placements: one letter for each layer, written as runs (R2W5S1), and the bytes that a placement needs; torch is not
+imported.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,18 @@ KINDS = {
     "S": "streamed, fetched with its states and updated by the device",
     "D": "as W with its states on the disk",
 }
-ON_DEVICE = "RP"  # kinds whose weights stay on the device
-BY_HOST = "PWD"  # kinds that the host updates
-BY_RANKS = "RW"  # kinds that several ranks can have
+ON_DEVICE = "RP"  # kinds of layers whose weights stay on the device
+BY_HOST = "PWD"  # kinds of layers that the host updates
+BY_RANKS = "RW"  # kinds of layers that several ranks can have
 CLIPPINGS = ("deferred", "speculate")
 
 
 def parse(text: str, num_layers: int) -> str:
     """Parse a placement into a letter for each layer, bottom first.
 
-    A last run without length takes all layers left; `~S2` at the end spreads two streamed layers among those above the
-    resident ones at the bottom, `~R2` so two more resident ones. Raises ValueError if the text does not place
-    `num_layers`.
+    If the last run has no length, it takes all layers that are left. `~S2` at the end spreads two streamed layers
+    evenly among the layers above the resident ones at the bottom; `~R2` spreads two more resident layers in the same
+    way. Raises ValueError if the text does not place `num_layers`.
     """
     spreads = re.fullmatch(r"(.*)~([RS])(\d+)", text)
     if spreads and int(spreads[3]) < num_layers:
@@ -70,7 +72,9 @@ def text_of(kinds: str) -> str:
 
 
 def shrink(kinds: str, num_layers: int) -> str:
-    """Return the same mixture of fewer layers: every kind at least once, as far as there is room."""
+    """Return a placement of fewer layers with the same shares of kinds: every kind at least once, if there are enough
+    layers.
+    """
     found = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
     for kind in dict.fromkeys(kinds):
         several = [i for i, other in enumerate(found) if found.count(other) > 1]
@@ -85,7 +89,7 @@ def _runs(kinds: str) -> str:
 
 
 def spread(kinds: str, letter: str, number: int) -> str:
-    """Spread so many layers of a kind evenly among others, one of which stays on top."""
+    """Spread `number` layers of a kind evenly among the others, one of which stays on top."""
     if not number:
         return kinds
     total = len(kinds) + number
@@ -94,8 +98,9 @@ def spread(kinds: str, letter: str, number: int) -> str:
 
 
 class UserSizes(NamedTuple):
-    """What a plan asks of a user's model, in place of a Workload. All but the layers' weights, gradients and states was
-    measured: `activations`, bytes."""
+    """The sizes of a user's model that a plan needs, in place of a Workload. `activations`: measured bytes of
+    everything but the layers' weights, gradients and states.
+    """
 
     dtype: str
     numels: tuple[int, ...]  # parameters of each layer, bottom first
@@ -109,7 +114,7 @@ class UserSizes(NamedTuple):
 
     @property
     def layer_params(self) -> int:
-        """Parameters of the largest layer, for which slots have room."""
+        """Return the number of parameters of the largest layer, for which slots have room."""
         return max(self.numels)
 
     @property
@@ -121,26 +126,31 @@ Sizes = Workload | UserSizes
 
 
 class Ring(NamedTuple):
-    """Layers, bottom first, that take turns in a few slots."""
+    """A ring: layers, bottom first, that take turns in a few slots."""
 
     layers: list[int]
     num_slots: int
 
     @property
     def above(self) -> dict[int, int]:
-        """Return pairs: a layer that leaves its slot in the forward pass, and the next layer in that slot."""
+        """Return pairs of layers: one that leaves its slot in the forward pass, and the one that takes
+        this slot next.
+        """
         return dict(zip(self.layers, self.layers[self.num_slots :], strict=False))
 
 
 def rings(kinds: str, window_size: int) -> tuple[Ring, Ring]:
-    """The window of layers that travel without states, and that of streamed layers: one at work, one to come."""
+    """Return two rings: the window of layers that travel without states, and the window of streamed layers, which has
+    two slots, for the current layer and the next.
+    """
     alone, streamed = ([i for i, kind in enumerate(kinds) if kind in group] for group in ("WD", "S"))
     return Ring(alone, min(window_size, len(alone))), Ring(streamed, min(window_size, 2, len(streamed)))
 
 
 def num_gradients(kinds: str, window_size: int, *, waits: bool) -> int:
-    """Rooms for gradients that pass: one being computed, one on its way home. A resident layer's pass where no update
-    `waits` for the norm."""
+    """Return the number of gradient rooms on the device: one for the gradient being computed, one for the gradient on
+    its way home. Resident layers use these rooms, too, if no update `waits` for the norm.
+    """
     return max(min(window_size, 2, len(kinds) - kinds.count("R")), int("R" in kinds and not waits))
 
 
@@ -155,12 +165,12 @@ def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
 def placed_plan(
     workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred", num_ranks: int = 1
 ) -> Plan:
-    """Both ends on the device, each layer as placed; `clipping` None updates without waiting for the norm. Of several
-    ranks each keeps its part of every layer that is not resident; the workload is that of one. Raises ValueError if
-    some rank's part would be padding alone.
+    """Return the plan with embedding and head on the device and each layer as placed. With `clipping` None, updates do
+    not wait for the norm. Of several ranks, each keeps its part of every layer that is not resident; `workload` is that
+    of one rank. Raises ValueError if the part of some rank would consist of padding alone.
 
-    A travelling layer's weights come in twice a step, but for those that stay where they are when the forward pass
-    turns into the backward pass; its gradient goes home once, for S only where its update may have to wait.
+    A travelling layer's weights are fetched twice a step, except in layers that are still in a slot when the backward
+    pass begins. Its gradient goes home once; in S only if its update may have to wait for the norm.
     """
     size, layer = workload.weight_bytes, workload.layer_params
     if num_ranks > 1 and layer < VECTOR * num_ranks**2:
@@ -169,8 +179,8 @@ def placed_plan(
             f" {num_ranks}; try a larger -h"
         )
     count, params = {kind: kinds.count(kind) for kind in KINDS}, params_of(workload, kinds)
-    at_home = state_bytes(workload)  # type: ignore[arg-type]  # of a dtype
-    states = at_home["weights"] + at_home["optimizer"]  # the part that an update changes
+    at_home = state_bytes(workload)  # type: ignore[arg-type]  # depends on the dtype alone
+    states = at_home["weights"] + at_home["optimizer"]  # bytes that an update changes
     num_windowed = count["W"] + count["D"]
     windowed_slots, streamed_slots = min(window_size, num_windowed), min(window_size, 2, count["S"])
     hosted, home = len(kinds) - count["R"], shared_numel(layer, num_ranks) // num_ranks
@@ -195,7 +205,7 @@ def placed_plan(
     if clipping == "speculate":
         host["optimizer"] += states * (sum(params.values()) - params["R"] - params["D"])
     if workload.dtype != "fp32":
-        # An update's fp32 copies beside boundaries, if no compiled kernel makes it.
+        # Without a compiled kernel an update makes fp32 copies, while boundaries are in memory.
         each, block = UPDATE_COPIES[workload.dtype], block_numel(workload.dtype)
         updates = [(each * min(block, max(workload.end_params, layer if count["R"] else 0)), boundary)]
         below = max(kinds.rfind("S"), -1 if clipping else kinds.rfind("R"))
@@ -209,7 +219,7 @@ def placed_plan(
         host["gradients"] += each * min(CHUNK, home) if hosted - count["S"] else 0
 
     if hosted:
-        host["optimizer"] += 512 + 4 * hosted  # numbers of steps, and the clip factor: the last bytes of a host
+        host["optimizer"] += 512 + 4 * hosted  # numbers of steps, and the clip factor
     waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient, out and in again
     moved = size * (2 * count["P"] + 3 * num_windowed - windowed_slots)
     moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed_slots
@@ -218,7 +228,7 @@ def placed_plan(
 
 
 def _activations(workload: Sizes) -> tuple[int, int, int]:
-    """Return the bytes of a layer's input, of a step's small tensors, and the most of all activations at once."""
+    """Return three numbers of bytes: a layer's input, a step's small tensors, and the peak of all activations."""
     if isinstance(workload, UserSizes):  # at an update all that was measured may still be there
         return workload.activations, 0, workload.activations
     # Other micro-batches wait: beside the loss with their outputs and these gradients; beside the top layers also with

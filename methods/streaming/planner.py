@@ -1,4 +1,5 @@
-"""The fastest placement by a machine's rates and memories: a linear program over the layers of each kind.
+"""Finds the fastest placement for a machine's rates and memories, by a linear program over the numbers of layers of
+each kind.
 
 A step takes at least as long as each of these resources is busy: the device, each direction of the link and both
 together, the host's memory and cores, the disk. Each row is linear in the number of layers of each kind:
@@ -30,14 +31,14 @@ from methods.shared.memory_needs import state_bytes, stored_numel
 from methods.streaming.placement import spread
 
 KINDS = "RPWSDQ"
-BACKWARD, FORWARD = 0, 1  # the pools of a deferred update; otherwise all rows are in the first
-SLACK = 0.02  # share of the time, less than the error of the rates, that is given up for fewer copies
-Counts = Mapping[str, float]  # layers or bytes of each kind or memory
-PlanOf = Callable[[Workload, dict[str, int]], Plan]  # the needs of these numbers of layers of each kind
+BACKWARD, FORWARD = 0, 1  # the two pools of time with deferred updates; else all rows are in the first
+SLACK = 0.02  # share of the step time that is given up for fewer copies; less than the error of the rates
+Counts = Mapping[str, float]  # number of layers of each kind, or bytes of each memory
+PlanOf = Callable[[Workload, dict[str, int]], Plan]  # returns the plan for these numbers of layers of each kind
 
 
 class Row(NamedTuple):
-    """Seconds of one pool that a resource is busy: a constant, and an amount for each layer of a kind."""
+    """The seconds that a resource is busy in one pool of time: a constant, and seconds for each layer of a kind."""
 
     name: str
     pool: int
@@ -49,15 +50,16 @@ class Row(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Bytes of a parameter over the link, in and out, in each pool."""
+    """The bytes of a parameter that cross the link in each pool of time, in and out."""
 
     inbound: tuple[float, float]
     outbound: tuple[float, float]
 
 
 def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
-    """Return the bytes that a parameter of each kind carries over the link; a gradient is as large as its weight. A
-    deferred update on the device fetches the gradient again."""
+    """Return the bytes that cross the link for each parameter of a layer of each kind. A gradient is as large as its
+    weight. A deferred update on the device fetches the gradient again.
+    """
     at_home = state_bytes(workload)
     size, rest = at_home["weights"], at_home["optimizer"]
     sent, fetched = size if clipping else 0, size if clipping == "deferred" else 0
@@ -100,7 +102,7 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
 
 
 def stored_bytes(workload: Workload) -> int:
-    """Return the bytes of a layer on the disk, read and written once a step: master and moments."""
+    """Return the bytes of a layer on the disk (master and moments), which are read and written once a step."""
     return state_bytes(workload)["optimizer"] * stored_numel(workload.layer_params)
 
 
@@ -120,7 +122,7 @@ def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int
 
 
 def forecast(found: list[Row], counts: Counts) -> Forecast:
-    """Return the bound for these numbers of layers."""
+    """Return the lower bound of the step time for these numbers of layers."""
     pools = {row.pool for row in found}
     longest = [max((row for row in found if row.pool == pool), key=lambda row: row.total(counts)) for pool in pools]
     binds = " then ".join(dict.fromkeys(row.name for row in longest))
@@ -130,10 +132,10 @@ def forecast(found: list[Row], counts: Counts) -> Forecast:
 def least_seconds(
     workload: Workload, rates: Rates, needs: Mapping[str, Counts], free: Counts, *, clipping: str | None, kinds: str
 ) -> tuple[float, dict[str, float]] | None:
-    """Return the bound over all placements, and the numbers of layers of each kind that carry least among those within
-    SLACK of it. None if no placement fits or scipy is missing.
+    """Return the lower bound of the step time over all placements, and the numbers of layers of each kind with the
+    fewest copied bytes among those within SLACK of the bound. None if no placement fits or scipy is missing.
 
-    `needs`: bytes a layer by memory and kind; `free`: bytes for the layers by memory.
+    `needs`: bytes of a layer, by memory and kind; `free`: bytes that are left for layers, by memory.
     """
     try:
         from scipy.optimize import linprog  # a slow import, needed only for plans by rates
@@ -165,12 +167,13 @@ def least_seconds(
 
 
 def choose(workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None) -> dict[str, int] | None:
-    """Return the numbers of layers of each kind that fit with the shortest step by the rates; within SLACK of it those
-    that carry least. None if no placement fits."""
+    """Return the numbers of layers of each kind that fit and have the shortest step by the rates; among those within
+    SLACK of it, the numbers with the fewest copied bytes. None if no placement fits.
+    """
     assert room.rates is not None
     found = rows(workload, room.rates, clipping)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
-    optional = kinds.replace("R", "")  # a kind's buffers cost memory however few its layers
+    optional = kinds.replace("R", "")  # kinds tried in and out: buffers of a kind cost memory however few its layers
     for used in itertools.chain.from_iterable(itertools.combinations(optional, n) for n in range(len(optional) + 1)):
         for some in _whole(workload, room, plan_of, "R" + "".join(used), clipping):
             counts = dict.fromkeys(kinds, 0) | some
@@ -189,7 +192,7 @@ def choose(workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping
 def _whole(
     workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None
 ) -> Iterator[dict[str, int]]:
-    """Return whole numbers of layers of each kind around the program's solution."""
+    """Return whole numbers of layers of each kind near the solution of the linear program."""
     assert room.rates is not None
     needs, free = _linear(workload, room, plan_of, kinds)
     if not may_fit(workload.num_layers, needs, free):
@@ -202,9 +205,10 @@ def _whole(
 
 
 def may_fit(num_layers: int, needs: Mapping[str, Counts], free: Counts) -> bool:
-    """False only if no numbers of layers fit: the least that a layer takes, of one memory or of two, is too much.
+    """Return False only if no placement fits, because even the least bytes that a layer needs, in one memory or in
+    both, are too many.
 
-    Where a model hardly fits, this saves 95 of 100 programs, results/LOG.md.
+    For models that hardly fit, this check saves 95 of 100 linear programs (results/LOG.md).
     """
     if min(free.values(), default=0) < 0:
         return False
@@ -221,7 +225,9 @@ def may_fit(num_layers: int, needs: Mapping[str, Counts], free: Counts) -> bool:
 def _linear(
     workload: Workload, room: Room, plan_of: PlanOf, kinds: str
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Return the bytes of one more layer of each kind, by memory, and the bytes left for layers beside all else."""
+    """Return, by memory, the bytes of one more layer of each kind, and the bytes that are left for layers beside
+    everything else.
+    """
     several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more layers than slots
     deep = workload.at_depth(sum(several.values()))
     base = plan_of(deep, several)
@@ -250,7 +256,7 @@ def arranged(counts: Counts, clipping: str | None = "deferred") -> str:
 
 
 def with_forecast(plan: Plan, workload: Workload, room: Room, counts: Counts, clipping: str | None) -> Plan:
-    """Add the bound of the step's time, if rates are known."""
+    """Return the plan with the lower bound of its step time, if rates are known."""
     if room.rates is None:
         return plan
     found = forecast(rows(workload, room.rates, clipping), counts)

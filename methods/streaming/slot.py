@@ -26,8 +26,8 @@ class Slot:
 
     def __init__(self, layer: LayerState, copier: Any = None, *, whole: bool = False, numel: int | None = None) -> None:
         self.device, self.copier = layer.device, copier or layer.device.copier
-        self.loaded: Future | None = None  # the copy of the weights
-        self.completed: Future | None = None  # the copy of the rest of the state
+        self.loaded: Future | None = None  # future of the copy of the weights
+        self.completed: Future | None = None  # future of the copy of the rest of the state
         self.sent: Any = None  # event: the updated state has left
         weights, *rest = layer.current
         rooms = [None if slab is None or not whole else _room(layer, slab, numel) for slab in rest]
@@ -41,7 +41,7 @@ class Slot:
         self.loaded = self._fetch(layer, "weights", lambda: self._pairs(layer)[:1], lambda: ranks.gather(slab))
 
     def prefetch_state(self, layer: LayerState, *, with_gradient: bool = False) -> None:
-        """Queue the copy of the rest of the layer's state, and of the gradient that waits for its update."""
+        """Queue the copies of the rest of the layer's state and, if an update waits, of the gradient for it."""
         late = [(self.grads[: len(layer.grads)], layer.grads)] if with_gradient else []
         self.completed = self._fetch(layer, "state", lambda: [*self._pairs(layer)[1:], *late])
 
@@ -68,7 +68,7 @@ class Slot:
         self.sent = copy(self.device, "outbound", "state", layer.prefix, [done], home)
 
     def _pairs(self, layer: LayerState, home: State | None = None) -> list[Pair]:
-        """Return this slot's slabs, or this rank's part of them, with those of the layer's home, weights first."""
+        """Return pairs of slabs, in this slot (or this rank's part of it) and at the layer's home, weights first."""
         here = self.state.cut(layer.first, layer.first + len(layer.current.weights))
         pairs = zip(here, home or layer.current, strict=True)
         return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
@@ -96,20 +96,23 @@ class Slot:
 
 
 class GradientRoom:
-    """Room on the device for one layer's gradient on its way home. `numel`: elements of the largest layer, if not this
-    one."""
+    """Room on the device for one layer's gradient on its way home. `numel`: elements of the largest layer that will use
+    this room; default: those of `layer`.
+    """
 
     def __init__(self, layer: LayerState, numel: int | None = None) -> None:
         self.device, self.slab = layer.device, _room(layer, layer.current.weights, numel)
         self.drained: Any = None  # event: the last gradient has left
 
     def backward(self, layer: LayerState, dys: list[Passed]) -> list[Passed]:
-        """Run the layer's backward pass, with its gradients in this room; fetch those that it adds to."""
+        """Run the layer's backward pass and leave its gradients in this room. If they add to earlier ones, fetch those
+        first.
+        """
         if self.drained is not None:
             # The copy home may still be reading the last gradient: wait for it, not for the device.
             self.device.compute.wait_event(self.drained)
         if layer.adds:
-            # It came home before this room's last gradient left, for which compute waits.
+            # The earlier gradient came home before this room's last gradient left, and compute waits for the latter.
             free, pairs = self.device.compute.record_event(), [(self.slab[: len(layer.grads)], layer.grads)]
             self.device.compute.wait_event(copy(self.device, "inbound", "gradient", layer.prefix, [free], pairs))
         dxs = layer.backward(dys, self.slab)
@@ -124,6 +127,8 @@ class GradientRoom:
 
 
 def _room(layer: LayerState, slab: Tensor, numel: int | None) -> Tensor:
-    """Return room on the device for a slab of the layer, or of the largest one, whole even where home is a part."""
+    """Return room on the device for a slab of the layer, or of the largest layer; whole, even if the home is one rank's
+    part.
+    """
     whole = shared_numel(numel, layer.device.ranks.num_ranks) if numel else layer.whole_numel
     return layer.device.room(whole, slab.dtype, host=False)

@@ -1,7 +1,7 @@
-"""A user's layer as the streaming core takes it: from tensors to tensors, with parameters that a slot gives memory.
+"""Adapts a user's layer to the streaming core: a module from tensors to tensors, whose parameters are views of a slot.
 
-The user's parameters stay in the model and lie at home. While their layer computes, parameters of this file, which are
-views of a slot, take their places in it; autograd knows these alone.
+The user's parameters stay in the model, and their memory is the layer's home. While the layer computes, they are
+replaced by parameters that are views of a slot; autograd sees only these.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from methods.streaming.layer_state import Passed
 
-TENSOR = object()  # a tensor's place in the structure of what a layer takes or returns
+TENSOR = object()  # marks a tensor's place in the structure of a layer's arguments or results
 
 
 class Placeholders(nn.Module):
-    """Parameters of these shapes without memory, named by their places."""
+    """A module with parameters of these shapes without memory; their names are their indices."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -29,16 +29,17 @@ class Placeholders(nn.Module):
 
 
 class UserLayer(Placeholders):
-    """One layer. Besides `own` parameters it may use some that are `shared` with the rest of the model; these come to
-    it as tensors, behind those that the model gives it."""
+    """One layer. Besides its `own` parameters it may use `shared` ones, which the rest of the model uses, too; these
+    are passed to the layer as further tensors, after the tensors that the model passes.
+    """
 
     def __init__(self, layer: nn.Module, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]) -> None:
         super().__init__(own)
         self.compute = layer.forward
-        self.users, self.shared = list(own), list(shared)  # lists: no parameters of this module
+        self.users, self.shared = list(own), list(shared)  # lists, so that these are no parameters of this module
         owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
-        self.sites: list[tuple[Any, str, str | int]] = []  # module, its name for a parameter, and ours
+        self.sites: list[tuple[Any, str, str | int]] = []  # module, its name for a parameter, the name here
         for module in layer.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -46,13 +47,15 @@ class UserLayer(Placeholders):
                     self.sites.append((module, name, others[id(parameter)] if ours is None else ours))
 
     def take(self, args: tuple[Any, ...], words: Mapping[str, Any]) -> Passed:
-        """Return the tensors of a call, shared parameters included; keep the rest of its structure for forward()."""
+        """Return the tensors among a call's arguments, and the shared parameters; keep the structure of the arguments
+        for forward().
+        """
         leaves, self.taken = tree_flatten((args, dict(words)))
         self.leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return (*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.shared)
 
     def give(self, tensors: Passed) -> Any:
-        """Return what the layer returned, with these tensors in it."""
+        """Return the structure that the layer returned, with these tensors in their places."""
         return _filled(self.returned_leaves, self.returned, iter(tensors))
 
     def forward(self, *tensors: Tensor) -> Passed:
@@ -72,7 +75,7 @@ class UserLayer(Placeholders):
         try:
             for module, name, ours in self.sites:
                 if isinstance(ours, str):
-                    setattr(module, name, self._parameters[ours])  # recurrent modules have lists of their own
+                    setattr(module, name, self._parameters[ours])  # recurrent modules keep their own lists
                 else:
                     module._parameters[name] = shared[ours]
             yield

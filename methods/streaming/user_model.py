@@ -1,4 +1,6 @@
-"""A user's model and optimizer, checked, and taken apart: layers, and all the rest, which stays on the device."""
+"""Checks a user's model and optimizer, and takes the model apart: the layers, and the rest, which stays
+on the device.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from harness.core.gpt import DTYPES
 from methods.offload.adamw import AdamSettings, Settings
 from methods.streaming.user_layer import Placeholders, UserLayer
 
-UNUSED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW that a streaming update has not
+UNUSED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW that streaming updates lack
 
 
 class UserModel:
-    """The parts of a model. Raises ValueError, one line, for a model or an optimizer that cannot be streamed."""
+    """The layers of a model and the rest of it. Raises ValueError, one line, for a model or optimizer that cannot be
+    streamed.
+    """
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.modules = model, optimizer, list(layers)
@@ -48,7 +52,7 @@ class UserModel:
         return [self.names[id(parameter)] for parameter in parameters]
 
     def groups_of(self, parameters: Sequence[nn.Parameter]) -> dict[str, int]:
-        """Return the optimizer's group of each parameter, by its place."""
+        """Return for each parameter the index of its group in the optimizer."""
         groups = enumerate(self.optimizer.param_groups)
         group_of = {id(each): number for number, group in groups for each in group["params"]}
         return {str(place): group_of[id(parameter)] for place, parameter in enumerate(parameters)}
@@ -61,7 +65,9 @@ class UserModel:
         return [AdamSettings(*map(float, row)) for row in rows]
 
     def _order(self) -> list[int]:
-        """Return the places of the model's parameters among those of the rest and of all layers, bottom first."""
+        """Return for each of the model's parameters its index in this list: parameters of the rest, then of all layers,
+        bottom first.
+        """
         ours = [id(each) for part in (self.rest, *self.own) for each in part]
         places = {key: place for place, key in enumerate(ours)}
         return [places[key] for key in self.names if key in places]
@@ -123,14 +129,14 @@ def _outside(model: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
 
 
 def give(parameter: nn.Parameter, memory: Tensor) -> None:
-    """Let the parameter be this tensor, which may lie on another device; the parameter as an object stays."""
+    """Give the parameter this memory, which may be on another device; the parameter stays the same object."""
     if torch._has_compatible_shallow_copy_type(parameter, memory):
         parameter.data = memory
         return
     attributes: dict[str, Any] = dict(parameter.__dict__)
     torch.utils.swap_tensors(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
     parameter.__dict__.update(attributes)
-    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # else it names hooks that are not called
+    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # else it lists hooks that are not called
 
 
 def move_rest(model: nn.Module, trained: Iterable[nn.Parameter], device: torch.device) -> None:

@@ -24,34 +24,34 @@ from methods.streaming.planner import Counts, forecast, rows
 
 NAME = "stronghold"
 DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}
-CLIP_NORMS: dict[str | None, float] = {None: 0.0, "deferred": 1.0, "speculate": 1e9}  # 1e9: all updates ahead are kept
+CLIP_NORMS: dict[str | None, float] = {None: 0.0, "deferred": 1.0, "speculate": 1e9}  # 1e9: never clipped
 MODEL_HIDDEN_SIZE = 32
-STEPS = 4  # the first starts on an idle machine
+STEPS = 4  # several, because the first starts on an idle machine
 
 
 class ScheduledStep(NamedTuple):
-    """A step on one machine, in seconds."""
+    """The times of a step on one machine, in seconds."""
 
     placement: str
     bound: float
     binds: str
     schedule: float
-    resident: float  # on a device of unlimited memory
+    resident: float  # step with all layers resident, on a device of unlimited memory
     run: VirtualRun
 
     @property
     def share(self) -> float:
-        """Part of the bound that the schedule reaches."""
+        """Return the lower bound of the step time over the time that the schedule takes."""
         return self.bound / self.schedule
 
 
 def point(machine: str, num_layers: int, clipping: str | None) -> ScheduledStep | str:
-    """Plan and time one size; returns the reason if it does not fit."""
+    """Plan and time one size; return the reason if the size does not fit."""
     workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=CLIP_NORMS[clipping])
     there = named_machines.load(machine)
     assert there.room.rates is not None
     rates = virtual_rates(workload, there.room.rates)
-    # Nothing is allocated here, so nothing is in reserve.
+    # No memory is allocated here, so no reserve is needed.
     room = dataclasses.replace(there.room, device_bytes=there.device_bytes, rates=rates)
     plan = method.create(NAME, {"clipping": clipping}).plan(workload, room)
     shortfall = plan.shortfall(room)
@@ -67,15 +67,18 @@ def point(machine: str, num_layers: int, clipping: str | None) -> ScheduledStep 
 
 
 def scale_model(workload: Workload) -> Workload:
-    """A shape small enough to train: as deep, with the same ratios between layers and ends of FLOPs and of bytes."""
+    """Return a shape small enough to train on a CPU: as deep, and with the same ratios of FLOPs and bytes between
+    layers and ends.
+    """
     scale = MODEL_HIDDEN_SIZE / workload.hidden_size
     ends: Any = {"seq_len": round(workload.seq_len * scale), "vocab_size": round(workload.vocab_size * scale)}
     return dataclasses.replace(workload, hidden_size=MODEL_HIDDEN_SIZE, num_heads=2, batch_size=1, **ends)
 
 
 def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: str | None) -> VirtualMachine:
-    """The machine on which the scale model takes as long as the workload at these rates. All traffic of the host's
-    memory, copies included, is charged to the updates."""
+    """Return the machine on which the scale model takes as long as the workload does with these rates. The time of all
+    host memory traffic, copies included, is charged to the updates.
+    """
     model = scale_model(workload)
     params = model.layer_params / workload.layer_params
     on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
@@ -90,19 +93,21 @@ def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: st
 
 
 def executed_flops(workload: Workload) -> float:
-    """FLOPs of a step: the recompute stops before a layer's last product, which no gradient needs."""
+    """Return the FLOPs of a step. The recompute stops before a layer's last matrix product, because no gradient needs
+    it.
+    """
     tokens = workload.batch_size * workload.seq_len
     return workload.flops_per_step - workload.num_layers * 8 * tokens * workload.hidden_size**2
 
 
 def virtual_rates(workload: Workload, rates: Rates) -> Rates:
-    """The rates with the virtual clock's division of compute between the passes, by FLOPs."""
+    """Return the rates with compute divided between the passes by their FLOPs, as the virtual clock divides it."""
     forward = workload.num_layers * workload.layer_flops + workload.head_flops_per_step / 3
     return dataclasses.replace(rates, forward_share=forward / executed_flops(workload))
 
 
 def trace(machine: str, num_layers: int, clipping: str | None, folder: Path) -> None:
-    """Write the timeline of one size, if it fits."""
+    """Write the timeline of one size, if this size fits."""
     found = point(machine, num_layers, clipping)
     if isinstance(found, str):
         print(f"{machine}, {num_layers} layers: {found}")

@@ -1,4 +1,4 @@
-"""The window: which layer has which slot, and when the next layer's copy into it starts.
+"""The window: decides which layer has which slot, and when the copy of the next layer into a slot starts.
 
 Two rings of layers (placement.py) take turns in their slots: layers leave in the order in which they will be needed
 last, so the turn from forward to backward fetches nothing. A parked layer keeps its slot.
@@ -26,30 +26,32 @@ class Window:
         self.slots: dict[Layer, Slot] = {
             layer: layer.new_slot(largest.get(layer)) for layer in away.values() if layer not in self.below
         }
-        self.lowest = [layer for layer in away.values() if layer in self.slots]  # begin a step in a slot
+        self.lowest = [layer for layer in away.values() if layer in self.slots]  # layers in a slot at a step's begin
         self.rule, self.layers = rule, layers
 
     def refill(self) -> None:
-        """Fetch the step's first layers into their slots, each as soon as its update is over."""
+        """Fetch the first layers of the next step into their slots, each as soon as its update is over."""
         for layer in self.lowest:
             layer.fetch(self.slots[layer])
 
     def slide_up(self, layer: Layer) -> None:
-        """Give the layer's slot to the next one above it; the topmost layers stay for the backward pass."""
+        """Give the layer's slot to the next layer above it; the topmost layers stay for the backward pass."""
         if layer in self.above:
             self._hand_over(layer, self.above[layer])
         elif self.rule.is_ahead:
             layer.fetch_state()
 
     def slide_down(self, layer: Layer) -> None:
-        """Give the layer's slot to the next one below it."""
+        """Give the layer's slot to the next layer below it."""
         if layer in self.below:
             self._hand_over(layer, self.below[layer])
             if self.rule.is_ahead:
                 self.below[layer].fetch_state()
 
     def rewind(self) -> None:
-        """Bring every slot back to the layer that begins a step in it, after a forward pass without a backward pass."""
+        """After a forward pass without a backward pass, give every slot back to the layer that has it when a step
+        begins.
+        """
         for layer in [*self.slots]:
             lowest = layer
             while lowest in self.below:
@@ -58,7 +60,7 @@ class Window:
                 self._hand_over(layer, lowest)
 
     def settle(self) -> None:
-        """Make the waiting updates of streamed layers, after the last step."""
+        """After the last step, do the updates of streamed layers that still wait."""
         for layer in self.layers:
             if isinstance(layer, Streamed):
                 layer.update_due()
