@@ -3,9 +3,9 @@ standard library only.
 
     num_stages, chunk_size, step_seconds = AutoConfig(16, 4, 512, "profile").get_min()
 
-Sections are grouped into stages by their time. A step is its passes in Varuna's order, each message as slow as the
-slowest cut's, then the slowest stage's sum over replicas, and its update. A profile of one process has no times of
-messages and sums, which then count as none.
+Sections are grouped into stages by their time. The predicted time of a step has three parts: the passes in Varuna's
+order, where each message takes as long as one at the slowest cut; the slowest stage's sum of gradients over replicas;
+and its update. A profile of one process has no times of messages and sums; these then count as zero.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ class ConfigChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class ConfigRow:
-    """A configuration, and what it is predicted to need. `cuts`: the CutPoints at which stages meet, for Varuna."""
+    """A configuration, and the time and memory that it is predicted to need. `cuts`: the CutPoints between the stages,
+    in the form that class Varuna takes.
+    """
 
     num_stages: int
     num_replicas: int
     chunk_size: int
     num_micro_batches: int
-    device_bytes: int  # of the rank that needs most
+    device_bytes: int  # bytes on the rank that needs most
     fits: bool
     cuts: tuple[int, ...]
     passes: tuple[dict[str, float], ...]  # seconds of each stage's passes
     send_seconds: float
     sum_seconds: float
     update_seconds: float
-    crowding: float = 1.0  # a pass's time while all of a machine's ranks compute, relative to alone
-    eased: float = 0.0  # how much faster passes get while ranks wait
+    crowding: float = 1.0  # time of a pass while all ranks of a machine compute, over its time alone
+    eased: float = 0.0  # share of waiting time by which other ranks' passes get faster
     schedule: str = "varuna"
-    step_seconds: float = nan  # in a table
+    step_seconds: float = nan  # predicted; nan until it is computed
 
     @property
     def num_ranks(self) -> int:
@@ -61,7 +63,9 @@ class ConfigRow:
 
     @property
     def least_seconds(self) -> float:
-        """No step is faster: a stage waits for those below, has its passes, and those below end after it."""
+        """Return a lower bound of the step time: a stage waits for the stages below, runs its passes, and then the
+        stages below finish.
+        """
         waits, found = 0.0, 0.0
         for passes in self.passes:
             found = max(found, waits + self.num_micro_batches * sum(passes.values()))
@@ -70,7 +74,7 @@ class ConfigRow:
 
     @property
     def binds(self) -> str:
-        """Name the part that takes most of the predicted step."""
+        """Return the name of the part that takes most of the predicted step."""
         slowest = max(sum(passes.values()) for passes in self.passes)
         crowding = max(1.0, self.crowding)
         parts = {
@@ -82,8 +86,9 @@ class ConfigRow:
 
 
 def predict(rows: Sequence[ConfigRow]) -> list[float]:
-    """Return the predicted step of each configuration, all of one schedule, in seconds. Beyond some micro-batches the
-    pipeline is full, and each further one takes the same time."""
+    """Return the predicted step of each configuration in seconds; all must have the same schedule. Once the pipeline is
+    full, each further micro-batch takes the same time, so large numbers are extrapolated.
+    """
     numbers: list[list[int]] = []
     for row in rows:
         many = max(2 * row.num_stages, 64)
@@ -136,7 +141,9 @@ class AutoConfig:
             )
 
     def get_min(self) -> ConfigChoice:
-        """The fastest that fits. Raises ValueError, one line, if none does."""
+        """Return the fastest configuration that fits, as (num_stages, chunk_size, seconds). Raises ValueError, one
+        line, if none fits.
+        """
         best = self.best()
         return ConfigChoice(best.num_stages, best.chunk_size, best.step_seconds)
 
@@ -145,9 +152,10 @@ class AutoConfig:
         return any(row.fits for row in self._rows)
 
     def best(self) -> ConfigRow:
-        """Return the fastest that fits, of equally fast ones that with the largest micro-batches. If no times are
-        known, return the one with most stages, which the smallest micro-batches keep busy. Raises ValueError, one line,
-        if none fits."""
+        """Return the fastest configuration that fits; of equally fast ones, the one with the largest micro-batches. If
+        no times are known, return the one with the most stages and the smallest micro-batches, which keep the stages
+        busy. Raises ValueError, one line, if none fits.
+        """
         fitting = [row for row in self._rows if row.fits]
         if not fitting:
             raise ValueError(self.why_not())
@@ -165,12 +173,14 @@ class AutoConfig:
         return best
 
     def least(self) -> ConfigRow:
-        """Return the configuration that needs least memory."""
+        """Return the configuration that needs the least memory."""
         found = min(self._rows, key=lambda row: row.device_bytes)
         return replace(found, step_seconds=predict([found])[0]) if self.costs.is_timed else found
 
     def why_not(self) -> str:
-        """Tell what the configuration that needs least lacks, if nothing fits."""
+        """Return a text that says how much memory is missing for the smallest configuration; for the case that nothing
+        fits.
+        """
         least, capacity = self.least(), self.capacity or 0
         tries = ["more devices" if least.num_stages == self.num_gpus else "more CutPoints"]
         tries += ["smaller micro-batches"] * (least.chunk_size > min(row.chunk_size for row in self._rows))
@@ -181,7 +191,9 @@ class AutoConfig:
         )
 
     def table(self) -> list[ConfigRow]:
-        """All configurations, the fastest first; last those that do not fit, by their memory."""
+        """Return all configurations, the fastest first; those that do not fit come last, in the order of
+        their memory.
+        """
         each = zip(self._rows, predict(self._rows), strict=True)
         rows = [replace(row, step_seconds=seconds) for row, seconds in each]
         return sorted(
@@ -189,7 +201,9 @@ class AutoConfig:
         )
 
     def _of_size(self, size: int) -> Iterator[ConfigRow]:
-        """Yield the configurations of this micro-batch. Replicas share a batch evenly, so their number divides it."""
+        """Yield the configurations with this size of micro-batch. Replicas get equal parts of the batch, so their
+        number divides the batch size.
+        """
         numbers = range(1, self.num_gpus + 1) if self.num_stages is None else self.num_stages
         for number, cuts in self.costs.cuts(size, numbers).items():
             most = self.num_gpus // number
@@ -217,8 +231,9 @@ class AutoConfig:
         )  # fmt: skip
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:
-        """Return the seconds of a sum, by the most similar measured ring: each rank passes on (n - 1) / n of the bytes,
-        twice."""
+        """Return the seconds of a sum over `num_ranks` replicas, computed from the most similar ring that was measured:
+        in a ring of n ranks each rank sends (n - 1) / n of the bytes, twice.
+        """
         sums = self.costs.sums
         if num_ranks == 1 or not sums:
             return 0.0
@@ -228,23 +243,28 @@ class AutoConfig:
 
 
 def _seconds_and_size(row: ConfigRow) -> tuple[float, int]:
-    """Times are rounded, so that of equally fast rows the one with the largest micro-batches comes first."""
+    """Sort key: rounded seconds, then the size of micro-batches, so that of equally fast rows the one with the largest
+    comes first.
+    """
     return float(f"{row.step_seconds:.9g}"), -row.chunk_size
 
 
 def _is_below(seconds: float, best: ConfigRow) -> bool:
-    """True if a row with no fewer seconds may come before the best."""
+    """Return whether a row whose step takes at least so many seconds may still be sorted before the best."""
     return float(f"{seconds:.9g}") <= _seconds_and_size(best)[0]
 
 
 def _shape(row: ConfigRow) -> tuple[int, int]:
-    """One stage needs no small micro-batches."""
+    """Return the stages and micro-batch size to sort by when no times are known. A single stage gains nothing from
+    small micro-batches.
+    """
     return row.num_stages, -row.chunk_size if row.num_stages > 1 else row.chunk_size
 
 
 def _at(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
-    """Return the seconds for this many bytes: on the line between the two measured points around, in proportion beyond
-    the last."""
+    """Return the seconds for this many bytes, interpolated between measured points, and in proportion to the bytes
+    beyond the last point.
+    """
     below = max((point for point in points if point[0] <= num_bytes), default=None)
     above = min((point for point in points if point[0] > num_bytes), default=None)
     if below is None or above is None:

@@ -1,4 +1,4 @@
-"""A user's batches, which are dictionaries: splits them into micro-batches."""
+"""Splits a user's batches, which are dictionaries, into micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> li
 
 
 def split(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Split a batch into micro-batches. A tensor whose batch is one, and a value that is not a tensor, goes to each."""
+    """Split a batch into micro-batches. Tensors whose first dimension is 1, and values that are not tensors, go to each
+    micro-batch.
+    """
     total = sum(sizes)
     micro_batches: list[dict[str, Any]] = [{} for _ in sizes]
     for name, value in inputs.items():
@@ -50,7 +52,7 @@ def cast(inputs: Inputs, dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def moved(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """Return the value on a device; a tensor of fractions in this dtype, unless that is None."""
+    """Return the value on the device. A floating-point tensor is also converted to `dtype`, unless that is None."""
     if not isinstance(value, Tensor):
         return value
     return value.to(device=device, dtype=dtype if dtype and value.is_floating_point() else value.dtype)

@@ -1,7 +1,7 @@
-"""Checkpoints of a pipeline, by torch.distributed.checkpoint: a folder for each step.
+"""Checkpoints of a pipeline, by torch.distributed.checkpoint: one folder for each saved step.
 
-Pipelines of any stages and replicas, and a single process, read it alike. Each weight has its name in the whole model,
-with the optimizer's states and options beside it; each replica writes a share.
+Pipelines with any number of stages and replicas can read it, and so can a single process. Each weight is stored under
+its name in the whole model, with its optimizer states and options; each replica writes a share.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def read(folder: str | Path, step: int | None = None) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """One rank's share of writing, and its part in reading.
+    """Writes one rank's share of each checkpoint, and reads this rank's part.
 
-    `names`: of this stage's weights, in the same order on all its replicas; `masters` and `optimizer` have their
-    values; `other_names`: of shared weights. Made by all ranks together.
+    `names`: the names of this stage's weights, in the same order on all its replicas. `masters` and `optimizer` hold
+    the values. `other_names`: further names of shared weights. All ranks must make this object together.
     """
 
     def __init__(
@@ -53,17 +53,19 @@ class Checkpoints:
         stage, replica, num_replicas = place
         self.written = names[replica::num_replicas]
         self.is_first = stage == 0 and replica == 0
-        # Of the thread that writes: its messages must not mix with those of training.
+        # A process group for the thread that writes, whose messages must not mix with those of training.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.under_way: Future | None = None
 
     def save(self, folder: str | Path, step: int, progress: Mapping[str, Any]) -> Future:
-        """Copy the state, and write the copy while training goes on. It is durable when the future is done."""
+        """Copy the state, and write the copy while training goes on. The checkpoint is on disk when the returned future
+        is done.
+        """
         self.wait()
         path = folder_of(folder, step)
         if self.is_first:
             path.mkdir(parents=True, exist_ok=True)
-            (path / COMPLETE).unlink(missing_ok=True)  # no rank writes before this one has asked for it
+            (path / COMPLETE).unlink(missing_ok=True)  # no rank writes before this rank has called save()
         state: dict[str, Any] = {}
         for name in self.written:
             state |= {key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -76,7 +78,7 @@ class Checkpoints:
         return self.under_way
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is durable. Raises what its writing raised."""
+        """Wait until the last checkpoint is on disk. If writing it failed, raises that error."""
         if self.under_way is not None:
             pending, self.under_way = self.under_way, None
             pending.result()
@@ -86,7 +88,7 @@ class Checkpoints:
         ValueError, with nothing changed, if the checkpoint is of another model or no Checkpoints wrote it."""
         path, chosen = choose(folder, step)
         there = _metadata(path)
-        # A shared weight may have been a single parameter, written under one of its names.
+        # When the checkpoint was written, a shared weight may have been one parameter, under one of its names.
         stored = {name: name if f"weights.{name}" in there else self.other_names.get(name, "") for name in self.masters}
         if missing := [name for name, other in stored.items() if f"weights.{other}" not in there]:
             raise ValueError(f"{path}: it has no weights of {', '.join(missing[:3])}: it is of another model")
@@ -121,8 +123,9 @@ class Checkpoints:
         return found | {f"options.{name}": json.dumps(options)}
 
     def _check_state(self, name: str, master: nn.Parameter, there: Mapping[str, Any]) -> None:
-        """Raise ValueError for a state of another form than this optimizer's: torch's fused update reads and writes as
-        many elements of a state as the weight has, whatever its size."""
+        """Raise ValueError if the checkpoint's state has another shape or dtype than this optimizer's, because torch's
+        fused update accesses as many elements of a state as the weight has, even if the state is smaller.
+        """
         if type(self.optimizer) not in FUSED:
             return
         state = _of(f"optimizer.{name}.", there)
@@ -135,7 +138,9 @@ class Checkpoints:
                 raise ValueError(f"{key} of {name} is {_told(_kind(kind))}, here {_told(here)}")
 
     def _options(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the optimizer's options, each checked against the current one."""
+        """Return the optimizer's options from the checkpoint, after comparing the kind of each with the
+        current option.
+        """
         options, group = json.loads(found[f"options.{name}"]), self._group_of(master)
         for key, value in options.items():
             if not isinstance(value, PLAIN) or (key in group and not _alike(value, group[key])):
@@ -144,7 +149,7 @@ class Checkpoints:
 
     def _take_state(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> None:
         if state := _of(f"optimizer.{name}.", found):
-            # A count of steps stays where the optimizer made it: on the host, unless the optimizer is fused.
+            # The step count stays on the device where the optimizer made it: the host, unless the optimizer is fused.
             self.optimizer.state[master] = {key: self._placed(value, master) for key, value in state.items()}
 
     def _placed(self, value: Any, master: nn.Parameter) -> Any:
@@ -163,7 +168,7 @@ def _of(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> Kind:
-    """Return shape and dtype of a tensor, or of one in a table; None for other values."""
+    """Return shape and dtype of a tensor, or of a tensor's entry in a table of contents; None for other values."""
     if isinstance(value, TensorStorageMetadata):
         return value.size, value.properties.dtype
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
@@ -176,14 +181,14 @@ def _told(kind: Kind) -> str:
 def _alike(value: Any, here: Any) -> bool:
     if isinstance(here, list | tuple):
         return isinstance(value, list) and len(value) == len(here) and all(map(_alike, value, here))
-    if value is None or here is None:  # torch chooses the value
+    if value is None or here is None:  # None: torch chooses the value
         return isinstance(here if value is None else value, bool | None)
     return isinstance(value, str) if isinstance(here, str) else isinstance(value, int | float)
 
 
 @contextlib.contextmanager
 def _told_of(path: Path) -> Iterator[None]:
-    """Raise ValueError, one line, if a part of a checkpoint is of another form."""
+    """Within this context, turn errors about a damaged or foreign checkpoint into ValueError, one line."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Lists the checkpoints of a folder, and finds the complete ones; standard library only.
+"""Lists the checkpoints in a folder, and finds the complete ones; standard library only.
 
 torch writes the file `.metadata` last: a checkpoint without it is incomplete, and never read.
 """
@@ -22,13 +22,15 @@ def complete_steps(folder: str | Path) -> list[int]:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of the checkpoint that folder_of() calls so; None for any other name, such as a copy's."""
+    """Return the step of a checkpoint whose folder has the name that folder_of() gives; None for any other name, such
+    as that of a copy.
+    """
     name = path.name.removeprefix(PREFIX)
     return int(name) if name.isascii() and name.isdigit() and path == folder_of(path.parent, int(name)) else None
 
 
 def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:
-    """Return the checkpoint of this step, or the newest. Raises ValueError if there is none."""
+    """Return the checkpoint of this step, or the newest one if no step is given. Raises ValueError if there is none."""
     steps = complete_steps(folder)
     if not steps or (step is not None and step not in steps):
         there = f"complete are {', '.join(map(str, steps))}" if steps else "none is complete"

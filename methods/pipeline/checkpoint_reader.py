@@ -1,7 +1,8 @@
 """Reads torch's distributed checkpoints without running anything that is in them.
 
-torch pickles a checkpoint's table of contents and whatever is no tensor, and its own reader loads both with code. Here
-the table may name nothing but the classes that describe it, and the rest is loaded as plain values.
+torch pickles a checkpoint's table of contents and all values that are not tensors, and torch's reader runs code that
+such a pickle contains. Here the table may name only the classes that describe a table, and other values are loaded as
+plain values.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ ALLOWED = {
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return the member of an enumeration; Python before 3.11.4 pickles a call of getattr for it."""
+    """Return the member of an enumeration; Python before 3.11.4 pickles a member as a call of getattr."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         raise pickle.UnpicklingError(f"it asks for {name} of what is no enumeration")
     return kind[name]
 
 
-class _Unpickler(pickle._Unpickler):  # the one in Python: the other's opcodes cannot be replaced
+class _Unpickler(pickle._Unpickler):  # the version in Python: opcodes of the version in C cannot be replaced
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
@@ -56,7 +57,9 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: the other's opcodes c
         return super().find_class(module, name)
 
     def load_build(self) -> None:
-        """Give values to an object, not to a class or function: from then on that would be another one for all."""
+        """Set attributes of an object, but refuse a class or function, which would then be changed for the whole
+        process.
+        """
         built = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(built, type) or not dataclasses.is_dataclass(built):
             raise pickle.UnpicklingError(f"it changes {built!r:.60}")
@@ -72,14 +75,14 @@ class Reader(dcp.FileSystemReader):
 
 class Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load bytes as torch does, but plain values only."""
+        """Load a value from bytes as torch does, but only plain values."""
         name = read_item.dest_index.fqn
         assert self.state_dict is not None
         self.original_state_dict[name] = self.state_dict[name] = torch.load(value, weights_only=True)
 
 
 def table(data: bytes) -> Metadata:
-    """A table of contents that anybody may have pickled."""
+    """Load a table of contents from a pickle that is not trusted."""
     found = _Unpickler(io.BytesIO(data)).load()
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
@@ -87,7 +90,9 @@ def table(data: bytes) -> Metadata:
 
 
 def metadata(path: Path) -> Metadata:
-    """The table of contents of the checkpoint in this folder. Raises ValueError for any other."""
+    """Return the table of contents of the checkpoint in this folder. Raises ValueError if the folder has
+    no valid one.
+    """
     try:
         found = table(read_bytes(path / COMPLETE))
         told, there = sum(map(_num_bytes, found.state_dict_metadata.values())), sum(map(_size, path.iterdir()))
@@ -100,7 +105,7 @@ def metadata(path: Path) -> Metadata:
 
 
 def _num_bytes(kind: Any) -> int:
-    """Return the bytes of a tensor in the table."""
+    """Return the number of bytes of a tensor, from its entry in the table."""
     if isinstance(kind, BytesStorageMetadata):
         return 0
     if not isinstance(kind, TensorStorageMetadata) or not isinstance(kind.properties.dtype, torch.dtype):
@@ -118,7 +123,7 @@ def _size(file: Path) -> int:
 
 
 def load(path: Path, state: dict[str, Any]) -> None:
-    """Fill the state, in place. Raises ValueError where a file of the checkpoint is damaged."""
+    """Fill the state, in place, from the checkpoint in this folder. Raises ValueError if a file is damaged."""
     try:
         dcp.load(state, storage_reader=Reader(path), planner=Planner(flatten_state_dict=False), no_dist=True)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
@@ -126,7 +131,7 @@ def load(path: Path, state: dict[str, Any]) -> None:
 
 
 def unreadable(path: Path, error: BaseException) -> ValueError:
-    """Return the error in one line, with the cause that torch wraps."""
+    """Return a ValueError of one line, with the original cause from the error that torch has wrapped."""
     cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     told = (str(cause).splitlines() or [""])[0] or type(cause).__name__
     if told.startswith("Weights only load failed"):  # and torch's advice to load with code

@@ -1,7 +1,7 @@
-"""Writes torch's distributed checkpoints by several ranks, of which none runs what another one sends.
+"""Writes torch's distributed checkpoints on several ranks, without running code that another rank sends.
 
-torch's own save() gathers plans and results as pickles and loads them with code. Here each rank plans and writes a file
-of its own, and reads the others' tables of contents as those of a foreign checkpoint.
+torch's own save() gathers plans and results as pickles, and runs code that these contain. Here each rank plans and
+writes its own file, and reads the tables of contents of other ranks as if they were from an untrusted checkpoint.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from methods.pipeline.transport import gathered
 
 
 def write(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
-    """A whole checkpoint in this folder, of what each rank of the group gives. Raises on all ranks where one cannot
-    write its part."""
+    """Write a whole checkpoint to this folder, from the state of each rank of the group. If one rank cannot write its
+    part, raises on all ranks.
+    """
     rank = dist.get_rank(group) if group else 0
-    gathered(b"", group)  # no rank writes before all have asked for it: one of them takes an old table away
+    gathered(b"", group)  # wait for all ranks, because one of them first removes an old table
     tables = _together(lambda: _part(state, path, rank), path, group)
     _together(lambda: b"" if rank else _complete(path, tables), path, group)
 
 
 def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
-    """Write what this rank gives; its table of contents."""
+    """Write this rank's state to a file; return the table of contents of this file."""
     planner, writer = DefaultSavePlanner(), dcp.FileSystemWriter(path)
     planner.set_up_planner(state, is_coordinator=True)
-    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)  # names its file by the rank
+    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)  # so that the file is named by the rank
     [plan], found = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     [plan] = writer.prepare_global_plan([plan])
     results = writer.write_data(planner.finish_plan(plan), planner).value()
@@ -43,7 +44,7 @@ def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
 
 
 def _complete(path: Path, tables: list[bytes]) -> bytes:
-    """Write the table of all, at last."""
+    """Write the table of contents of all files; this comes last."""
     whole, results = Metadata({}, planner_data={}), list[WriteResult]()
     for found in map(table, tables):
         whole.state_dict_metadata |= found.state_dict_metadata
@@ -54,7 +55,7 @@ def _complete(path: Path, tables: list[bytes]) -> bytes:
 
 
 def _together(work: Callable[[], bytes], path: Path, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return the result of each rank's work; if it raises on one rank, raise on all."""
+    """Call work() on each rank and return the result; if it raises on one rank, raise on all."""
     error, own = None, b""
     try:
         own = b"." + work()

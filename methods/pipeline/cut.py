@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from methods.pipeline.grouping import group
 from methods.pipeline.stage import Spec, spec_of
 
-LOSS_SCALE = "loss_scale"  # a number by which a forward pass that takes it multiplies its loss's gradient
+LOSS_SCALE = "loss_scale"  # argument of a forward pass: the factor of the loss's gradient
 
 
 class CutPoint(nn.Module):
@@ -34,8 +34,9 @@ class CutPoint(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """A stage of a model: a module from the tensors received and the inputs named to the tensors sent or the model's
-    result."""
+    """A stage of a model: a module that takes the received tensors and the named inputs, and returns the tensors to
+    send or, in the last stage, the model's result.
+    """
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
@@ -48,8 +49,9 @@ def cut_here(x: Any) -> Any:
 
 
 def traced(model: nn.Module, inputs: Mapping[str, Any]) -> fx.Graph:
-    """Trace the model's forward pass over these inputs, as far as it holds CutPoints. Raises ValueError, one line, if
-    the model cannot be traced."""
+    """Trace the model's forward pass over these inputs, through the modules that contain CutPoints. Raises ValueError,
+    one line, if the model cannot be traced.
+    """
     try:
         expected = inspect.signature(model.forward).parameters
     except (TypeError, ValueError) as error:
@@ -89,7 +91,7 @@ class _Tracer(fx.Tracer):
 
 
 def _holds_cut(module: nn.Module) -> bool:
-    """True if the module contains a CutPoint, even in a plain list, which registers nothing."""
+    """Return whether the module contains a CutPoint, even in a plain list, which does not register modules."""
 
     def within(value: Any) -> bool:
         if isinstance(value, nn.Module):
@@ -140,7 +142,9 @@ def _of_inputs_alone(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
 
 
 def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list[fx.Node] | None) -> Part:
-    """Return the module from the nodes received and the model's inputs to the nodes sent or the model's result."""
+    """Return the module that computes the nodes to send, or the model's result, from the received nodes and the model's
+    inputs.
+    """
     results = next(node for node in whole.nodes if node.op == "output").args[0] if sent is None else tuple(sent)
     graph = fx.Graph()
     there = {node: graph.placeholder(f"received_{number}") for number, node in enumerate(received)}
@@ -164,7 +168,7 @@ def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list
 
 
 def probe(parts: Sequence[Part], inputs: Mapping[str, Any]) -> Iterator[tuple[Sequence[Any], int]]:
-    """Run the parts on tensors without memory; return each one's result, and its FLOPs."""
+    """Run the parts on tensors without memory; return the result and the FLOPs of each part."""
     received: Sequence[Any] = ()
     for number, part in enumerate(parts):
         leaves = [_leaf(value) for value in received]
@@ -210,7 +214,9 @@ def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages
 
 
 def specs_of(values: Sequence[Any], stage: int) -> list[Spec]:
-    """Return shapes and dtypes of what a stage sends up. Raises ValueError if that is not tensors."""
+    """Return the shapes and dtypes of the values that a stage sends to the next. Raises ValueError if a value is not a
+    tensor.
+    """
     for value in values:
         if not isinstance(value, Tensor):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The published GPT with CutPoints, without memory: each rank makes its own stage of it.
+"""The published GPT with CutPoints. Its tensors have no memory at first; each rank allocates its own stage only.
 
 Shapes: B samples of a micro-batch, T tokens, D hidden.
 """
@@ -19,7 +19,7 @@ from methods.pipeline.cut import CutPoint
 
 
 class RepeatedLayer(Layer):
-    """A layer that keeps only its input for the backward pass. (B, T, D) to (B, T, D)."""
+    """A layer that keeps only its input for the backward pass; maps (B, T, D) to (B, T, D)."""
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
@@ -27,10 +27,11 @@ class RepeatedLayer(Layer):
 
 
 class CutGpt(nn.Module):
-    """The GPT, by the names of harness.core.gpt, with a CutPoint after each layer, on torch's meta device.
-    `recomputes`: in the backward pass each layer repeats its forward pass."""
+    """The GPT with the tensor names of harness.core.gpt and a CutPoint after each layer, on torch's meta device.
+    `recomputes`: each layer repeats its forward pass in the backward pass.
+    """
 
-    # The embedding of the first stage is the head of the last.
+    # The embedding of the first stage is also the head of the last stage.
     shared: ClassVar = [("ends.wte.weight", "ends.wte.weight")]
 
     def __init__(self, workload: Workload, *, recomputes: bool = False) -> None:
@@ -54,10 +55,10 @@ class CutGpt(nn.Module):
         initialize(named, self.workload)
 
     def shapes(self, size: int, device: Any = None) -> dict[str, Tensor]:
-        """Return a batch without memory."""
+        """Return a batch of `size` samples without memory."""
         tokens = torch.empty(size, self.workload.seq_len, dtype=torch.long, device="meta")
         return {"inputs": tokens, "targets": tokens}
 
     def of_model(self, tensors: Iterable[TensorState]) -> Iterable[TensorState]:
-        """Return tensors by their names in the model."""
+        """Return the tensors under their names in the harness's model."""
         return tensors

@@ -1,4 +1,5 @@
-"""A model by its config.json with CutPoints, without memory: each rank makes its own stage of it.
+"""A model by its config.json with CutPoints. Its tensors have no memory at first; each rank allocates its own stage
+only.
 
 Its embedding, each layer and its head are modules of harness/core/hub_model.py, which a trace leaves whole.
 
@@ -23,8 +24,9 @@ from methods.pipeline.cut import CutPoint
 
 
 class CutHub(nn.Module):
-    """The model with a CutPoint after each layer, on torch's meta device. `recomputes`: in the backward pass each layer
-    repeats its forward pass. `shared`: pairs of names of a weight that embedding and head share."""
+    """The model with a CutPoint after each layer, on torch's meta device. `recomputes`: each layer repeats its forward
+    pass in the backward pass. `shared`: pairs of names, each of one weight that embedding and head share.
+    """
 
     def __init__(self, workload: Workload, *, recomputes: bool = False) -> None:
         super().__init__()
@@ -56,12 +58,12 @@ class CutHub(nn.Module):
         initialize(((self._name(own), tensor) for own, tensor in named), self.workload)
 
     def shapes(self, size: int, device: Any = None) -> dict[str, Tensor]:
-        """Return a batch without memory."""
+        """Return a batch of `size` samples without memory."""
         tokens = torch.empty(size, self.workload.seq_len, dtype=torch.long, device="meta")
         return {"inputs": tokens, "targets": tokens}
 
     def of_model(self, tensors: Iterable[TensorState]) -> Iterator[TensorState]:
-        """Yield tensors by their names in the model; of a shared one the first."""
+        """Yield the tensors under their names in the harness's model; a shared tensor under the first of its names."""
         seen: set[str] = set()
         for tensor in tensors:
             name = self._name(tensor.name)
@@ -70,7 +72,7 @@ class CutHub(nn.Module):
                 yield tensor._replace(name=name)
 
     def _name(self, own: str) -> str:
-        """Return a tensor's name in the model."""
+        """Return the name in the harness's model of a tensor with this name here."""
         part, _, name = own.partition(".")
         anatomy = self.workload.anatomy
         if part != "layers":

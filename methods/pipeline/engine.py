@@ -1,4 +1,4 @@
-"""Varuna's step of a stage: its passes in the order of the rules, with an exception if a gradient is late.
+"""Runs a step of one stage in Varuna: the passes in the order of the rules, with an exception if a gradient is late.
 
 If the order says recompute, but the gradient has not arrived, the next forward pass goes first, if there is one. On a
 slow network this keeps stages busy. It does not change the result: forward passes, and backward passes, are each taken
@@ -16,7 +16,7 @@ from methods.pipeline.schedule import Pass, orders
 from methods.pipeline.stage import Spec, Stage
 from methods.pipeline.transport import Transport
 
-# A context around the work of a pass, with its micro-batch's number.
+# Takes the kind of a pass and the number of its micro-batch; returns a context for the work of the pass.
 Note = Callable[[str, int], AbstractContextManager[None]]
 
 
@@ -25,8 +25,9 @@ def unnoted(work: str, number: int) -> AbstractContextManager[None]:
 
 
 class Engine:
-    """Runs the passes of one stage over its messages. `order`: the stage's; `received` and `returned`: for each
-    micro-batch, the tensors that come from below, and the gradients that come from above."""
+    """Runs the passes of one stage and its messages. `order`: the stage's passes in order. `received`, `returned`: for
+    each micro-batch, the tensors that come from the stage below and the gradients that come from the stage above.
+    """
 
     def __init__(
         self, stage: Stage, transport: Transport, order: Sequence[Pass], received: Sequence[list[Spec]],
@@ -38,7 +39,7 @@ class Engine:
 
     @property
     def waited_seconds(self) -> float:
-        """Return the seconds in which this stage could only wait for a neighbor."""
+        """Return the seconds in which this stage could do nothing but wait for a neighbor."""
         return self.transport.waited_seconds
 
     def close(self) -> None:
@@ -66,7 +67,7 @@ class Engine:
         transport.finish()
 
     def evaluate(self) -> None:
-        """Run forward passes alone."""
+        """Run the forward passes of a step without backward passes."""
         if self.transport.activations_in:
             self.transport.activations_in.expect([*enumerate(self.received)])
         for item in self.order:
@@ -76,7 +77,7 @@ class Engine:
         self.transport.finish()
 
     def _goes_first(self) -> bool:
-        """True if a forward pass fits before the gradient arrives."""
+        """Return whether the next forward pass should run first, because the gradient has not arrived."""
         above, below = self.transport.gradients_in, self.transport.activations_in
         if not self.is_opportunistic or above is None or above.has_arrived():
             return False

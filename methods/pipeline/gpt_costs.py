@@ -1,5 +1,6 @@
-"""What stages of the published GPT cost by a machine's rates, in place of a profile that was measured; torch is not
-imported."""
+"""Computes the costs of stages of the published GPT from a machine's rates, in place of a measured profile; torch is
+not imported.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from methods.pipeline.schedule import SLOTS
 
 @dataclass(frozen=True)
 class GptCosts:
-    """`rates`: None: no times are known. `network`: bytes per second of a link between stages; sums take no time.
-    `num_sharing`: ranks that share the device."""
+    """Costs of a GPT's stages. `rates`: of the machine; None: no times are known. `network`: bytes per second of a link
+    between stages; sums over replicas take no time here. `num_sharing`: ranks that share a device.
+    """
 
     workload: Workload
     rates: Rates | None
-    sizes: Sequence[int]  # of micro-batches
+    sizes: Sequence[int]  # sizes of micro-batches
     device_bytes: int | None = None
     network: float = math.inf
     schedule: str = "varuna"
@@ -41,9 +43,10 @@ class GptCosts:
         return [Message(False, num_bytes, num_bytes / self.network)] if math.isfinite(self.network) else []
 
     def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
-        """Return the cuts by which the longest of so many stages is as short as can be, for each of these numbers. A
-        CutPoint follows each layer."""
-        possible = range(1, self.workload.num_layers + 2)  # at most one for each layer, and one for the head
+        """Return for each number of stages the cuts that make the longest stage as short as possible. A CutPoint
+        follows each layer.
+        """
+        possible = range(1, self.workload.num_layers + 2)  # at most one stage for each layer, and one for the head
         found = {number: gpt_stages(self.workload, number) for number in numbers if number in possible}
         return {number: [stage.layers.stop - 1 for stage in stages[:-1]] for number, stages in found.items()}
 
@@ -59,7 +62,7 @@ class GptCosts:
                 passes = passes_of(self.workload, stage, size, self.rates, self.num_sharing)
                 update = self.num_sharing * device_update_seconds(count, self.workload, self.rates)
             if stage.is_last and self.schedule == "varuna":
-                passes["R"] = 0.0  # the last stage keeps at once all that its backward pass needs
+                passes["R"] = 0.0  # the last stage never recomputes: it keeps all that its backward pass needs
             sent = 0 if stage.is_last else self._sent_bytes(size)
             found.append(StageCost(passes, count, update, sum(needs.values()), sent, 0.0))
         return found

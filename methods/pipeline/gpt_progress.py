@@ -1,4 +1,4 @@
-"""A checkpoint's data on the steps before it, of the published GPT."""
+"""The data on past steps that a checkpoint of the published GPT contains."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from methods.pipeline.pipeline import Progress
 
 @dataclass(frozen=True)
 class GptProgress(Progress):
-    """The notes of the job's checkpoints; lists hold one value a step."""
+    """Progress with the notes of this job's checkpoints; lists hold one value for each step."""
 
     workload: dict[str, Any]
     loss: list[float]
     grad_norm: list[float]
     loss_scales: list[float | None]
     skipped: list[bool]
-    source: str = ""  # hash of the source that trained these steps
+    source: str = ""  # hash of the source code that trained these steps
 
     def __post_init__(self) -> None:
         lengths = {len(each) for each in (self.loss, self.grad_norm, self.loss_scales, self.skipped)}
@@ -36,7 +36,9 @@ class GptProgress(Progress):
 
     @staticmethod
     def notes(workload: Workload, steps: Sequence[Step], source: str) -> dict[str, Any]:
-        """Return what a checkpoint after these steps, counted from the first of the job, notes beside Progress."""
+        """Return the notes, beside Progress, of a checkpoint after these steps. `steps`: all steps since the job's
+        first.
+        """
         norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
         return {
             "workload": asdict(workload), "loss": [float(step.loss) for step in steps], "grad_norm": norms,
@@ -45,7 +47,7 @@ class GptProgress(Progress):
         }  # fmt: skip
 
     def steps_of(self, workload: Workload, folder: str) -> list[Step]:
-        """Return the steps before the checkpoint. Raises ValueError if it is of another workload."""
+        """Return the steps before the checkpoint. Raises ValueError if the checkpoint is of another workload."""
         for name, value in asdict(workload).items():
             if (there := self.workload.get(name)) != value:
                 raise ValueError(

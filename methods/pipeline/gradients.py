@@ -24,11 +24,12 @@ from methods.pipeline.transport import LostPeer
 
 
 class Groups:
-    """Groups of ranks that sum together. All ranks make them in the same order. `limit_seconds`: longest wait for the
-    others."""
+    """The process groups whose ranks sum values together. All ranks must make them in the same order. `limit_seconds`:
+    longest wait for other ranks.
+    """
 
     def __init__(self, ranks: RankMap, rank: int, shared: Sequence[Shared], limit_seconds: float) -> None:
-        self.limit = timedelta(seconds=limit_seconds)  # torch gives a group its own, whatever the ranks met with
+        self.limit = timedelta(seconds=limit_seconds)  # else torch gives each new group its default timeout
         self.stage, self.replica = ranks.place_of(rank)
         self.ranks, self.rank = ranks, rank
         self.replicas = self._mine([list(replicas) for replicas in ranks.ranks])
@@ -51,8 +52,9 @@ class Groups:
 
 
 class Gradients:
-    """The gradients of a rank. `masters`: this stage's trained weights by name; `names`: the whole model's, in its
-    order; `dtype`: of the computation."""
+    """The gradients of a rank. `masters`: this stage's trained weights by name. `names`: the names of all weights of
+    the model, in the model's order. `dtype`: dtype of the computation.
+    """
 
     def __init__(
         self, masters: Mapping[str, nn.Parameter], names: Sequence[str], groups: Groups, shared: Sequence[Shared],
@@ -60,7 +62,7 @@ class Gradients:
     ) -> None:  # fmt: skip
         self.masters, self.groups, self.dtype = dict(masters), groups, dtype
         self.shared = [pair for pair in shared if groups.stage in (pair.stage, pair.other_stage)]
-        # If a weight has one name in two stages, the first stage counts it.
+        # If a weight is in two stages under the same name, the first stage counts it in the norm.
         again = {pair.name for pair in self.shared if pair.name == pair.other and groups.stage != pair.stage}
         self.own = [name for name in self.masters if name not in again]
         uncounted = again | {
@@ -115,8 +117,9 @@ class Gradients:
             all_reduce(mine.grad, self.groups.pairs[pair])
 
     def _norm(self, loss: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return a vector with the norm of each weight at its place in the model, and the loss: each element is set on
-        one rank, so the sum over the stages only adds zeros."""
+        """Return a vector with the gradient norm of each weight, in the model's order, and the loss. Each element is
+        set on one rank only, so the sum over the stages adds zeros to it.
+        """
         grads = self._counted_gradients()
         whole = torch.zeros(self.num_names + 1, device=loss.device)
         if grads:
@@ -132,7 +135,9 @@ class Gradients:
 
 
 def all_reduce(tensor: Tensor, group: Any) -> None:
-    """Sum over a group's ranks. Raises LostPeer that names the others if one takes no part."""
+    """Sum the tensor over the ranks of a group. If a rank takes no part, raises LostPeer, which names the
+    other ranks.
+    """
     try:
         dist.all_reduce(tensor, group=group)
     except RuntimeError as error:
@@ -142,7 +147,7 @@ def all_reduce(tensor: Tensor, group: Any) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors that are summed at once; a large one by itself."""
+    """Yield lists of tensors that are summed together; a large tensor is alone in its list."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

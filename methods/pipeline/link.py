@@ -1,8 +1,8 @@
-"""A rank's link with its launcher: the rank's orders, and its reports of each step.
+"""The link between a rank and its launcher: it brings orders to the rank, and reports of each step to the launcher.
 
-SIGUSR1 asks the ranks for a checkpoint and their end. It reaches them at different moments, perhaps in the midst of an
-update. So it stays blocked, and at the beginning of each step all ranks agree whether one of them has received it. If
-so, the script's handler runs there, in all ranks between the same two steps.
+SIGUSR1 asks the ranks to save a checkpoint and end. The signal reaches the ranks at different moments, perhaps during
+an update. Therefore it stays blocked, and at the beginning of each step the ranks agree whether any of them has
+received it. If so, the script's handler runs then, so that it runs in all ranks between the same two steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 VARIABLE = "VARUNA_LINK"  # set by methods/pipeline/launch/agent.py
-ALIVE_SECONDS = 5.0  # between two signs of life within a step
+ALIVE_SECONDS = 5.0  # between two messages that show the launcher that a rank lives
 
 
 @functools.cache
@@ -33,8 +33,9 @@ def link() -> Link | None:
 
 
 class Link:
-    """`descriptor`: of the pipe to the agent; `folder`: of checkpoints; `checkpoint_every`: most steps that a death may
-    cost; `cuts`: the launcher's choice, None if it leaves the choice to the model."""
+    """A rank's end of the link. `descriptor`: of the pipe to the agent. `folder`: of checkpoints. `checkpoint_every`:
+    most steps to repeat after a rank died. `cuts`: those that the launcher chose; None: the model chooses.
+    """
 
     def __init__(
         self, descriptor: int, folder: str, checkpoint_every: int | None, cuts: list[int] | None, rank: int, round: int
@@ -46,7 +47,7 @@ class Link:
         self.told_alive = 0.0
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Send one line, which the system writes whole."""
+        """Send a message as one line, which the system writes in one piece."""
         os.write(self.descriptor, (json.dumps({"kind": kind, **self.place, **facts}) + "\n").encode())
 
     def alive(self) -> None:
@@ -55,7 +56,9 @@ class Link:
             self.tell("alive")
 
     def at_boundary(self, model: Any) -> None:
-        """Run the script's handler if a signal came, else save a due checkpoint; called between two steps."""
+        """Between two steps: run the script's handler if any rank has received the signal, else save a checkpoint if
+        one is due.
+        """
         if self.is_stopping:
             return
         seen = torch.tensor([float(signal.SIGUSR1 in signal.sigpending())])
@@ -73,8 +76,9 @@ class Link:
                 pending.result()
 
     def tell_step(self, model: Any, inputs: Mapping[str, Any], facts: dict[str, Any]) -> None:
-        """Report a step after its passes, before its update. Ranks of the first stage report their samples, which the
-        replicas share."""
+        """Report a step after its passes and before its update. Ranks of the first stage also report their part of the
+        samples.
+        """
         if model.stage == 0:
             samples = digest(inputs)
             facts = {**facts, "samples": len(samples), "data": sum(samples) % 2**48}
@@ -82,7 +86,9 @@ class Link:
 
 
 def digest(inputs: Mapping[str, Any]) -> list[int]:
-    """Hash each sample, by all its values, to a number: the sum does not depend on how replicas share a batch."""
+    """Return the sum of a hash of each sample, over all its values; this sum does not depend on how replicas split a
+    batch.
+    """
     split = [(name, value) for name, value in sorted(inputs.items()) if isinstance(value, Tensor) and value.ndim]
     size = max((value.shape[0] for _, value in split), default=0)
     hashes = [hashlib.blake2b(digest_size=6) for _ in range(size)]

@@ -1,7 +1,8 @@
-"""The weights that an optimizer updates, and their gradients: fp32 masters, which for an fp32 model are its own
-weights.
+"""The masters: the fp32 weights that an optimizer updates, and their gradients. For an fp32 model they are the model's
+own weights.
 
-In mixed precision the gradient of each micro-batch is added to its master's in fp32, as soon as it is there.
+In mixed precision the gradient of each micro-batch is added in fp32 to the gradient of the master, as soon as it is
+computed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """`weights`: the model's parameters by name; `starts`: fp32 values of those that are rounded."""
+    """The masters of a stage. `weights`: the model's parameters by name. `starts`: the fp32 starting values of
+    parameters that are rounded to a smaller dtype.
+    """
 
     def __init__(self, weights: Mapping[str, nn.Parameter], starts: Mapping[str, Tensor] | None = None) -> None:
         self.weights = dict(weights)
@@ -48,7 +51,7 @@ class Masters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters to the weights of the computation."""
+        """Round the masters into the weights that the model computes with."""
         pairs = [(weight, self.by_name[name]) for name, weight in self.weights.items()]
         rounded = [(weight, master) for weight, master in pairs if weight is not master]
         if rounded:

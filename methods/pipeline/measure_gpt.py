@@ -22,7 +22,7 @@ from methods.pipeline.profiler import Profiler
 
 
 def measure(order: dict[str, Any]) -> None:
-    """Measure as one rank, whose variables name the others."""
+    """Measure as one rank; torchrun's environment variables name the other ranks."""
     workload = Workload(**order["workload"])
     if order.get("device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch first asks for a device
@@ -40,14 +40,14 @@ def measure(order: dict[str, Any]) -> None:
     profiler.initialize(get_batch)
     profile = profiler.profile_all(get_batch, order["sizes"], out_folder=order["folder"])
     if profiler.rank == 0:
-        # A rank keeps a master of each weight, in bf16, too.
+        # With bf16, too, a rank keeps an fp32 master of each weight.
         dataclasses.replace(profile, fp16=workload.dtype != "fp32").write(order["folder"])
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def measure_as_rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
-    """Measure as one of several ranks; return the exit code, and tell why it is not 0."""
+    """Measure as one of several ranks; return the exit code, and send the error to `tells` if the code is not 0."""
     os.environ |= environment
     try:
         measure(order)
@@ -58,7 +58,7 @@ def measure_as_rank(order: dict[str, Any], environment: dict[str, str], tells: i
 
 
 def main() -> None:
-    """Entry point. The order comes on standard input."""
+    """Entry point; reads the order, an object in JSON, from standard input."""
     order = json.load(sys.stdin)
     num_ranks = order["num_ranks"]
     if num_ranks == 1:

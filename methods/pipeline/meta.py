@@ -1,4 +1,4 @@
-"""Puts values in place of a model's tensors on torch's meta device, which have no memory."""
+"""Replaces a model's tensors on torch's meta device, which have no memory, by tensors with values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def give_memory(model: nn.Module, made: Mapping[str, Tensor]) -> None:
-    """Put the values that were made, rounded to the model's dtypes, in place of its tensors without memory."""
+    """Replace the model's tensors without memory by the values in `made`, rounded to the model's dtypes."""
     places: dict[int, list[tuple[dict[str, Any], str, str]]] = {}  # of each tensor: all modules that have it
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):

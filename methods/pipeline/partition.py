@@ -1,5 +1,6 @@
-"""Stages of the model: which layers each one has, by predicted time, and the bytes that it needs; standard library
-only."""
+"""Divides the model into stages by predicted time, and computes the bytes that each stage needs; standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.forecast.resources import OPTIMIZER_BYTES, pass_seconds
 
-SAVED_BOUNDARIES = 17.2  # of a layer of the published GPT, as in methods/hydra.py
-IN_FLIGHT = 4  # messages of a kind that a rank has under way
-BUCKET_BYTES = 2**25  # of gradients that replicas sum at once
+SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a GPT's layer, over those of its input; as in methods/hydra.py
+IN_FLIGHT = 4  # messages of one kind that a rank sends or receives at once
+BUCKET_BYTES = 2**25  # bytes of gradients that replicas sum at once
 
 
 @dataclass(frozen=True)
 class GptStage:
-    """A run of layers. The first stage has the embedding, the last one the head, which may be the embedding again."""
+    """A stage: a run of layers. The first stage also has the embedding, the last stage the head, which may be tied to
+    the embedding.
+    """
 
     first_layer: int
     num_layers: int
@@ -44,8 +47,9 @@ class GptStage:
 
 @functools.lru_cache(maxsize=256)
 def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
-    """Contiguous stages whose longest is as short as can be. A stage has a layer at least; the last one may have the
-    head alone."""
+    """Return contiguous stages such that the longest takes as little time as possible. Each has at least one layer,
+    except that the last stage may have the head alone.
+    """
     flops = [_flops(workload, stage, num_stages) for stage in range(num_stages)]
     least = [int(stage < num_stages - 1 or num_stages == 1) for stage in range(num_stages)]
 
@@ -69,20 +73,22 @@ def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
 
 
 def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
-    """FLOPs of each pass of one sample. The head's gradients are computed with its loss."""
+    """Return the FLOPs of each pass of one sample. The forward pass includes the head's gradients, which are computed
+    with the loss.
+    """
     layer = replace(workload, batch_size=1, micro_batches=1).layer_flops * stage.num_layers
     return {"F": layer + _head_flops(workload, stage), "R": layer, "B": 2 * layer}
 
 
 def _head_flops(workload: Workload, stage: GptStage) -> float:
-    """FLOPs of the stage's head in the forward pass of one sample, which computes its gradients, too."""
+    """Return the FLOPs of the stage's head for one sample: loss and gradients, both in the forward pass."""
     return replace(workload, batch_size=1, micro_batches=1).head_flops_per_step * stage.is_last
 
 
 def passes_of(
     workload: Workload, stage: GptStage, chunk_size: int, rates: Rates, num_sharing: int = 1
 ) -> dict[str, float]:
-    """Seconds of each pass of a micro-batch. `num_sharing`: ranks that share the device."""
+    """Return the seconds of each pass of a micro-batch. `num_sharing`: number of ranks that share the device."""
     heads = {"F": _head_flops(workload, stage), "R": 0.0, "B": 0.0}
     return {
         kind: pass_seconds(chunk_size * (each - heads[kind]), chunk_size * heads[kind], rates, num_sharing)
@@ -91,7 +97,9 @@ def passes_of(
 
 
 def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, float]:
-    """FLOPs of a stage's one layer, and those beside its layers. Varuna's last stage is spared its recompute."""
+    """Return the FLOPs of one layer of this stage, and the FLOPs of everything beside its layers. Varuna's last stage
+    does not recompute.
+    """
     is_last = stage == num_stages - 1
     layer = pass_flops(workload, GptStage(0, 1, stage == 0, is_last=False))
     beside = pass_flops(workload, GptStage(0, 0, stage == 0, is_last))["F"]
@@ -99,15 +107,16 @@ def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, floa
 
 
 def _saved_boundaries(workload: Workload) -> float:
-    """Return the tensors of a boundary's size that autograd saves of a layer; of a model by its config.json also those
-    of its backward pass, from which its sketch does not tell them apart."""
+    """Return the bytes that autograd saves for a layer, over the bytes of its input. For a model by its config.json the
+    tensors of the backward pass are included, because the model's sizes do not distinguish them.
+    """
     return SAVED_BOUNDARIES if workload.config is None else workload.anatomy.boundaries
 
 
 def stage_bytes(
     workload: Workload, stage: GptStage, place: tuple[int, int], chunk_size: int, num_replicas: int, schedule: str
 ) -> dict[str, int]:
-    """Bytes of a rank with this stage, by kind. `place`: its number, and the number of stages."""
+    """Return the bytes of a rank with this stage, by kind. `place`: the stage's number, and the number of stages."""
     number, num_stages = place
     num_micro_batches = -(-workload.batch_size // num_replicas // chunk_size)
     part = replace(workload, batch_size=chunk_size, micro_batches=1)
@@ -116,7 +125,7 @@ def stage_bytes(
     embedding = size * max(map(math.prod, anatomy.embedding.values()))
     head = part.head_bytes if stage.is_last else 0
     if schedule == "varuna" or num_stages == 1:
-        # The inputs of all micro-batches, and of one all that its backward pass needs.
+        # The inputs of all micro-batches, and all that the backward pass of one micro-batch needs.
         saved = math.ceil(saved_boundaries * stage.num_layers) * boundary
         inputs = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
         layer = part.layer_bytes - math.floor(saved_boundaries) * boundary if stage.num_layers else 0
@@ -125,12 +134,13 @@ def stage_bytes(
         moments = [inputs + saved + max(layer + tied, head), (embedding + tied + 4 * boundary) * stage.is_first]
         messages = 0 if num_stages == 1 else 2 * IN_FLIGHT * boundary
     else:
-        # Each layer's input of the micro-batches under way, with their gradients of the head, which come with the loss.
+        # Each layer's input for every micro-batch under way, and the head's gradients, which are computed with the
+        # loss.
         ahead = num_micro_batches if schedule == "gpipe" else min(num_stages - number, num_micro_batches)
         kept = ahead * (stage.num_layers + 1) * boundary + (ahead - 1) * (embedding + boundary) * stage.is_last
         layer = part.layer_bytes if stage.num_layers else 0
         moments = [kept + max(layer, head), (kept + embedding + 2 * boundary) * stage.is_first]
-        # torch receives each micro-batch in a buffer of its own, from below and from above.
+        # torch has a buffer for each micro-batch from the stage below, and one for each from the stage above.
         messages = num_micro_batches * boundary * ((not stage.is_first) + (not stage.is_last))
     moments.append(0 if num_replicas == 1 else min(4 * params, BUCKET_BYTES))  # gradients that replicas sum
     return {

@@ -1,7 +1,8 @@
-"""One machine's agent: starts this machine's ranks of each round as its launcher asks, and tells how they end.
+"""The agent of one machine: in each round it starts this machine's ranks as the launcher orders, and reports how they
+end.
 
-Orders come as lines of JSON on standard input; when that closes, the launcher is gone, and the ranks end. Standard
-output gets the ranks' reports, and how they end.
+Orders come as lines of JSON on standard input. When that closes, the launcher is gone, and the agent ends its ranks.
+The ranks' reports, and how they end, go to standard output.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from harness.base import fork_server
 from harness.base.rank_agent import RankAgent, write_all
 from methods.pipeline.launch.folder import WORKERS_LOCK
 
-ERROR_BYTES = 3000  # the end of a traceback, in one line of a pipe
+ERROR_BYTES = 3000  # most bytes of a traceback in a report, which must be written as one line of a pipe
 ALIVE_SECONDS = 2.0
 # Modules that ranks use; torch imports torch._dynamo when a tensor is first used under one of its counters, without
 # compiling.
@@ -59,7 +60,7 @@ class MachineAgent(RankAgent):
         self.tell("exit", rank=rank, code=code)
 
     def signalled(self, kinds: bytes) -> None:
-        """Report SIGTERM: this machine is about to be taken away, as Slurm and clouds announce it."""
+        """Report SIGTERM to the launcher: Slurm and clouds send it before they take a machine away."""
         if signal.SIGTERM in kinds:
             self.tell("notice")
 
@@ -76,7 +77,7 @@ class MachineAgent(RankAgent):
     # ---- Orders
 
     def meet(self, round: int, address: str) -> None:
-        """Open the place where the ranks of a round meet."""
+        """Open the store through which the ranks of a round find one another."""
         self.round = round
         try:
             found, port = self.listen(address)
@@ -86,7 +87,7 @@ class MachineAgent(RankAgent):
             self.tell("store", address=found, port=port)
 
     def start(self, round: int, ranks: list[dict[str, Any]]) -> None:
-        """Start ranks. `ranks`: for each its number, arguments, environment and link."""
+        """Start ranks. `ranks`: the number, arguments, environment and link of each rank."""
         self.round = round
         self.fork({each["rank"]: partial(run_script, self.script, each) for each in ranks})
 
@@ -120,7 +121,7 @@ def run_script(script: dict[str, Any], mine: dict[str, Any], told: int) -> int:
         print(error, file=sys.stderr)
     except BaseException as raised:
         above = raised.__traceback__
-        while above and above.tb_frame.f_code.co_filename != path:  # of what ran the script
+        while above and above.tb_frame.f_code.co_filename != path:  # skip the frames above the script
             above = above.tb_next
         error = "".join(traceback.format_exception(type(raised), raised, above or raised.__traceback__))
         print(error, file=sys.stderr)

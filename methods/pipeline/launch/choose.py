@@ -1,4 +1,4 @@
-"""Chooses how a job is spread over the workers there are; standard library only."""
+"""Chooses the number of stages and replicas for the workers that are available; standard library only."""
 
 from __future__ import annotations
 

@@ -23,14 +23,16 @@ from harness.base.whole_file import write_whole
 from methods.pipeline.checkpoint_folders import PREFIX, complete_steps, step_of
 
 LOCK, WORKERS_LOCK = "launcher.lock", "workers.lock"
-TAKEOVER_SECONDS = 20.0  # time in which the ranks of a killed launcher end
+TAKEOVER_SECONDS = 20.0  # after this time the ranks of a killed launcher have ended
 NUMBERS = ("step", "round")
-KEPT = 2  # complete checkpoints that are kept
+KEPT = 2  # number of complete checkpoints that are kept
 
 
 def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
-    """Read lines of JSON with the numbers that are needed. A process killed while it wrote leaves a last line without
-    an end, which does not count. Raises ValueError, with the number of the line, for a line that no launcher writes."""
+    """Read lines of JSON, each of which must have the numbers named in `needed`. If a process was killed while it
+    wrote, the last line has no end and is left out. Raises ValueError, with the line's number, for a line that no
+    launcher writes.
+    """
     if not path.exists():
         return []
     *lines, _ = read_text(path).split("\n")
@@ -50,7 +52,9 @@ def _read(text: str, place: str, needed: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def step_line(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a step's line of the record, from what each rank told. Samples are those of the first stage's ranks."""
+    """Return the line of the record for a step, from the reports of all ranks. Samples are counted on the first stage's
+    ranks.
+    """
     owners = [event for event in told.values() if "data" in event]
     data = sum(event["data"] for event in owners) % 2**48
     kept = ("step", "loss", "grad_norm", "overflow", "learning_rate", "updates", "loss_scale", "seconds")
@@ -59,8 +63,9 @@ def step_line(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Folder:
-    """Held by one launcher at a time, until its process ends. Raises ValueError, one line, if another one holds it, or
-    if another job is in it."""
+    """The job's folder; one launcher at a time holds it, until the launcher's process ends. Raises ValueError, one
+    line, if another launcher holds the folder, or if it contains another job.
+    """
 
     def __init__(self, path: Path, job: dict[str, Any]) -> None:
         self.path = path
@@ -113,17 +118,19 @@ class Folder:
         return self.path / "checkpoints"
 
     def saved_steps(self) -> list[int]:
-        """Return the steps from which the job can go on, in order: of complete checkpoints, or the one that the script
-        has saved by itself, which alone it can load."""
+        """Return the steps from which the job can go on, in order: those of complete checkpoints or, if the script
+        saves its state by itself, only the step that it saved last.
+        """
         saved = self.state["saved"]
         return complete_steps(self.checkpoints) if saved is None else [saved]
 
     def resume(self) -> int | None:
-        """Return the newest step that is saved within the record, and cut the record there; None: start from the
-        beginning."""
+        """Return the newest saved step that the record includes, and remove later steps from the record. Return None if
+        the job must start from the beginning.
+        """
         path = self.path / "steps.jsonl"
         found = read_lines(path, "step")
-        # Nobody has recorded what ranks did after their launcher or an agent was killed.
+        # Steps that ranks did after their launcher or an agent was killed are not in the record.
         reached = found[-1]["step"] if found else 0
         saved = self.saved_steps()
         step = max((each for each in saved if each <= reached), default=min(saved, default=None))

@@ -1,9 +1,9 @@
-"""Trains on the machines that are there: rounds of ranks, each ended by a change of the machines, until the script is
-done; standard library only.
+"""Trains on a changing set of machines, in rounds: a change of the machines ends a round, and the last round ends when
+the script is done; standard library only.
 
 A round has one configuration. When machines leave or come, the ranks get SIGUSR1, save a checkpoint between two steps,
-and end; the next round goes on from it. When ranks die without a word, it goes on from the newest checkpoint that is
-complete.
+and end; the next round continues from that checkpoint. When ranks die without saving, the next round continues from the
+newest complete checkpoint.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from methods.pipeline.launch.folder import Folder, step_line
 from methods.pipeline.launch.machines import MachineLine, Remote, is_here, read_list
 from methods.pipeline.launch.pace import Pace
 
-POLL_SECONDS = 0.25  # of the list; a change counts when it is seen twice, since lists are written in several pieces
+POLL_SECONDS = 0.25  # seconds between reads of the list; a change must be seen twice, as lists are written in pieces
 START_SECONDS = 60.0  # seconds that a launcher's first round waits for an agent; later ones wait for none
 STOP_SECONDS = 180.0  # seconds for the checkpoint that SIGUSR1 asks for
 END_SECONDS = 10.0  # seconds in which an agent that is told to end has ended its ranks
 RETRY_SECONDS = 30.0  # seconds until a lost machine is tried again; doubled each time
-MOST_CRASHES = 3  # crashes in a row without progress
+MOST_CRASHES = 3  # number of crashes in a row, without progress, that end the job
 PRUNE_SECONDS = 2.0
 OK, CRASH, TIMEOUT, INTERRUPTED = 0, 3, 6, 130
-# Messages of a rank that lost another one: methods/pipeline/transport.py, and gloo.
+# Error messages of a rank that lost another rank, from methods/pipeline/transport.py and from gloo.
 CONSEQUENCE = re.compile(LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connection refused|gloo::EnforceNotMet")
 
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """`arguments`: the script's own. `checkpoint_every`: None leaves checkpoints to the script."""
+    """A job to launch. `arguments`: those of the script. `checkpoint_every`: steps; None: the script saves checkpoints
+    by itself.
+    """
 
     machine_list: Path
     script: str
@@ -57,19 +59,19 @@ class LaunchJob:
 
 @dataclass
 class Round:
-    """The ranks that train together, and what is known of them."""
+    """The ranks that train together in a round, and their reports so far."""
 
     number: int
     spread: Spread
     machines: list[Remote]
     resume_step: int | None
-    seats: list[tuple[Remote, int]]  # for each rank its machine and its place there
+    seats: list[tuple[Remote, int]]  # for each rank its machine, and its index on this machine
     running: set[int] = field(default_factory=set)
     codes: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # reports by step and rank
     saved: dict[int, set[int]] = field(default_factory=dict)  # ranks by the step that their script has saved itself
-    is_seated: bool = False  # True: ranks run, and take signals
+    is_seated: bool = False  # True: the ranks run and can receive signals
     is_stopping: bool = False  # True: the ranks have agreed to stop
     asked_to_stop: float | None = None
     failed_at: float | None = None
@@ -116,7 +118,7 @@ class Launcher:
     # ---- Machines
 
     def _watch(self) -> None:
-        """Follow the list: start agents on machines that came, end them on machines that left."""
+        """Follow the list: start agents on machines that were added, and end agents on machines that were removed."""
         if time.monotonic() < self.polled + POLL_SECONDS:
             return
         self.polled = time.monotonic()
@@ -154,7 +156,7 @@ class Launcher:
         agent.close()
 
     def _lose(self, agent: Remote, how: str) -> None:
-        """Handle a machine that is gone, or never came."""
+        """Handle a machine whose agent has ended or could not be started."""
         self._dismiss(agent)
         self._retry_later(agent.line)
         last = "" if agent.is_ready else f": {self.folder.newest_log(agent.log.name)}"
@@ -166,7 +168,7 @@ class Launcher:
         self.retry[line] = (time.monotonic() + wait, 2 * wait)
 
     def _wanted(self) -> tuple[Spread | None, list[Remote]]:
-        """Return the configuration for the machines there are, and the machines that it uses."""
+        """Return the configuration for the available machines, and the machines that this configuration uses."""
         ready = [agent for agent in self.agents if agent.is_ready and not agent.is_leaving]
         per_machine = self.job.choice.per_machine
         if not ready:
@@ -188,7 +190,7 @@ class Launcher:
     # ---- A round
 
     def _train(self, spread: Spread, machines: list[Remote]) -> int | None:
-        """Run one round; return the job's exit code if it was the last."""
+        """Run one round; return the job's exit code if this round was the last."""
         running = self._start(spread, machines)
         pace = Pace(spread.num_stages)
         while True:
@@ -235,7 +237,7 @@ class Launcher:
         return running
 
     def _seat(self, running: Round, address: str, port: int) -> None:
-        """Start the ranks, which meet at this port of the first machine."""
+        """Start the ranks; they find one another at this port of the first machine."""
         spread, per_machine = running.spread, self.job.choice.per_machine
         share = self.job.choice.batch_size // spread.num_replicas
         link = {"folder": str(self.folder.checkpoints), "checkpoint_every": self.job.checkpoint_every,
@@ -267,7 +269,7 @@ class Launcher:
             agent.send({"do": "signal"})
 
     def _end(self, running: Round) -> None:
-        """End the ranks that are left, and wait for them."""
+        """End the ranks that still run, and wait for them."""
         self.round = None
         waiting = {agent for agent in running.machines if not agent.is_lost}
         for agent in waiting:
@@ -387,7 +389,7 @@ class Launcher:
 
     def _after_failure(self, running: Round) -> int | None:
         is_lost = any(agent.is_lost for agent in running.machines)
-        codes = dict(running.codes)  # ranks that _end() kills are no cause
+        codes = dict(running.codes)  # a copy, because ranks that _end() kills are no cause
         self._end(running)
         failed = {rank: code for rank, code in codes.items() if code}
         own = {rank: code for rank, code in failed.items() if not CONSEQUENCE.search(running.errors.get(rank, ""))}
@@ -426,7 +428,7 @@ class Launcher:
         return TIMEOUT
 
     def _interrupted(self) -> int:
-        """Save a checkpoint, and end."""
+        """Handle Ctrl-C or SIGTERM: let the ranks save a checkpoint, and end."""
         running = self.round
         if running and running.is_seated and running.failed_at is None:
             if running.asked_to_stop is None:
@@ -443,8 +445,9 @@ class Launcher:
         return INTERRUPTED
 
     def _tell_unsaved(self) -> None:
-        """Warn if the ranks ended at SIGUSR1 without a checkpoint of their last step: their script saves by itself, and
-        does not tell."""
+        """Warn if the ranks ended after SIGUSR1 without a checkpoint of their last step, because then their script
+        saves its state by itself but does not call saved().
+        """
         saved = max(self.folder.saved_steps(), default=0)
         if saved < self.furthest:
             lost = f"the steps after {saved} are trained again"

@@ -1,7 +1,7 @@
 """Follows a list of machines that changes, and starts an agent on each: a process here, by ssh elsewhere, by srun under
 Slurm; standard library only.
 
-The list has an address a line; `#` begins a comment. An address on several lines is as many machines.
+The list has one address on each line; `#` begins a comment. An address on several lines stands for as many machines.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from methods.pipeline.launch.agent import IMPORTS
 
 AGENT = "methods.pipeline.launch.agent"
 PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS")  # variables that ssh passes on
-CLOSE_SECONDS = 5.0  # time in which an agent has ended
-SILENT_SECONDS = 30.0  # after which a machine that closes no connection counts as lost
+CLOSE_SECONDS = 5.0  # longest wait for an agent to end
+SILENT_SECONDS = 30.0  # a machine that is silent for so long counts as lost, even if its connection is open
 
 
 @dataclass(frozen=True, order=True)
@@ -66,7 +66,7 @@ def read_list(path: Path) -> list[MachineLine]:
 
 @functools.cache
 def is_here(address: str) -> bool:
-    """True for this machine's own names and addresses."""
+    """Return whether the address is a name or address of this machine."""
     if address in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(ValueError):
@@ -87,13 +87,15 @@ def command(address: str) -> list[str]:
 
 
 class Remote:
-    """An agent as its launcher sees it. Its reports go to `told`, with the agent; None when it is gone."""
+    """The launcher's connection to one agent. Pairs of the agent and a report go to `told`; the report is None when the
+    agent has ended.
+    """
 
     def __init__(self, line: MachineLine, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any]) -> None:
         self.line, self.log = line, log
         self.is_ready, self.is_leaving, self.is_lost = False, False, False
         self.began = self.heard = time.monotonic()
-        self.pid: int | None = None  # number of the process to kill
+        self.pid: int | None = None  # id of the process to kill
         answers, writing = os.pipe()
         with open(log, "a") as errors, open(writing, "wb"):
             self.process: subprocess.Popen[str] | fork_server.Forked
@@ -112,7 +114,7 @@ class Remote:
         self.send(order)
 
     def send(self, order: dict[str, Any]) -> None:
-        """Send an order; an agent that is gone is reported elsewhere."""
+        """Send an order. Does not raise if the agent has ended, because the reading thread reports that."""
         with contextlib.suppress(BrokenPipeError):
             self.orders.write(json.dumps(order) + "\n")
             self.orders.flush()
@@ -121,7 +123,7 @@ class Remote:
         return self.is_ready and time.monotonic() > self.heard + SILENT_SECONDS
 
     def close(self) -> None:
-        """Let the agent end its ranks and itself."""
+        """Make the agent end its ranks and then itself."""
         with contextlib.suppress(BrokenPipeError):
             self.orders.close()
         self.thread.join(CLOSE_SECONDS if self.pid else 0)  # an agent that is not forked yet ends at once when it is

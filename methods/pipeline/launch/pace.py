@@ -1,4 +1,4 @@
-"""Finds slow ranks: those that work longer on a step than the others of their stage; standard library only."""
+"""Finds slow ranks: ranks that work longer on a step than the other ranks of their stage; standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from methods.pipeline.launch.choose import Spread
 from methods.pipeline.rank_map import RankMap
 
 STEPS = 5  # a rank's time is the median of this many
-SLOW = 1.15  # limit, times the median of the rank's stage
+SLOW = 1.15  # a rank is slow above so many times the median of its stage
 
 
 class Slow(NamedTuple):
@@ -26,7 +26,7 @@ class Slow(NamedTuple):
 
 
 class Pace:
-    """Each rank's seconds of work in the newest steps of a round; waits do not count."""
+    """The seconds that each rank worked in the newest steps of a round; waits do not count."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
@@ -35,7 +35,7 @@ class Pace:
         self.named: list[str] = []
 
     def add(self, seconds: Mapping[int, float]) -> None:
-        """Add a step; a round's first one does not count."""
+        """Add the seconds of a step; the first step of a round does not count."""
         self.num_steps += 1
         if self.num_steps > 1:
             for rank, each in seconds.items():

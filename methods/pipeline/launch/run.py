@@ -19,19 +19,22 @@ ORIGINALS = {"allow_interspersed_args": False, "ignore_unknown_options": True, "
 
 
 @click.command(context_settings=ORIGINALS)
-@click.option("--machine-list", "--machine_list", type=PATH, required=True, help="Addresses, one a line; watched.")
+@click.option("--machine-list", "--machine_list", type=PATH, required=True,
+              help="File with the address of a machine on each line; may change during the job.")  # fmt: skip
 @click.option("--gpus-per-node", "--gpus_per_node", "per_machine", type=int, default=1, show_default=True,
-              help="Ranks of each machine.")  # fmt: skip
-@click.option("--batch-size", "--batch_size", type=int, required=True, help="Samples of a step, of all replicas.")
-@click.option("--nstages", "num_stages", type=int, help="Stages; fewer where fewer ranks are there.")
+              help="Number of ranks on each machine.")  # fmt: skip
+@click.option("--batch-size", "--batch_size", type=int, required=True, help="Samples of a step in all replicas.")
+@click.option("--nstages", "num_stages", type=int, help="Number of stages; fewer if there are fewer ranks.")
 @click.option("--chunk-size", "--chunk_size", type=int, help="Samples of a micro-batch.")
-@click.option("--profile", type=PATH, metavar="FOLDER", help="Choose both by what Profiler wrote.")
-@click.option("--code-dir", "--code_dir", type=PATH, default=Path(), help="Where ranks work; default: here.")
+@click.option("--profile", type=PATH, metavar="FOLDER",
+              help="Choose --nstages and --chunk-size by the profile that Profiler wrote to this folder.")  # fmt: skip
+@click.option("--code-dir", "--code_dir", type=PATH, default=Path(), help="Working folder of the ranks; default: here.")
 @click.option("--folder", type=PATH, default=Path("varuna_job"), show_default=True,
-              help="Of this job's record, checkpoints and logs; the same one goes on.")  # fmt: skip
+              help="Folder of the job's record, checkpoints and logs; a job in it goes on.")  # fmt: skip
 @click.option("--checkpoint-every", type=click.IntRange(0), default=100, show_default=True,
-              help="Steps that a death may cost; 0: checkpoints are the script's business.")  # fmt: skip
-@click.option("--stall-minutes", type=float, default=30.0, show_default=True, help="Without progress, that end a job.")
+              help="Most steps to repeat after a rank died; 0: the script saves by itself.")  # fmt: skip
+@click.option("--stall-minutes", type=float, default=30.0, show_default=True,
+              help="End the job after so many minutes without progress.")  # fmt: skip
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
