@@ -277,8 +277,7 @@ def _build(method: MegatronLM, workload: Workload, device: str):
 
 def _recomputed_layer():
     """Return a subclass of Megatron's layer that recomputes by torch's checkpoint, because Megatron's own recompute
-    reads the CUDA random state even on a CPU.
-    """
+    reads the CUDA random state even on a CPU."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch.utils.checkpoint import checkpoint
 

@@ -47,9 +47,9 @@ class VarunaMethod(Method):
     chunk_size: int | None = None  # samples of a micro-batch; None: the plan chooses
     schedule: str = "varuna"  # or 1f1b, gpipe
     world_size: int = 1  # ranks
-    peer_seconds: int = 1800  # of waiting for another rank
+    peer_seconds: int = 1800  # seconds to wait for another rank
     checkpoint: str | None = None  # folder of checkpoints, written while training goes on
-    checkpoint_every: int = 10  # steps
+    checkpoint_every: int = 10  # steps between two checkpoints
     resume: str | None = None  # folder with checkpoints, of any stages and replicas
 
     label = "Varuna"
@@ -173,7 +173,7 @@ class VarunaMethod(Method):
             raise ValueError("dropout: expected 0 with several ranks or micro-batches, which would drop other elements")
 
     def _plan(self, workload: Workload, row: ConfigRow) -> Plan:
-        """Plan the rank of this configuration that needs most."""
+        """Plan the memory of the rank that needs most in this configuration."""
         stages = gpt_stages(workload, row.num_stages)
         needs = [
             stage_bytes(workload, stage, (number, len(stages)), row.chunk_size, row.num_replicas, self.schedule)
@@ -193,7 +193,7 @@ class VarunaMethod(Method):
 
 
 def _samples(workload: Workload, num_stages: int, world_size: int) -> int:
-    """Samples of a replica."""
+    """Return the number of samples of a replica."""
     if world_size % num_stages:
         raise ValueError(
             f"num_stages: expected a divisor of the {world_size} ranks, got {num_stages}; try"
@@ -214,7 +214,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _nearest(allowed: list[int], asked: int) -> list[int]:
-    """The nearest below and above."""
+    """Return the allowed numbers that are nearest to `asked`, below and above."""
     return [*allowed[:1], *(count for count in allowed if count < asked)][-1:] + [
         count for count in allowed if count > asked
     ][:1]

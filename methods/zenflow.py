@@ -17,7 +17,7 @@ from methods.engines.deepspeed_method import DeepSpeedMethod
 @dataclass(frozen=True)
 class ZenFlow(DeepSpeedMethod):
     topk_ratio: float = 0.1  # share of gradient columns that step on the device
-    update_interval: int = 4  # steps between updates of the others
+    update_interval: int = 4  # steps between updates of the other columns
 
     label = "ZenFlow"
     color = "#F6B26B"
@@ -48,7 +48,7 @@ class ZenFlow(DeepSpeedMethod):
             "update_interval": self.update_interval,
             "select_strategy": "step",
             "select_interval": 2 * self.update_interval,
-            "overlap_step": False,  # one process: its helper process would train beside the clock
+            "overlap_step": False,  # one process: a helper process would train outside of the measured time
             "full_warm_up_rounds": 0,
         }
         return {**stage_2(workload, on_gpu), "zenflow": zenflow}

@@ -22,7 +22,7 @@ from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import writable
 
 PREFIX = "harness-nvme-"
-NUM_BUFFERS = 8  # of parameters
+NUM_BUFFERS = 8  # buffers for parameters
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
 
 
 def on_disk(workload: Workload, num_ranks: int) -> dict[str, int]:
-    """Return a rank's bytes on the disk by kind."""
+    """Return the bytes that a rank has on the disk, by kind."""
     params = -(-workload.num_params // num_ranks)
     return {"weights": workload.weight_bytes * params, "optimizer": 12 * params}
 

@@ -147,8 +147,7 @@ def _load_built(*kernels: str) -> None:
 
 def use_built_kernel_in_superoffload() -> None:
     """Make SuperOffload's optimizer process load the compiled kernel; otherwise that process would compile the kernel
-    again, during the run and with other flags.
-    """
+    again, during the run and with other flags."""
     from deepspeed.runtime.superoffload import superoffload_utils
 
     superoffload_utils.superoffload_optimizer_worker = superoffload_worker
@@ -190,8 +189,7 @@ def _fetch_superoffloads_states(optimizer: Any) -> None:
 def build(kernel: str) -> None:
     """Compile one of DeepSpeed's kernels into EXTENSIONS: minutes, one build at a time. Removes the locks of an
     interrupted build, because DeepSpeed would wait for them forever. Raises Unavailable if a compiler or a library is
-    missing.
-    """
+    missing."""
     import_deepspeed("cpu")
     from deepspeed.accelerator import get_accelerator
 
@@ -239,8 +237,7 @@ def _compiled_as_one_file() -> Iterator[None]:
 
 def _inlined(file: Path, folders: list[str], seen: set[Path]) -> str:
     """Return the file's text with its includes inserted, if they lie in its own folder or in `folders`. Each file is
-    inserted once, because many have no include guard.
-    """
+    inserted once, because many have no include guard."""
     seen.add(file)
 
     def included(match: re.Match[str]) -> str:

@@ -69,8 +69,7 @@ def stage_2(workload: Workload, on_gpu: bool) -> dict[str, Any]:
 
 def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
     """Return the configuration of stage 3: weights, gradients and optimizer on the host. The thresholds depend on the
-    model's size, so that layers leave the device after use.
-    """
+    model's size, so that layers leave the device after use."""
     return {
         "stage": 3,
         "contiguous_gradients": True,
@@ -88,8 +87,7 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
 
 def stage_3_device(workload: Workload) -> dict[str, int]:
     """Return the bytes on the device: embedding, head, the current layer and the next one, their gradients, and
-    activations.
-    """
+    activations."""
     at_once = workload.weight_bytes * (workload.end_params + 2 * workload.layer_params)
     activations = workload.num_layers * workload.boundary_bytes + workload.working_bytes
     return {"weights": at_once, "gradients": at_once, "activations": activations}
@@ -97,8 +95,7 @@ def stage_3_device(workload: Workload) -> dict[str, int]:
 
 def group_params(workload: Workload) -> tuple[int, int]:
     """Return the number of parameters in each of the optimizer's two groups: matrices, and biases with norms. Each
-    group is one flat tensor in memory.
-    """
+    group is one flat tensor in memory."""
     small = num_small(workload)
     return workload.num_params - small, small
 
@@ -121,15 +118,13 @@ def sub_groups(workload: Workload) -> list[int]:
 
 def flat_groups(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
     """Return the bytes of a rank's parts of two page-locked tensors, one for each group, whose elements have `size`
-    bytes.
-    """
+    bytes."""
     return sum(page_locked(size * -(-params // num_ranks), room) for params in group_params(workload))
 
 
 def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str, int]:
     """Return the bytes of a rank on the host: its part of masters, gradients and moments, and a flat copy of all
-    weights. On sim these are 20 (fp32) or 18 (bf16) bytes per parameter.
-    """
+    weights. On sim these are 20 (fp32) or 18 (bf16) bytes per parameter."""
     part = flat_groups(4, workload, room, num_ranks)
     states = {"weights": part, "gradients": part, "optimizer": 8 * -(-workload.num_params // num_ranks)}
     return {**states, "buffers": flat_groups(workload.weight_bytes, workload, room)}
@@ -138,8 +133,7 @@ def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str
 def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
     """Return the plan of stage 3. Page-locked memory holds a rank's part of the weights, the gradients of groups of
     SUB_GROUP_PARAMS, all gradients again where they accumulate (buffers), and each weight's first copy, which torch's
-    cache keeps after it was freed.
-    """
+    cache keeps after it was freed."""
     params, size = -(-workload.num_params // num_ranks), workload.weight_bytes
     gathered = -(-(2 * workload.num_layers * workload.layer_params + workload.end_params) // num_ranks)
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)

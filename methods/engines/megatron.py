@@ -37,8 +37,7 @@ def joined(name: str, ours: Sequence[Tensor], sizes: Sizes) -> Tensor:
     """Return the whole tensor of GPTModel that holds these tensors of the harness. In GPTModel the rows of the fused
     QKV are ordered by groups of heads: a group's queries, its key, its value. In the harness all queries come first,
     then all keys, then all values; for the GPT they are one tensor. Each rank has its parts of an MLP's first two
-    matrices one after the other.
-    """
+    matrices one after the other."""
     if QKV in name:
         parts = ours if len(ours) == 3 else ours[0].chunk(3)
         rows = [part.reshape(sizes.num_groups, -1, *part.shape[1:]) for part in parts]
@@ -76,8 +75,7 @@ def shard_of(name: str, whole: Tensor) -> Tensor:
 
 def whole_of(name: str, shard: Tensor) -> Tensor:
     """Return a whole tensor of GPTModel, or one of its optimizer states, from all ranks' parts. All ranks must call
-    this.
-    """
+    this."""
     num_parts, dim = parallel_state.get_tensor_model_parallel_world_size(), shared_dim(name)
     if num_parts == 1 or dim is None:
         return shard
@@ -88,8 +86,7 @@ def whole_of(name: str, shard: Tensor) -> Tensor:
 
 def mark_shard(name: str, parameter: Tensor) -> None:
     """Tell Megatron that this parameter is split over ranks. Megatron marks only parameters that it initializes itself;
-    without the mark its gradient norm would count the first rank's part alone.
-    """
+    without the mark its gradient norm would count the first rank's part alone."""
     parameter.tensor_model_parallel = shared_dim(name) is not None  # type: ignore[attr-defined]
 
 
@@ -113,8 +110,7 @@ def pipeline_group() -> Any:
 def forward_and_backward(model: Any, parts: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Pass micro-batches, each (inputs, targets) of (B, T) token ids, through the model, or through the pipeline of
     which it is a stage; leave the gradient of the mean loss in the gradient buffers. On the last stage return the mean
-    loss of each micro-batch; on others return nothing.
-    """
+    loss of each micro-batch; on others return nothing."""
 
     def mean_of(losses: Tensor) -> tuple[Tensor, Tensor]:
         mean = losses.float().mean()
@@ -151,8 +147,7 @@ def set_main(optimizer: Any, parameter: Any, start: Tensor) -> None:
 
 def states_of(optimizer: Any, parameter: Any) -> list[Tensor]:
     """Return the weight and both moments of a rank's parameter, in fp32. With the distributed optimizer all ranks must
-    call this.
-    """
+    call this."""
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     if not isinstance(optimizers[0], DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)
@@ -180,8 +175,7 @@ class ShardedNorm(nn.LayerNorm):
 
 class RootMeanSquareNorm(nn.Module):
     """The norm of Llama, Mistral and Qwen, with the rounding of transformers: normalize in fp32, round to the dtype,
-    then multiply by the weight. torch's own RMSNorm rounds once.
-    """
+    then multiply by the weight. torch's own RMSNorm rounds once."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
@@ -197,8 +191,7 @@ class RootMeanSquareNorm(nn.Module):
 class FusedAttention(MegatronModule):
     """torch's scaled_dot_product_attention in the place of Megatron's core attention. It has flash kernels on a GPU
     without Transformer Engine, where Megatron's attention would store a tensor (B, heads, T, T). query, key, value: (T,
-    B, heads, head size).
-    """
+    B, heads, head size)."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config=config)

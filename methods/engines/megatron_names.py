@@ -102,8 +102,7 @@ def sizes_of(workload: Workload) -> Sizes:
 
 def layer_tensors(workload: Workload) -> dict[str, tuple[str, ...]]:
     """Return the names of a layer's tensors in GPTModel, without the layer's prefix, each with the names of the
-    harness's tensors that it holds.
-    """
+    harness's tensors that it holds."""
     if workload.config is None:
         return dict(_held(GPT_LAYER, workload.anatomy.layer, biased=GPT_LAYER))
     return dict(_held(LLAMA_LAYER, workload.anatomy.layer, biased=(QKV,)))
@@ -126,8 +125,7 @@ def _held(table: Table, shapes: Shapes, *, biased: Collection[str]) -> Iterator[
 
 def shared_dim(name: str) -> int | None:
     """Return the dimension along which tensor parallel ranks split a tensor of GPTModel; None if each rank has the
-    whole tensor.
-    """
+    whole tensor."""
     module, _, kind = name.rpartition(".")
     if module.endswith(BY_ROWS):
         return 0

@@ -50,8 +50,7 @@ class Piece(NamedTuple):
 
 class AdamStep(NamedTuple):
     """The settings of an update and its number, counted from 1; the number is also there as a tensor in the memory of
-    the state.
-    """
+    the state."""
 
     settings: Settings
     number: int
@@ -59,9 +58,7 @@ class AdamStep(NamedTuple):
 
 
 def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
-    """Split the tensors of a slab into runs of at most `max_numel` elements, in the slab's order, at multiples of
-    VECTOR.
-    """
+    """Split the tensors of a slab, in order, into runs of at most `max_numel` elements, at multiples of VECTOR."""
     max_numel = max(VECTOR, max_numel // VECTOR * VECTOR)
     found: list[list[Piece]] = []
     room = 0
@@ -83,8 +80,7 @@ def update(
 ) -> None:  # fmt: skip
     """Take one AdamW step of adjacent chunks of the parameters, with their gradients times the clip factor. Reads the
     state from `source` and writes it to `target`; both may be the same. The compiled kernel runs in its own threads,
-    which take the waiting update with the earliest deadline first.
-    """
+    which take the waiting update with the earliest deadline first."""
     if not runs:
         return
     is_ahead = target.weights is not source.weights
@@ -110,8 +106,7 @@ def update(
 
 def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings, list[int]]:
     """Return the tables of the kernel's calls. All pieces of one call share their settings and weight decay, except
-    that pieces without decay may join a call with the same other settings.
-    """
+    that pieces without decay may join a call with the same other settings."""
     calls: dict[AdamSettings, list[int]] = {}
     alike = {each._replace(weight_decay=0.0): each for each in settings if each.weight_decay}
     first = runs[0][0].start
@@ -124,8 +119,7 @@ def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings
 
 def takes_one_pass(state: State, device: str) -> bool:
     """True if a compiled kernel updates this state on this device. The GPU's kernel takes split states only; torch's
-    kernel updates the others.
-    """
+    kernel updates the others."""
     if device == "cuda":
         return state.is_split and adamw_cuda.load() is not None
     return adamw_kernel.load() is not None

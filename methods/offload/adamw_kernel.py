@@ -56,8 +56,7 @@ def describe(dtype: str) -> str:
 
 def factors(settings: Sequence[float], number: int) -> tuple[float, ...]:
     """Return the factors of step `number`, counted from 1, in the order of struct Factors in adamw_element.h.
-    `settings`: an adamw.AdamSettings.
-    """
+    `settings`: an adamw.AdamSettings."""
     learning_rate, beta1, beta2, epsilon, weight_decay = settings
     decay, bias2_sqrt = 1 - learning_rate * weight_decay, math.sqrt(1 - beta2**number)
     return decay, 1 - beta1, beta2, 1 - beta2, bias2_sqrt, epsilon, -(learning_rate / (1 - beta1**number))

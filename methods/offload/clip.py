@@ -34,8 +34,7 @@ def norms_of(grads: Sequence[Tensor], *, in_blocks: bool = False) -> list[Tensor
 
 def global_norm(norms: Sequence[Tensor]) -> Tensor:
     """Return the norm of all gradients from the norm of each. If the norms are in the model's order, the result has the
-    bits of torch.nn.utils.clip_grad_norm_.
-    """
+    bits of torch.nn.utils.clip_grad_norm_."""
     return torch.linalg.vector_norm(torch.stack([*norms])) if norms else torch.zeros(())
 
 
@@ -48,8 +47,7 @@ class Clip:
     """A step's global gradient norm, gathered layer by layer in the order of the backward pass, and its clip factor,
     which also undoes the loss scale. Without a limit and a loss scale there is no factor, and nothing waits for it.
     `order`: for each parameter of the model its index among the gathered norms, where the group added last comes first;
-    None: the gathered norms are in the model's order.
-    """
+    None: the gathered norms are in the model's order."""
 
     def __init__(
         self, device: Device, max_norm: float, scale: LossScale | None = None, order: Sequence[int] | None = None
@@ -69,8 +67,7 @@ class Clip:
     def is_within(self) -> Callable[[], bool]:
         """Queue the copy of the norm so far to the host. Return a function that waits for this copy and returns whether
         the norm is finite and within the limit. The norm only grows, so once it exceeds the limit a speculative update
-        is useless.
-        """
+        is useless."""
         square = torch.stack(self.norms[-1]).square().sum()
         self.squares.append(square + self.squares[-1] if self.squares else square)
         here, landed = self._send(self.squares[-1])

@@ -24,8 +24,7 @@ class SlabPlace(NamedTuple):
 
 class Layout:
     """The positions of named tensors in a flat slab. The tensors have the slab's dtype, or dtypes of their own in a
-    slab of bytes (uint8).
-    """
+    slab of bytes (uint8)."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Size, torch.dtype | None]]) -> None:
         self.places: dict[str, SlabPlace] = {}
@@ -41,8 +40,7 @@ class Layout:
 
     def pieces(self, groups: Mapping[str, int] | None = None) -> list[Piece]:
         """Return one Piece for each tensor, as AdamW updates it. `groups`: a tensor's group by its name; None: the
-        groups of published_settings().
-        """
+        groups of published_settings()."""
         return [
             Piece(start, stop, groups[name] if groups else int(not is_decayed(shape)))
             for name, (start, stop, shape, _) in self.places.items()
@@ -59,8 +57,7 @@ class Layout:
 
 def cut(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
     """Return the parts of the pieces that lie in the elements [start, stop) of a slab, with positions counted from
-    `start`.
-    """
+    `start`."""
     inside = (piece for piece in pieces if piece.start < stop and piece.stop > start)
     return [Piece(max(a, start) - start, min(b, stop) - start, group) for a, b, group in inside]
 

@@ -39,8 +39,7 @@ class State(NamedTuple):
 
 def kept_dtypes(dtype: str) -> list[torch.dtype]:
     """Return the dtypes of AdamW's state besides the weights: the master (none in fp32, its low half in bf16) and two
-    moments.
-    """
+    moments."""
     master = {"fp32": [], "bf16": [torch.int16], "fp16": [torch.float32]}[dtype]
     return [*master, torch.float32, torch.float32]
 
@@ -75,8 +74,7 @@ def keep_(state: State, values: Tensor) -> None:
 
 def master_of(state: State) -> Tensor:
     """Return the whole fp32 master. A split one is joined on the host, because a device may have no room for it, in
-    blocks that fit the cache.
-    """
+    blocks that fit the cache."""
     if not state.is_split:
         return joined(state)
     master = torch.empty(len(state.exp_avg))
@@ -87,7 +85,6 @@ def master_of(state: State) -> Tensor:
 
 def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the low and the high 16 bits of fp32 values as views of int16. No copy is made, neither here nor by
-    torch's kernels, which would copy operands of different widths.
-    """
+    torch's kernels, which would copy operands of different widths."""
     halves = values.view(torch.int16)
     return halves[::2], halves[1::2]

@@ -17,8 +17,7 @@ def queue(
     device: Device, track: str, work: str, of: str, after: Iterable[Any], do: Callable[[], Result]
 ) -> tuple[Result, Any]:
     """Call do() on the device's stream `track`, after the events in `after` (None are skipped). Return the result of
-    do() and the event of its end. `work` and `of`: names for a trace, the kind of work and the part of the model.
-    """
+    do() and the event of its end. `work` and `of`: names for a trace, the kind of work and the part of the model."""
     stream = getattr(device, track)
     with device.streams.use(stream):
         for event in after:

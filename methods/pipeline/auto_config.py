@@ -34,8 +34,7 @@ class ConfigChoice(NamedTuple):
 @dataclass(frozen=True)
 class ConfigRow:
     """A configuration, and the time and memory that it is predicted to need. `cuts`: the CutPoints between the stages,
-    in the form that class Varuna takes.
-    """
+    in the form that class Varuna takes."""
 
     num_stages: int
     num_replicas: int
@@ -64,8 +63,7 @@ class ConfigRow:
     @property
     def least_seconds(self) -> float:
         """Return a lower bound of the step time: a stage waits for the stages below, runs its passes, and then the
-        stages below finish.
-        """
+        stages below finish."""
         waits, found = 0.0, 0.0
         for passes in self.passes:
             found = max(found, waits + self.num_micro_batches * sum(passes.values()))
@@ -87,8 +85,7 @@ class ConfigRow:
 
 def predict(rows: Sequence[ConfigRow]) -> list[float]:
     """Return the predicted step of each configuration in seconds; all must have the same schedule. Once the pipeline is
-    full, each further micro-batch takes the same time, so large numbers are extrapolated.
-    """
+    full, each further micro-batch takes the same time, so large numbers are extrapolated."""
     numbers: list[list[int]] = []
     for row in rows:
         many = max(2 * row.num_stages, 64)
@@ -142,8 +139,7 @@ class AutoConfig:
 
     def get_min(self) -> ConfigChoice:
         """Return the fastest configuration that fits, as (num_stages, chunk_size, seconds). Raises ValueError, one
-        line, if none fits.
-        """
+        line, if none fits."""
         best = self.best()
         return ConfigChoice(best.num_stages, best.chunk_size, best.step_seconds)
 
@@ -154,8 +150,7 @@ class AutoConfig:
     def best(self) -> ConfigRow:
         """Return the fastest configuration that fits; of equally fast ones, the one with the largest micro-batches. If
         no times are known, return the one with the most stages and the smallest micro-batches, which keep the stages
-        busy. Raises ValueError, one line, if none fits.
-        """
+        busy. Raises ValueError, one line, if none fits."""
         fitting = [row for row in self._rows if row.fits]
         if not fitting:
             raise ValueError(self.why_not())
@@ -179,8 +174,7 @@ class AutoConfig:
 
     def why_not(self) -> str:
         """Return a text that says how much memory is missing for the smallest configuration; for the case that nothing
-        fits.
-        """
+        fits."""
         least, capacity = self.least(), self.capacity or 0
         tries = ["more devices" if least.num_stages == self.num_gpus else "more CutPoints"]
         tries += ["smaller micro-batches"] * (least.chunk_size > min(row.chunk_size for row in self._rows))
@@ -192,8 +186,7 @@ class AutoConfig:
 
     def table(self) -> list[ConfigRow]:
         """Return all configurations, the fastest first; those that do not fit come last, in the order of
-        their memory.
-        """
+        their memory."""
         each = zip(self._rows, predict(self._rows), strict=True)
         rows = [replace(row, step_seconds=seconds) for row, seconds in each]
         return sorted(
@@ -202,8 +195,7 @@ class AutoConfig:
 
     def _of_size(self, size: int) -> Iterator[ConfigRow]:
         """Yield the configurations with this size of micro-batch. Replicas get equal parts of the batch, so their
-        number divides the batch size.
-        """
+        number divides the batch size."""
         numbers = range(1, self.num_gpus + 1) if self.num_stages is None else self.num_stages
         for number, cuts in self.costs.cuts(size, numbers).items():
             most = self.num_gpus // number
@@ -232,8 +224,7 @@ class AutoConfig:
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:
         """Return the seconds of a sum over `num_ranks` replicas, computed from the most similar ring that was measured:
-        in a ring of n ranks each rank sends (n - 1) / n of the bytes, twice.
-        """
+        in a ring of n ranks each rank sends (n - 1) / n of the bytes, twice."""
         sums = self.costs.sums
         if num_ranks == 1 or not sums:
             return 0.0
@@ -244,8 +235,7 @@ class AutoConfig:
 
 def _seconds_and_size(row: ConfigRow) -> tuple[float, int]:
     """Sort key: rounded seconds, then the size of micro-batches, so that of equally fast rows the one with the largest
-    comes first.
-    """
+    comes first."""
     return float(f"{row.step_seconds:.9g}"), -row.chunk_size
 
 
@@ -256,15 +246,13 @@ def _is_below(seconds: float, best: ConfigRow) -> bool:
 
 def _shape(row: ConfigRow) -> tuple[int, int]:
     """Return the stages and micro-batch size to sort by when no times are known. A single stage gains nothing from
-    small micro-batches.
-    """
+    small micro-batches."""
     return row.num_stages, -row.chunk_size if row.num_stages > 1 else row.chunk_size
 
 
 def _at(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
     """Return the seconds for this many bytes, interpolated between measured points, and in proportion to the bytes
-    beyond the last point.
-    """
+    beyond the last point."""
     below = max((point for point in points if point[0] <= num_bytes), default=None)
     above = min((point for point in points if point[0] > num_bytes), default=None)
     if below is None or above is None:

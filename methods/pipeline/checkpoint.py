@@ -59,8 +59,7 @@ class Checkpoints:
 
     def save(self, folder: str | Path, step: int, progress: Mapping[str, Any]) -> Future:
         """Copy the state, and write the copy while training goes on. The checkpoint is on disk when the returned future
-        is done.
-        """
+        is done."""
         self.wait()
         path = folder_of(folder, step)
         if self.is_first:
@@ -124,8 +123,7 @@ class Checkpoints:
 
     def _check_state(self, name: str, master: nn.Parameter, there: Mapping[str, Any]) -> None:
         """Raise ValueError if the checkpoint's state has another shape or dtype than this optimizer's, because torch's
-        fused update accesses as many elements of a state as the weight has, even if the state is smaller.
-        """
+        fused update accesses as many elements of a state as the weight has, even if the state is smaller."""
         if type(self.optimizer) not in FUSED:
             return
         state = _of(f"optimizer.{name}.", there)
@@ -139,8 +137,7 @@ class Checkpoints:
 
     def _options(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer's options from the checkpoint, after comparing the kind of each with the
-        current option.
-        """
+        current option."""
         options, group = json.loads(found[f"options.{name}"]), self._group_of(master)
         for key, value in options.items():
             if not isinstance(value, PLAIN) or (key in group and not _alike(value, group[key])):

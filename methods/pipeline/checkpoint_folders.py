@@ -23,8 +23,7 @@ def complete_steps(folder: str | Path) -> list[int]:
 
 def step_of(path: Path) -> int | None:
     """Return the step of a checkpoint whose folder has the name that folder_of() gives; None for any other name, such
-    as that of a copy.
-    """
+    as that of a copy."""
     name = path.name.removeprefix(PREFIX)
     return int(name) if name.isascii() and name.isdigit() and path == folder_of(path.parent, int(name)) else None
 

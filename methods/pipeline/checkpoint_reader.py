@@ -58,8 +58,7 @@ class _Unpickler(pickle._Unpickler):  # the version in Python: opcodes of the ve
 
     def load_build(self) -> None:
         """Set attributes of an object, but refuse a class or function, which would then be changed for the whole
-        process.
-        """
+        process."""
         built = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(built, type) or not dataclasses.is_dataclass(built):
             raise pickle.UnpicklingError(f"it changes {built!r:.60}")
@@ -91,8 +90,7 @@ def table(data: bytes) -> Metadata:
 
 def metadata(path: Path) -> Metadata:
     """Return the table of contents of the checkpoint in this folder. Raises ValueError if the folder has
-    no valid one.
-    """
+    no valid one."""
     try:
         found = table(read_bytes(path / COMPLETE))
         told, there = sum(map(_num_bytes, found.state_dict_metadata.values())), sum(map(_size, path.iterdir()))

@@ -23,8 +23,7 @@ from methods.pipeline.transport import gathered
 
 def write(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
     """Write a whole checkpoint to this folder, from the state of each rank of the group. If one rank cannot write its
-    part, raises on all ranks.
-    """
+    part, raises on all ranks."""
     rank = dist.get_rank(group) if group else 0
     gathered(b"", group)  # wait for all ranks, because one of them first removes an old table
     tables = _together(lambda: _part(state, path, rank), path, group)

@@ -35,8 +35,7 @@ class CutPoint(nn.Module):
 @dataclass(frozen=True)
 class Part:
     """A stage of a model: a module that takes the received tensors and the named inputs, and returns the tensors to
-    send or, in the last stage, the model's result.
-    """
+    send or, in the last stage, the model's result."""
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
@@ -50,8 +49,7 @@ def cut_here(x: Any) -> Any:
 
 def traced(model: nn.Module, inputs: Mapping[str, Any]) -> fx.Graph:
     """Trace the model's forward pass over these inputs, through the modules that contain CutPoints. Raises ValueError,
-    one line, if the model cannot be traced.
-    """
+    one line, if the model cannot be traced."""
     try:
         expected = inspect.signature(model.forward).parameters
     except (TypeError, ValueError) as error:
@@ -143,8 +141,7 @@ def _of_inputs_alone(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
 
 def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list[fx.Node] | None) -> Part:
     """Return the module that computes the nodes to send, or the model's result, from the received nodes and the model's
-    inputs.
-    """
+    inputs."""
     results = next(node for node in whole.nodes if node.op == "output").args[0] if sent is None else tuple(sent)
     graph = fx.Graph()
     there = {node: graph.placeholder(f"received_{number}") for number, node in enumerate(received)}
@@ -215,8 +212,7 @@ def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages
 
 def specs_of(values: Sequence[Any], stage: int) -> list[Spec]:
     """Return the shapes and dtypes of the values that a stage sends to the next. Raises ValueError if a value is not a
-    tensor.
-    """
+    tensor."""
     for value in values:
         if not isinstance(value, Tensor):
             raise ValueError(

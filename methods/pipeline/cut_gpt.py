@@ -28,8 +28,7 @@ class RepeatedLayer(Layer):
 
 class CutGpt(nn.Module):
     """The GPT with the tensor names of harness.core.gpt and a CutPoint after each layer, on torch's meta device.
-    `recomputes`: each layer repeats its forward pass in the backward pass.
-    """
+    `recomputes`: each layer repeats its forward pass in the backward pass."""
 
     # The embedding of the first stage is also the head of the last stage.
     shared: ClassVar = [("ends.wte.weight", "ends.wte.weight")]

@@ -25,8 +25,7 @@ from methods.pipeline.cut import CutPoint
 
 class CutHub(nn.Module):
     """The model with a CutPoint after each layer, on torch's meta device. `recomputes`: each layer repeats its forward
-    pass in the backward pass. `shared`: pairs of names, each of one weight that embedding and head share.
-    """
+    pass in the backward pass. `shared`: pairs of names, each of one weight that embedding and head share."""
 
     def __init__(self, workload: Workload, *, recomputes: bool = False) -> None:
         super().__init__()

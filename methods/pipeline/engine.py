@@ -26,8 +26,7 @@ def unnoted(work: str, number: int) -> AbstractContextManager[None]:
 
 class Engine:
     """Runs the passes of one stage and its messages. `order`: the stage's passes in order. `received`, `returned`: for
-    each micro-batch, the tensors that come from the stage below and the gradients that come from the stage above.
-    """
+    each micro-batch, the tensors that come from the stage below and the gradients that come from the stage above."""
 
     def __init__(
         self, stage: Stage, transport: Transport, order: Sequence[Pass], received: Sequence[list[Spec]],

@@ -19,8 +19,7 @@ from methods.pipeline.schedule import SLOTS
 @dataclass(frozen=True)
 class GptCosts:
     """Costs of a GPT's stages. `rates`: of the machine; None: no times are known. `network`: bytes per second of a link
-    between stages; sums over replicas take no time here. `num_sharing`: ranks that share a device.
-    """
+    between stages; sums over replicas take no time here. `num_sharing`: ranks that share a device."""
 
     workload: Workload
     rates: Rates | None
@@ -44,8 +43,7 @@ class GptCosts:
 
     def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
         """Return for each number of stages the cuts that make the longest stage as short as possible. A CutPoint
-        follows each layer.
-        """
+        follows each layer."""
         possible = range(1, self.workload.num_layers + 2)  # at most one stage for each layer, and one for the head
         found = {number: gpt_stages(self.workload, number) for number in numbers if number in possible}
         return {number: [stage.layers.stop - 1 for stage in stages[:-1]] for number, stages in found.items()}

@@ -37,8 +37,7 @@ class GptProgress(Progress):
     @staticmethod
     def notes(workload: Workload, steps: Sequence[Step], source: str) -> dict[str, Any]:
         """Return the notes, beside Progress, of a checkpoint after these steps. `steps`: all steps since the job's
-        first.
-        """
+        first."""
         norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
         return {
             "workload": asdict(workload), "loss": [float(step.loss) for step in steps], "grad_norm": norms,

@@ -25,8 +25,7 @@ from methods.pipeline.transport import LostPeer
 
 class Groups:
     """The process groups whose ranks sum values together. All ranks must make them in the same order. `limit_seconds`:
-    longest wait for other ranks.
-    """
+    longest wait for other ranks."""
 
     def __init__(self, ranks: RankMap, rank: int, shared: Sequence[Shared], limit_seconds: float) -> None:
         self.limit = timedelta(seconds=limit_seconds)  # else torch gives each new group its default timeout
@@ -53,8 +52,7 @@ class Groups:
 
 class Gradients:
     """The gradients of a rank. `masters`: this stage's trained weights by name. `names`: the names of all weights of
-    the model, in the model's order. `dtype`: dtype of the computation.
-    """
+    the model, in the model's order. `dtype`: dtype of the computation."""
 
     def __init__(
         self, masters: Mapping[str, nn.Parameter], names: Sequence[str], groups: Groups, shared: Sequence[Shared],
@@ -118,8 +116,7 @@ class Gradients:
 
     def _norm(self, loss: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return a vector with the gradient norm of each weight, in the model's order, and the loss. Each element is
-        set on one rank only, so the sum over the stages adds zeros to it.
-        """
+        set on one rank only, so the sum over the stages adds zeros to it."""
         grads = self._counted_gradients()
         whole = torch.zeros(self.num_names + 1, device=loss.device)
         if grads:
@@ -136,8 +133,7 @@ class Gradients:
 
 def all_reduce(tensor: Tensor, group: Any) -> None:
     """Sum the tensor over the ranks of a group. If a rank takes no part, raises LostPeer, which names the
-    other ranks.
-    """
+    other ranks."""
     try:
         dist.all_reduce(tensor, group=group)
     except RuntimeError as error:

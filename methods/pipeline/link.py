@@ -34,8 +34,7 @@ def link() -> Link | None:
 
 class Link:
     """A rank's end of the link. `descriptor`: of the pipe to the agent. `folder`: of checkpoints. `checkpoint_every`:
-    most steps to repeat after a rank died. `cuts`: those that the launcher chose; None: the model chooses.
-    """
+    most steps to repeat after a rank died. `cuts`: those that the launcher chose; None: the model chooses."""
 
     def __init__(
         self, descriptor: int, folder: str, checkpoint_every: int | None, cuts: list[int] | None, rank: int, round: int
@@ -57,8 +56,7 @@ class Link:
 
     def at_boundary(self, model: Any) -> None:
         """Between two steps: run the script's handler if any rank has received the signal, else save a checkpoint if
-        one is due.
-        """
+        one is due."""
         if self.is_stopping:
             return
         seen = torch.tensor([float(signal.SIGUSR1 in signal.sigpending())])
@@ -77,8 +75,7 @@ class Link:
 
     def tell_step(self, model: Any, inputs: Mapping[str, Any], facts: dict[str, Any]) -> None:
         """Report a step after its passes and before its update. Ranks of the first stage also report their part of the
-        samples.
-        """
+        samples."""
         if model.stage == 0:
             samples = digest(inputs)
             facts = {**facts, "samples": len(samples), "data": sum(samples) % 2**48}
@@ -87,8 +84,7 @@ class Link:
 
 def digest(inputs: Mapping[str, Any]) -> list[int]:
     """Return the sum of a hash of each sample, over all its values; this sum does not depend on how replicas split a
-    batch.
-    """
+    batch."""
     split = [(name, value) for name, value in sorted(inputs.items()) if isinstance(value, Tensor) and value.ndim]
     size = max((value.shape[0] for _, value in split), default=0)
     hashes = [hashlib.blake2b(digest_size=6) for _ in range(size)]

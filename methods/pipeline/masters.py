@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 class Masters:
     """The masters of a stage. `weights`: the model's parameters by name. `starts`: the fp32 starting values of
-    parameters that are rounded to a smaller dtype.
-    """
+    parameters that are rounded to a smaller dtype."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter], starts: Mapping[str, Tensor] | None = None) -> None:
         self.weights = dict(weights)

@@ -20,8 +20,7 @@ BUCKET_BYTES = 2**25  # bytes of gradients that replicas sum at once
 @dataclass(frozen=True)
 class GptStage:
     """A stage: a run of layers. The first stage also has the embedding, the last stage the head, which may be tied to
-    the embedding.
-    """
+    the embedding."""
 
     first_layer: int
     num_layers: int
@@ -48,8 +47,7 @@ class GptStage:
 @functools.lru_cache(maxsize=256)
 def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
     """Return contiguous stages such that the longest takes as little time as possible. Each has at least one layer,
-    except that the last stage may have the head alone.
-    """
+    except that the last stage may have the head alone."""
     flops = [_flops(workload, stage, num_stages) for stage in range(num_stages)]
     least = [int(stage < num_stages - 1 or num_stages == 1) for stage in range(num_stages)]
 
@@ -74,8 +72,7 @@ def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
 
 def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
     """Return the FLOPs of each pass of one sample. The forward pass includes the head's gradients, which are computed
-    with the loss.
-    """
+    with the loss."""
     layer = replace(workload, batch_size=1, micro_batches=1).layer_flops * stage.num_layers
     return {"F": layer + _head_flops(workload, stage), "R": layer, "B": 2 * layer}
 
@@ -98,8 +95,7 @@ def passes_of(
 
 def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, float]:
     """Return the FLOPs of one layer of this stage, and the FLOPs of everything beside its layers. Varuna's last stage
-    does not recompute.
-    """
+    does not recompute."""
     is_last = stage == num_stages - 1
     layer = pass_flops(workload, GptStage(0, 1, stage == 0, is_last=False))
     beside = pass_flops(workload, GptStage(0, 0, stage == 0, is_last))["F"]
@@ -108,8 +104,7 @@ def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, floa
 
 def _saved_boundaries(workload: Workload) -> float:
     """Return the bytes that autograd saves for a layer, over the bytes of its input. For a model by its config.json the
-    tensors of the backward pass are included, because the model's sizes do not distinguish them.
-    """
+    tensors of the backward pass are included, because the model's sizes do not distinguish them."""
     return SAVED_BOUNDARIES if workload.config is None else workload.anatomy.boundaries
 
 

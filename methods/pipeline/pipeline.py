@@ -357,9 +357,10 @@ class Varuna(nn.Module):
     def checkpoint(
         self, folder: str | Path | None = None, step: int | None = None, notes: Mapping[str, Any] | None = None
     ) -> Future:
-        """Called by all processes after an update: copies the state, and writes it while training goes on. Durable when
-        the future is done. `step`: the number of steps taken, if not given. `folder`: the launcher's, if not given.
-        `notes`: the script's own, as JSON holds them."""
+        """Save a checkpoint: copy the state now, and write the copy while training goes on. All processes call this
+        after an update. The checkpoint is on disk when the returned future is done. `step`: its number; default: the
+        number of steps taken. `folder`: default: the launcher's. `notes`: further values of the script, which JSON can
+        hold."""
         step = self.num_steps if step is None else step
         if folder is None and self._link:
             if self._link.saved == step:  # writing it again would leave no complete one meanwhile

@@ -17,7 +17,7 @@ from methods.pipeline.engine import Note, unnoted
 from methods.pipeline.stage import Compute
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-LOSS = torch.empty((), device="meta")  # what the last stage's module returns
+LOSS = torch.empty((), device="meta")  # stands for the last stage's output, a scalar loss
 
 
 class NumberedModule(nn.Module):

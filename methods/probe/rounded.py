@@ -1,5 +1,5 @@
-"""The reference by other roundings; the gate's probe measures their distance from the plain reference as honest
-rounding.
+"""Trains the reference with other roundings. The gate's probe measures how far these runs are from the plain reference;
+such distances are honest rounding.
 
 Found by the probe alone (harness/gate/probe.py); the models take turns, step by step.
 """

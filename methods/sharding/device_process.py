@@ -1,4 +1,4 @@
-"""Devices that run units: in this process, or in one process per device, which share the slabs at home."""
+"""Devices that run units: one in this process, or several in a process each; the processes share the slabs at home."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOST = re.compile("sim (host|pinned)")  # messages of the simulated device when 
 
 
 class UnitFailure(NamedTuple):
-    """The failure of a unit, with its traceback. is_memory: the unit ran out of the device's memory."""
+    """A unit's failure, with the traceback. is_memory: the unit ran out of the device's memory."""
 
     text: str
     is_memory: bool = False
@@ -137,7 +137,7 @@ def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any], s
 
 
 def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
-    """Return the largest of each peak of the devices that are processes of their own."""
+    """Return for each kind of peak the largest value over the devices that are separate processes."""
     names = {name for device in devices for name in device.peaks}
     return {name: max(device.peaks.get(name, 0) for device in devices) for name in names}
 

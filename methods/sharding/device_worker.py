@@ -1,4 +1,4 @@
-"""A device's worker: its slots, the models' random states, and how it runs one unit."""
+"""The worker of a device: it has the device's slots and the models' random states, and runs one unit at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Worker:
         for module in (module for shard in self._shards() for layer in shard.layers for module in layer.modules()):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device.name))
-        self.unit: Any = None  # the running unit, and its slot; None between units
+        self.unit: Any = None  # the running unit, and the unit's slot; None between units
         self.slot: Any = None
         self.graphs: dict[tuple[int, int, int | None], Any] = {}  # saved forward passes that await their backward pass
 
@@ -90,7 +90,7 @@ class Worker:
         return result._replace(loss=loss, norms=result.norms and [norm.cpu() for norm in result.norms])
 
     def forget(self, unit: Unit) -> None:
-        """Discard a failed unit's slot contents and its graph."""
+        """Discard the slot's contents and the graph of a failed unit."""
         if self.slot is not None:
             self.slot.shard = self.slot = self.unit = None
         self.graphs.pop(key_of(unit), None)
@@ -244,7 +244,8 @@ class Worker:
         slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
 
     def _forward_saved(self) -> Result:
-        """Keep the graph in this process, and its tensors on the host, until the shard's backward pass."""
+        """Run the forward pass; keep its graph in this process, and the graph's tensors on the host, until the backward
+        pass."""
         inputs: list[Tensor | None] = []
         anchor = torch.zeros((), device=self.device.name, requires_grad=True)
         with torch.enable_grad(), self._saving(), self._span():
@@ -256,7 +257,8 @@ class Worker:
         return Result(self.to_host(tuple(part.detach() for part in x)))
 
     def _saving(self) -> Any:
-        """Keep the tensors that autograd saves on the host; of a weight keep only its place in the shard's slab."""
+        """Return a context in which tensors that autograd saves are kept on the host; of a saved weight, only its place
+        in the shard's slab is kept."""
         weights = self.slot.slabs["weights"].untyped_storage()
 
         def pack(tensor: Tensor) -> Any:

@@ -23,7 +23,7 @@ from methods.sharding.unit import FORWARD, Unit
 
 
 class Turned(NamedTuple):
-    """One unit as it ran; start and end in seconds since the run began."""
+    """A unit that has run, with its start and end in seconds since the run began."""
 
     model: int
     shard: int
@@ -42,7 +42,7 @@ class Dispatcher:
     ) -> None:  # fmt: skip
         self.tasks = [*tasks, *(task.twin for task in tasks if task.twin)]
         self.devices, self.policy, self.key = list(devices), policy, key_of(policy)
-        self.most_ahead = most_ahead  # rounds that a model may be ahead of the slowest one
+        self.most_ahead = most_ahead  # number of rounds that a model may be ahead of the slowest model
         self.held: list[Task] = []  # tasks that have stepped and not yet started their next minibatch
         self.numbers = {device: number for number, device in enumerate(devices)}
         self.draw, self.arrivals = random.Random(0).random, count()

@@ -63,7 +63,7 @@ def parts(batches: Iterable[tuple[Tensor, Tensor]], number: int, *, to_host: boo
 
 
 def batch(workload: Workload, device: str) -> tuple[Tensor, Tensor]:
-    """Return a batch for rehearsals, of one element of memory."""
+    """Return a batch for rehearsals; all its elements share the memory of one."""
     token = torch.zeros((), dtype=torch.int64, device=device)
     return (token.expand(workload.batch_size, workload.seq_len),) * 2
 
@@ -94,6 +94,6 @@ def raise_failures(tasks: Sequence[Task]) -> None:
 
 
 def other(workload: Workload, shards: Sequence[Shard], steps: Sequence[Step], ordered: Sequence[str]) -> OtherModel:
-    """Return the record's entry for a model that is not the first."""
+    """Return the record's entry for one of the models after the first."""
     changes = {"learning_rate": workload.learning_rate, "batch_size": workload.batch_size}
     return OtherModel.of(changes, steps, tensors(shards, ordered))

@@ -1,4 +1,4 @@
-"""Any of torch's optimizers with its states in a slab of bytes, which travels with the shard."""
+"""Runs any of torch's optimizers with its states in a slab of bytes, which travels with the shard."""
 
 from __future__ import annotations
 

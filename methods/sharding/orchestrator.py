@@ -38,7 +38,7 @@ from methods.sharding.two_devices import First
 from methods.sharding.unit import INTERMEDIATES
 from methods.sharding.user_model import bring_home, named_layers, ordered_layers, shard_sizes
 
-SECONDS_A_LINE = 10.0  # of progress
+SECONDS_A_LINE = 10.0  # seconds between two lines of progress
 
 
 @dataclass(eq=False)
@@ -114,7 +114,7 @@ ModelTask.__init__ = _names_itself(ModelTask.__init__)  # type: ignore[method-as
 
 @dataclass
 class Report:
-    """A training of several models: seconds and ratios, and each unit as it ran."""
+    """The report on a training of several models: seconds, ratios, and a timeline of all units."""
 
     summary: dict[str, float]
     timeline: list[Turned]

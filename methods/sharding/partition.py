@@ -16,7 +16,7 @@ from harness.core.job import Workload
 from methods.shared.memory_needs import ALIGNMENT, aligned
 
 Sizes = dict[str, int]
-MOMENTS = 2  # AdamW's two, in fp32
+MOMENTS = 2  # number of AdamW's moments, in fp32
 
 
 def longest_runs(layers: Sequence[Sizes], room: int) -> list[int]:
@@ -46,7 +46,7 @@ def adamw_bytes(numel: int, weight_bytes: int) -> int:
 
 
 class ModelShard(NamedTuple):
-    """A run of a workload's model; embedding and head may share a matrix."""
+    """A shard of a workload's model: a run of its layers; embedding and head may share a matrix."""
 
     has_embedding: bool
     num_blocks: int
@@ -54,7 +54,7 @@ class ModelShard(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, each end counted as one."""
+        """Return the number of layers; embedding and head count as one each."""
         return self.has_embedding + self.num_blocks + self.has_head
 
     def num_bytes(self, workload: Workload, bytes_of: Callable[[int, int], int] = adamw_bytes) -> int:

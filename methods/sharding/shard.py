@@ -21,11 +21,11 @@ from methods.sharding import optimizer
 from methods.sharding.optimizer import MASTER, MakeOptimizer, States, state_tensors
 from methods.shared.memory_needs import ALIGNMENT
 
-PARTS = ("weights", "grads", "states")  # a shard's own; "borrowed" are weights that live in other shards
+PARTS = ("weights", "grads", "states")  # slabs of a shard; "borrowed" are weights that live in other shards
 
 
 class Version(NamedTuple):
-    """Number of updates of a shard's own weights, and of the weights that it borrows."""
+    """How many updates a shard's own weights have had, and the weights that the shard borrows."""
 
     own: int
     borrowed: int
@@ -72,11 +72,11 @@ class Shard:
         self.fetched: Any = None  # event: the last copy to a device has ended
 
     def num_bytes(self, part: str) -> int:
-        """Bytes on a device, with borrowed weights."""
+        """Return the bytes of a part on a device, borrowed weights included."""
         return self.states_at.numel if part == "states" else self.weights_at.numel
 
     def own_size(self, part: str) -> int:
-        """Bytes at home."""
+        """Return the bytes of a part at home, without borrowed weights."""
         return self.states_at.numel if part == "states" else self.own_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""A model in training is a chain of units, each of which takes what the one before it left.
+"""A model in training is a chain of units; each unit takes the result of the unit before it.
 
 The units of a minibatch are F_1 .. F_K-1, FB_K, B_K-1 .. B_1: the last shard's forward pass, the loss and its backward
 pass are one unit. With clipping by the global norm the updates are units of their own, after B_1; otherwise each is
@@ -47,7 +47,7 @@ class Task:
         self.failure = ""  # the traceback of the unit that ended the task
         self.lacks_memory = False  # True: it failed because the device ran out of memory
         self.can_split = not self.keeps_graphs
-        self.twin: Any = None  # the task of the other half of its batches
+        self.twin: Any = None  # the task that trains the other half of this task's batches
         self.loss: Any = None  # the last minibatch's, as its norms by parameter name, their norm, and its clip factor
         self.norms: dict[str, Tensor] = {}
         self.norm: Tensor | None = None
@@ -106,7 +106,7 @@ class Task:
             self.begin(*batch)
 
     def begin(self, inputs: Any, targets: Any, part: int | None = None) -> None:
-        """Begin with a batch, or a part of it."""
+        """Begin a minibatch with these inputs and targets, or with one part of a batch."""
         self.part, self.targets = part, targets
         self.passed: Tensors = (inputs,)  # a layer's output in the forward pass, its input's gradient in the backward
         self.kept: list[Kept] = []  # one for each layer that is still to be differentiated

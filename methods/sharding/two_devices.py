@@ -64,5 +64,5 @@ class Second(Task):
 
     def _join(self) -> None:
         self._next()
-        if self.twin.next_unit is None:  # this half waits
+        if self.twin.next_unit is None:  # this half waits for the other
             self.twin._join()

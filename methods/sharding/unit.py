@@ -42,7 +42,7 @@ class Unit(NamedTuple):
     kept: Any = None  # Kept of each layer, from the forward pass
     random: Any = None  # the model's random state
     factor: Tensor | None = None  # clip factor of the update
-    learning_rate: float | None = None  # None: the optimizer's own
+    learning_rate: float | None = None  # None: the learning rate that the optimizer has
     update: str = "later"  # later; now: with the backward pass; clipped: the same, by the shard's own norm
     rehearses: bool = False  # True: copies nothing home
     part: int | None = None  # half of the batch, 0 or 1; each half's gradients have a slab of their own at home

@@ -26,6 +26,6 @@ def rank_part(workload: Workload, num_ranks: int) -> Workload:
 
 
 def multiples(number: int, divisor: int) -> list[int]:
-    """Return the nearest multiples of a divisor below and above a number that is none itself."""
+    """Return the nearest multiples of `divisor` below and above a number that is not a multiple itself."""
     below = number // divisor * divisor if divisor > 0 else 0
     return [each for each in (below, below + divisor) if each > 0]

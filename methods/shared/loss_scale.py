@@ -28,14 +28,14 @@ class LossScale:
     def __init__(self, training: Workload | Terms) -> None:
         self.is_used = training.dtype == "fp16"
         self.value = INITIAL_LOSS_SCALE if self.is_used else 1.0
-        self.num_good = 0  # good steps in a row
+        self.num_good = 0  # steps in a row without a skip
 
     def overflows(self, norm: Tensor) -> bool:
         """True if the global gradient norm is not finite. With a scale in use, this waits for the norm."""
         return self.is_used and not math.isfinite(float(norm))
 
     def step(self, loss: Tensor, norm: Tensor | None, *, is_skipped: bool = False) -> Step:
-        """Return the step as the method yields it; set `value` for the next one."""
+        """Return the step in the form that a method yields; set `value`, the scale, for the next step."""
         if not self.is_used:
             return Step(loss, norm)
         ended = Step(loss, norm, loss_scale=self.value, is_skipped=is_skipped)
@@ -55,8 +55,8 @@ class LossScale:
 
 
 class ChosenLossScale(LossScale):
-    """A scale by a script's numbers. `start`: the first value, None: no scale is used; `least`: the lowest; not
-    `is_dynamic`: the first value stays."""
+    """A loss scale that a user's script chooses. `start`: the first value; None: no scale is used. `least`: the lowest
+    value. If not `is_dynamic`, the first value stays."""
 
     def __init__(self, start: float | None, least: float = 1.0, *, is_dynamic: bool = True) -> None:
         self.is_used, self.value, self.num_good = start is not None, start or 1.0, 0

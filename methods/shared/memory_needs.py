@@ -26,20 +26,21 @@ def aligned(size: int, alignment: int = ALIGNMENT) -> int:
 
 
 def shared_numel(numel: int, num_ranks: int) -> int:
-    """Elements of a slab that ranks share: as many for each, cut where an update by parts has the bits of a whole
-    one."""
+    """Return the elements of a slab that is split over ranks: the same number for each rank, cut where updates of the
+    parts have the bits of an update of the whole."""
     return numel if num_ranks == 1 else aligned(numel, VECTOR * num_ranks)
 
 
 def stored_numel(numel: int) -> int:
-    """Elements of a layer on the disk: whole pages in any dtype, to be read past the system's cache."""
+    """Return the elements of a layer on the disk: whole pages in any dtype, so that reads can bypass the system's
+    cache."""
     return aligned(numel, 2048)
 
 
 def writable(disk: str | None) -> Path:
-    """The named folder, or the system's temporary one. Raises ValueError if it is not writable."""
+    """Return the named folder, or the system's temporary one. Raises ValueError if the folder is not writable."""
     folder = Path(disk or tempfile.gettempdir())
-    try:  # permissions alone do not tell, as root or over a network
+    try:  # try to write: permissions are not enough for root or network folders
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
@@ -47,24 +48,27 @@ def writable(disk: str | None) -> Path:
 
 
 def block_numel(dtype: str) -> int:
-    """Elements that the device updates at once without a kernel of ours: few where an update copies most."""
+    """Return the elements that the device updates at once without this project's kernel: fewer for dtypes whose update
+    makes larger copies."""
     return CHUNK // 4 if dtype == "bf16" else BLOCK
 
 
 def state_bytes(workload: Workload) -> dict[str, int]:
-    """Bytes per parameter at home, by kind. Mixed precision keeps an fp32 master; in bf16 the weights are half of it.
-    Temporary fp32 copies of an update are not counted."""
+    """Return the bytes per parameter at home, by kind. Mixed precision keeps an fp32 master; in bf16 the weights are
+    one half of the master. Temporary fp32 copies of an update are not counted."""
     size, kept = workload.weight_bytes, OPTIMIZER_BYTES[workload.dtype]
     return {"weights": size, "gradients": size, "optimizer": kept - (2 if workload.dtype == "bf16" else 0)}
 
 
 def page_locked(size: int, room: Room) -> int:
-    """Bytes that torch takes for a tensor whose pages it locks: the next power of two, and it keeps them when freed."""
+    """Return the bytes that torch allocates for a page-locked tensor: the next power of two. torch keeps them after the
+    tensor is freed."""
     return 1 << (size - 1).bit_length() if room.page_locks and size else size
 
 
 def each_page_locked(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
-    """Bytes of a tensor for each parameter, of elements of `size` bytes, split over ranks and page-locked by itself."""
+    """Return the bytes of one tensor for each weight, with elements of `size` bytes, each split over ranks and
+    page-locked by itself."""
 
     def locked(shape: Shape) -> int:
         return page_locked(size * -(-math.prod(shape) // num_ranks), room) if len(shape) > 1 else 0
@@ -74,12 +78,13 @@ def each_page_locked(size: int, workload: Workload, room: Room, num_ranks: int =
 
 
 def num_small(workload: Workload) -> int:
-    """Parameters of biases and norms, which are vectors."""
+    """Return the number of parameters in biases and norms, which are vectors."""
     return workload.anatomy.total(workload.num_layers, lambda shape: shape[0] if len(shape) == 1 else 0)
 
 
 def resident_plan(workload: Workload) -> Plan:
-    """Everything on the device; gradients live for one step, so the peak is at one of five moments."""
+    """Return the plan with everything on the device. Gradients live for one step, so the peak is at one of five
+    moments."""
     params, size = workload.num_params, workload.weight_bytes
     is_whole = workload.micro_batches == 1
     boundaries = workload.num_layers * workload.boundary_bytes // workload.micro_batches
@@ -99,7 +104,7 @@ def resident_plan(workload: Workload) -> Plan:
 
 
 def describe(workload: Workload, implementation: str, optimizer: str) -> dict[str, str]:
-    """The row of a method that trains the model's own layers by torch."""
+    """Return the fairness table's row of a method that trains the model's own layers with torch."""
     scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
     kept = "" if workload.dtype == "fp32" else f", master and moments fp32{scaled}"
     return {

@@ -22,7 +22,7 @@ from torch import Tensor
 from harness.base.named_entries import did_you_mean
 from harness.core import gpt
 
-ULP = 2.0**-24  # relative; of fp32, in which kernels sum
+ULP = 2.0**-24  # relative rounding error of fp32, in which kernels sum
 BLOCK_LOGITS = 2**14
 
 
@@ -109,7 +109,7 @@ def plain_attention(
 
 @_add
 def head_in_blocks(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the loss of some tokens after the other."""
+    """Compute the head and the loss block by block of tokens."""
     with replaced(gpt, "NUM_LOGITS", BLOCK_LOGITS):
         return backward(inputs, targets)
 

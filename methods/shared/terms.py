@@ -1,4 +1,6 @@
-"""Terms of a training beside its model: dtype, clipping, how gradients are summed. Of a workload, or of a user's."""
+"""The settings of a training beside its model: dtype, clipping, and how gradients are summed. They come from a workload
+or from a user's training.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from harness.core.job import Workload
 
 
 class Terms(NamedTuple):
-    """What layers, their updates and their plans ask of a training."""
+    """The settings of a training on which layers, their updates and their memory plans depend."""
 
     dtype: str  # of weights, gradients and activations: fp32, bf16, fp16
-    clip_norm: float = 0.0  # 0 is off
+    clip_norm: float = 0.0  # 0: no clipping
     keeps_random: bool = True  # True: a recompute draws the random numbers of the forward pass
     norms_in_blocks: bool = False
     accumulates: bool = False  # True: several backward passes, each through all layers, add to one step's gradients

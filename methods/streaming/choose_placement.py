@@ -37,8 +37,7 @@ class PlacementChoice:
         """Return the plan with the widest window, up to the default one, with which device and host memory suffice, and
         for this window the fastest placement or, without rates, the one with the most resident layers. Updates wait for
         the norm unless `clipping` says otherwise, because a clipped step discards speculative updates. Raises
-        ValueError for options that contradict each other or the workload.
-        """
+        ValueError for options that contradict each other or the workload."""
         if self.disk:
             writable(self.disk)
         if self.clipping not in (None, *CLIPPINGS):
@@ -54,8 +53,7 @@ class PlacementChoice:
     def _of_a_rank(self) -> Plan:
         """Return the plan of one of several ranks, whose placement has the kinds R and W only. It predicts no seconds,
         because no rates cover the communication between ranks. Raises ValueError for other kinds and for options that
-        several ranks do not support.
-        """
+        several ranks do not support."""
         assert isinstance(self.workload, Workload)
         ranks = f"with --ranks {self.world_size}"
         if self.clipping == "speculate":
@@ -93,8 +91,7 @@ class PlacementChoice:
 
         def plan_of(load: Workload, counts: Counts) -> Plan:
             """Return the plan for these numbers of layers. The order of layers below the top does not change the bytes;
-            the top layer is as in arranged().
-            """
+            the top layer is as in arranged()."""
             return self._needs("".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"), window, clipping, load)
 
         counts = choose(workload, room, plan_of, "RPWS", clipping)
@@ -108,8 +105,7 @@ class PlacementChoice:
 
     def _most_resident(self) -> Plan:
         """Return the plan of the first pair from _fillings() that fits. States go to the disk only if no pair fits
-        without it. If none fits at all, return the plan of the narrowest window.
-        """
+        without it. If none fits at all, return the plan of the narrowest window."""
         room, clipping, fillings = self.room, self.clipping or "deferred", list(self._fillings())
         on_disk = ((window, self._to_disk(window, kinds)) for window, kinds in (fillings if self.disk else ()))
         for window, kinds in itertools.chain(fillings, on_disk):
@@ -143,8 +139,7 @@ class PlacementChoice:
 
     def _filled(self, window: int, letter: str) -> str:
         """Return a letter for each layer, with as many resident bottom layers as the device has room for, beside other
-        layers of kind `letter`. No layer is resident if the device's memory is unknown.
-        """
+        layers of kind `letter`. No layer is resident if the device's memory is unknown."""
         device_bytes, num_layers = self.room.device_bytes or 0, self.workload.num_layers
         resident = self.resident_layers
 
@@ -159,8 +154,7 @@ class PlacementChoice:
 
     def _to_disk(self, window: int, kinds: str) -> str:
         """Move the states of as few layers as necessary from the host to the disk, beginning at the top, because the
-        top layer's updated state is needed last.
-        """
+        top layer's updated state is needed last."""
         if self.placement is not None:
             return kinds
         host_bytes, is_fixed = self.room.host_bytes, self.room.device_bytes or self.resident_layers is not None

@@ -116,8 +116,7 @@ class Shelf:
 
 def shelves(device: Device, num_layers: int, folder: str | None, numel: int, dtype: str) -> Iterator[Shelf]:
     """Return a shelf for each layer, with its states in files of this folder. Raises OSError if the disk
-    has no room.
-    """
+    has no room."""
     if num_layers:
         disk = Disk(device, writable(folder), num_layers, numel, dtype)
         yield from (Shelf(disk, place) for place in range(num_layers))

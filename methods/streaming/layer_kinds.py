@@ -34,8 +34,7 @@ from methods.streaming.slot import GradientRoom, Slot
 
 class ResidentLayer:
     """R: a layer wholly on the device, updated there. If updates wait for the norm, the layer keeps its gradient until
-    the norm is known; otherwise it is updated at once, from a gradient room that it leaves to the next layer.
-    """
+    the norm is known; otherwise it is updated at once, from a gradient room that it leaves to the next layer."""
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
         self.state, self.rooms = state, rooms
@@ -66,8 +65,7 @@ class ResidentLayer:
 
 class Hosted:
     """P, W, D: a layer with its weights in a slot, updated by the host's threads; D keeps the rest of its state on the
-    disk.
-    """
+    disk."""
 
     slot: Slot
 
@@ -113,8 +111,7 @@ class Hosted:
 
 class Streamed:
     """S: a layer that brings its state to the slot, where the device updates it: before the next forward pass if the
-    update has waited for the norm (`due`), else after the backward pass (`has_state`).
-    """
+    update has waited for the norm (`due`), else after the backward pass (`has_state`)."""
 
     slot: Slot
     due: tuple[AdamStep, Tensor | None] | None = None  # the update that waits, and its clip factor
@@ -183,8 +180,7 @@ Layer = ResidentLayer | Hosted | Streamed
 
 class LayerSource(NamedTuple):
     """The layers of a model that are to be placed, bottom first: their modules, without memory, and the prefixes of
-    their names. `start` fills new states with their starting values, and returns these states.
-    """
+    their names. `start` fills new states with their starting values, and returns these states."""
 
     terms: Terms
     modules: Sequence[nn.Module]
@@ -210,8 +206,7 @@ def new_layers(
     device: Device, layers: LayerSource, kinds: str, window_size: int, disk: str | None, *, speculates: bool
 ) -> list[Layer]:
     """Return the layers, each of the kind that the placement gives it, bottom first. Raises OSError if the disk has no
-    room.
-    """
+    room."""
     numels, waits = [layout_of(module).numel for module in layers.modules], layers.terms.waits_for_norm
     stored = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
     on_disk = shelves(device, len(stored), disk, max(stored, default=0), layers.terms.dtype)

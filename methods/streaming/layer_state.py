@@ -37,8 +37,7 @@ Passed = tuple[Any, ...]  # tensors that one layer passes to the next, for one m
 
 class Speculation(NamedTuple):
     """A speculative update into the spare state: its step, the future of its end, and an entry for each chunk that was
-    skipped.
-    """
+    skipped."""
 
     step: AdamStep
     done: Future
@@ -108,9 +107,8 @@ class LayerState:
         return _state(self.current.weights, [slab[: self.layout.numel] for slab in kept])
 
     def to_draw(self, state: State) -> Iterator[tuple[str, Tensor]]:
-        """Return the tensors by name in the slab that takes their starting values. For a split master this is the slab
-        of the first moment.
-        """
+        """Return by name the tensors that take the starting values; for a split master they lie in the first moment's
+        slab."""
         names = (self.prefix + name for name in self.layout.names)
         return zip(names, self.layout.views(state.exp_avg if state.is_split else joined(state)), strict=True)
 
@@ -124,9 +122,8 @@ class LayerState:
         return self.updated
 
     def draw_part(self, workload: Workload) -> None:
-        """Draw the starting values of a home that is one rank's part: draws whole tensors, block by block, and keeps
-        this part.
-        """
+        """Draw the starting values of a home that is one rank's part, from whole tensors that are drawn
+        block by block."""
         part = self.current.exp_avg if self.current.is_split else joined(self.current)
         for name, place in self.layout.places.items():
             if place.start >= self.first + len(part) or place.stop <= self.first:
@@ -150,8 +147,7 @@ class LayerState:
 
     def adopt(self, name: str, parameter: nn.Parameter) -> Any:
         """Make this tensor the module's parameter of that name. A hook moves its gradients where collect_gradients()
-        says; return the handle of this hook.
-        """
+        says; return the handle of this hook."""
         install(self.module, name, parameter)
         return parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, name))
 
@@ -172,8 +168,7 @@ class LayerState:
 
     def backward(self, dys: list[Passed], grads: Tensor) -> list[Passed]:
         """Recompute the layer on its inputs, leave the sum of its parameters' gradients in the slab `grads`, and return
-        the gradients of the inputs that require one. dys: the gradients of the outputs that require one.
-        """
+        the gradients of the inputs that require one. dys: the gradients of the outputs that require one."""
         saved, self.saved, dxs = self.saved, [], []
         with self.device.span("compute", "backward", self.prefix):
             self.collect_gradients(grads)
@@ -187,8 +182,7 @@ class LayerState:
     def collect_gradients(self, grads: Tensor) -> None:
         """Make the next backward passes leave the sum of their gradients in a slab on the device. The first gradient of
         each parameter is copied there, so the slab need not be cleared; later ones are added. If the layer `adds`, the
-        first one is added, too.
-        """
+        first one is added, too."""
         self.collected = grads
         self._rooms.update(zip(self.layout.names, self.layout.views(grads), strict=True))
         for name in self.layout.names:
@@ -197,8 +191,7 @@ class LayerState:
     def norms(self) -> list[Tensor]:
         """Return the norm of each parameter's gradient after the last backward pass, fp32, on the device. If the layer
         is split over ranks, these are the norms of this rank's part; if all ranks have the whole layer, they are zero
-        on all ranks but the first.
-        """
+        on all ranks but the first."""
         with self.device.span("compute", "norm", self.prefix):
             grads = [*self._rooms.values()]
             if self.is_shared:
@@ -210,8 +203,7 @@ class LayerState:
 
     def sum_gradients(self) -> None:
         """Sum the gradient of the last backward pass over all ranks; if the layer is split over ranks, only this rank's
-        part.
-        """
+        part."""
         ranks = self.device.ranks
         if ranks.num_ranks > 1:
             with self.device.span("compute", "sum", self.prefix):
@@ -251,9 +243,8 @@ class LayerState:
             self.updated = self.shelf.visit(lambda kept: begin(self.state_of(kept)))
 
     def speculate_when_landed(self, settings: Settings, clip: Clip) -> None:
-        """Queue an update into the spare state as if nothing were clipped; the update stops once the norm so far
-        exceeds the limit.
-        """
+        """Queue an update into the spare state as if nothing were clipped; it stops once the norm so far exceeds the
+        limit."""
         landed, state, spare = self.landed, self.current, self.spare
         is_within, unclipped = clip.is_within(), clip.unclipped
         skipped: list[bool] = []
@@ -320,8 +311,7 @@ class LayerState:
 
 def draw(states: Sequence[LayerState], workload: Workload) -> None:
     """Draw the starting values of the layers, for all tensors in parallel: a machine may have as many cores as a layer
-    has tensors.
-    """
+    has tensors."""
     if not any(state.is_shared for state in states):
         fill(states, partial(initialize, workload=workload))
         return
@@ -364,8 +354,7 @@ def _state(weights: Tensor, kept: list[Tensor]) -> State:
 
 def _room_for_state(device: Device, numel: int, dtype: torch.dtype, kept: list[torch.dtype], *, host: bool) -> State:
     """Return a state with zeroed slabs for the weights and for the parts in `kept`; other parts are on the disk and get
-    none.
-    """
+    none."""
     weights = device.room(numel, dtype, host=host)
     rooms = [device.room(numel, each, host=host) for each in kept]
     return _state(weights, rooms or [torch.empty(0), torch.empty(0)])

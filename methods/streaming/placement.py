@@ -73,8 +73,7 @@ def text_of(kinds: str) -> str:
 
 def shrink(kinds: str, num_layers: int) -> str:
     """Return a placement of fewer layers with the same shares of kinds: every kind at least once, if there are enough
-    layers.
-    """
+    layers."""
     found = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
     for kind in dict.fromkeys(kinds):
         several = [i for i, other in enumerate(found) if found.count(other) > 1]
@@ -99,8 +98,7 @@ def spread(kinds: str, letter: str, number: int) -> str:
 
 class UserSizes(NamedTuple):
     """The sizes of a user's model that a plan needs, in place of a Workload. `activations`: measured bytes of
-    everything but the layers' weights, gradients and states.
-    """
+    everything but the layers' weights, gradients and states."""
 
     dtype: str
     numels: tuple[int, ...]  # parameters of each layer, bottom first
@@ -134,23 +132,20 @@ class Ring(NamedTuple):
     @property
     def above(self) -> dict[int, int]:
         """Return pairs of layers: one that leaves its slot in the forward pass, and the one that takes
-        this slot next.
-        """
+        this slot next."""
         return dict(zip(self.layers, self.layers[self.num_slots :], strict=False))
 
 
 def rings(kinds: str, window_size: int) -> tuple[Ring, Ring]:
     """Return two rings: the window of layers that travel without states, and the window of streamed layers, which has
-    two slots, for the current layer and the next.
-    """
+    two slots, for the current layer and the next."""
     alone, streamed = ([i for i, kind in enumerate(kinds) if kind in group] for group in ("WD", "S"))
     return Ring(alone, min(window_size, len(alone))), Ring(streamed, min(window_size, 2, len(streamed)))
 
 
 def num_gradients(kinds: str, window_size: int, *, waits: bool) -> int:
     """Return the number of gradient rooms on the device: one for the gradient being computed, one for the gradient on
-    its way home. Resident layers use these rooms, too, if no update `waits` for the norm.
-    """
+    its way home. Resident layers use these rooms, too, if no update `waits` for the norm."""
     return max(min(window_size, 2, len(kinds) - kinds.count("R")), int("R" in kinds and not waits))
 
 

@@ -58,8 +58,7 @@ class Carried(NamedTuple):
 
 def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
     """Return the bytes that cross the link for each parameter of a layer of each kind. A gradient is as large as its
-    weight. A deferred update on the device fetches the gradient again.
-    """
+    weight. A deferred update on the device fetches the gradient again."""
     at_home = state_bytes(workload)
     size, rest = at_home["weights"], at_home["optimizer"]
     sent, fetched = size if clipping else 0, size if clipping == "deferred" else 0
@@ -168,8 +167,7 @@ def least_seconds(
 
 def choose(workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None) -> dict[str, int] | None:
     """Return the numbers of layers of each kind that fit and have the shortest step by the rates; among those within
-    SLACK of it, the numbers with the fewest copied bytes. None if no placement fits.
-    """
+    SLACK of it, the numbers with the fewest copied bytes. None if no placement fits."""
     assert room.rates is not None
     found = rows(workload, room.rates, clipping)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
@@ -226,8 +224,7 @@ def _linear(
     workload: Workload, room: Room, plan_of: PlanOf, kinds: str
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Return, by memory, the bytes of one more layer of each kind, and the bytes that are left for layers beside
-    everything else.
-    """
+    everything else."""
     several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more layers than slots
     deep = workload.at_depth(sum(several.values()))
     base = plan_of(deep, several)

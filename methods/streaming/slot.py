@@ -97,8 +97,7 @@ class Slot:
 
 class GradientRoom:
     """Room on the device for one layer's gradient on its way home. `numel`: elements of the largest layer that will use
-    this room; default: those of `layer`.
-    """
+    this room; default: those of `layer`."""
 
     def __init__(self, layer: LayerState, numel: int | None = None) -> None:
         self.device, self.slab = layer.device, _room(layer, layer.current.weights, numel)
@@ -106,8 +105,7 @@ class GradientRoom:
 
     def backward(self, layer: LayerState, dys: list[Passed]) -> list[Passed]:
         """Run the layer's backward pass and leave its gradients in this room. If they add to earlier ones, fetch those
-        first.
-        """
+        first."""
         if self.drained is not None:
             # The copy home may still be reading the last gradient: wait for it, not for the device.
             self.device.compute.wait_event(self.drained)
@@ -127,8 +125,6 @@ class GradientRoom:
 
 
 def _room(layer: LayerState, slab: Tensor, numel: int | None) -> Tensor:
-    """Return room on the device for a slab of the layer, or of the largest layer; whole, even if the home is one rank's
-    part.
-    """
+    """Return room on the device for a whole slab of the layer, or of the largest layer, even if home is a part."""
     whole = shared_numel(numel, layer.device.ranks.num_ranks) if numel else layer.whole_numel
     return layer.device.room(whole, slab.dtype, host=False)

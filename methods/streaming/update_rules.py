@@ -27,8 +27,7 @@ from methods.streaming.layer_state import LayerState
 
 class Timing(NamedTuple):
     """The timing of a rule: the function to call when a layer's gradient is known (with layer, settings and clip), the
-    kinds of layers that are updated after the backward pass, and the kinds for which the host needs the clip factor.
-    """
+    kinds of layers that are updated after the backward pass, and the kinds for which the host needs the clip factor."""
 
     gradient_ready: Callable[[Layer, Settings, Clip], None]
     late: tuple[type, ...]
@@ -47,8 +46,7 @@ TIMINGS = {None: IMMEDIATE, "deferred": DEFERRED, "speculate": SPECULATIVE}
 
 def update_at_once(clip: Clip, ends: LayerState, layers: Sequence[LayerState], settings: Settings) -> bool:
     """Complete the norm, update both ends and all layers, and wait for these updates. If the step is skipped instead,
-    return True.
-    """
+    return True."""
     clip.add(ends.norms())
     clip.finish()
     clip.send_home()
@@ -62,8 +60,7 @@ def update_at_once(clip: Clip, ends: LayerState, layers: Sequence[LayerState], s
 
 class UpdateRule:
     """One of the three rules, for layers and both ends; owns the step's Clip and the loss scale. `order`:
-    as in Clip.
-    """
+    as in Clip."""
 
     def __init__(
         self, device: Device, terms: Terms, ends: LayerState, layers: list[Layer], clipping: str | None,
@@ -79,14 +76,12 @@ class UpdateRule:
 
     def begin(self, settings: Settings) -> None:
         """Begin a backward pass. Copies of the last step's clip factor have ended, because the forward pass has waited
-        for them.
-        """
+        for them."""
         self.settings, self.clip = settings, Clip(self.device, self.clip_norm, self.scale, self.order)
 
     def gradient_ready(self, layer: Layer) -> None:
         """Add the layer's gradient to the norm, send it home, and start an update, or a speculative one, if the rule
-        allows it.
-        """
+        allows it."""
         self.clip.add(layer.state.norms())
         self.timing.gradient_ready(layer, self.settings, self.clip)
 

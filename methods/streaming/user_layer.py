@@ -30,8 +30,7 @@ class Placeholders(nn.Module):
 
 class UserLayer(Placeholders):
     """One layer. Besides its `own` parameters it may use `shared` ones, which the rest of the model uses, too; these
-    are passed to the layer as further tensors, after the tensors that the model passes.
-    """
+    are passed to the layer as further tensors, after the tensors that the model passes."""
 
     def __init__(self, layer: nn.Module, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]) -> None:
         super().__init__(own)
@@ -48,8 +47,7 @@ class UserLayer(Placeholders):
 
     def take(self, args: tuple[Any, ...], words: Mapping[str, Any]) -> Passed:
         """Return the tensors among a call's arguments, and the shared parameters; keep the structure of the arguments
-        for forward().
-        """
+        for forward()."""
         leaves, self.taken = tree_flatten((args, dict(words)))
         self.leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return (*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.shared)

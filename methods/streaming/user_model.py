@@ -20,8 +20,7 @@ UNUSED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW t
 
 class UserModel:
     """The layers of a model and the rest of it. Raises ValueError, one line, for a model or optimizer that cannot be
-    streamed.
-    """
+    streamed."""
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.modules = model, optimizer, list(layers)
@@ -66,8 +65,7 @@ class UserModel:
 
     def _order(self) -> list[int]:
         """Return for each of the model's parameters its index in this list: parameters of the rest, then of all layers,
-        bottom first.
-        """
+        bottom first."""
         ours = [id(each) for part in (self.rest, *self.own) for each in part]
         places = {key: place for place, key in enumerate(ours)}
         return [places[key] for key in self.names if key in places]

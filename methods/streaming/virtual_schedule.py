@@ -68,8 +68,7 @@ def point(machine: str, num_layers: int, clipping: str | None) -> ScheduledStep 
 
 def scale_model(workload: Workload) -> Workload:
     """Return a shape small enough to train on a CPU: as deep, and with the same ratios of FLOPs and bytes between
-    layers and ends.
-    """
+    layers and ends."""
     scale = MODEL_HIDDEN_SIZE / workload.hidden_size
     ends: Any = {"seq_len": round(workload.seq_len * scale), "vocab_size": round(workload.vocab_size * scale)}
     return dataclasses.replace(workload, hidden_size=MODEL_HIDDEN_SIZE, num_heads=2, batch_size=1, **ends)
@@ -77,8 +76,7 @@ def scale_model(workload: Workload) -> Workload:
 
 def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: str | None) -> VirtualMachine:
     """Return the machine on which the scale model takes as long as the workload does with these rates. The time of all
-    host memory traffic, copies included, is charged to the updates.
-    """
+    host memory traffic, copies included, is charged to the updates."""
     model = scale_model(workload)
     params = model.layer_params / workload.layer_params
     on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
@@ -94,8 +92,7 @@ def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: st
 
 def executed_flops(workload: Workload) -> float:
     """Return the FLOPs of a step. The recompute stops before a layer's last matrix product, because no gradient needs
-    it.
-    """
+    it."""
     tokens = workload.batch_size * workload.seq_len
     return workload.flops_per_step - workload.num_layers * 8 * tokens * workload.hidden_size**2
 

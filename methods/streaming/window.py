@@ -50,8 +50,7 @@ class Window:
 
     def rewind(self) -> None:
         """After a forward pass without a backward pass, give every slot back to the layer that has it when a step
-        begins.
-        """
+        begins."""
         for layer in [*self.slots]:
             lowest = layer
             while lowest in self.below:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from methods.pipeline.auto_config import AutoConfig, ConfigRow
 
 DOES_NOT_FIT = 4
-MOST_PASSES = 10**8  # of a schedule: some minutes
-SECONDS = Finite(0, 1e9)  # 30 years
-MOST_ROWS = 20  # of a table
-LARGEST_CHUNK = 64  # samples of a micro-batch that rates foretell
+MOST_PASSES = 10**8  # passes of a simulated schedule: these take some minutes
+SECONDS = Finite(0, 1e9)  # up to 30 years
+MOST_ROWS = 20  # rows of the table that is printed
+LARGEST_CHUNK = 64  # samples of the largest micro-batch that is predicted by rates
 EXAMPLES = """\b
 Examples:
   ./run.sh varuna profile -l 8 -h 256 --ranks 2
@@ -67,7 +67,7 @@ def varuna(context: click.Context) -> None:
 @varuna.command()
 @gpt
 @click.option("--ranks", "num_ranks", type=click.IntRange(1), default=1, help="Processes that measure at once.")
-@click.option("--micro-batches", "sizes", type=Numbers(), default="1,2,4,8", help="Samples of each that is measured.")
+@click.option("--micro-batches", "sizes", type=Numbers(), default="1,2,4,8", help="Samples of each measured size.")
 @click.option("--out", "folder", type=FOLDER, default="profile", help="Folder of the profile.")
 def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> None:
     """Measure the published GPT on this machine: sections, their updates, messages and sums, in seconds and bytes.
@@ -87,7 +87,7 @@ def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> Non
 @click.option("--gpus", "num_gpus", type=int, required=True, help="Devices of all machines.")
 @click.option("--gpus-per-vm", type=int, default=1, help="Devices of one machine.")
 @click.option("--batch", "batch_size", type=int, required=True, help="Samples per step, of all replicas.")
-@click.option("--memory", "capacity", type=Bytes(), help="Of a device; default: that of the profiled ones.")
+@click.option("--memory", "capacity", type=Bytes(), help="Memory of a device; default: as in the profile.")
 @gpt
 @rates
 @options.as_json
@@ -133,7 +133,7 @@ def configure(
 
 
 def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
-    """The best, and what limits each."""
+    """Return the best configurations as text, with the part that limits each."""
     names = ("stages", "replicas", "micro-batch", "step, s", "samples/s", "memory of a device", "limited by")
     cells = [
         (row.num_stages, row.num_replicas, row.chunk_size, f"{row.step_seconds:.4g}",
@@ -150,17 +150,17 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
 @click.option("--stages", "num_stages", type=click.IntRange(1), required=True)
 @click.option("--micro-batches", "num_micro_batches", type=click.IntRange(1), required=True, help="Of a replica.")
 @click.option("--replicas", "num_replicas", type=click.IntRange(1), default=1, help="Pipelines that share a batch.")
-@click.option("--schedule", "schedules", default=",".join(SCHEDULES), help="One or several.")
+@click.option("--schedule", "schedules", default=",".join(SCHEDULES), help="Schedules, with commas between them.")
 @click.option("--passes", type=(SECONDS, SECONDS, SECONDS),
               help="Seconds of a stage's forward pass, recompute and backward pass.  [default: 1 1 2]")  # fmt: skip
 @click.option("--send", type=SECONDS, help="Seconds of a message between stages.  [default: 0]")
-@click.option("--long-send", type=SECONDS, help="Between stages on different machines.")
+@click.option("--long-send", type=SECONDS, help="Seconds of a message between machines.")
 @click.option("--gpus-per-vm", type=click.IntRange(1), default=1, help="Stages of one machine.")
 @click.option("--sends-at-once", type=click.IntRange(1), default=4, help="Messages on a link in each direction.")
 @click.option("--sum", "sum_seconds", type=SECONDS, default=0.0, help="Seconds of the replicas' all-reduce.")
 @click.option("--jitter", type=SECONDS, default=0.0, help="Relative standard deviation of messages.")
 @click.option("--pass-jitter", type=SECONDS, default=0.0, help="Relative standard deviation of passes.")
-@click.option("--seed", type=click.IntRange(0), default=0, help="Of the jitter.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the random jitter.")
 @gpt
 @click.option("--chunk-size", type=click.IntRange(1), default=1, help="Samples of a micro-batch of a GPT.")
 @rates
@@ -172,8 +172,8 @@ def simulate(
     sends_at_once: int, sum_seconds: float, jitter: float, pass_jitter: float, seed: int, chunk_size: int,
     out: Path | None, as_json: bool, **words: Any,
 ) -> None:  # fmt: skip
-    """Time a step of pipelines under a virtual clock: nothing of it is run. With -l or --model the passes are those of
-    the published GPT at the rates of --machine."""
+    """Simulate the time of a pipeline step under a virtual clock; no model runs. With -l or --model the passes are
+    those of the published GPT at the rates of --machine."""
     from methods.pipeline import simulate as pipelines
 
     if num_stages * num_micro_batches > MOST_PASSES:
@@ -220,7 +220,7 @@ def simulate(
 
 
 def _told(seconds: list[dict[str, float]]) -> str:
-    """Seconds of the passes, or their range over the stages."""
+    """Return the seconds of the passes as text, or their range if stages differ."""
     names, found = ("forward", "recompute", "backward"), []
     for name, kind in zip(names, SLOTS, strict=True):
         each = sorted({f"{passes[kind]:.3g}" for passes in seconds}, key=float)
@@ -242,7 +242,7 @@ def _rates(words: dict[str, Any]) -> Rates:
 
 
 def _of_gpt(words: dict[str, Any], num_stages: int, chunk_size: int) -> tuple[list[dict[str, float]], float]:
-    """Seconds of each stage's passes, and of a message."""
+    """Return the seconds of each stage's passes, and of a message."""
     from methods.pipeline.partition import gpt_stages, passes_of
 
     workload = _workload(words)

@@ -31,8 +31,7 @@ KEPT = 2  # number of complete checkpoints that are kept
 def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
     """Read lines of JSON, each of which must have the numbers named in `needed`. If a process was killed while it
     wrote, the last line has no end and is left out. Raises ValueError, with the line's number, for a line that no
-    launcher writes.
-    """
+    launcher writes."""
     if not path.exists():
         return []
     *lines, _ = read_text(path).split("\n")
@@ -53,8 +52,7 @@ def _read(text: str, place: str, needed: Sequence[str] = ()) -> dict[str, Any]:
 
 def step_line(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the line of the record for a step, from the reports of all ranks. Samples are counted on the first stage's
-    ranks.
-    """
+    ranks."""
     owners = [event for event in told.values() if "data" in event]
     data = sum(event["data"] for event in owners) % 2**48
     kept = ("step", "loss", "grad_norm", "overflow", "learning_rate", "updates", "loss_scale", "seconds")
@@ -64,8 +62,7 @@ def step_line(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 class Folder:
     """The job's folder; one launcher at a time holds it, until the launcher's process ends. Raises ValueError, one
-    line, if another launcher holds the folder, or if it contains another job.
-    """
+    line, if another launcher holds the folder, or if it contains another job."""
 
     def __init__(self, path: Path, job: dict[str, Any]) -> None:
         self.path = path
@@ -119,15 +116,13 @@ class Folder:
 
     def saved_steps(self) -> list[int]:
         """Return the steps from which the job can go on, in order: those of complete checkpoints or, if the script
-        saves its state by itself, only the step that it saved last.
-        """
+        saves its state by itself, only the step that it saved last."""
         saved = self.state["saved"]
         return complete_steps(self.checkpoints) if saved is None else [saved]
 
     def resume(self) -> int | None:
         """Return the newest saved step that the record includes, and remove later steps from the record. Return None if
-        the job must start from the beginning.
-        """
+        the job must start from the beginning."""
         path = self.path / "steps.jsonl"
         found = read_lines(path, "step")
         # Steps that ranks did after their launcher or an agent was killed are not in the record.

@@ -42,8 +42,7 @@ CONSEQUENCE = re.compile(LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connec
 @dataclass(frozen=True)
 class LaunchJob:
     """A job to launch. `arguments`: those of the script. `checkpoint_every`: steps; None: the script saves checkpoints
-    by itself.
-    """
+    by itself."""
 
     machine_list: Path
     script: str
@@ -446,8 +445,7 @@ class Launcher:
 
     def _tell_unsaved(self) -> None:
         """Warn if the ranks ended after SIGUSR1 without a checkpoint of their last step, because then their script
-        saves its state by itself but does not call saved().
-        """
+        saves its state by itself but does not call saved()."""
         saved = max(self.folder.saved_steps(), default=0)
         if saved < self.furthest:
             lost = f"the steps after {saved} are trained again"

@@ -88,8 +88,7 @@ def command(address: str) -> list[str]:
 
 class Remote:
     """The launcher's connection to one agent. Pairs of the agent and a report go to `told`; the report is None when the
-    agent has ended.
-    """
+    agent has ended."""
 
     def __init__(self, line: MachineLine, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any]) -> None:
         self.line, self.log = line, log
