@@ -1,7 +1,7 @@
-"""The parts of a model as numbers: its tensors by name and shape, their starting values, what a layer computes and
-takes. Plans, counts and the gate read these; no torch.
+"""A model's parts as numbers, without torch: tensors by name and shape, their starting values, and the operations and
+bytes of a layer. Plans, counts of parameters and the gate read these.
 
-A model is an embedding, equal layers, and a head with the loss. Embedding and head may share tensors, by name.
+A model is an embedding, equal layers, and a head with the loss. Embedding and head share the tensors of equal names.
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
@@ -30,28 +30,28 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
-SKETCHES = ROOT / ".venv" / "sketches"  # what is known of models by their configuration
-MOST_SEEN = 8  # layers that a sketch looks at: kinds that alternate do so within fewer
+SKETCHES = ROOT / ".venv" / "sketches"  # cache of harness/forecast/sketch.py: a file for each configuration
+MOST_SEEN = 8  # most layers that a sketch looks at: kinds of layers that alternate repeat within fewer
 PARTS = ("embedding", "layer", "head")
 NEEDS = "models by their config.json need transformers: pip install transformers==5.23.0"
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of a model. Names of a layer's tensors are those within the layer, all others the model's."""
+    """The parts of a model. A layer's tensors have their names within the layer, all others those in the model."""
 
     embedding: Shapes
     layer: Shapes
     head: Shapes
-    layer_prefix: str  # of the names of a layer's tensors in the model, before the layer's number
-    ends_prefix: str  # of the names of both ends' tensors in the model, before their names in the module of the ends
-    token_flops: int  # of a token in a layer's forward pass: its products with matrices
-    pair_flops: int  # the same for each token of the sample: causal attention, which is half of full
-    boundaries: float  # the most that a layer's recompute and backward pass hold, in sizes of the layer's input
-    starts: dict[str, tuple[float, float]]  # mean and deviation of a tensor's starting values; deviation 0: the mean
-    head_boundaries: float = 0.0  # what the norm before the head keeps beside its input and output, in sizes of these
-    given_bytes: int = 0  # what layers are given beside their input, for each token of a sample
-    # Elements [start, stop) of a layer's tensors whose gradient is nothing but rounding.
+    layer_prefix: str  # start of the names in the model of all layers' tensors, before the layer's number
+    ends_prefix: str  # start of the names in the model of both ends' tensors, before their names in the ends' module
+    token_flops: int  # operations of one token's matrix products in a layer's forward pass
+    pair_flops: int  # operations of a token's causal attention, half of full attention, for each token of the sample
+    boundaries: float  # most memory of a layer's recompute and backward pass, in multiples of the layer's input
+    starts: dict[str, tuple[float, float]]  # mean and standard deviation of a tensor's starting values
+    head_boundaries: float = 0.0  # memory that the norm before the head keeps, in multiples of its input
+    given_bytes: int = 0  # bytes of a layer's arguments beside its input, for each token of a sample
+    # For tensors of a layer: the elements [start, stop) whose gradient is nothing but rounding.
     noise: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @cached_property
@@ -76,28 +76,28 @@ class Anatomy:
         return max(map(math.prod, chain(self.ends.values(), self.layer.values())))
 
     def names(self, num_layers: int) -> list[str]:
-        """Return the names of all tensors, in the model's order, in which the reference sums the global norm."""
+        """Return the names of all tensors in the model's order; the reference sums the global norm in this order."""
         layers = (self.layer_name(index) + name for index in range(num_layers) for name in self.layer)
         return [*self.ends, *layers]
 
     def layer_name(self, index: int) -> str:
-        """Return what the names of a layer's tensors in the model begin with."""
+        """Return the start of the names in the model of this layer's tensors."""
         return f"{self.layer_prefix}{index}."
 
     def within(self, name: str) -> str:
-        """Return the name within a layer of a tensor of the model; of one of the ends its own name."""
+        """Return a tensor's name within its layer, by its name in the model; a tensor of the ends keeps its name."""
         if not name.startswith(self.layer_prefix):
             return name
         return name.removeprefix(self.layer_prefix).partition(".")[2]
 
     def total(self, num_layers: int, amount: Callable[[Shape], int]) -> int:
-        """Return the sum of an amount over all tensors of a model of so many layers."""
+        """Return the sum of amount(shape) over all tensors of a model with this number of layers."""
         return sum(map(amount, self.ends.values())) + num_layers * sum(map(amount, self.layer.values()))
 
 
 def anatomy_of(workload: Any) -> Anatomy:
-    """Return the parts of a workload's model. Raises ValueError for one that is not trained here, and Unavailable where
-    transformers is missing."""
+    """Return the parts of a workload's model. Raises ValueError if the harness cannot train the model, and Unavailable
+    if transformers is missing."""
     if workload.config is None:
         return _gpt(workload)
     sizes = min(workload.num_layers, MOST_SEEN), workload.hidden_size, workload.vocab_size
@@ -106,8 +106,8 @@ def anatomy_of(workload: Any) -> Anatomy:
 
 @lru_cache(maxsize=64)
 def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: bool) -> Anatomy:
-    """The parts of a model by its configuration, from harness/forecast/sketch.py: a process that imports torch, once
-    for each configuration."""
+    """Return the parts of a model by its configuration. harness/forecast/sketch.py, a process that imports torch, finds
+    them once for each configuration."""
     try:
         library = version("transformers")
     except PackageNotFoundError as error:
@@ -121,7 +121,7 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
         found = ask("harness.forecast.sketch", config)
         if told := found.get("unlike"):
             raise ValueError(f"{model} is not trained here: {told}") from None
-        with contextlib.suppress(OSError):  # the next process sketches it again
+        with contextlib.suppress(OSError):  # the file is not kept: the next process sketches the model again
             SKETCHES.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(found))
     dtype = "half" if is_half else "fp32"
@@ -132,7 +132,7 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
         boundaries=found["boundaries"][dtype], head_boundaries=found["head_boundaries"][dtype],
         given_bytes=found["given_bytes"][dtype],
         starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
-        # A bias of all keys adds the same to every score of a query but for the turn of positions, which is next to
+        # The keys' bias adds the same to every score of a query, but for the rotation by positions, which is next to
         # nothing in the slow pairs of a head.
         noise={name: (0, *shape) for name, shape in parts["layer"].items() if name.endswith("k_proj.bias")},
     )  # fmt: skip
@@ -164,9 +164,9 @@ def _gpt(workload: Any) -> Anatomy:
     return Anatomy(
         embedding=tokens | positions, layer=layer, head=tokens | norm, layer_prefix="layers.", ends_prefix="ends.",
         token_flops=24 * size**2, pair_flops=2 * size,
-        # Its activations, and the gradients of the MLP's inner tensors.
+        # The layer's activations, and the gradients of the MLP's inner tensors.
         boundaries=22,
         starts=starts,
-        # A bias of all keys adds the same to every score of a query, and the softmax cancels it.
+        # The keys' bias adds the same to every score of a query, and the softmax cancels it.
         noise={"qkv.bias": (size, 2 * size)},
     )  # fmt: skip

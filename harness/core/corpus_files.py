@@ -10,14 +10,14 @@ BLOCK_BYTES, BLOCKS = 4096, 256
 
 
 def corpus_files(corpus: str) -> tuple[Path, Path]:
-    """Return the token and index files of a corpus; its name is their prefix, or one of the two."""
+    """Return the token and index files of a corpus. `corpus`: their common prefix, or the name of either file."""
     prefix = corpus.removesuffix(".bin").removesuffix(".idx")
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 def sampled_hash(path: Path, num_blocks: int = BLOCKS) -> str:
-    """Hash a file's size and so many blocks at equal distances; a smaller file is hashed whole. Times do not count: a
-    copy has the same hash, and a rewritten file another one even with its old times."""
+    """Hash a file's size and `num_blocks` blocks at equal distances; a smaller file is hashed whole. Times of files do
+    not count: a copy has the same hash, and changed contents another one, even under the old times."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:

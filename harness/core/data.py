@@ -17,8 +17,8 @@ import numpy as np
 from harness.core.corpus_files import corpus_files, sampled_hash
 from harness.core.job import Workload
 
-MOST_HASHED = 1024  # samples of a corpus: those of 20 steps, or a disk's second of seeking
-MAX_TOKEN = 50257  # GPT-2's tokens; the padding of the vocabulary is never drawn
+MOST_HASHED = 1024  # most samples that corpus_hash() reads: a disk seeks to so many in about a second
+MAX_TOKEN = 50257  # number of GPT-2's tokens; ids that only pad the vocabulary are never drawn
 FOLLOW = 0.5  # chance that a token follows from the one before it
 MULTIPLIER, OFFSET = 12_289, 7_919  # the successor of a token is an affine map of its id
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
@@ -37,15 +37,15 @@ def batches(workload: Workload, steps: int) -> np.ndarray:
 
 
 def sha256(tokens: np.ndarray) -> str:
-    """Hash the bytes that were trained on."""
+    """Return the hash of token ids, by which a record names the data that the run trained on."""
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").tobytes()).hexdigest()
 
 
 def corpus_hash(workload: Workload, num_samples: int) -> str:
-    """Tell one content of a corpus from another: by its two files as sampled_hash() does, and by the samples that are
-    trained on, or as many of them at equal distances."""
+    """Return a hash that tells two contents of a corpus apart: of both files by sampled_hash(), and of the samples that
+    are trained on, at most MOST_HASHED of them, at equal distances."""
     digest = hashlib.sha256(" ".join(map(sampled_hash, corpus_files(str(workload.corpus)))).encode())
-    with contextlib.suppress(ValueError):  # the run will say what cannot be read
+    with contextlib.suppress(ValueError):  # the corpus cannot be read: the run will say why
         sample, number = corpus(workload), min(num_samples, MOST_HASHED)
         for index in range(number):
             digest.update(sample(index * num_samples // number).tobytes())
@@ -53,8 +53,8 @@ def corpus_hash(workload: Workload, num_samples: int) -> str:
 
 
 def synthetic(workload: Workload) -> Sampler:
-    """Return Zipf unigrams with order-1 structure: half of the tokens follow from the one before, the rest are drawn
-    anew. Uniform tokens could not show a broken optimizer: their loss stays at ln V whatever is learned."""
+    """Return a sampler of Zipf unigrams with order-1 structure: half of the tokens follow from the token before them,
+    the rest are drawn anew. Uniform tokens could not show a broken optimizer: their loss stays at ln V."""
     ids = min(workload.vocab_size, MAX_TOKEN) if workload.config is None else workload.vocab_size
     cumulative = np.cumsum(1.0 / np.arange(1, ids + 1))
     cumulative /= cumulative[-1]
@@ -72,8 +72,8 @@ def synthetic(workload: Workload) -> Sampler:
 
 
 def corpus(workload: Workload) -> Sampler:
-    """Return windows of T + 1 tokens at seeded positions of a Megatron .bin/.idx pair; `workload.corpus` is their
-    prefix."""
+    """Return a sampler of windows of T + 1 tokens at seeded positions of a Megatron corpus; `workload.corpus` is the
+    prefix of its .bin and .idx."""
     prefix = str(corpus_files(str(workload.corpus))[0]).removesuffix(".bin")
     if not Path(prefix).name:
         told = f"expected the prefix of PREFIX.bin and PREFIX.idx, got {workload.corpus!r}"
@@ -124,6 +124,6 @@ def _open_tokens(prefix: str) -> np.ndarray:
 
 
 def _uniform(seed: int, index: int, count: int) -> np.ndarray:
-    """Numbers in [0, 1) from the counter-based Philox generator's raw words, which no numpy release changes."""
+    """Return numbers in [0, 1) from the counter-based Philox generator's raw words, which no numpy release changes."""
     words = np.random.Philox(key=seed, counter=[0, 0, 0, index]).random_raw(count)
     return (words >> np.uint64(11)) * 2.0**-53

@@ -1,8 +1,8 @@
-"""Names the end of a run in one place: a status, its evidence, and one line that tells what to change.
+"""Classifies the end of a run, for all callers: a status, its evidence, and one line that tells what to change.
 
-An exception's innermost cause counts, and its message before its type, because one type stands for several memories. If
-a process left no record, the end is named by what its parent saw. Out of memory takes evidence: an exception, a
-message, or the kernel's count of the processes that it killed.
+The innermost cause of an exception decides, first by its message and then by its type, because one type stands for
+several memories. If a process left no record, what the parent saw of its end decides. A status of out of memory needs
+evidence: an exception, a message, or the kernel's count of the processes that it killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Kind(NamedTuple):
     name: str  # the source of the evidence: evidence["class"]
 
 
-# Messages, most telling first. Sources: PyTorch's allocators, CUDA's libraries, glibc and the kernel.
+# Messages of exceptions, the most specific first. Sources: PyTorch's allocators, CUDA's libraries, glibc, the kernel.
 MESSAGES = (
     (r"sim pinned out of memory", Kind("oom-host", "pinned", "allocator")),
     (r"sim host out of memory", Kind("oom-host", "host", "allocator")),
@@ -43,13 +43,13 @@ MESSAGES = (
      Kind("oom-host", "host", "allocator")),
     (r"No space left on device", Kind("does-not-fit", "disk", "file system")),
 )  # fmt: skip
-# Last lines of a native library that gives up and aborts.
+# Last lines in the log of a native library that gets no memory and aborts.
 LAST_WORDS = re.compile(r"what\(\):.*bad_alloc|Memory allocation still failed|MemoryError$", re.MULTILINE)
 CHILD_KILLED = re.compile(r"killed by signal|exited unexpectedly|terminated abruptly|\bSIGKILL\b")
 # Messages of a rank that could no longer reach another one.
 LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted")
 NOT_FINITE = re.compile(r"\b(nan|infs?|infinite|non-?finite|not finite)\b", re.IGNORECASE)
-# Patterns of the sizes in those messages, by their names in the evidence; the first match counts.
+# Patterns of the sizes in MESSAGES, each with the size's name in the evidence; for each name the first match counts.
 SIZES = (
     ("asked_bytes", r"(?:tried|unable) to (?:allocate|mmap) ([\d.]+) ?(bytes|[KMGTPE]iB)"),
     ("in_use_bytes", r"(\d+) of \d+ (bytes) in use|([\d.]+) (\w+) is allocated by PyTorch"),
@@ -69,22 +69,22 @@ MEMORIES = {
 
 @dataclass(frozen=True)
 class Failure:
-    """A named end: a status of record.STATUSES, one line for people, and the evidence."""
+    """The end of a run: a status of record.STATUSES, one line for people, and the evidence."""
 
     status: str
     reason: str
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def changes(self, evidence: dict[str, Any]) -> dict[str, Any]:
-        """Return the changed fields of a record that has some evidence already."""
+        """Return the fields that change in the run's record. `evidence`: what the record has already."""
         return {"status": self.status, "reason": self.reason, "evidence": {**evidence, **self.evidence}}
 
 
 def of_exception(error: BaseException, phase: str, memory: dict[str, int], folder: Path | None = None) -> Failure:
-    """Name an exception of training.
+    """Classify an exception of training.
 
-    `memory`: bytes at the time, from budgets.lift(), for messages without sizes. `folder`: the method's, whose failing
-    line a crash names.
+    `memory`: bytes when training ended, from budgets.lift(), for messages without sizes. `folder`: the method's folder;
+    a crash names the line there that failed.
     """
     kinds = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
     told = [(cause, kind) for cause, kind in kinds if kind is not None]
@@ -101,7 +101,7 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int], folde
 
 
 def _failure(kind: Kind, phase: str, text: str, /, **evidence: Any) -> Failure:
-    """Make a failure of this kind; bytes among its evidence appear in its line."""
+    """Make a failure of this kind, whose line shows the bytes in `evidence`."""
     named = {"class": kind.name, "resource": kind.resource, **evidence}
     return Failure(kind.status, _line(kind, phase, named, text), named)
 
@@ -113,15 +113,15 @@ def _ended(status: str, name: str, reason: str, resource: str = "", **evidence: 
 
 @dataclass(frozen=True)
 class End:
-    """A worker's end as its parent saw it."""
+    """The end of a worker, as its parent saw it."""
 
     phase: str
     code: int = 0  # exit code of the process; negative: a signal
     stopped: str = ""  # why the parent ended it: "deadline", "silence", "interrupt"
-    seconds: float = 0.0  # the limit of time
-    oom_kills: int = 0  # kills of the worker's memory group during the run
-    owns_group: bool = False  # True: only this worker was in that group
-    system_oom_kills: int = 0  # kills of the machine during the run
+    seconds: float = 0.0  # time limit of the run
+    oom_kills: int = 0  # processes that the kernel killed in the worker's memory group during the run
+    owns_group: bool = False  # True: the memory group held this worker alone
+    system_oom_kills: int = 0  # processes that the kernel killed on the whole machine during the run
     host_peak_bytes: int = 0
     host_limit_bytes: int = 0
     shm_free_bytes: int | None = None  # least value seen in /dev/shm
@@ -129,7 +129,7 @@ class End:
 
 
 def of_process(end: End) -> Failure:
-    """Name the end of a worker that left no record."""
+    """Classify the end of a worker that left no record."""
     number = -end.code if end.code < 0 else end.code - 128 if end.code > 128 else 0
     seen: Any = {"returncode": end.code, "oom_kills": end.oom_kills, "system_oom_kills": end.system_oom_kills}
     if end.stopped:
@@ -161,7 +161,7 @@ def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
 
 
 def of_stop(end: End) -> Failure:
-    """Name an end that the parent caused."""
+    """Classify the end of a worker that the parent stopped."""
     if end.stopped == "interrupt":
         return _ended("interrupted", "interrupt", f"interrupted at {end.phase}")
     if end.stopped == "silence":
@@ -173,8 +173,8 @@ def of_stop(end: End) -> Failure:
 
 
 def of_killed_child(end: End, reason: str, trace: str) -> Failure | None:
-    """Name a crash that followed when the kernel killed one of the worker's processes; None if it killed none. In a
-    shared group the kill may have hit another run: there the message must mention a killed process."""
+    """Classify a crash after the kernel killed one of the worker's processes; None if it killed none. In a memory group
+    that runs share, the kill may have hit another run, so there the message must mention a killed process."""
     if not end.oom_kills or not (end.owns_group or CHILD_KILLED.search(reason + trace)):
         return None
     text = f"the kernel killed a process of its; {reason}"
@@ -187,7 +187,7 @@ def _kernel_kill(end: End, text: str, /, **evidence: Any) -> Failure:
 
 
 def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
-    """Yield the exception and its causes, innermost first; False marks an exception that was only being handled when
+    """Return the exception and its causes, innermost first; False marks an exception that was only being handled when
     the next one arose."""
     found: dict[int, tuple[BaseException, bool]] = {}
 
@@ -202,7 +202,7 @@ def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
 
 
 def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Kind | None:
-    """Return the kind of this exception, without its causes."""
+    """Return the kind of this exception by itself, whatever its causes are; None if it has none."""
     types = {cls.__name__ for cls in type(error).__mro__}
     text = str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -250,5 +250,5 @@ def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
 
 
 def _text(error: BaseException) -> str:
-    kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "  # the status says so already
+    kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "  # the status already says unavailable
     return f"{kind}{' '.join(str(error).split())}"[:TEXT_LENGTH]

@@ -25,7 +25,7 @@ from harness.core.anatomy import anatomy_of
 from harness.core.job import BETAS, EPSILON, NUM_LOGITS, WEIGHT_DECAY, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DRAWN_AT_ONCE = 2**18  # elements; a multiple of 16
+DRAWN_AT_ONCE = 2**18  # elements in a block of starting values; a multiple of 16, which torch draws at once
 
 
 class Layer(nn.Module):
@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 class Ends(nn.Module):
-    """The model before its first layer and after its last."""
+    """The model's two ends: the embedding before the first layer; the norm, head and loss after the last."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Ends(nn.Module):
         return head_loss(self.lnf(x).flatten(0, 1), self.wte.weight, targets.flatten(), scale)
 
 
-@torch.fx.wrap  # one step in a trace that looks for CutPoints
+@torch.fx.wrap  # torch.fx, which looks for CutPoints, sees this function as one operation
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: float) -> Tensor:
     mean: Tensor = HeadLoss.apply(x, weight, targets, scale)  # type: ignore[no-untyped-call]
     return mean
@@ -128,7 +128,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dloss: Tensor) -> Any:
-        (dx, dweight), ctx.gradients = ctx.gradients, None  # only autograd holds them, so it makes no copy
+        (dx, dweight), ctx.gradients = ctx.gradients, None  # only autograd holds these gradients: no copy is made
         return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None, None
 
 
@@ -167,7 +167,7 @@ class GPT(nn.Module):
 
 
 def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
-    """Fill tensors, in place, with the starting values of their names; each thread draws one tensor."""
+    """Fill each tensor, in place, with the starting values that belong to its name; a thread draws a whole tensor."""
 
     def fill(pair: tuple[str, Tensor]) -> None:
         name, tensor = pair
@@ -213,8 +213,8 @@ def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> It
 
 
 def _drawing(name: str, workload: Workload) -> Callable[[Tensor], Tensor]:
-    """Return a function that fills an fp32 host tensor with starting values; each call continues the sequence. Of a
-    tensor that the model lacks they are 0: the gate names it."""
+    """Return a function that fills an fp32 host tensor with starting values; each call continues the sequence. A name
+    that the model lacks has zeros: the gate reports it."""
     if workload.weights is not None:
         return weight_files.reading(workload.weights, name)
     anatomy = anatomy_of(workload)

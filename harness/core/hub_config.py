@@ -21,12 +21,12 @@ SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_h
          "vocab_size": "vocab_size"}  # fmt: skip
 WIDTHS = ("intermediate_size", "head_dim")  # these shrink with the hidden size
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-LEAST_WIDTH = 8  # kernels take multiples of 8
-# Nothing that a training depends on.
+LEAST_WIDTH = 8  # smallest narrowed width: kernels take multiples of 8
+# Fields of a configuration that a Workload leaves out, because no training depends on them.
 LEFT_OUT = {
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the tokens of a sample
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # kinds of rotary positions whose angles no sample changes
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def checked_config(config: Any, source: str) -> dict[str, Any]:
-    """Return the configuration if it is one of a causal model of the harness's kind. Raises ValueError with what is
-    wrong."""
+    """Return the configuration if it describes a causal model that the harness can train. Raises ValueError that says
+    what is wrong."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{source}: expected a model's {FILE} with a model_type")
     for name in SIZES.values():
@@ -94,7 +94,7 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
             config[name] = config[name] if share == 1 else max(LEAST_WIDTH, int(config[name] * share) // 8 * 8)
     config |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
     if isinstance(kinds := config.get("layer_types"), list):
-        config["layer_types"] = [kinds[index % len(kinds)] for index in range(num_layers)]  # further layers go on alike
+        config["layer_types"] = [kinds[index % len(kinds)] for index in range(num_layers)]  # more layers repeat it
     for name in TOKENS:
         ids = config.get(name) or 0
         if max(ids if isinstance(ids, list) else [ids]) >= vocab_size:
@@ -103,7 +103,8 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
 
 
 def _rope_types(config: dict[str, Any]) -> list[str]:
-    """Return how positions are scaled, for each kind of layer that differs; newer files say so in rope_parameters."""
+    """Return how each kind of layer scales rotary positions; newer files have this in rope_parameters, older ones in
+    rope_scaling."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         return [str(scaling)]

@@ -1,9 +1,9 @@
 """A causal model of the Hugging Face Hub, as the harness trains it: two ends, and layers that compute one by one.
 
 transformers' own modules compute everything. HubModel runs the model's own loop over its layers, and is what the
-reference trains. hub_layer() and HubEnds are the same modules apart: what the loop gives a layer beside its input
-(angles of positions, masks) is heard by running it once over stand-ins for the layers. harness/forecast/sketch.py
-proves that both compute the same.
+reference trains. hub_layer() and HubEnds are the same modules, taken apart: to learn what the loop passes to a layer
+beside its input (angles of positions, masks), the loop runs once with stand-ins in place of the layers.
+harness/forecast/sketch.py checks that whole and parts compute the same.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -34,7 +34,7 @@ NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # nam
 
 
 class Unlike(ValueError):
-    """The model is not of the kind that is trained here; the text says in what."""
+    """The model differs from those that the harness can train; the text says how."""
 
 
 class HubModel(nn.Module):
@@ -47,7 +47,7 @@ class HubModel(nn.Module):
         self.recompute(reentrant=False)
 
     def recompute(self, *, reentrant: bool) -> None:
-        """Recompute every layer by torch's newer way, or its older one."""
+        """Checkpoint every layer, by torch's reentrant implementation or by its newer one."""
         _base(self).activation_checkpointing_enable({"use_reentrant": reentrant})
 
     @property
@@ -55,7 +55,7 @@ class HubModel(nn.Module):
         return _layers(self)
 
     def named_parameters(self, *args: Any, **words: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the ends first: in this order all methods sum the gradient's norm."""
+        """Yield the ends' parameters first: all methods sum the gradient's norm in this order."""
         own = {id(parameter) for parameter in self.layers.parameters()}
         found = list(super().named_parameters(*args, **words))
         yield from sorted(found, key=lambda pair: id(pair[1]) in own)
@@ -65,7 +65,7 @@ class HubModel(nn.Module):
         return _head_loss(self, _base(self)(input_ids=inputs, use_cache=False)[0], targets, scale)
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """(B, T) token ids to (B, T, D), by the table alone."""
+        """(B, T) token ids to (B, T, D), by the embedding table alone."""
         embedded: Tensor = _base(self).get_input_embeddings()(inputs)
         return embedded
 
@@ -74,7 +74,7 @@ class HubModel(nn.Module):
         return _head_loss(self, _base(self)(inputs_embeds=x, use_cache=False)[0], targets, scale)
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Leave buffers as they were computed, in any dtype of the parameters."""
+        """Convert the parameters alone: buffers keep the values and the dtype in which they were computed."""
         kept = [(module, dict(module._buffers)) for module in self.modules() if module._buffers]
         super()._apply(function, recurse)
         place = next(self.parameters()).device
@@ -94,9 +94,9 @@ class HubEnds(nn.Module):
         _adopt(self, causal)
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """(B, T) token ids to (B, T, D); of ids without memory the shape alone, by the table."""
+        """(B, T) token ids to (B, T, D); ids without memory give the shape alone, by the embedding table."""
         base = _base(self)
-        if inputs.is_meta:  # the loop may choose a mask by numbers, which these lack
+        if inputs.is_meta:  # the model's loop may choose a mask by the ids, which have no values here
             shaped: Tensor = base.get_input_embeddings()(inputs)
             return shaped
         with _replaced(base._modules, _norm_name(base), nn.Identity()):
@@ -155,7 +155,7 @@ def hub_layer(workload: Workload, index: int) -> nn.Module:
 
 
 class HubParts:
-    """The layers of a model, without memory, and what its loop gives them."""
+    """The layers of a model, without memory, and the arguments that the model's loop passes to them."""
 
     def __init__(self, text: str, dtype: torch.dtype) -> None:
         with unset_fake_temporarily():  # a rehearsal's tensors must not outlive it
@@ -166,9 +166,9 @@ class HubParts:
         self.given: dict[Any, list[dict[str, Any]]] = {}
 
     def give(self, index: int, layer: nn.Module, args: Any, words: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hook before a layer's forward pass: add what the loop gives it."""
+        """Hook before a layer's forward pass: add the arguments that the model's loop passes to the layer."""
         x = args[0].detach()
-        if x.is_meta or isinstance(x, FakeTensor):  # the loop may choose a mask by numbers, which these lack
+        if x.is_meta or isinstance(x, FakeTensor):  # the loop may choose a mask by values, which x lacks
             with unset_fake_temporarily():
                 heard = self.heard(torch.zeros((), dtype=x.dtype).expand(x.shape))[index]
             return args, {**tree_map_only(Tensor, functools.partial(_like, x.device), heard), **words}
@@ -179,7 +179,8 @@ class HubParts:
 
     @torch.no_grad()
     def heard(self, x: Tensor) -> list[dict[str, Any]]:
-        """Run the loop over stand-ins for an input of this shape, and return what each of them was given."""
+        """Run the model's loop with stand-ins for the layers, on an input of this shape; return the arguments of
+        each."""
         heard: list[dict[str, Any]] = []
         stands = nn.ModuleList(StandIn(layer, heard) for layer in self.layers)
         with _replaced(self.base._modules, _list_name(self.base), stands):
@@ -190,15 +191,15 @@ class HubParts:
 
 
 class StandIn(nn.Module):
-    """Stands where a layer is: notes what it is given beside its input, which it returns."""
+    """Stands in a layer's place: notes its arguments beside its input, and returns the input."""
 
     def __init__(self, layer: nn.Module, heard: list[dict[str, Any]]) -> None:
         super().__init__()
-        object.__setattr__(self, "layer", layer)  # no child: its parameters are not the stand-in's
+        object.__setattr__(self, "layer", layer)  # no child module: the layer's parameters are not the stand-in's
         self.heard = heard
 
     def __getattr__(self, name: str) -> Any:
-        """Loops read a layer's kind, such as attention_type."""
+        """Return the layer's own attribute: the model's loop may read the layer's kind, such as attention_type."""
         return getattr(self.__dict__["layer"], name) if name not in self._modules else self._modules[name]
 
     def forward(self, x: Tensor, *others: Any, **given: Any) -> Any:
@@ -244,7 +245,7 @@ def config_to_save(workload: Workload) -> Any:
 
 def library() -> Any:
     """Return transformers. Raises Unavailable with the command that installs it."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # a configuration is a file here: nothing is looked up
+    os.environ["HF_HUB_OFFLINE"] = "1"  # configurations are local files: transformers asks no server
     try:
         import transformers
     except ImportError as error:
@@ -268,7 +269,7 @@ _parts = functools.lru_cache(maxsize=8)(HubParts)
 
 
 def _adopt(module: nn.Module, causal: Any) -> None:
-    """Make the model's children the module's, by their names; a tied head has no tensor of its own."""
+    """Give `module` the model's children, by their names; a tied head is left out, having no tensor of its own."""
     embedding = causal.get_input_embeddings()
     for name, child in causal.named_children():
         if child is not causal.get_output_embeddings():
@@ -329,11 +330,12 @@ def _take_out(causal: Any) -> nn.ModuleList:
 
 
 def _compute_buffers(causal: Any) -> None:
-    """Make the modules anew that hold nothing but computed buffers, with their values. Raises Unlike for others."""
+    """Make each module anew that holds nothing but computed buffers, so that these have values. Raises Unlike for other
+    buffers."""
     for name, module in list(causal.named_modules()):
         if not module._buffers:
             continue
-        if list(module._buffers) == ["embed_scale"]:  # of Gemma's embedding
+        if list(module._buffers) == ["embed_scale"]:  # the scale of Gemma's embedding
             module.embed_scale = torch.tensor(module.scalar_embed_scale, device="cpu")
             continue
         if module._parameters or not hasattr(module, "config") or ".layers." in name:
@@ -347,7 +349,7 @@ def _like(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def _only_hidden(layer: nn.Module, args: Any, output: Any) -> Any:
-    """Hook after a layer's forward pass: of several outputs the first goes on."""
+    """Hook after a layer's forward pass: return the hidden states, the first of several outputs."""
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -19,8 +19,8 @@ from harness.core.rates import Rates
 
 GIB = 2**30
 MOST = 10**9  # upper bound of every count, so that products stay finite
-MOST_LAYERS = 2**20  # a plan takes one step for each layer
-MOST_PLANNED = 1e100  # bytes: far below a float's largest, and more than any product of counts
+MOST_LAYERS = 2**20  # upper bound of num_layers: a method plans layer by layer
+MOST_PLANNED = 1e100  # upper bound of a plan's bytes: above any product of counts, far below the largest float
 # The kinds of bytes that a plan counts in each memory.
 MEMORIES = ("device", "host", "disk")
 STATE_KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
@@ -32,15 +32,15 @@ WEIGHT_DECAY = 0.01
 MIN_LEARNING_RATE = 1e-5
 LR_WARMUP_STEPS = 3200
 LR_DECAY_STEPS = 320_000
-# The dynamic loss scale of fp16 (methods/shared/loss_scale.py), by the numbers that DeepSpeed starts from.
+# The dynamic loss scale of fp16 (methods/shared/loss_scale.py), with DeepSpeed's starting values.
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000  # steps in a row without overflow, after which the scale doubles
 # Options of methods that train several models: the number of models, and of batch sizes.
 OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
-NUM_RATES = 6  # learning rates of several models: the workload's, and repeated halves of it
-# Fields of a workload that are left out of a record at these values: such jobs keep their key of before the field.
+NUM_RATES = 6  # number of learning rates of several models: the workload's, then each half of the one before
+# Fields that a record's workload leaves out at these values, so that a job keeps the key from before the field.
 UNSAID = {"micro_batches": 1, "model": None, "config": None, "weights": None}
-# Logits of a block of tokens: the loss is computed block by block (harness/core/gpt.py), 128 MiB in fp32.
+# Number of logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/core/gpt.py).
 NUM_LOGITS = 2**25
 
 
@@ -55,20 +55,20 @@ class Workload:
 
     num_layers: int = 16  # how many transformer layers
     hidden_size: int = 2048  # width of a layer
-    num_heads: int = 16  # of attention, in each layer
+    num_heads: int = 16  # attention heads of each layer
     seq_len: int = 1024  # tokens of a sample
     batch_size: int = 4  # samples of a step
-    micro_batches: int = 1  # equal parts of a batch, one after the other, whose gradients are summed
+    micro_batches: int = 1  # equal parts of a batch; they are trained one after the other, their gradients summed
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128
     dtype: str = "fp32"  # dtype of weights and gradients: fp32, bf16 or fp16; master weights and moments are fp32
     dropout: float = 0.0  # the published runs used 0.1; 0 lets every method be compared to the last bit
     clip_norm: float = 1.0  # limit of the global gradient norm; 0: no clipping
-    learning_rate: float = 1.5e-4  # the highest, after warm-up and before it decays (learning_rate_at)
-    seed: int = 1234  # of weights, data and dropout
+    learning_rate: float = 1.5e-4  # the highest learning rate, at the end of its warm-up (learning_rate_at)
+    seed: int = 1234  # seed of starting weights, data and dropout
     corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None: the synthetic stream
     model: str | None = None  # name of the model in `config`, for people
     config: str | None = None  # a model's config.json (harness/core/hub_config.py); None: the published GPT
-    weights: str | None = None  # folder of safetensors that a model by its config.json starts from; None: drawn values
+    weights: str | None = None  # folder of safetensors with starting weights, if config is set; None: drawn by the seed
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
@@ -117,7 +117,7 @@ class Workload:
 
     @property
     def layers_text(self) -> str:
-        """Format the depth, and which model it is of: 16 layers; Qwen3-8B, 4 of 36 layers."""
+        """The model's name and number of layers as text: `16 layers`, or `Qwen3-8B, 4 of 36 layers`."""
         if self.config is None:
             return f"{self.num_layers} layers"
         whole = hub_config.sizes_of(hub_config.parsed(self.config))["num_layers"]
@@ -131,7 +131,7 @@ class Workload:
 
     @property
     def end_params(self) -> int:
-        """Parameters of embedding and head; a shared one counts once."""
+        """Parameters of embedding and head together; a tensor that both share counts once."""
         return self.anatomy.end_params
 
     @property
@@ -145,8 +145,8 @@ class Workload:
 
     @property
     def flops_per_step(self) -> float:
-        """Floating-point operations of one step: forward, full recompute of every layer, backward; causal attention is
-        half of full. Not counted: the embedding's look-up, elementwise work.
+        """Floating-point operations of one step: forward pass, full recompute of every layer, backward pass. Causal
+        attention counts as half of full attention; the embedding's look-up and elementwise work do not count.
 
         A recompute that stops before a layer's last product saves 8 T D^2 for each layer.
         """
@@ -175,7 +175,7 @@ class Workload:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the largest transient of a micro-batch's loss and its gradients: a block of logits in fp32, its
+        """Most bytes that a micro-batch's loss and its gradients take at one time: a block of logits in fp32, its
         gradient in the dtype of the weights, and, after the first block, the gradient of the head's matrix."""
         size, all_logits = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len * self.vocab_size
         logits, matrix = min(NUM_LOGITS, all_logits), size * self.vocab_size * self.hidden_size
@@ -187,22 +187,22 @@ class Workload:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the largest transient of a layer's recompute and backward pass on a micro-batch: its activations,
-        their gradients, and one matrix's gradient on its way to the sum."""
+        """Most bytes that a layer's recompute and backward pass on a micro-batch take at one time: the activations,
+        their gradients, and one matrix's gradient before it is added to the sum."""
         anatomy = self.anatomy
         inner = int(anatomy.boundaries * self.boundary_bytes) // self.micro_batches
         return inner + self.weight_bytes * math.prod(anatomy.layer_matrix)
 
     @property
     def given_bytes(self) -> int:
-        """Bytes of what layers are given beside their input: angles of positions."""
+        """Bytes of the layers' arguments beside their input: the angles of rotary positions."""
         return self.anatomy.given_bytes * self.seq_len
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the largest transient of a step, beside the data kept of every layer. Tested against memory
-        rehearsals."""
-        waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # other micro-batches
+        """Most bytes that a step takes at one time, beside the data kept for every layer. Tests compare this with
+        memory rehearsals."""
+        waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # of other micro-batches
         return max(self.head_bytes, self.layer_bytes + waiting) + self.given_bytes
 
     @property
@@ -211,8 +211,8 @@ class Workload:
         return self.clip_norm > 0 or self.dtype == "fp16"
 
     def learning_rate_at(self, step: int) -> float:
-        """Learning rate of the published schedule; `step` counts from 1, steps that fp16 skips included. Iterations 10
-        and 50 give 4.687e-07 and 2.344e-06."""
+        """Learning rate of the published schedule; `step` counts from 1, steps that fp16 skips included. By default
+        steps 10 and 50 have 4.687e-07 and 2.344e-06."""
         if step <= LR_WARMUP_STEPS:
             return self.learning_rate * step / LR_WARMUP_STEPS
         floor = min(MIN_LEARNING_RATE, self.learning_rate)
@@ -225,17 +225,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may use, of a GPU with the driver's context and a reserve; None is whatever the machine has. `rates`,
-    of a machine by name, are for plans and no part of identity."""
+    """What a run may use; None: all that the machine has. A GPU's bytes include the driver's context and a reserve.
+    `rates` are for plans alone and no part of a job's identity; --machine gives those of its machine."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
-    device_bytes: int | None = None  # of the device's memory
-    host_bytes: int | None = None  # of the host's memory, for all processes of the run
-    disk_bytes: int | None = None  # of the disk
-    seconds: float | None = None  # of time, for the whole run
-    link_bytes_per_second: float | None = None  # each direction between device and host; simulated, on sim only
-    rates: Rates | None = field(default=None, compare=False)  # what plans assume of the machine
+    device_bytes: int | None = None  # bytes of the device's memory
+    host_bytes: int | None = None  # bytes of the host's memory, for all processes of the run
+    disk_bytes: int | None = None  # bytes on the disk
+    seconds: float | None = None  # time limit of the whole run
+    link_bytes_per_second: float | None = None  # rate of sim's simulated link from device to host, and back
+    rates: Rates | None = field(default=None, compare=False)  # the machine's rates, as plans assume them
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second"):
@@ -243,7 +243,7 @@ class Budget:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"the budget's {name} must be positive and finite, not {value}")
             if value is not None and not name.endswith("_bytes"):
-                object.__setattr__(self, name, float(value))  # as in Workload
+                object.__setattr__(self, name, float(value))  # 1 and 1.0 must make one key
 
     def share(self, num_ranks: int) -> Budget:
         """Return the budget of one of several ranks on one machine; each rank has a device of its own."""
@@ -251,35 +251,35 @@ class Budget:
 
     @property
     def room(self) -> Room:
-        """All of it: of a device without a context, a simulated one or a CPU."""
+        """The whole budget, as a plan's room on a device without a driver's context: a simulated one or a CPU."""
         return Room(self.device_bytes, self.host_bytes, self.disk_bytes, self.rates)
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a plan may fill: a budget, or what the machine has, of a GPU without the driver's context and a reserve.
-    None is not limited."""
+    """What a plan may fill: the budget or, without one, what the machine has. A GPU's bytes leave out the driver's
+    context and a reserve. None: no limit."""
 
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
     rates: Rates | None = None
-    page_locks: bool = False  # copies to and from the device are from page-locked memory
+    page_locks: bool = False  # True: copies to and from the device use page-locked host memory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A method's needs, by arithmetic: bytes by memory and kind, and its resolved options."""
+    """A method's needs, computed without a run: bytes by memory and kind, and the options that the method chose."""
 
     device: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
     disk: dict[str, int] = field(default_factory=dict)
     moved_bytes: int = 0  # per step, both directions together
     options: dict[str, Any] = field(default_factory=dict)
-    step_seconds: float | None = None  # at least, by the machine's rates, and what binds
-    binds: str = ""
+    step_seconds: float | None = None  # lower bound of a step's time, by the machine's rates
+    binds: str = ""  # what sets this bound
     updates_on_host: bool = True  # the host updates the parameters whose optimizer state it keeps
-    stages: dict[str, int] = field(default_factory=dict)  # device bytes of each pipeline stage; the largest is planned
+    stages: dict[str, int] = field(default_factory=dict)  # device bytes of each pipeline stage; `device` is the largest
 
     def __post_init__(self) -> None:
         for memory in (self.device, self.host, self.disk):
@@ -309,14 +309,15 @@ class Plan:
         return sum(self.disk.values())
 
     def pooled(self, room: Room) -> Plan:
-        """The plan on the memories there are: of a CPU without a device budget the device's memory is the host's."""
+        """Return this plan; its device bytes count as host bytes if the room has no device memory, as on a CPU without
+        a device budget."""
         if room.device_bytes is not None:
             return self
         kinds = {kind: self.device.get(kind, 0) + self.host.get(kind, 0) for kind in {**self.device, **self.host}}
         return dataclasses.replace(self, device={}, host=kinds)
 
     def lacks(self, room: Room) -> dict[str, int]:
-        """Bytes missing, by memory; empty if the plan fits."""
+        """Return the missing bytes of each memory that is too small; empty if the plan fits."""
         plan, found = self.pooled(room), {}
         for memory in MEMORIES:
             need, have = getattr(plan, f"{memory}_bytes"), getattr(room, f"{memory}_bytes")
@@ -325,7 +326,7 @@ class Plan:
         return found
 
     def shortfall(self, room: Room) -> str | None:
-        """Return the first memory that does not suffice, with its kinds of bytes; None if the plan fits."""
+        """Describe the first memory that is too small, with the bytes needed by kind; None if the plan fits."""
         for memory in self.lacks(room):
             plan, have = self.pooled(room), getattr(room, f"{memory}_bytes")
             parts = ", ".join(f"{kind} {gib(size)}" for kind, size in getattr(plan, memory).items() if size)
@@ -340,13 +341,13 @@ class Job:
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
-    method: str  # its name
-    workload: Workload  # what it trains
-    options: dict[str, Any] = field(default_factory=dict)  # the method's, by name
-    budget: Budget = Budget()  # what it may use
-    device: str = "cpu"  # or "cuda", or "sim": a CPU with a second memory (harness/devices/sim.py)
-    steps: int = 20  # how many, warm-up included
-    warmup: int = 5  # how many of them are not timed
+    method: str  # name of the method
+    workload: Workload  # what the method trains
+    options: dict[str, Any] = field(default_factory=dict)  # the method's options, by name
+    budget: Budget = Budget()  # what the run may use
+    device: str = "cpu"  # cpu, cuda, or sim: a CPU with a second memory (harness/devices/sim.py)
+    steps: int = 20  # number of steps, warm-up included
+    warmup: int = 5  # number of first steps that are not timed
     trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; no part of identity
     save: str | None = field(default=None, compare=False)  # folder for the trained weights; no part of identity
 
@@ -362,7 +363,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of processes that train together, each a rank, from the option of the methods that have it."""
+        """Number of ranks, the processes that train together: the option world_size, 1 for methods without it."""
         return self.options.get("world_size", 1)
 
     def workloads(self) -> list[Workload]:
@@ -370,8 +371,8 @@ class Job:
         return several(self.workload, *(self.options.get(name, 1) for name in OF_SEVERAL_MODELS))
 
     def key(self, **context: str) -> str:
-        """Return the identity of this job in a context: the method's source, the machine's checked facts. None of
-        --timeout, --trace and --save is part of it."""
+        """Return a hash that identifies this job in a context: the method's source, the machine's checked facts.
+        --timeout, --trace and --save do not count."""
         untimed = dataclasses.replace(self.budget, seconds=None)
         same = dataclasses.replace(self, budget=untimed, trace=None, save=None)
         text = json.dumps([same.to_dict(), context], sort_keys=True)
@@ -394,8 +395,8 @@ class Job:
 
 
 def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
-    """Return the workloads of several models: all pairs of learning rates and batch sizes; each is half of the one
-    before."""
+    """Return the workloads of several models: all pairs of learning rates and batch sizes; each rate, and each size, is
+    half of the one before."""
     rows = [divmod(number, num_batch_sizes) for number in range(num_models)]
     sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
     return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.core.job import Job
 
-INTERVAL = 10  # steps
+INTERVAL = 10  # steps between two lines of a log
 BUILD_LOG = "build_{}.txt"  # output of an engine's compiler, beside the runs' logs
 
 
@@ -22,7 +22,7 @@ def header_lines(job: Job) -> list[str]:
 
 
 def end_line(job: Job, status: str, phase: str, num_steps: int, reason: str) -> str:
-    """Tell how the run ended, as a record's status, where, and after how many steps."""
+    """Tell a run's end: the record's status, the phase, and the number of steps done."""
     told = f"ended as {status} at {phase}, after {num_steps} of {job.steps} steps"
     return f"{told}: {' '.join(reason.split())}" if reason else told
 
@@ -77,7 +77,8 @@ def interval_lines(
 
 
 def _billions(num_params: int) -> str:
-    """Format as the artifact does; of a small model to the last parameter, where three digits would be 0.000."""
+    """Format parameters in billions: with three digits, as the artifact does; a small model's, which would be 0.000,
+    with nine."""
     return f"{num_params / 1e9:.3f}" if num_params >= 1e8 else f"{num_params / 1e9:.9f}"
 
 

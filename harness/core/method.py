@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """One step; of several models that take turns, the first's. Tensors are scalars on the device, not synchronized."""
+    """One step, that of the first model if several take turns. Tensors are scalars on the device, not synchronized."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None = None  # global, before clipping
@@ -37,8 +37,8 @@ class Step(NamedTuple):
 
 
 class TensorState(NamedTuple):
-    """A parameter after training: fp32 weight (the master's, in mixed precision), first and second moment, all of one
-    shape. The sign of the second moment is ignored."""
+    """A parameter after training: its weight in fp32 (the master weight, in mixed precision), and Adam's first and
+    second moment, all of one shape. The sign of the second moment is ignored."""
 
     name: str
     weight: torch.Tensor
@@ -47,18 +47,18 @@ class TensorState(NamedTuple):
 
 
 class ForecastTest(NamedTuple):
-    """Forecasts of a method's steps held against runs elsewhere."""
+    """How forecasts of a method's step times agreed with runs on other machines."""
 
     num_runs: int
-    worst: float  # measured seconds over foretold ones, less 1
+    worst: float  # the largest error: measured seconds divided by forecast seconds, less 1
     source: str
 
 
 class OtherModel(NamedTuple):
     """Any model but the first of several that took turns."""
 
-    changes: dict[str, Any]  # fields of its workload that differ from the first model's
-    losses: list[float]  # one value for each of the model's own steps, as in norms
+    changes: dict[str, Any]  # fields of this model's workload that differ from the first model's
+    losses: list[float]  # one value for each of the model's own steps, as in grad_norms
     grad_norms: list[float]
     tensors: Iterable[TensorState]
     loss_scales: list[float] = []  # noqa: RUF012 one for each step in fp16
@@ -75,19 +75,19 @@ class OtherModel(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The results that a method returns for the gate; of several models, the first one's tensors."""
+    """The results that a method returns for the gate; `tensors` are the first model's, if there are several."""
 
     tensors: Iterable[TensorState]
-    moved_bytes: int = 0  # between the two memories
+    moved_bytes: int = 0  # bytes copied between device and host
     schedule: dict[str, Any] = {}  # noqa: RUF012 of several models: `num_models`, and the order of turns
     others: Sequence[OtherModel] = ()
-    peaks: dict[str, int] = {}  # noqa: RUF012 of a method's own processes for devices: the largest of each, in bytes
+    peaks: dict[str, int] = {}  # noqa: RUF012 largest peaks, in bytes, of the processes that a method starts
 
 
 Training = Generator[Step, None, Trained]
 
 
-RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # optional functions may return None
+RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # what a method's functions must return, by name
 
 
 class Method(ABC):
@@ -101,7 +101,7 @@ class Method(ABC):
     default, and may have num_batch_sizes: these models are Job.workloads().
     """
 
-    label: ClassVar[str]  # default: the name of its file
+    label: ClassVar[str]  # default: the name of the method's file
     color: ClassVar[str] = "#888888"  # in figures
     paper: ClassVar[str] = ""
     bit_exact: ClassVar[bool] = False  # True: promises the reference's bits on a CPU in fp32
@@ -110,23 +110,23 @@ class Method(ABC):
     is_reference: ClassVar[bool] = False  # True for exactly one method
     can_rehearse: ClassVar[bool] = False  # True: runs on tensors without memory (harness/devices/memory_rehearsal.py)
     accumulates: ClassVar[bool] = False  # True: trains on micro-batches
-    log_dialect: ClassVar[str] = "megatron"  # of its published logs: or deepspeed (harness/core/log_lines.py)
+    log_dialect: ClassVar[str] = "megatron"  # of the method's logs: megatron or deepspeed (harness/core/log_lines.py)
     build_seconds: ClassVar[int] = 0  # rough duration of build()
-    verbs: ClassVar[str] = ""  # module with the verbs that it brings, click commands in VERBS
+    verbs: ClassVar[str] = ""  # module whose VERBS are the method's own click commands
     clips: ClassVar[bool] = True  # False: trains only with --clip 0
     drops_alike: ClassVar[bool] = True  # False: drops other elements than the reference
     takes_config: ClassVar[bool] = False  # True: trains models by their config.json, too
     scales_loss: ClassVar[bool] = False  # True: trains in fp16, by the rule of methods/shared/loss_scale.py
 
-    forecast_test: ClassVar[ForecastTest | None] = None  # runs elsewhere that tested the forecasts of its steps
+    forecast_test: ClassVar[ForecastTest | None] = None  # how forecasts of the method's step times were tested
 
     # The work on the host, "copies" or "updates", that runs beside the device's compute; a plan with step_seconds of
     # its own overrides it.
     hides: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Give the class its label; make failures of its functions one line with the file. train() has a process of its
-        own."""
+        """Set the default label, and turn any failure of the class's functions into one line that names the file, but
+        for train(), which runs in a process of its own."""
         if "label" not in vars(cls):
             cls.label = cls.__module__.rpartition(".")[2].replace("_", "-")
         guard(cls, (Unavailable,), RETURNED, but=("train",))

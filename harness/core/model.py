@@ -1,7 +1,7 @@
 """The model of a workload: the published GPT, or one by its config.json. Whole, or as two ends and layers.
 
 A whole model has `layers`, embed() of token ids and loss() of embedded ones; both ends have embed() and loss(), and a
-layer maps (B, T, D) to (B, T, D). All of one workload have the same names of parameters, the ends first.
+layer maps (B, T, D) to (B, T, D). Whole and parts of one workload name their parameters alike, the ends' first.
 
 Shapes: B batch, T tokens, D hidden.
 """
@@ -54,7 +54,7 @@ def new_chain(workload: Workload) -> list[torch.nn.Module]:
 
 
 def new_layer(workload: Workload, index: int) -> torch.nn.Module:
-    """One of the layers, without memory; each slot gives it some."""
+    """One of the layers, without memory; the slot that the layer occupies lends it memory."""
     if workload.config is not None:
         return hub_layer(workload, index)
     with torch.device("meta"):

@@ -59,8 +59,8 @@ def names(file: Path = FILE) -> list[str]:
 
 
 def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:
-    """Return the model of this name, with or without its owner on the Hub, or that of a config.json, or of its folder.
-    Raises ValueError that names the nearest one, or what is wrong with it."""
+    """Return a model by its name in models.yaml, with or without its owner on the Hub, or by a config.json or its
+    folder. Raises ValueError that names the nearest model, or what is wrong with the file."""
     found, known = entries(file, EXAMPLE), name.rpartition("/")[2]
     if known in found:
         if "config" not in found[known]:

@@ -24,7 +24,7 @@ def find() -> str | None:
 
 
 def has_header(name: str) -> bool:
-    """True if the compiler finds this header in its default folders, or in those of the environment."""
+    """True if the compiler finds this header in its default folders, or in those that environment variables add."""
     told = (os.environ.get(word, "") for word in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"))
     prefixes = ("/usr/local", "/usr", os.environ.get("CONDA_PREFIX", "/usr"))
     folders = [f"{prefix}/include" for prefix in prefixes] + [f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}"]
@@ -34,8 +34,8 @@ def has_header(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library in `folder`, compiled from the first of its sources; it also depends on the others and on
-    `parts`."""
+    """A shared library in `folder`, compiled from the first of its sources. Its file name changes with any of the
+    sources and with `parts`."""
 
     what: str  # its name for people
     seconds: int  # rough duration of compiling

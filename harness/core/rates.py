@@ -1,8 +1,8 @@
 """The achieved rates of a machine, which bound a step. Standard library only.
 
 Rates come from a calibration (methods/streaming/calibrate.py) or, for a machine by name, from its facts in
-machines.yaml. They decide what is planned, never what is measured, so they are no part of a job's identity. What they
-make of a step is in harness/forecast.
+machines.yaml. They decide what is planned, never what is measured, so they are no part of a job's identity.
+harness/forecast computes a step's time from rates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FACTS = (
     ("disk_duplex_share", "disk_duplex_share", 1),
 )
 TOLD = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")  # facts for people, which give no rate
-LIMITS, SHARES = (1.0, 1e30), (1e-6, 1e6)  # in which every plan's arithmetic stays finite
+LIMITS, SHARES = (1.0, 1e30), (1e-6, 1e6)  # ranges of rates and of shares that keep plans' arithmetic finite
 NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 
 
@@ -42,12 +42,12 @@ class Rates:
     inbound_bytes_per_second: float = math.inf  # host to device, page-locked memory
     outbound_bytes_per_second: float = math.inf  # device to host, page-locked memory
     duplex_share: float = 1.0  # rate of both directions at once, as a share of the sum of both alone
-    host_bytes_per_second: float = math.inf  # the host's memory, Adam and copies together
-    host_adam_params_per_second: float = math.inf  # limit of the cores alone, without that of memory
+    host_bytes_per_second: float = math.inf  # the host's memory, shared by Adam and copies
+    host_adam_params_per_second: float = math.inf  # Adam on the host's cores, if memory were no limit
     ahead_cost: float = 1.0  # time of an update from one state into another, relative to one in place
     streamed_cost: float = 1.0  # time of a streamed layer's update on the device, relative to a resident one's
-    disk_read_bytes_per_second: float = math.inf  # of the states' files
-    disk_write_bytes_per_second: float = math.inf  # of the states' files
+    disk_read_bytes_per_second: float = math.inf  # reads of the files that hold state
+    disk_write_bytes_per_second: float = math.inf  # writes to the files that hold state
     disk_duplex_share: float = 1.0  # rate of reading and writing at once, as a share of the sum of both alone
     # Rates of the head, which computes its loss and gradients at once after the forward pass. If they are known, the
     # first two rates are the layers' alone; else they cover all compute.
@@ -75,8 +75,8 @@ class Rates:
 
 
 def of_facts(facts: dict[str, Any]) -> Rates | None:
-    """The rates among a machine's facts; None if one of NEEDED is missing, or one is not a number. Raises ValueError
-    for a rate that no machine has, and a fact that there is none of: a misspelt one would be left out of the rates."""
+    """Return the rates that a machine's facts give; None if one of NEEDED is missing, or a fact is not a number. Raises
+    ValueError for an impossible rate and for an unknown fact, because a misspelt fact would give no rate."""
     known = (*dict.fromkeys(fact for fact, *_ in FACTS), *TOLD)
     for name in facts:
         if name not in known:
@@ -89,7 +89,7 @@ def of_facts(facts: dict[str, Any]) -> Rates | None:
 
 
 def facts_of(rates: Rates) -> dict[str, float]:
-    """Return the facts that give these rates, those that are finite; of a link the slower direction."""
+    """Return the facts that give those of these rates that are finite; a link's fact is its slower direction's."""
     found: dict[str, float] = {}
     for fact, rate, factor in FACTS:
         value = getattr(rates, rate) / factor

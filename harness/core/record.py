@@ -21,17 +21,17 @@ from harness.core.job import Job
 
 SCHEMA_VERSION = 1
 SPEED = "samples_per_second"
-# A result is not measured again; the others are, the next time they are asked for.
+# The ends that are results: a job with a result is not run again; a job with another end is, when asked for again.
 RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
 STATUSES = (*RESULTS, "timeout", "killed", "crash", "unavailable", "interrupted")
 ONCE_IN_BUDGETS = ("rates", "page_locks")
 SHORTEST_STEP = 1e-9  # seconds
-CLOCK_SECONDS = 3600.0  # by which another machine's clock may be ahead
+CLOCK_SECONDS = 3600.0  # seconds by which another machine's clock may be ahead
 DEVICES = ("cpu", "cuda", "sim")
 LATEST = 253_402_300_800.0  # Unix time of the year 10000
 PASSING = ("exact", "tolerance", "twin")
 VERDICTS = (*PASSING, "failed", "untested")
-ADDED = "added"  # in a folder of results: folders of records that others sent in
+ADDED = "added"  # folder within a folder of results, for the records that others sent in
 if TYPE_CHECKING:
     Values = list[float]
     Evidence: TypeAlias = dict[str, Any]
@@ -46,7 +46,7 @@ else:
 
 @dataclass(frozen=True)
 class Gate:
-    """The verdict on a training: is it the reference's? Programs test the reason, people read the text."""
+    """The verdict whether a method trained as the reference does. Programs test the reason, people read the text."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -62,45 +62,45 @@ class Gate:
 
 @dataclass(frozen=True)
 class Record:
-    """One attempt. Lists hold one value a step, warm-up included; seconds, bytes. Of an imported log they hold one
-    value for every `interval_steps` steps, and None where the log has none."""
+    """One attempt at a job, in seconds and bytes. Lists hold one value for each step, warm-up included. In an imported
+    record they hold one value for every `interval_steps` steps, and None if the log lacks the value."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
     job: Job  # what was run
     key: str  # the job's identity in its context: equal keys measure the same thing
-    status: str  # ok, or how it ended, as in RESULTS and STATUSES
-    phase: str = ""  # where it ended: start, import, data, build, step N, drain, inspect, done
-    reason: str = ""  # one line for people where status is not ok
-    evidence: Evidence = field(default_factory=dict)  # of its end, or of the log that it was read from
-    origin: str = "run"  # or imported: read from a log that another harness, or this one, printed
-    interval_steps: int = 1  # what one value of losses and step_seconds is the mean of
-    clock: str = "cpu"  # whose seconds they are: cpu, cuda or sim; of a log its own
-    is_timed: bool = True  # False where another untimed run was on the device meanwhile: its seconds do not count
-    machine: MachineFacts = field(default_factory=dict)  # where it ran
-    software: SoftwareFacts = field(default_factory=dict)  # what it ran
-    started: float = 0.0  # Unix time
+    status: str  # the run's end: ok, or one of RESULTS and STATUSES (harness/core/record.py)
+    phase: str = ""  # the phase in which the run ended: start, import, data, build, step N, drain, inspect, done
+    reason: str = ""  # one line for people, if status is not ok
+    evidence: Evidence = field(default_factory=dict)  # what the status rests on; if imported, facts of the log
+    origin: str = "run"  # run, or imported: read from a log that another harness, or this one, printed
+    interval_steps: int = 1  # number of steps of which one value of losses and step_seconds is the mean
+    clock: str = "cpu"  # the clock that measured the seconds: cpu, cuda or sim; if imported, the log's
+    is_timed: bool = True  # False: another untimed run shared the device, so the seconds do not count
+    machine: MachineFacts = field(default_factory=dict)  # facts of the machine that ran the job
+    software: SoftwareFacts = field(default_factory=dict)  # versions and source of the code that ran
+    started: float = 0.0  # Unix time of the start
     losses: Values = field(default_factory=list)  # the loss of each step, before its update
     grad_norms: Values = field(default_factory=list)  # the global norm of each step's gradient, before clipping
-    loss_scales: list[float] = field(default_factory=list)  # in fp16
-    skipped_steps: list[int] = field(default_factory=list)  # by number, from 1: a gradient was not finite
+    loss_scales: list[float] = field(default_factory=list)  # the loss scale of each step in fp16
+    skipped_steps: list[int] = field(default_factory=list)  # numbers, from 1, of steps whose gradient was not finite
     step_seconds: Values = field(default_factory=list)  # how long each step took
-    phase_seconds: dict[str, float] = field(default_factory=dict)  # each phase's: start, import, data, build, ...
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # how long each phase took: start, import, data, ...
     # Bytes: device_allocated, device_reserved, host_anonymous, host_shared
     peaks: dict[str, int] = field(default_factory=dict)  # the most that was taken of each memory, in bytes
-    num_alloc_retries: int = 0  # torch's allocator on CUDA had to empty its cache, which waits for the device
+    num_alloc_retries: int = 0  # how often torch's CUDA allocator had to empty its cache, which waits for the device
     predicted: dict[str, Any] = field(default_factory=dict)  # the plan: bytes by memory and kind, least step_seconds
     limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
     moved_bytes: int = 0  # between device and host in all steps, both directions together
-    schedule: ScheduleFacts = field(default_factory=dict)  # of several models: num_models, makespan, bound, use
-    data_sha256: str = ""  # hash of the samples that it trained on
-    kernels: list[str] = field(default_factory=list)  # of attention and optimizer, seen at work in the second step
+    schedule: ScheduleFacts = field(default_factory=dict)  # if several models trained: num_models, makespan, bound, use
+    data_sha256: str = ""  # hash of the samples that the run trained on
+    kernels: list[str] = field(default_factory=list)  # attention and optimizer kernels that the second step ran
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
-    bit_exact: bool = False  # what the method promises on CPU in this dtype
-    is_exact: bool = True  # False where the method says that it trains otherwise by design
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # by name
-    others: list[Other] = field(default_factory=list)  # of several models all but the first, for models()
-    gate: Gate = Gate()  # whether it trained as the reference does
+    bit_exact: bool = False  # True: the method promises the reference's bits on a CPU in this dtype
+    is_exact: bool = True  # False: by design the method trains differently from the reference
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # changes of each trained tensor, by its name
+    others: list[Other] = field(default_factory=list)  # if several models trained, all but the first
+    gate: Gate = Gate()  # whether the method trained as the reference does
 
     @property
     def is_result(self) -> bool:
@@ -112,21 +112,23 @@ class Record:
         return self.status != "ok" or self.gate != Gate()
 
     def answers(self, job: Job) -> bool:
-        """True unless a job of the same key asks for a trace or for weights that are not there."""
+        """True unless the job, which has the same key, asks for a trace or saved weights that this run did not
+        leave."""
         asked = ((job.trace, self.job.trace), (job.save, self.job.save))
         return all(path is None or (path == own and Path(path).exists()) for path, own in asked)
 
     @property
     def is_lasting(self) -> bool:
-        """False for a full disk and for a limit of memory of a cluster or shell: the same call tries these again."""
+        """False if the run failed for a full disk, or for a memory limit of a cluster or shell: the same call runs such
+        a job again."""
         is_of_elsewhere = (self.status == "does-not-fit" and self.phase != "plan") or "limit_of" in self.evidence
         return self.is_result and not is_of_elsewhere
 
     @property
     def timed_seconds(self) -> list[float]:
-        """Seconds of the steps after warm-up, which begins after those from a checkpoint, and leaves one step; of a
-        log, the means of its intervals without warm-up, at least the last one, as published of a run that was killed
-        after one interval. None of a run that shared its device."""
+        """Seconds of each step after warm-up; empty if the run shared its device. Warm-up begins after the steps that a
+        checkpoint holds, and leaves at least one step. An imported record has the means of the intervals after warm-up,
+        at least the last interval's, because one published run was killed after its first."""
         if not self.is_timed:
             return []
         resumed = self.schedule.get("resumed_steps", 0)
@@ -138,16 +140,16 @@ class Record:
 
     @property
     def median_step_seconds(self) -> float | None:
-        """Over the steps after warm-up, whatever the gate says."""
+        """Median of the steps after warm-up, whatever the gate says."""
         return statistics.median(self.timed_seconds) if self.timed_seconds else None
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of one step; if several models took a step, of all of them."""
+        """Samples of one step; if several models train, the sum over the models."""
         return self.job.workload.batch_size * self.schedule.get("num_models", 1)
 
     def models(self) -> list[Record]:
-        """The training of each of several models that took turns, as a record of its own workload and steps."""
+        """Return a record for each of several models that took turns, with the model's own workload and steps."""
         found = [self]
         for other in self.others:
             workload = dataclasses.replace(self.job.workload, **other["workload"])
@@ -182,7 +184,8 @@ class Record:
         return self.peaks.get("host_anonymous", 0) + self.peaks.get("host_shared", 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """With the speed of a run that passed, for other readers: beside the verdict that it rests on."""
+        """Return the record as JSON data. `gate` also has the speed of a run that passed, for readers without this
+        class."""
         data = dataclasses.asdict(self)
         if (speed := self.samples_per_second) is not None:
             data["gate"][SPEED] = speed
@@ -190,14 +193,14 @@ class Record:
 
     @staticmethod
     def from_dict(data: Any) -> Record:
-        """Raises ValueError, one line, where the data is not a record of this schema version."""
+        """Return the record of this data. Raises ValueError, one line, if it is no record of this schema version."""
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"expected schema version {SCHEMA_VERSION}, got {version}")
         fields = {name: value for name, value in data.items() if name != "schema_version"}
         if isinstance(verdict := fields.get("gate"), dict):  # the speed is derived anew
             fields["gate"] = {name: value for name, value in verdict.items() if name != SPEED}
-        with suppress(KeyError, TypeError, AttributeError):  # of records from when a budget held what plans fill
+        with suppress(KeyError, TypeError, AttributeError):  # older records have these fields in their budget
             budget = {name: value for name, value in fields["job"]["budget"].items() if name not in ONCE_IN_BUDGETS}
             fields["job"] = {**fields["job"], "budget": budget}
         record = checked(Record, fields)
@@ -227,7 +230,7 @@ class Record:
         if self.gate.verdict not in VERDICTS:
             return f"expected a verdict of {', '.join(VERDICTS)}, got {self.gate.verdict!r}"
         if self.gate.passed and self.status == "ok":
-            fewest = self.job.steps if self.origin == "run" else 1  # a log tells some values
+            fewest = self.job.steps if self.origin == "run" else 1  # a log has some values
             for name, values in (("losses", self.losses), ("step_seconds", self.step_seconds)):
                 number = sum(value is not None and math.isfinite(value) for value in values)
                 if number < fewest or len(values) > self.job.steps:
@@ -245,7 +248,7 @@ class Record:
 
     @staticmethod
     def read(path: Path) -> Record:
-        """Raises ValueError, which names the file, where it is not a whole record."""
+        """Return the record in a file. Raises ValueError, which names the file, if it is not a whole record."""
         try:
             return Record.from_dict(read_json(path))
         except (OSError, ValueError) as error:
@@ -253,16 +256,16 @@ class Record:
 
 
 def wrong_num_models(schedule: Mapping[str, Any], others: Sequence[Any]) -> str:
-    """Describe a schedule's wrong number of trained models, in one line; empty if it is right: a record's rate is
-    multiplied by that number."""
+    """Describe, in one line, a schedule's wrong number of trained models; empty if the number is right. It matters
+    because a record's samples per second are multiplied by it."""
     num_models = 1 + len(others)
     told = schedule.get("num_models", num_models)
     return "" if told == num_models else f"expected num_models {num_models}, one more than `others`, got {told}"
 
 
 def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
-    """Every record of a folder, oldest first, and a line about each file that is no record, or is a copy of another
-    one: it measured nothing again."""
+    """Return the records of a folder, oldest first, and a line about each file that is no record or is a copy of
+    another record, because a copy is no second measurement."""
     records, complaints = {}, []
     for path in folder.glob("log_*.json"):
         try:
@@ -270,7 +273,7 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
         except ValueError as error:
             complaints.append(str(error))
     ordered: dict[Path, Record] = {}
-    first: dict[Any, Path] = {}  # of what no two measurements share
+    first: dict[Any, Path] = {}  # the first file with each of marks()
     now = time.time()
     for path, record in sorted(records.items(), key=lambda item: (_age(item[1], now), item[0].name)):
         if _age(record, now) != record.started:
@@ -284,8 +287,8 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
 
 
 def marks(record: Record) -> list[Any]:
-    """Return what no two measurements share: a run's start, and the nanoseconds of its steps."""
-    if record.origin != "run":  # the start of a log is that of its name, in whole seconds
+    """Return values that no two measurements share: a run's start, and its steps' times to the nanosecond."""
+    if record.origin != "run":  # a log's start is known in whole seconds, from its file name
         return [(record.key, record.started, *record.losses, *record.step_seconds)]
     starts = [(record.key, record.started)] if record.started else []
     seconds = tuple(record.step_seconds)
@@ -293,7 +296,8 @@ def marks(record: Record) -> list[Any]:
 
 
 def records_of(folder: Path) -> list[Record]:
-    """The records of a folder, oldest first. Tells on standard error what is wrong with its other files."""
+    """Return the records of a folder, oldest first. Prints to standard error what is wrong with the folder's other
+    files."""
     found, complaints = read_all(folder)
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)
@@ -306,13 +310,13 @@ def added_folders(results: Path) -> list[Path]:
 
 
 def _age(record: Record, now: float) -> float:
-    """The time at which a record started; of one from the future, that of the oldest."""
+    """Return the time at which a record started; for a record from the future 0, so that it sorts as the oldest."""
     return record.started if record.started <= now + CLOCK_SECONDS else 0.0
 
 
 def new_stem(folder: Path, job: Job) -> Path:
-    """Reserve a name of the published pattern by creating its empty log; a taken second is skipped. ws is the option
-    window_size where the method has one, else 0."""
+    """Reserve a file name of the published pattern by creating an empty log. The name contains the time in seconds; if
+    it is taken, the next second is tried. Its ws is the option window_size, 0 if the method has none."""
     now = int(time.time())
     for second in range(now, now + 1000):
         # Not with_suffix(): the name itself has a dot.
@@ -324,14 +328,14 @@ def new_stem(folder: Path, job: Job) -> Path:
 
 
 def log_stem(job: Job, window: int, second: int) -> str:
-    """A log's name by the published pattern, without its ending."""
+    """Return a log's file name by the published pattern, without .txt."""
     load, day = job.workload, time.strftime("%Y-%m-%d", time.gmtime(second))
     sizes = f"l-{load.num_layers}_hs-{load.hidden_size}_bs-{load.batch_size}_ws-{window}"
     return f"log_{job.method}_{sizes}_{day}.{second}"
 
 
 def _plain(value: Any) -> Any:
-    """Numbers that JSON cannot hold, as text that float() reads back, and halves of characters as escapes."""
+    """Return the value with each number that JSON lacks as text, which float() reads, and each surrogate as escape."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

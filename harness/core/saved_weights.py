@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from harness.core.job import Workload
     from harness.core.method import TensorState
 
-FILE_BYTES = 2**30  # of tensors in a file, unless one alone is larger
+FILE_BYTES = 2**30  # most bytes of tensors in a file, unless one tensor alone is larger
 
 
 class SavedWeights:
-    """A folder being written. `workload`: of the model, by its config.json."""
+    """A folder of weights that is being written. `workload`: that of the model, which has a config.json."""
 
     def __init__(self, workload: Workload, folder: Path, file_bytes: int = FILE_BYTES) -> None:
         self.workload, self.folder, self.file_bytes = workload, folder, file_bytes
@@ -37,8 +37,8 @@ class SavedWeights:
         self.num_bytes = 0
 
     def passing(self, states: Iterable[TensorState]) -> Iterator[TensorState]:
-        """Write the tensors' weights, rounded to the workload's dtype, as they pass by. Raises ValueError in the end if
-        the model has others, and OSError."""
+        """Yield the tensors, and write the weight of each, rounded to the workload's dtype. Raises ValueError at the
+        end if a weight of the model did not come, and OSError if the folder cannot be written."""
         with whole_folder(self.folder) as self.path:
             for state in states:
                 self.missing.remove(state.name)
@@ -62,7 +62,7 @@ class SavedWeights:
         self.held = {}
 
     def _finish(self) -> None:
-        """Name the files, now that their number is known, and write what makes them a model."""
+        """Give the files their names, now that their number is known, and write their index and the configuration."""
         number = len(self.files)
         names = [ALONE] if number == 1 else [f"model-{n + 1:05}-of-{number:05}.safetensors" for n in range(number)]
         for index, name in enumerate(names):

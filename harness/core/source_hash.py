@@ -2,9 +2,9 @@
 
 The closure is read from the source: every import of a module of harness/ or methods/ or of one that lies beside the
 method's file, also within a function or by import_module(), but not under TYPE_CHECKING. A C++ or Python file that a
-module of the closure names, and that lies beside it, belongs to it. Of an installed package the version counts, of one
-that lies elsewhere on Python's path its code, and that of the packages which it imports. A run that executes more than
-that has no verdict.
+module of the closure names, and that lies beside it, belongs to the closure. An installed package counts by its
+version, a package elsewhere on Python's path by its code and that of the packages that it imports. A run that executes
+other code than this has no verdict.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that have 
 NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py)")
 LOADERS = {"import_module", "__import__"}
 CODE = {".py", ".so", ".cpp", ".h", ".cu"}
-# Limit for a package elsewhere: parsing takes 5 ms a file, and such a package may have hundreds.
+# Imports of a package that is not installed, by pattern: parsing takes 5 ms a file, and there may be hundreds.
 IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+(\w[^\n#;]*))", re.MULTILINE)
 FIRST = re.compile(r"(?:^|,)[ \t]*(\w+)")
 
@@ -75,8 +75,8 @@ class Listed(NamedTuple):
         return cls(path.resolve().parent, frozenset((*found, *packages)))
 
     def lacks(self, executed: Iterable[str]) -> list[str]:
-        """Which of the files whose code a run executed it is not of. Not counted are the standard library, installed
-        packages, the harness around the method, and compiled modules that do not lie beside it."""
+        """Return those of the executed files that the hash does not cover. Not counted are the standard library,
+        installed packages, the harness around the method, and compiled modules that do not lie beside the method."""
         around = {*(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")), ROOT / "harness"}
         told = set[str]()
         for file in {Path(each).resolve() for each in executed}:
@@ -102,7 +102,7 @@ def closure(path: Path) -> dict[Path, Contents]:
     return found
 
 
-@functools.cache  # a sweep asks for each run: parsing takes 0.1 s of it
+@functools.cache  # a sweep asks for each run, and parsing takes 0.1 s
 def _parsed(data: bytes) -> Contents:
     try:
         tree = ast.parse(data)
@@ -114,14 +114,15 @@ def _parsed(data: bytes) -> Contents:
 
 
 def _packages(found: Mapping[Path, Contents]) -> list[str]:
-    """Names of the packages outside this project that a closure imports, and those that are not installed import."""
+    """Return the packages outside this project that a closure imports, or that one of them imports which is not
+    installed."""
     modules = {name for contents in found.values() for name in contents.modules if not name.startswith(".")}
     names, waiting = set[str](), {name.partition(".")[0] for name in modules}
     while waiting := waiting - names - OWN - sys.stdlib_module_names:
         names |= waiting
         files = [file for name in waiting for file in _code(name) if file.suffix == ".py"]
         there = {name for file in files for name in _mentioned(file.read_text(errors="replace"))}
-        waiting = {name for name in there - names if _places(name)}  # a text in words names none, or by chance one
+        waiting = {name for name in there - names if _places(name)}  # prose may look like an import
     return sorted(names)
 
 
@@ -139,7 +140,7 @@ def _package(name: str) -> str:
     digest, places = hashlib.sha256(), _places(name)
     for file in _code(name):
         place = next(place for place in places if file.is_relative_to(place))
-        data = sampled_hash(file).encode() if file.suffix == ".so" else file.read_bytes()  # which may have GBs
+        data = sampled_hash(file).encode() if file.suffix == ".so" else file.read_bytes()  # a library may have GBs
         digest.update(f"{file.relative_to(place)} {len(data)} ".encode(errors="replace") + data)
     return digest.hexdigest() if places else "missing"
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from harness.core.job import Workload
 
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = ("F64", "F32", "BF16", "F16")  # of weights that are trained on
-HASHED_BLOCKS = 2**14  # of each file: one of up to 64 MiB is hashed whole
+DTYPES = ("F64", "F32", "BF16", "F16")  # dtypes of weights that a training can start from
+HASHED_BLOCKS = 2**14  # blocks that are hashed of each file: a file of up to 64 MiB is hashed whole
 OTHER_HEAD = "embed_out.weight"  # name of the head's matrix in the files of some families
 
 
@@ -44,9 +44,10 @@ def check(workload: Workload) -> None:
 
 
 def files_hash(folder: str) -> str:
-    """Tell one content of the folder's weights from another, by the files' names and sampled_hash() of each."""
+    """Return a hash that tells two contents of a folder of weights apart: of the files' names and their
+    sampled_hash()."""
     digest = hashlib.sha256()
-    with contextlib.suppress(ValueError):  # the run will say what cannot be read
+    with contextlib.suppress(ValueError):  # the weights cannot be read: the run will say why
         for name in sorted(set(_files(Path(folder)).values())):
             path = Path(folder) / name
             told = _hash(path, *_state(path)) if path.exists() else "missing"
@@ -55,7 +56,7 @@ def files_hash(folder: str) -> str:
 
 
 def paths(folder: str) -> list[Path]:
-    """Return the folder's files of weights, where links lead to. Raises ValueError if there are none."""
+    """Return the paths of the folder's files of weights, links followed. Raises ValueError if there are none."""
     return [(Path(folder) / name).resolve() for name in sorted({INDEX, *_files(Path(folder)).values()})]
 
 
@@ -76,14 +77,14 @@ def reading(folder: str, name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    """Return what changes with a file's content: its number, its size and the time of its last change."""
+    """Return a file's inode number, size and time of last change, which differ after a change of its content."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=256)
 def _hash(path: Path, *state: int) -> str:
-    """Return sampled_hash() of a file in this state: a job's identity is asked for many times."""
+    """Return sampled_hash() of a file in this _state(); cached, because a job's key is computed many times."""
     return sampled_hash(path, HASHED_BLOCKS)
 
 
