@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
-# For a dataclass's `__pydantic_config__`: an unknown field is an error.
-NO_OTHER_FIELDS = {"extra": "forbid"}
+# Values for a type's `__pydantic_config__`.
+NO_OTHER_FIELDS = {"extra": "forbid"}  # an unknown field is an error
 OTHER_FIELDS = {"extra": "allow"}  # unknown fields are allowed
-# pydantic's message, split into the part that names the expected value and the part on the input's type.
+# A message of pydantic's; `what` is the part that names the expected value.
 SHOULD = re.compile(
     r"\w+ should (?:be|have) (?P<what>.+?)(?:, unable to .*| or an instance of .*| after validation, .*)?"
 )
@@ -34,7 +34,7 @@ def checked(kind: type[T], data: Any) -> T:
 
 
 def _complaint(detail: Any) -> str:
-    """One of pydantic's errors as `field: expected X, got Y`."""
+    """Return one of pydantic's errors as text: `field: expected X, got Y`."""
     where = ".".join(map(str, detail["loc"]))
     kind, text = detail["type"], detail["msg"]
     if kind == "missing":

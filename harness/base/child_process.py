@@ -1,7 +1,6 @@
-"""A module of this project run in a process of its own, with JSON for its arguments: for code that imports torch, or
-compiles.
+"""Runs a module of this project in a process of its own, for code that imports torch or compiles.
 
-The child's main() reads the arguments with `json.load(sys.stdin)`; its answer is the last line that it prints.
+The module's main() reads its arguments with `json.load(sys.stdin)`; its answer is the last line that it prints.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from harness.base.checkout import ROOT
 
 # Huge pages for torch's large CPU tensors: the same run at 1.16 times the speed, 2-core EPYC, results/LOG.md.
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
-# By default CUDA counts a machine's GPUs from the fastest, NVML by their bus, and of both we take the first.
+# By default CUDA numbers GPUs from the fastest, NVML by their bus; with this order GPU 0 is the same one in both.
 GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
@@ -39,7 +38,7 @@ def when_closed(descriptor: int, then: Callable[[], Any]) -> None:
     """
 
     def wait() -> None:
-        with contextlib.suppress(ConnectionError):  # the peer left without reading all
+        with contextlib.suppress(ConnectionError):  # the other process ended without reading all that was sent
             while os.read(descriptor, 4096):
                 pass
         then()
@@ -52,13 +51,13 @@ def interrupt_here() -> None:
 
 
 def ask(module: str, arguments: Any) -> Any:
-    """Return the module's answer. Raises ValueError with the last line of its error output if it fails."""
+    """Run the module and return its answer. Raises ValueError with the last line of its error output if it fails."""
     code, output, errors = _run(module, arguments, subprocess.PIPE, subprocess.PIPE)
     if code:
         raise ValueError(f"{module} failed: {(errors.strip().splitlines() or ['no error output'])[-1]}")
     try:
         return json.loads(output.strip().splitlines()[-1])
-    except (IndexError, json.JSONDecodeError) as error:  # its method may have ended it, with code 0, too
+    except (IndexError, json.JSONDecodeError) as error:  # a method may have ended the process with code 0
         raise ValueError(f"{module} failed: no answer; look for sys.exit() and os._exit() in what it runs") from error
 
 
@@ -69,7 +68,7 @@ def run_logged(module: str, arguments: Any, log: Path) -> None:
 
 
 def _run(module: str, arguments: Any, output: int | IO[str], errors: int | IO[str]) -> tuple[int, str, str]:
-    """Run the module in a session of its own, so that no compiler outlives an interrupted call."""
+    """Run the module in a session of its own, which ends with this call: so no compiler outlives an interrupted one."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", module], stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True,
         env=GPU_ORDER | child_environment(), start_new_session=True,

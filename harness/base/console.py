@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-WIDTH = 200  # columns without a terminal; cells fold, nothing is cut off
+WIDTH = 200  # columns of a table if there is no terminal; longer cells fold, nothing is cut off
 # Characters that command a terminal: control characters but tab and line end, and marks that turn the direction of
 # writing. Also surrogates, which no stream takes: they stand for bytes of a file name that are not UTF-8.
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -36,7 +36,7 @@ class _Readable:
 @contextlib.contextmanager
 def readable_output() -> Iterator[None]:
     """Pass all output in this context through readable(), because logs, records and file names may hold anything."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # was closed: no file of results may take its number
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard stream was closed: no other file may be it
         pass
     os.close(handle)
     streams = sys.stdout, sys.stderr
@@ -53,8 +53,8 @@ def terminal() -> Any:
 
 
 def is_notebook() -> bool:
-    """True in a notebook's kernel and in what its cells start: `!./run.sh` has a terminal of its own there, but each
-    bar that it redraws stays in the cell's output."""
+    """True in a notebook's kernel and in processes that its cells start. There `!./run.sh` has a terminal, but every
+    state of a progress bar that is redrawn stays in the cell's output."""
     return "JPY_PARENT_PID" in os.environ
 
 
@@ -62,7 +62,7 @@ def print_table(
     columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None, *, numbers: Iterable[str] = (),
     widths: Mapping[str, int] | None = None, has_lines: bool = False,
 ) -> None:  # fmt: skip
-    """Print rows under their columns; the first column folds only if lines part the rows.
+    """Print rows under their columns. The first column folds only with `has_lines`, lines between the rows.
 
     `numbers`: columns aligned to the right. `widths`: largest number of characters of a column.
     """

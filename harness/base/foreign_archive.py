@@ -1,4 +1,4 @@
-"""Reads an archive that anybody may have made into memory: regular files alone, of limited number and size, each listed
+"""Reads into memory an archive from an untrusted source: regular files alone, of limited number and size, each listed
 in a manifest by its hash. Nothing is unpacked onto the disk."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _is_inside(name: str) -> bool:
 
 
 class _Limited:
-    """A stream that ends with ValueError when more comes out of it than an archive holds: headers count, too."""
+    """A stream that raises ValueError when more than MOST_UNPACKED bytes are read from it, headers included."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.left = stream, MOST_UNPACKED

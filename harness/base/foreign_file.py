@@ -1,4 +1,4 @@
-"""Reads files that anybody may have made: only regular files, of limited size, depth and numbers."""
+"""Reads files from untrusted sources: only regular files, of limited size, with limited nesting and numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 MOST_BYTES = 256 * 2**20
 MOST_DEPTH = 40
 MOST_PARTS = 100_000  # parts of a YAML file, an alias counted at each use
-MOST_DIGITS = 19  # of an integer: 64 bits
+MOST_DIGITS = 19  # most digits of an integer, which fit 64 bits
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # a surrogate, half of a character, as JSON escapes it
 
 
@@ -76,9 +76,8 @@ def writable(value: Any) -> Any:
 
 
 def read_yaml(path: Path, as_text: bool = False) -> Any:
-    """Read a YAML file. Raises OSError as read_text() does, and ValueError for invalid YAML and for one too large for a
-    person to have written: an alias may repeat a part many times. `as_text`: keep numbers, dates and truth values as
-    text."""
+    """Read a YAML file. Raises OSError as read_text() does, and ValueError for invalid YAML or too many parts, because
+    aliases may repeat a part many times. `as_text`: keep numbers, dates and truth values as text."""
     return copy.deepcopy(_parsed_yaml(read_text(path), as_text))
 
 
@@ -88,7 +87,7 @@ def _parsed_yaml(text: str, as_text: bool) -> Any:
 
     try:
         data = yaml.load(text, Loader=yaml.BaseLoader if as_text else yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # from dates, character numbers
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # dates, characters by number
         raise ValueError(" ".join(str(error).split())) from error
     if not _is_limited(data, MOST_PARTS):
         raise ValueError(f"expected YAML of at most {MOST_DEPTH} levels and {MOST_PARTS} parts")

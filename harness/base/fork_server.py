@@ -1,8 +1,8 @@
-"""Forks processes from one that has imported torch: the import takes seconds of a core, longer than many a run.
+"""Forks processes from a server process that has imported torch: the import takes seconds, longer than many runs.
 
-By default that process imports no code that trains: a fork reads the files of this project and of its method as they
-are when it starts. Each caller has one such process, which ends with the caller, even a killed one; forks do not end
-with it. Standard library only.
+By default the server imports no code that trains: a fork reads this project's files and the method's as they are when
+the fork starts. Each caller has one server. It ends with the caller, even if the caller is killed; its forks go on.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
-# torch.utils.checkpoint imports the second at its first call; a worker's record needs the others.
+# torch.utils.checkpoint imports torch._dynamo at its first call; a worker's record needs both modules of pydantic.
 IMPORTS = ("torch", "torch._dynamo", "pydantic.dataclasses", "pydantic.type_adapter")
-MASKED = (signal.SIGINT, signal.SIGTERM)  # blocked until a fork has the handlers of a new process
+MASKED = (signal.SIGINT, signal.SIGTERM)  # signals blocked until a fork has the handlers of a new process
 MESSAGE_BYTES, MOST_DESCRIPTORS = 2**20, 16
 LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
-START_SECONDS = 120.0  # torch's import takes 2 s on an idle core
+START_SECONDS = 120.0  # most seconds until a fork starts; torch's import takes 2 s on an idle core
 
 
 class Server(NamedTuple):
-    owner: int  # the process that started it; a fork has the connection, too
-    inherited: tuple[Sequence[str], dict[str, str], list[tuple[int, int]]]  # its imports, its environment, its limits
+    owner: int  # number of the process that started the server; its forks inherit the connection
+    inherited: tuple[Sequence[str], dict[str, str], list[tuple[int, int]]]  # the server's imports, environment, limits
     process: subprocess.Popen[bytes]
     connection: socket.socket
 
@@ -52,7 +52,7 @@ class Forked:
         self.returncode: int | None = None
 
     def started(self) -> Forked:
-        """Wait until it is forked. Raises OSError if it will not be."""
+        """Wait until the process is forked. Raises OSError if the server ends before."""
         if not self.pid:
             self._control.settimeout(START_SECONDS)
             try:
@@ -74,7 +74,7 @@ class Forked:
     def wait(self) -> int:
         if self.returncode is None:
             told = self.started()._control.recv(MESSAGE_BYTES)
-            self.returncode = int(told) if told else -signal.SIGKILL  # the process that forked it was killed
+            self.returncode = int(told) if told else -signal.SIGKILL  # the server, which sends the code, was killed
             self._control.close()
         return self.returncode
 
@@ -83,9 +83,9 @@ def start(
     module: str, output: int, errors: int, environment: dict[str, str], kept: Iterable[int] = (),
     imports: Sequence[str] = IMPORTS,
 ) -> Forked:  # fmt: skip
-    """Run the module's main() in a fork, in a session of its own, without waiting until it is forked. `output`,
-    `errors`: descriptors of its streams; `kept`: descriptors that keep their numbers. Raises OSError if nothing can be
-    started."""
+    """Run the module's main() in a new fork with a session of its own; return without waiting for the fork. `output`,
+    `errors`: descriptors of the fork's streams; `kept`: descriptors that keep their numbers in it. Raises OSError if
+    the server cannot be started."""
     reader, writer = os.pipe()
     here = os.open(".", os.O_PATH)
     control, theirs = _pair()
@@ -96,7 +96,7 @@ def start(
             given = [theirs.fileno(), here, stdin.fileno(), output, errors, *kept]
             try:
                 socket.send_fds(_connection(environment, imports), [json.dumps(order).encode()], given)
-            except ConnectionError:  # that process was killed a moment ago
+            except ConnectionError:  # the server was killed: start another
                 close()
                 socket.send_fds(_connection(environment, imports), [json.dumps(order).encode()], given)
     except BaseException:
@@ -109,7 +109,7 @@ def start(
 
 
 def close() -> None:
-    """End the process that forks others, before it forks what it has not yet."""
+    """End the server; what it has not forked yet will not start."""
     global _server
     if _server:
         _server.connection.close()
@@ -120,7 +120,7 @@ def close() -> None:
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import these modules without garbage collection, which takes a fifth of the time; what they make stays."""
+    """Import these modules without garbage collection, which would take a fifth of the time; their objects stay."""
     gc.disable()
     for name in names:
         importlib.import_module(name)
@@ -129,8 +129,8 @@ def import_all(names: Iterable[str]) -> None:
 
 
 def _connection(environment: dict[str, str], imports: Sequence[str]) -> socket.socket:
-    """Return the connection to a forking process with these imports, this environment and the limits of now. The
-    temporary folder is excepted: each worker has its own."""
+    """Return the connection to a server with these imports, this environment (but for TMPDIR, because each worker has
+    its own) and this process's present limits; start one if there is none."""
     global _server
     environment = {name: value for name, value in environment.items() if name != "TMPDIR"}
     inherited = imports, environment, [resource.getrlimit(kind) for kind in LIMITS]
@@ -154,15 +154,15 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Forks:
-    """What the forking process holds: its caller's connection, and of each fork who asked for it."""
+    """The server's state: the connection to its caller, and for each fork the connection that reports its end."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.waiting, self.connection = selectors.DefaultSelector(), connection
         self.waiting.register(connection, selectors.EVENT_READ)
-        self.running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: number, connection to who asked
+        self.running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process number, connection to the asker
 
     def serve(self) -> NoReturn:
-        """Fork as asked, and tell of each fork its number, then how it ended."""
+        """Fork as asked; send for each fork its process number and, at its end, its exit code."""
         while True:
             for key, _ in self.waiting.select():
                 self._take() if key.fileobj is self.connection else self._ended(key.fd)
@@ -177,7 +177,7 @@ class Forks:
             if not (pid := os.fork()):
                 self._forget()
                 _work(json.loads(message), asked, *given)
-        except OSError:  # no more processes: who asked reads that the connection ends
+        except OSError:  # the system allows no more processes: closing the connection tells the asker
             asked.close()
         else:
             end = os.pidfd_open(pid)
@@ -191,11 +191,11 @@ class Forks:
         os.close(end)
         pid, asked = self.running.pop(end)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with contextlib.suppress(OSError), asked:  # who asked may be gone
+        with contextlib.suppress(OSError), asked:  # the asker may be gone
             asked.send(str(code).encode())
 
     def _forget(self) -> None:
-        """Close, in a fork, what is not its own."""
+        """Close, in a fork, the descriptors that belong to the server."""
         self.waiting.close()
         self.connection.close()
         for end, (_, asked) in self.running.items():
@@ -207,7 +207,7 @@ def _work(order: dict[str, Any], asked: socket.socket, here: int, *given: int) -
     """Run the module's main() as a new process would."""
     os.setsid()
     with contextlib.suppress(OSError), asked:
-        asked.send(str(os.getpid()).encode())  # from now on its group can be told to end
+        asked.send(str(os.getpid()).encode())  # from now on the caller can signal this process's group
     os.fchdir(here)
     os.close(here)
     beyond = max(*order["numbers"], *given) + 1
@@ -218,7 +218,7 @@ def _work(order: dict[str, Any], asked: socket.socket, here: int, *given: int) -
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.sched_setaffinity(0, order["cores"])
-    os.environ |= order["environment"]  # contains every variable of the server's
+    os.environ |= order["environment"]  # the order's environment has every variable of the server's
     tempfile.tempdir = None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -239,7 +239,7 @@ def _work(order: dict[str, Any], asked: socket.socket, here: int, *given: int) -
 
 def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, MASKED)
-    with contextlib.suppress(Exception):  # forks will raise it
+    with contextlib.suppress(Exception):  # if an import fails, it fails in the forks again
         import_all(sys.argv[2:])
     Forks(socket.socket(fileno=int(sys.argv[1]))).serve()
 

@@ -1,5 +1,5 @@
-"""Imports the file of a method or a case, and calls the functions of its class, whatever they do: a mistake in one is a
-line, and never the end of a call."""
+"""Imports the file of a method or a case, and guards calls of its functions: a mistake in such a file becomes one line
+of text, and never ends this process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def imported(name: str, file: Path) -> Any:
 def guard(
     cls: type, passed: tuple[type[Exception], ...], returned: Mapping[str, type] | None = None, but: Sequence[str] = ()
 ) -> None:
-    """Put a Called in the place of each public function of a class, but for those of some names; `returned`: the types
-    of what functions return, by name."""
+    """Replace each public function of a class by a Called, except those named in `but`. `returned`: by name, the types
+    that functions must return."""
     file = Path(sys.modules[cls.__module__].__file__ or "")
     for name, own in list(vars(cls).items()):
         if not name.startswith("_") and name not in but and (callable(own) or hasattr(own, "__get__")):
@@ -39,8 +39,8 @@ def guard(
 
 
 class Called:
-    """A descriptor in place of a class's function or property: errors are reported as in told(), and the result is
-    checked against the type `returned`, if given."""
+    """A descriptor in place of a class's function or property: told() turns its errors into one line, and the result
+    must have the type `returned`, if given."""
 
     def __init__(
         self, function: Any, name: str, file: Path, passed: tuple[type[Exception], ...], returned: type | None
@@ -99,8 +99,8 @@ def line_in(folder: Path | None, error: BaseException) -> str:
 
 @contextlib.contextmanager
 def staying() -> Iterator[None]:
-    """Make os._exit() (posix._exit()) raise SystemExit within this context: it would end this process at once, without
-    a message and with any exit code. A signal still ends the process; the caller's shell reports that."""
+    """Make os._exit() (posix._exit()) raise SystemExit within this context, because it would end this process at once
+    and without a message. A signal still ends the process; the caller's shell reports that."""
     end, here = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:

@@ -61,5 +61,5 @@ def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: s
 
 @functools.lru_cache
 def _parsed(file: Path, written: int) -> dict[str, Any]:
-    """Parse the file as it was at this time of change; the cache saves more time than a plan takes."""
+    """Parse the file; `written`, its time of change, is part of the cache's key. Parsing takes longer than a plan."""
     return checked(dict[str, Any], read_yaml(file) or {})

@@ -1,7 +1,7 @@
-"""Starts this machine's ranks, watches them, and ends them, round after round; standard library only, until ranks meet.
+"""Starts this machine's ranks, watches them, and ends them, round after round. It imports torch only for their store.
 
-An agent forks ranks from its own process, which has imported torch, so they start at once. It has one thread whenever
-it forks, so that forking is safe. Ranks die with their agent, by the system.
+An agent forks ranks from its own process, which has imported torch, so they start at once. The agent has only one
+thread whenever it forks, so that forking is safe. The system kills ranks whose agent ends.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-GRACE_SECONDS = 1.5  # seconds in which the ends of other ranks tell which one was the first
-INTERRUPT_SECONDS = 15.0  # seconds in which interrupted ranks end by themselves
+GRACE_SECONDS = 1.5  # wait after a rank's failure: ends of other ranks may show that another one failed first
+INTERRUPT_SECONDS = 15.0  # wait for interrupted ranks to end by themselves, before they are killed
 Work = Callable[[int], int]  # what a rank does: takes the descriptor of its pipe to the agent, returns its exit code
 
 
@@ -32,14 +32,14 @@ class Rendezvous(NamedTuple):
     """Where a round's ranks meet: at the store of the first node's agent."""
 
     address: str = LOOPBACK
-    port: int = 0  # 0: of the system's choice
-    node: int = 0  # this agent's number
+    port: int = 0  # 0: the system chooses one
+    node: int = 0  # number of this agent's node
     is_one_machine: bool = True
     run_id: str = "alone"
 
     def variables(self, rank: int, local_rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
-        """Return torchrun's variables for a rank. Ranks of one machine talk by its loopback device alone, unless the
-        caller's variables name another one."""
+        """Return torchrun's variables for a rank. Ranks on one machine use the loopback network device alone, unless
+        the caller's environment names another device."""
         found = {
             "RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size,
             "GROUP_RANK": self.node, "MASTER_ADDR": self.address, "MASTER_PORT": self.port,
@@ -65,14 +65,14 @@ class Rank:
 
 
 class RankAgent:
-    """The ranks of one round at a time. Subclasses say what is done with what ranks tell, with their ends, and with
-    signals, which end neither an agent nor its ranks. `private`: descriptors that ranks must not hold."""
+    """The ranks of one round at a time. Subclasses handle the ranks' messages, their exit codes, and signals; a signal
+    itself ends neither the agent nor its ranks. `private`: descriptors that ranks must not hold."""
 
     def __init__(self, private: Iterable[int] = ()) -> None:
         self.private = list(private)
         self.ranks: dict[int, Rank] = {}
-        self.listener: socket.socket | None = None  # where the ranks of a round will meet
-        self.store: Any = None  # in which they find one another, with a thread of its own
+        self.listener: socket.socket | None = None  # socket at which the next round's ranks will meet
+        self.store: Any = None  # torch's store, through which ranks find one another; it has a thread
         self.waiting = selectors.DefaultSelector()
         noticed, noticing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.private += [noticed, noticing]
@@ -85,17 +85,17 @@ class RankAgent:
         """Take what a rank wrote into its pipe: whole lines, if it writes whole lines of at most 4096 bytes."""
 
     def exited(self, rank: int, code: int) -> None:
-        """Take the exit code of a rank; -9 also of those that this agent killed."""
+        """Take the exit code of a rank; it is -9 for ranks that this agent killed, too."""
 
     def signalled(self, kinds: bytes) -> None:
         """Take the numbers of the signals that came."""
 
     def watch(self, descriptor: int, then: Callable[[], Any]) -> None:
-        """Call `then` whenever there is something to read."""
+        """Call `then` whenever the descriptor has something to read."""
         self.waiting.register(descriptor, selectors.EVENT_READ, then)
 
     def turn(self, seconds: float) -> None:
-        """Wait for so long at most, and handle what came."""
+        """Wait at most this many seconds for an event, and handle those that came."""
         for key, _ in self.waiting.select(seconds):
             if key.fileobj in self.waiting.get_map():  # an earlier one may have closed it
                 key.data()
@@ -103,9 +103,9 @@ class RankAgent:
     # ---- A round
 
     def listen(self, address: str = LOOPBACK, port: int = 0) -> tuple[str, int]:
-        """Open the place where the ranks of the next round meet, on a port of the system's choice by default: at this
-        address alone, or at the machine's own name if the address is Slurm's name of a node. Return both. Raises
-        OSError if this machine cannot listen there."""
+        """Open the socket at which the next round's ranks meet; return its address and port. It listens at this address
+        alone or, if that is only Slurm's name of a node, at the machine's own name; port 0 lets the system choose.
+        Raises OSError if this machine cannot listen there."""
         try:
             family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         except socket.gaierror:
@@ -115,7 +115,8 @@ class RankAgent:
         return address, self.listener.getsockname()[1]
 
     def fork(self, works: Mapping[int, Work]) -> None:
-        """Start ranks by their numbers; then serve their store, if this machine listens: nobody unpickles its bytes."""
+        """Start a rank for each number, with its work. Then serve the ranks' store if listen() was called here; nothing
+        unpickles the store's bytes."""
         for number, work in works.items():
             told, tells = os.pipe()
             pid = _fork(f"rank {number}", partial(self._work, work, tells, [told]))
@@ -150,7 +151,7 @@ class RankAgent:
             rank.told = -1
 
     def _ended(self, rank: Rank) -> None:
-        rank.signal(signal.SIGKILL)  # kills what it started; its number is not free before it is waited for
+        rank.signal(signal.SIGKILL)  # kills the rank's children; the number is not reused before waitpid()
         code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
         while rank.told >= 0:
             self._relay(rank)
@@ -186,8 +187,8 @@ class RankAgent:
 
 
 class OneRound(RankAgent):
-    """Ranks that stay: one round, until all have ended, or soon after one has failed. SIGINT and SIGTERM interrupt it.
-    `hear` takes what ranks tell."""
+    """Runs a single round of ranks, until all have ended, or until soon after one has failed. SIGINT and SIGTERM
+    interrupt the round. `hear` takes the ranks' messages."""
 
     def __init__(self, hear: Callable[[int, bytes], Any], private: Iterable[int] = ()) -> None:
         super().__init__(private)
@@ -199,7 +200,8 @@ class OneRound(RankAgent):
     def meet(
         self, work: Callable[[dict[str, str], int], int], num_local: int, world_size: int, there: Rendezvous
     ) -> dict[int, int]:
-        """Run this node's ranks as run() does, each by `work` with its variables; those of all nodes meet there."""
+        """Run this node's ranks as run() does. `work` gets a rank's variables and its pipe's descriptor; `there`: where
+        the ranks of all nodes meet."""
         if there.node == 0:
             address, port = self.listen(there.address, there.port)
             there = there._replace(address=address, port=port)
@@ -209,9 +211,9 @@ class OneRound(RankAgent):
         })  # fmt: skip
 
     def run(self, works: Mapping[int, Work]) -> dict[int, int]:
-        """Run ranks to their ends. Return the exit codes of those that failed before they were killed or
-        interrupted here, in the order seen."""
-        self.turn(0)  # a signal may have come before
+        """Run ranks to their ends. Return the exit codes of the ranks that failed by themselves, before this agent
+        killed or interrupted them, in the order seen."""
+        self.turn(0)  # handle a signal that came before
         if not self.is_interrupted:
             self.fork(works)
         while self.ranks and (left := self.limit - time.monotonic()) > 0:
@@ -245,7 +247,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def ignore(number: int, frame: Any) -> None:
-    """A no-op handler: child programs inherit SIG_IGN but not this."""
+    """A signal handler that does nothing; unlike SIG_IGN, programs that this process starts do not inherit it."""
 
 
 def _fork(name: str, work: Callable[[], NoReturn]) -> int:

@@ -40,8 +40,8 @@ class Registry:
 
 
 class FileRegistry(Registry, Generic[Name]):
-    """A registry whose entries are Python files in folders. `name_of` maps a file's name to its entry's, or to None if
-    the file is no entry."""
+    """A registry whose entries are Python files in folders. `name_of` maps a file's name to the entry's name, or to
+    None if the file is no entry."""
 
     def __init__(self, kind: str, package: ModuleType, name_of: Callable[[str], Name | None]) -> None:
         super().__init__(kind, Path(package.__path__[0]))
@@ -54,8 +54,8 @@ class FileRegistry(Registry, Generic[Name]):
         return _files(self, (*self.places, *folders))
 
     def module(self, file: Path) -> Any:
-        """Import an entry's file as a module of the package, which then also finds files beside it. Raises ValueError,
-        one line, if it does not load."""
+        """Import an entry's file as a module of the package; other files in its folder can then be imported, too.
+        Raises ValueError, one line, if the file does not load."""
         if str(file.parent) not in self.package.__path__:
             self.package.__path__.append(str(file.parent))
         name = f"{self.package.__name__}.{file.stem}"
@@ -64,8 +64,8 @@ class FileRegistry(Registry, Generic[Name]):
         return imported(name, file)
 
     def class_in(self, file: Path, base: type) -> Any:
-        """The class of this base that the file defines; None where there is none, more than one, or functions of the
-        base are missing. Raises ValueError, one line, where the file does not load."""
+        """Return the subclass of `base` that the file defines; None if there is not exactly one, or if it lacks
+        functions that `base` requires. Raises ValueError, one line, if the file does not load."""
         module = self.module(file)
         own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
         found = [item for item in own if issubclass(item, base)]
@@ -81,6 +81,6 @@ def _files(registry: FileRegistry[Any], folders: tuple[Path, ...]) -> dict[Any, 
             raise ValueError(f"expected a folder of {kind}s, got {folder}; try --{kind}s FOLDER")
         for path in sorted(folder.resolve().glob("[!_]*.py")):
             name = registry.name_of(path.stem)
-            if name is not None and found.setdefault(name, path) != path:  # one would pass for the other
+            if name is not None and found.setdefault(name, path) != path:  # two entries of one name
                 raise ValueError(f"expected one file of {kind} {name}, got {found[name]} and {path}; try another name")
     return found

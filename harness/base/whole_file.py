@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-UNFINISHED = ".unfinished"  # end of a temporary file's name
+UNFINISHED = ".unfinished"  # ending of a temporary file's name
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
@@ -24,7 +24,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with open(temporary, "xb") as file:
-            with contextlib.suppress(OSError):  # a file system without locks: nothing is removed from it either
+            with contextlib.suppress(OSError):  # no locks on this file system: _remove_left() removes nothing either
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
             file.flush()
@@ -40,13 +40,13 @@ def write_whole(path: Path, data: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Make a new folder at once: yield a temporary one beside it, to write to, which gets the folder's name in the end.
-    Raises ValueError if there is something that the folder would replace."""
+    """Make a new folder whole or not at all: yield a temporary folder beside it, which gets the new folder's name at
+    the end. Raises ValueError if the name is taken, by anything but an empty folder."""
     check_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{glob.escape(folder.name)}.*{UNFINISHED}"):
         with contextlib.suppress(OSError), _locked(left):
-            if any(left.iterdir()):  # an empty one's writer may not have locked it yet
+            if any(left.iterdir()):  # the writer of an empty folder may not have locked it yet
                 shutil.rmtree(left)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
     temporary.mkdir()
@@ -58,7 +58,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
                     os.fsync(file.fileno())
             temporary.rename(folder)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # it has its name, unless something failed
+            shutil.rmtree(temporary, ignore_errors=True)  # gone already, unless something failed
 
 
 @contextlib.contextmanager
@@ -83,8 +83,8 @@ def _remove_left(folder: Path) -> None:
 
 
 def own_folder(folder: Path) -> Path:
-    """Make a folder that the harness names itself, if it is missing. Raises ValueError if the name is a link, because
-    the files would lie elsewhere."""
+    """Make a folder whose name the harness chooses, if it is missing. Raises ValueError if the name is a link, which
+    would lead the files elsewhere."""
     if folder.is_symlink():
         raise ValueError(f"{folder}: expected a folder, got a symbolic link; remove it")
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,13 +92,13 @@ def own_folder(folder: Path) -> Path:
 
 
 def check_new(folder: Path) -> None:
-    """Raise ValueError if there is something that a new folder of this name would replace."""
+    """Raise ValueError if the folder's name is taken, by anything but an empty folder."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"{folder}: expected the name of a new folder, got one that is there; name another")
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise ValueError if a device file, a link or a folder has this name: nobody means to replace these."""
+    """Raise ValueError if this is the name of a device file, a link or a folder, which nobody means to replace."""
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
