@@ -1,10 +1,10 @@
 """Enforces the budgets of a run.
 
-The host's budget is the anonymous and shared memory of the worker, imports included. In the worker RLIMIT_DATA turns an
-excess of private memory into an exception; what training holds of both at its end is compared with the budget. Around
-the worker a memory group of the kernel, if one may be made, is the hard wall: it also counts shared memory and the
-worker's children. A device that accounts for the host itself counts the same bytes differently: there the limit is a
-generous backstop.
+The host's budget covers the worker's anonymous and shared memory, imports included. In the worker RLIMIT_DATA turns an
+excess of private memory into an exception; at the end of training both kinds of memory are compared with the budget. A
+memory group of the kernel around the worker, if one may be made, is the hard limit: it also counts shared memory and
+the worker's children. The device sim accounts for host tensors itself, so there RLIMIT_DATA is only a generous
+backstop.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MIB = 2**20
 BASELINES = ROOT / ".venv" / "baselines.json"  # baseline_bytes() by device, machine and packages
 PROCESSES = Path("/proc")
 LEAST_ROOM_BYTES = 64 * MIB
-AGENT_BYTES = 256 * MIB  # the agent of several ranks, which is inside the wall and trains nothing
-# Distance between wall and budget: page tables, kernel stacks and code pages are charged to the group, too.
+AGENT_BYTES = 256 * MIB  # memory of the agent of several ranks, which is in the memory group and trains nothing
+# What the memory group may take beyond the budget: page tables, kernel stacks and code pages are charged to it, too.
 WALL_BYTES, WALL_SHARE = 32 * MIB, 1 / 256
 
 
 def check(budget: Budget, device: str, world_size: int = 1) -> None:
-    """Raise ValueError, one line, if a budget exceeds the machine or does not hold the imports."""
+    """Raise ValueError, one line, if a budget exceeds the machine's memory or is too small for the worker's imports."""
     there = machine.room(Budget(), device)
     if device == "cuda":
         there = dataclasses.replace(there, device_bytes=machine.gpu()["gpu_bytes"])
@@ -57,7 +57,7 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
 
 
 def check_device(budget_bytes: int | None) -> None:
-    """Raise ValueError if a GPU's budget leaves next to nothing beside the context."""
+    """Raise ValueError if a GPU's budget leaves next to nothing beside the driver's context."""
     least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, machine.context_bytes())
     if budget_bytes is not None and budget_bytes < least:
         raise ValueError(
@@ -68,22 +68,22 @@ def check_device(budget_bytes: int | None) -> None:
 
 @functools.cache
 def baseline_bytes(device: str) -> int:
-    """Return the anonymous memory of a process with a worker's imports and no training, measured once for these
-    packages on this machine, because a GPU's context takes seconds; 0 if the system does not tell."""
+    """Return the anonymous memory of a process with a worker's imports and no training; 0 if the system does not tell.
+    It is measured once for this machine and its packages, because making a GPU's context takes seconds."""
     about, kept = json.dumps([device, machine.checked()]), dict[str, int]()
     with contextlib.suppress(OSError, ValueError, TypeError):
         kept = {str(name): int(size) for name, size in dict(json.loads(BASELINES.read_text())).items()}
     if about not in kept:
-        with contextlib.suppress(ValueError):  # without torch the run's record tells so
+        with contextlib.suppress(ValueError):  # torch is missing: the run's record will say so
             kept[about] = ask("harness.devices.budgets", device)
-            with contextlib.suppress(OSError):  # another user's set-up
+            with contextlib.suppress(OSError):  # another user installed .venv: measure again next time
                 BASELINES.parent.mkdir(exist_ok=True)
                 write_whole(BASELINES, json.dumps(kept, indent=1))
     return kept.get(about, 0)
 
 
 def enforce(job: Job) -> dict[str, str]:
-    """Enforce the budgets in the worker, with every run's imports loaded; return what enforces each budget."""
+    """Enforce the budgets in the worker, after the imports that every run needs; return what enforces each budget."""
     import torch  # noqa: F401
 
     found: dict[str, str] = {}
@@ -99,8 +99,8 @@ def enforce(job: Job) -> dict[str, str]:
 
 
 def lift(job: Job) -> dict[str, int]:
-    """End the limits after training. Return bytes at that moment: of the host, its budget if RLIMIT_DATA enforced it,
-    and of the device."""
+    """End the limits after training. Return bytes at that moment: those of the host and, if RLIMIT_DATA enforced its
+    budget, the budget; and those of the device."""
     limit, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     if job.device == "sim" and sim.started:
@@ -109,7 +109,7 @@ def lift(job: Job) -> dict[str, int]:
     if "VmData" in sizes and "RssAnon" in sizes and job.device != "sim":  # gVisor's kernel tells VmData alone
         found["host_bytes"] = sizes["RssAnon"]
         if limit != most and job.budget.host_bytes:
-            # As RLIMIT_DATA counts: mapped memory is in use, touched or not.
+            # Count as RLIMIT_DATA does: mapped memory is in use, touched or not.
             found["host_bytes"] = job.budget.host_bytes - (limit - sizes["VmData"])
             found["host_limit_bytes"] = job.budget.host_bytes
     torch: Any = sys.modules.get("torch")
@@ -121,10 +121,10 @@ def lift(job: Job) -> dict[str, int]:
 
 
 def check_taken(job: Job, before: dict[str, int]) -> None:
-    """Raise MemoryError if this process's training has taken more than its budget. RLIMIT_DATA does not count shared
-    memory, such as CUDA's page-locked memory is; a memory group, where one may be made, does.
+    """Raise MemoryError if training in this process has taken more than the budget. RLIMIT_DATA does not count shared
+    memory, to which CUDA's page-locked memory belongs; a memory group, where one may be made, does.
 
-    `before`: process_bytes() with the imports loaded, because files on a tmpfs are shared memory, too.
+    `before`: process_bytes() after the imports; the system counts their files on a tmpfs as shared memory, too.
     """
     sizes, limit = process_bytes(), wall_bytes(job)
     shared = max(0, sizes.get("RssShmem", 0) - before.get("RssShmem", 0))
@@ -144,8 +144,8 @@ def wall_bytes(job: Job) -> int | None:
 
 
 def _limit_data(job: Job) -> str:
-    """Limit mappings to the budget less the resident bytes, beyond today's mappings: untouched mappings cost
-    nothing."""
+    """Allow this process to map, beyond its present mappings, the budget less its resident bytes: mappings that were
+    never touched take no memory."""
     sizes, budget = process_bytes(), job.budget.host_bytes or 0
     try:
         limit = sizes["VmData"] + max(0, budget - sizes["RssAnon"])
@@ -166,9 +166,9 @@ def _limit_data(job: Job) -> str:
 
 
 def _cap_device(budget_bytes: int | None) -> dict[str, str]:
-    """Cap the caching allocator at the budget less the context that its plan counted.
+    """Cap torch's caching allocator at the budget less the context's size in the plan.
 
-    The record gets the context measured here, and the allocator's settings, which change what fits.
+    The record gets the context's measured size, and the allocator's settings, which change what fits.
     """
     import torch
 
@@ -204,7 +204,7 @@ def context_since(free_bytes: int | None) -> int | None:
 
 
 def device_peaks(device: str) -> dict[str, int]:
-    """Return the peaks of a device's memory in this process, by a record's names."""
+    """Return the peaks of a device's memory in this process, by their names in a record."""
     if device == "sim":
         return sim.peaks()
     torch = sys.modules.get("torch")
@@ -217,16 +217,16 @@ def device_peaks(device: str) -> dict[str, int]:
 
 
 def limit_of_the_call() -> str:
-    """Name the limit that the caller sets on the memory of all its processes; "" if there is none. If memory then runs
-    out, that is the result of this call alone."""
+    """Name the limit that the caller's shell sets on the memory of its processes; "" if there is none. Out of memory
+    under such a limit is a result of this call alone."""
     limits = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
     found = (word for word, kind in limits.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY)
     return ", ".join(found)
 
 
 def process_bytes(pid: int | None = None) -> dict[str, int]:
-    """Return the bytes of a process, by default this one, by the kernel's names (RssAnon, VmData), those that the
-    kernel tells."""
+    """Return the bytes of a process, by default this one, by the kernel's names, such as RssAnon and VmData; a kernel
+    may tell only some."""
     with contextlib.suppress(OSError):
         lines = (PROCESSES / str(pid or os.getpid()) / "status").read_text().splitlines()
         return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmData"))}
@@ -234,8 +234,8 @@ def process_bytes(pid: int | None = None) -> dict[str, int]:
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): baseline_bytes() of a device. The first optimizer imports half as much as
-    torch."""
+    """Entry point for child_process.ask(): reads a device and prints its baseline_bytes(). It makes an optimizer,
+    because the first one imports half as much as torch."""
     import torch
 
     torch.optim.AdamW([torch.zeros(1, device=json.load(sys.stdin))], fused=True)

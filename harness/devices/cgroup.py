@@ -1,7 +1,7 @@
 """The kernel's memory groups (cgroups, v1 and v2): the limit in force, the count of kills, a group for a worker.
 
-Groups form a tree; the limits of all groups above a process hold for it. In a container the tree may begin at the
-container's own group, and is often read-only.
+Groups form a tree; a process is under the limits of its group and of all groups above that. In a container the visible
+tree may begin at the container's own group, and is often read-only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class Group:
-    """A memory group: its folder, the topmost visible folder of the tree, and the version of the interface."""
+    """A memory group: its folder, the topmost visible folder of the tree, and the version of cgroups, 1 or 2."""
 
     folder: Path
     top: Path
@@ -36,7 +36,7 @@ class Group:
     def limit_bytes(self) -> int | None:
         """Return the least limit that holds for the group; None if there is none."""
         limits = [_read(folder / LIMIT[self.version]).strip() for folder in self.lineage()]
-        return min((int(limit) for limit in limits if limit.isdigit()), default=None)  # or "max"
+        return min((int(limit) for limit in limits if limit.isdigit()), default=None)  # no limit: "max"
 
     def oom_kills(self) -> int:
         return oom_kills(self.folder / KILLS[self.version])
@@ -65,10 +65,10 @@ class Group:
 
 
 def current(process: Path = Path("/proc/self")) -> Group | None:
-    """Return the memory group of a process, by its entries `cgroup` and `mountinfo` in /proc; None without cgroups."""
+    """Return a process's memory group, by the files `cgroup` and `mountinfo` in its /proc folder; None without any."""
     groups = [line.split(":", 2) for line in _read(process / "cgroup").splitlines()]
     mounts = [line.split() for line in _read(process / "mountinfo").splitlines()]
-    # A machine may have both versions: then memory belongs to v1, whose entry names it.
+    # A machine may have both versions: then v1 controls memory, and its entry says so.
     own = [(1, path) for _, controllers, path in groups if "memory" in controllers.split(",")]
     own = own or [(2, path) for number, _, path in groups if number == "0"]
     for version, path in own:
@@ -83,13 +83,13 @@ def current(process: Path = Path("/proc/self")) -> Group | None:
 
 
 def make(limit_bytes: int) -> Group | None:
-    """Make a new group with a limit, swap included; None if that is not allowed. Removes groups of dead processes."""
+    """Make a new group whose limit includes swap; None if that is not allowed. Removes groups of dead processes."""
     here = current()
     if here is None:
         return None
     for parent in here.lineage():
         if here.version == 2 and "memory" not in _read(parent / "cgroup.subtree_control").split():
-            continue  # v2: a group with processes in it cannot have children with limits
+            continue  # v2: children of this group cannot have limits
         _remove_groups_of_the_dead(parent)
         group = Group(parent / f"harness-{os.getpid()}-{next(_serial)}", here.top, here.version)
         try:
@@ -122,5 +122,5 @@ def _read(file: Path) -> str:
 def _remove_groups_of_the_dead(parent: Path) -> None:
     for folder in parent.glob("harness-*"):
         if not Path(f"/proc/{folder.name.split('-')[1]}").exists():
-            with contextlib.suppress(OSError):  # its worker is still ending: the next run removes the group
+            with contextlib.suppress(OSError):  # the group's worker is still ending: the next run removes it
                 folder.rmdir()

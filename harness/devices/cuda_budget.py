@@ -9,13 +9,13 @@ workspaces, segments rounded up, and fragments.
 
 from __future__ import annotations
 
-# Upper estimate without a calibration, not measured: kernels and libraries are loaded at their first use.
+# Upper estimate of the context, not measured; for machines without a calibration.
 CONTEXT_BYTES = 768 * 2**20
-# Not measured: the constant covers workspaces, one part in RESERVE_PARTS covers rounding and fragments.
+# The reserve, not measured: RESERVE_BYTES for workspaces, and one part in RESERVE_PARTS for rounding and fragments.
 RESERVE_BYTES, RESERVE_PARTS = 256 * 2**20, 32
 LEAST_TENSOR_BYTES = 256 * 2**20
-# Of a process that leads those of several devices, on the first one, not measured: its context, a workspace of cuBLAS
-# and the batches' tokens.
+# Bytes on the first GPU of a process that leads the processes of several GPUs, not measured: the context, a workspace
+# of cuBLAS and the batches' tokens.
 LEADING_BYTES = CONTEXT_BYTES + 64 * 2**20
 
 
@@ -25,7 +25,7 @@ def allocator_bytes(budget_bytes: int, context_bytes: int = CONTEXT_BYTES) -> in
 
 
 def tensor_bytes(budget_bytes: int, context_bytes: int = CONTEXT_BYTES) -> int:
-    """Return the bytes that a plan may fill; at least one byte, as in every budget."""
+    """Return the bytes that a plan may fill; at least 1, because a budget must be positive."""
     room = allocator_bytes(budget_bytes, context_bytes) - RESERVE_BYTES
     return max(1, room * (RESERVE_PARTS - 1) // RESERVE_PARTS)
 

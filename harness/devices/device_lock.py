@@ -1,10 +1,10 @@
 """Device locks: a timed run holds its devices alone, untimed runs share them among themselves.
 
-A job of several GPUs holds each of them. Each device has three files, in /tmp, whatever TMPDIR is: all callers share
-the device. The lock is taken alone or shared, and the worker inherits it: a device is free when its worker is gone,
-even if the parent went first. The queue is held by the process that waits for the lock, so that no stream of untimed
-runs keeps a timed one out. The list names the holders, for people, and counts arrivals: the seconds of an untimed run
-count if no other run arrived meanwhile.
+A job of several GPUs holds each of them. Each device has three files. They lie in /tmp whatever TMPDIR is, because all
+callers share the device. `.lock`: a run holds it alone or shared, and the worker inherits it, so a device is free when
+its worker is gone, even if the parent went first. `.queue`: the process that waits for the lock holds it, so that no
+stream of untimed runs keeps a timed one out. `.holders`: names the holders, for people, and counts runs that arrive;
+the seconds of an untimed run count if no other run arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from harness.core.record import LATEST
 from harness.devices import machine
 
 Report = Callable[[dict[str, Any]], None]
-MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # holders in a list; characters of a job's name
+MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # most holders in a list, most characters of a job's name there
 
 
 @dataclass
 class HeldDevice:
-    """A run's turn on one device: `descriptor` is the lock's; `number` counts the turns on this device."""
+    """A run's turn on one device. `descriptor`: that of the device's lock; `number`: counts the device's turns."""
 
     path: Path
     descriptor: int
@@ -53,7 +53,7 @@ class Turn:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Those of the locks, for a worker to inherit."""
+        """The descriptors of the locks, which the worker inherits."""
         return tuple(each.descriptor for each in self.held)
 
     def is_shared(self) -> bool:
@@ -71,9 +71,9 @@ def folder() -> Path:
 def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: float = 0.0) -> Iterator[Turn]:
     """Hold the job's devices, alone if the job is timed; a waiting call reports which processes hold one.
 
-    An untimed run, too, holds a GPU alone, because the GPU's memory is not divided between processes. It also holds a
-    device alone if the list of holders belongs to another user, because nobody could tell who else was there. All calls
-    take their devices in one order, so that no two wait for each other.
+    An untimed run holds a GPU alone, too, because processes cannot divide the GPU's memory. It also holds a device
+    alone if another user owns the list of holders, because it could not enter itself there. All calls take their
+    devices in the same order, so that no two calls wait for each other.
     """
     with contextlib.ExitStack() as stack:
         yield Turn([
@@ -97,10 +97,10 @@ def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds
                     fcntl.flock(handle, fcntl.LOCK_EX)
             with _changed(path) as listed:
                 found.number = listed["entered"] = listed["entered"] + 1
-                before = listed["holders"] if found.began_shared else []  # otherwise the list is of runs that died
+                before = listed["holders"] if found.began_shared else []  # a run alone: the others listed have died
                 listed["holders"] = [*before, _sign(found.number, told, foreseen_seconds)]
             if shares:
-                fcntl.flock(handle, fcntl.LOCK_SH)  # the queue is still held, so no other process comes between
+                fcntl.flock(handle, fcntl.LOCK_SH)  # from alone to shared; nobody comes between, as the queue is held
         yield found
     finally:
         with _changed(path) as listed:
@@ -110,8 +110,8 @@ def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds
 
 
 def wait_seconds(job: Job) -> float:
-    """Return the seconds until the job's devices are free, by their holders' own estimates; 0 if they are free or that
-    is unknown."""
+    """Return the seconds until the job's devices are free, as their holders estimate; 0 if the devices are free or the
+    time is unknown."""
     return max((_left(sign) for path in _paths(job) for sign in _holders(path)), default=0.0)
 
 
@@ -134,8 +134,7 @@ def _holders(path: Path) -> list[dict[str, Any]]:
 
 
 def _paths(job: Job) -> list[Path]:
-    """Return the paths of the locks of a job's devices, sorted: one for each GPU, one for all devices that compute on
-    the CPU."""
+    """Return the paths of the locks of a job's devices, sorted: each GPU has one, the CPU and sim share one."""
     names = {"cpu"}
     if job.device == "cuda":
         number = max(job.world_size, job.options.get("num_devices", 1))
@@ -161,7 +160,7 @@ def _uuid(name: str) -> str:
 
 @contextlib.contextmanager
 def _queued(path: Path, job: Job | None = None, report: Report | None = None) -> Iterator[None]:
-    """Hold the queue: only its holder waits for the device or writes its list."""
+    """Hold the queue: only the process that holds it waits for the device or adds to the list of holders."""
     handle = _open(path.with_suffix(".queue"))
     try:
         if not _takes(handle, fcntl.LOCK_EX):
@@ -220,7 +219,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_sign(sign: Any) -> bool:
-    """True if _sign() could have made it: the system's process numbers and times have these bounds."""
+    """True if _sign() could have made this entry of the list, by the bounds of process numbers and times."""
     is_whole = isinstance(sign["number"], int) and isinstance(sign["pid"], int)
     is_named = isinstance(sign["job"], str) and len(sign["job"]) <= MOST_CHARACTERS
     times = 0 <= sign["since"] < LATEST and 0 <= sign["foreseen_seconds"] < LATEST
@@ -234,7 +233,7 @@ def _can_write(path: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    """Open or create the file; another user's file may be read-only, which suffices to lock it."""
+    """Open the file, or create it. Another user's file may be read-only here, which suffices to lock it."""
     for flags in (os.O_RDWR, os.O_RDONLY):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             return os.open(path, flags | os.O_NOFOLLOW)

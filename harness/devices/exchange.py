@@ -1,8 +1,8 @@
 """What the ranks of one training exchange: parts of weights on the way in, sums of gradients on the way out.
 
-Every rank trains on its part of each batch, and keeps and updates its part of each slab at home. The same calls pass
-messages by NCCL between GPUs and by gloo between CPUs; on sim a rank is rehearsed, which passes none. A rank alone
-exchanges nothing.
+Every rank trains on its part of each batch, and keeps and updates its part of each slab, the flat tensor of a layer's
+weights, in its home on the host. The same calls pass messages by NCCL between GPUs and by gloo between CPUs. On sim a
+rank is only rehearsed, and passes no messages; a rank alone exchanges nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 Read = TypeVar("Read")
-# torch 2.13 has renamed both.
+# torch 2.13 has renamed both functions.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Ranks:
-    """The ranks that train one model, and this one's number among them.
+    """The ranks that train one model, and the number of this process's rank.
 
     Collectives must come in the same order on all ranks. The thread that copies weights in and the computing thread
     each have an order of their own, so they have a process group each.
@@ -36,26 +36,26 @@ class Ranks:
             self.rank, self.copiers = dist.get_rank(), dist.new_group()
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a slab or of a batch, which divide into equal parts."""
+        """Return this rank's part of a slab or of a batch; all parts are equally large."""
         return whole.chunk(self.num_ranks)[self.rank] if self.num_ranks > 1 else whole
 
     def gather(self, slab: Tensor) -> None:
-        """Fill a slab of which this rank's part is in its place with the parts of the others. The copiers' order."""
+        """Fill a slab, which holds this rank's part, with the parts of the others. For the thread that copies in."""
         if self.is_joined:
             all_gather(slab, self.part(slab), group=self.copiers)
 
     def sum_part(self, slab: Tensor) -> None:
-        """Leave in this rank's part of the slab the sum over all ranks; the rest is lost."""
+        """Replace this rank's part of the slab by the sum over all ranks; the slab's other parts are undefined."""
         if self.is_joined:
             reduce_scatter(self.part(slab), slab)
 
     def sum(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over all ranks, whose bits are the same on all."""
+        """Replace a tensor by its sum over all ranks; all ranks get the same bits."""
         if self.is_joined:
             dist.all_reduce(tensor)
 
     def norm(self, own: Tensor) -> Tensor:
-        """Return the norm of what all ranks have, by the norm of this rank's."""
+        """Return the norm over all ranks' tensors. `own`: the norm of this rank's tensors."""
         if not self.is_joined:
             return own
         square = own.square()
@@ -63,7 +63,7 @@ class Ranks:
         return square.sqrt_()
 
     def gathered(self, part: Tensor) -> Tensor:
-        """Return a new slab of all ranks' parts. The computing thread's order."""
+        """Return a new slab of all ranks' parts. For the thread that computes."""
         if not self.is_joined:
             return part
         slab = torch.empty(len(part) * self.num_ranks, dtype=part.dtype, device=part.device)
@@ -71,7 +71,7 @@ class Ranks:
         return slab
 
     def until_read(self, tensors: Iterable[Read]) -> Iterator[Read]:
-        """Yield what all ranks gather one by one, then leave the others."""
+        """Yield these tensors, which all ranks gather one by one, then leave torch.distributed."""
         yield from tensors
         self.leave()
 
@@ -95,8 +95,8 @@ def join_others(device: str) -> None:
 
 
 def leave_others() -> None:
-    """Leave torch.distributed. A rank between GPUs that fails, whose exception is on its way, only ends: NCCL would
-    wait for the others, which wait for this rank."""
+    """Leave torch.distributed; do nothing on a GPU's rank while an exception passes, because NCCL would wait for the
+    other ranks, which wait for this one."""
     is_failing = sys.exc_info()[0] is not None
     if not (is_failing and dist.get_world_size() > 1 and "nccl" in dist.get_backend_config()):
         dist.destroy_process_group()

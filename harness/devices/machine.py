@@ -38,8 +38,9 @@ KERNEL_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE",
     "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS",
 )  # fmt: skip
-# Of a layer's forward pass of one sample, so that models in batches of other sizes compute alike. Below, a second
-# thread gains nothing, and two that wait busily took up to 25 times as long beside other work, results/LOG.md.
+# Operations of a layer's forward pass on one sample (not on a batch, so that its size changes no result) from which
+# more than one thread computes. Below, a second thread gains nothing, and two threads, which wait busily for each
+# other, took up to 25 times as long beside other work, results/LOG.md.
 FLOPS_FOR_THREADS = 1e8
 PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
@@ -76,7 +77,7 @@ def kernel_environment() -> dict[str, str]:
 
 @functools.cache
 def software() -> dict[str, Any]:
-    """Return versions, and the commit of this checkout, with a + if files differ from it."""
+    """Return versions of Python and PACKAGES, and this checkout's commit, with a + if files differ from the commit."""
     found = {name: _version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **found, "commit": _commit()}
 
@@ -87,7 +88,7 @@ def checked() -> dict[str, str]:
     found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
     found["python"] = software()["python"].rpartition(".")[0]
     found |= affinity() | kernel_environment()
-    # Fragmentation decides what fits.
+    # The allocator's settings change fragmentation, which decides what fits.
     return {**found, "allocator": allocator_settings()} if gpu() and allocator_settings() else found
 
 
@@ -125,7 +126,7 @@ def visible_gpus() -> list[str]:
 
 
 def gpu_free_bytes() -> int | None:
-    """Return the free bytes of that GPU, without making a context on it; None if the driver does not tell."""
+    """Return the free bytes of gpu(), without making a context on it; None if the driver does not tell."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -146,7 +147,7 @@ def surroundings(device: str) -> dict[str, Any]:
 
 
 def has_bf16() -> bool:
-    """True if that GPU computes in bf16, as those of compute capability 8.0 and above do; True if the driver does not
+    """True if gpu() computes in bf16, as GPUs of compute capability 8.0 and above do; True if the driver does not
     tell."""
     import pynvml
 
@@ -180,7 +181,7 @@ def _gpu_handle() -> Any:
 
 
 def _total_bytes(handle: Any) -> int:
-    """Return the total bytes as CUDA counts them: without the driver's own part, if NVML tells it apart."""
+    """Return the total bytes as CUDA counts them: without the driver's own part, if NVML reports that part."""
     import pynvml
 
     try:
@@ -197,10 +198,10 @@ def devices() -> list[str]:
 
 
 def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks: int = 1) -> Room:
-    """What the plan of each of several ranks on this machine may fill: the budget asked for, else what there is, of a
-    GPU without its context and reserve; with rates by calibration for this workload, unless given. A CPU has no device
-    memory of its own: without a budget it stays None, and the host's is shared. sim's memories without budgets are
-    unlimited. What dropout takes on a CPU is set aside."""
+    """Return what each rank's plan may fill if `num_ranks` share this machine: the budget asked for, else what the
+    machine has. A GPU's bytes leave out its context and reserve. A CPU has no device memory: device_bytes is None
+    unless a budget sets it. sim's memories without budgets have no limit. Bytes that dropout takes on a CPU are
+    subtracted. Rates are the budget's, else those calibrated for this workload."""
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
         device_bytes = gpu()["gpu_bytes"]
@@ -227,15 +228,15 @@ def dropout_bytes(workload: Workload) -> int:
 
 
 def context_bytes() -> int:
-    """Return the device memory of a process outside torch's allocator, by this machine's calibrations; else an upper
-    estimate."""
+    """Return the bytes of a CUDA context: device memory that a process takes outside torch's allocator. They are
+    measured by this machine's calibrations, else an upper estimate."""
     measured = [entry.get("measured", {}).get("context_bytes", 0) for entry in calibrations()]
     return max(measured, default=0) or cuda_budget.CONTEXT_BYTES
 
 
 def rank_room(job: Job) -> Room:
-    """What the plan of each rank of a job may fill if all are on one machine. Raises ValueError if they
-    cannot train together."""
+    """Return what the plan of each of a job's ranks may fill if all ranks are on this machine. Raises ValueError if the
+    ranks or devices cannot train together."""
     if job.world_size > 1 and job.device == "sim":
         raise ValueError("several ranks train on cpu or cuda, not on sim: leave --ranks or --device-memory out")
     if job.options.get("num_devices", 1) > 1 and job.device == "sim":
@@ -254,7 +255,7 @@ def rates(device: str, workload: Workload) -> Rates | None:
 
 
 def caution(device: str, workload: Workload) -> str:
-    """Return a caution where these rates were measured beside other work, which makes them too low; else nothing."""
+    """Return a caution if rates() were measured beside other work, which makes them too low; else an empty text."""
     entry = _calibration(device, workload)
     if entry is None or not was_busy(entry):
         return ""
@@ -288,7 +289,7 @@ def calibrations() -> list[dict[str, Any]]:
 
 
 def keep_calibration(entry: dict[str, Any]) -> None:
-    """Write an entry in place of the last one of the same device, dtype and size."""
+    """Add an entry to CALIBRATION; it replaces the one of the same device, dtype and size."""
     names = ("device", "dtype", "forward_flops")
     others = [old for old in calibrations() if any(old[name] != entry[name] for name in names)]
     text = json.dumps({"machine": _calibrated_facts(), "entries": [*others, entry]}, indent=1)
@@ -297,7 +298,7 @@ def keep_calibration(entry: dict[str, Any]) -> None:
 
 
 def is_small(workload: Workload) -> bool:
-    """True if a CPU computes its layers by one thread."""
+    """True if a CPU computes this workload's layers with one thread."""
     return workload.layer_flops / workload.batch_size < FLOPS_FOR_THREADS
 
 

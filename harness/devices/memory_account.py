@@ -53,10 +53,10 @@ class Tracker:
         self.peaks = {"device": 0, "host": 0}
         self._is_lifted = False
         self._booked: dict[int, Booked] = {}
-        # A storage may die at any time, also while the lock is held: its bytes are queued here.
+        # A storage may die at any time, even while the lock is held: so its entry waits here for _bury().
         self._dead: deque[Booked] = deque()
         self._lock = threading.Lock()
-        self.thread = threading.local()  # `inside` an operation; `to_host`: its results lie on the host
+        self.thread = threading.local()  # inside: an operation runs; to_host: its results go to the host
         self._entered = ExitStack()
 
     def __enter__(self) -> Tracker:
@@ -86,7 +86,7 @@ class Tracker:
             return used | peaks | {"pinned_allocated": 0, "pinned_peak": 0}
 
     def reset_peaks(self) -> None:
-        """Let the peaks be what is in use now."""
+        """Set the peaks to the bytes in use now."""
         with self._lock:
             self._bury()
             self.peaks = dict(self.in_use)
@@ -105,7 +105,7 @@ class Tracker:
         if to_device:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
-        # A request for the CPU is ignored: autograd also makes it, for tensors that it takes to be the CPU's.
+        # device="cpu" is ignored: autograd also asks for it, for tensors that it takes to be the CPU's.
         to_host = getattr(self.thread, "to_host", False)
         on_device = to_device or (not to_host and any(self._memory_of(storage) == "device" for storage in inputs))
         self.thread.inside = True
@@ -127,8 +127,8 @@ class Tracker:
         return torch.device(NAME) if self._memory_of(tensor.untyped_storage()._cdata) == "device" else device
 
     def _memory_of(self, key: int) -> str:
-        """Return a storage's memory: the host's for storages made before the tracker or outside of torch's
-        allocator."""
+        """Return the memory in which a storage is booked; "host" for storages made before the tracker or outside of
+        torch's allocator."""
         entry = self._booked.get(key)
         return entry.memory if entry else "host"
 
@@ -164,7 +164,7 @@ class Tracker:
             self.in_use[dead.memory] -= dead.num_bytes
 
     def _patches(self) -> Iterator[Any]:
-        """Patch what a mode does not see: a tensor's device, a resized storage, other threads."""
+        """Yield patches for what a dispatch mode does not see: a tensor's device, a resized storage, other threads."""
         for cls in (Tensor, FakeTensor):
             yield mock.patch.object(cls, "device", property(partial(self.device_of, cls.device)))
         yield mock.patch.object(Tensor, "to", _to(self, Tensor.to))
@@ -217,8 +217,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a tensor as torch.tensor does, on sim too: torch's own makes one on the CPU first, and cannot take a list of
-    FakeTensors."""
+    """Return a torch.tensor() that can make tensors on sim and from a list of FakeTensors, as torch's own cannot."""
 
     def made(data: Any, **kwargs: Any) -> Tensor:
         inner = data[0] if isinstance(data, list) and len(data) == 1 else data
@@ -234,7 +233,7 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Replace Tensor.to for two memories: it copies if and only if they differ."""
+    """Return a Tensor.to() for two memories: it copies if and only if the tensor is in the other memory."""
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         wanted = args[0] if args else kwargs.get("device")

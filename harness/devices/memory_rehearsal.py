@@ -1,8 +1,8 @@
-"""A memory rehearsal: the peaks of a training without its memory, by the method's own code on tensors without bytes.
+"""A memory rehearsal: finds a training's memory peaks by running the method's own code on tensors without bytes.
 
 A method's train() runs two steps on FakeTensors, in this process, while a Tracker books the bytes of every storage on
-the device and on the host. The peak is exact but for the CUDA allocator's own (fragments, context) and for kernels with
-other buffers than the CPU's. No step may depend on a computed number: every number read is one half.
+the device and on the host. The peak is exact, except for what CUDA adds (the context, the allocator's fragments) and
+for kernels whose buffers differ from the CPU's. No step may depend on a computed number: each number read is one half.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.core.job import Job, Room, Workload
 from harness.core.method import Method, Unavailable, create
 from harness.devices.memory_account import NAME, Tracker
 
-STEPS = 2  # the second step has the optimizer's state from its start
+STEPS = 2  # steps of a rehearsal: only from the second on does the optimizer's state exist throughout
 
 
 class Prediction(NamedTuple):
@@ -39,8 +39,8 @@ class Prediction(NamedTuple):
 
 
 def predict(method: Method, workload: Workload, steps: int = STEPS) -> Prediction:
-    """Train without memory, with the batches of so many steps on the device. Raises Unavailable if the method's engine
-    cannot."""
+    """Train without memory. `steps`: the device holds the batches of this number of steps. Raises Unavailable if the
+    method's engine cannot run without memory."""
     if not method.can_rehearse:
         raise Unavailable(f"{method.label} has no memory rehearsal: its engine does not run on tensors without memory")
     started = time.perf_counter()
@@ -66,7 +66,7 @@ def without_memory() -> Iterator[Tracker]:
         for target, name, replacement in (
             (ThreadPoolExecutor, "submit", _submit),
             (nn.Module, "_apply", _apply),
-            # An optimizer takes many tensors at once if they are of these types, and then needs other buffers.
+            # An optimizer updates tensors of these types many at once, which takes other buffers than one by one.
             (import_module("torch.optim.optimizer"), "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
             (dist, "all_reduce", lambda *args, **kwargs: None),
             (dist, "all_gather_object", lambda gathered, item, **kwargs: gathered.__setitem__(0, item)),
@@ -99,7 +99,8 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): of a job and folders of methods, a Prediction or {unavailable}."""
+    """Entry point for child_process.ask(): reads a job and folders of methods, prints a Prediction or the reason why
+    there is none, as {"unavailable": reason}."""
     arguments = json.load(sys.stdin)
     job = Job.from_dict(arguments["job"])
     method = create(job.method, job.options, tuple(map(Path, arguments["folders"])))

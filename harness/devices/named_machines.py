@@ -22,20 +22,20 @@ PUBLISHED = "v100-vm"  # the machine of the published runs
 EXAMPLE = "v100-vm: {device_memory: 32GiB}"
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9 ._-]{0,59}")
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-LEAST_END = 4  # characters of a name's end that stand for it
+LEAST_END = 4  # fewest characters of a name's end that may stand for the whole name, such as 4090
 
 
 # Assumed shares of a datasheet's rates that a step achieves. The published V100 runs had 0.70, 0.55 and 0.73.
 ACHIEVED_FLOPS = {"fp32": 0.7, "bf16": 0.5, "fp16": 0.5}
 ACHIEVED_MEMORY, ACHIEVED_LINK = 0.7, 0.75
-# Assumed of a machine whose disk no fact tells: an NVMe disk on four lanes of PCIe 3.0, whose peak is 3.9 GB/s. A rate
-# that is left out would be infinite.
+# Assumed for a machine without facts of its disk: an NVMe disk on four lanes of PCIe 3.0, whose peak is 3.9 GB/s. A
+# rate that is left out would count as infinite.
 ASSUMED_DISK = {"disk_read_gb_per_second": 3.0, "disk_write_gb_per_second": 2.0}
 
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A GPU maker's datasheet: dense peaks, its memory's rate, one direction of its link."""
+    """A GPU maker's datasheet: peaks of dense arithmetic, the memory's rate, and the link's rate in one direction."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     memory_gb_per_second: float
@@ -46,7 +46,7 @@ class Datasheet:
     fp16_tflops: float | None = None
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Return the peak in this dtype; None if the GPU has no arithmetic of it."""
+        """Return the peak in this dtype; None if the datasheet has none, because the GPU does not compute in it."""
         peak = getattr(self, f"{dtype}_tflops", None)
         return peak and 1e12 * peak
 
@@ -72,7 +72,7 @@ class Machine:
     datasheet: Datasheet | None = None
 
     def rates(self, dtype: str) -> Rates | None:
-        """Return the rates for training in this dtype; facts hold for their own precision."""
+        """Return the rates for training in this dtype; the fact gpu_tflops counts only if measured in this dtype."""
         facts = ASSUMED_DISK | (self.facts or {})
         if self.datasheet is None:
             return of_facts(facts)
@@ -82,13 +82,13 @@ class Machine:
 
     @property
     def device_bytes(self) -> int | None:
-        """Return the GPU's bytes beside the context."""
+        """Return the GPU's bytes without the driver's context."""
         return None if self.device_memory is None else size_bytes(str(self.device_memory))
 
     @property
     def room(self) -> Room:
-        """Return what plans may fill, and the memory of a simulated device: the GPU's without the reserve for what
-        plans do not count. Rates are in the dtype of its facts' precision, else fp32."""
+        """Return what plans may fill; a simulated device has as much memory. The GPU's bytes leave out the reserve for
+        what plans do not count. Rates are for the dtype of the fact `precision`, else fp32."""
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("host", "disk")}
         given: dict[str, Any] = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
         if self.device_bytes is not None:
@@ -103,8 +103,8 @@ class Machine:
         return Room(**given, rates=self.rates(precision))
 
     def budget_on(self, device: str, dtype: str | None = None) -> Budget:
-        """The budget that leaves this room on a device, with rates in a dtype: a GPU's includes its context and the
-        reserve. A card of this size may have a little less than that."""
+        """Return the budget that leaves this machine's room on a device, with rates for a dtype. On a GPU the budget
+        includes the context and the reserve; on a card that is a little smaller, it is all that the card has."""
         room = self.room
         rates = self.rates(dtype) if dtype else room.rates
         budget = Budget(room.device_bytes, room.host_bytes, room.disk_bytes, rates=rates)
@@ -154,8 +154,8 @@ def plain(name: str) -> str:
 
 
 def spelled(name: str) -> str:
-    """Return the entry's name for what people write: RTX 4090, 4090, NVIDIA H100, a100-80gb; what none or several
-    entries match comes back as it is."""
+    """Return the entry's name for what people write, such as RTX 4090, 4090, NVIDIA H100, a100-80gb. A name that no
+    entry matches, or several, is returned unchanged."""
     word = plain(name).removeprefix("nvidia").removeprefix("geforce").removesuffix("gb")
     same = [each for each in names() if plain(each) == word]
     ends = [each for each in names() if plain(each).endswith(word)] if len(word) >= LEAST_END else []
@@ -164,12 +164,12 @@ def spelled(name: str) -> str:
 
 
 def of_gpu(gpu: str | None) -> str | None:
-    """Return the machine of a GPU's name as the driver tells it; None if there is none."""
+    """Return the machine's name by the name that the driver gives its GPU; None if no machine has that GPU."""
     return max((name for name in names() if plain(name) in plain(gpu or "")), key=len, default=None)
 
 
 def source(name: str) -> str:
-    """Return the entry and its file, as people read it."""
+    """Return the entry's name and file as text for people."""
     file = places(REGISTRY.places, EXAMPLE)[name]
     return f"{name} in {file.name if file == FILE else file}"
 
@@ -181,7 +181,7 @@ def words(name: str) -> str:
 
 
 def size_bytes(text: str) -> int:
-    """Return the bytes of a size with its unit, in capitals or not. Raises ValueError if it is none."""
+    """Return the bytes of a size such as 32GiB; the unit's case does not matter. Raises ValueError for other text."""
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     match = re.fullmatch(rf"(\d{{1,9}}(?:\.\d{{1,30}})?) ?({'|'.join(units)})", text.lower())
     size = int(float(match[1]) * units[match[2]]) if match else 0

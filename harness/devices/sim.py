@@ -1,9 +1,9 @@
 """The device `sim`: a second memory on a CPU with enforced budgets, so that models larger than a device train, and
 fail, on machines without one.
 
-sim.cpp is the device, compiled once by the system's compiler into .venv/sim; its file name contains a hash of the
-source and of torch's version. Without a compiler memory_account.py counts the same bytes in Python. A process has one
-sim, started before anything is allocated; torch is imported then.
+sim.cpp is the device. The system's compiler compiles it once, into .venv/sim; the library's file name contains a hash
+of the source and of torch's version. Without a compiler memory_account.py counts the same bytes in Python. A process
+has one sim, started before any tensor is made; starting it imports torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from harness.core.native_build import Library
 from harness.devices import machine
 
 STATS = [f"{memory}_{count}" for memory in ("device", "host", "pinned") for count in ("allocated", "peak")]
-UNLIMITED = 2**63
+UNLIMITED = 2**63  # bytes
 
-started: Any = None  # this process's device: Compiled or Tracker
+started: Any = None  # this process's device sim, once start() was called: a Compiled or a Tracker
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def to_build() -> str | None:
 
 
 def build() -> None:
-    """Compile the device. Raises Unavailable without a compiler, or if it fails."""
+    """Compile the device. Raises Unavailable if there is no compiler, or if compiling fails."""
     torch = importlib.util.find_spec("torch")
     assert torch and torch.origin
     root = Path(torch.origin).parent
@@ -74,8 +74,8 @@ class Compiled:
 def start(budget: Budget, pinned_bytes: int | None = None) -> dict[str, str]:
     """Make `sim` a device of this process's torch; return what enforces each budget.
 
-    A budget of None is no limit; a link of None takes no time. From then on torch's allocations are counted, and an
-    excess raises torch.OutOfMemoryError.
+    A memory without a budget has no limit; without a rate of the link copies take no time. From this call on, torch's
+    allocations are counted, and one beyond a budget raises torch.OutOfMemoryError.
     """
     global started
     if is_built():
@@ -112,7 +112,7 @@ def _module(sim: Compiled) -> types.ModuleType:
     module.memory_allocated = lambda device=None: sim.stats()["device_allocated"]
     module.max_memory_allocated = lambda device=None: sim.stats()["device_peak"]
     module.mem_get_info = lambda device=None: torch.accelerator.get_memory_info()
-    # Random numbers are the CPU's: there is nothing to seed, and no precision to set.
+    # sim draws the CPU's random numbers and computes in its precisions: these functions have nothing to do.
     module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
     module.get_amp_supported_dtype = list
     return module

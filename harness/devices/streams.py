@@ -21,13 +21,13 @@ from harness.core.method import Unavailable
 from harness.devices.exchange import Ranks
 from harness.devices.update_threads import Workers
 
-PART_BYTES = 32 * 2**20  # host memory that one core takes at once
-NO_MEMORY = 2  # cudaErrorMemoryAllocation
-UNNOTED = nullcontext()
+PART_BYTES = 32 * 2**20  # bytes of new host memory that a core touches at a time
+NO_MEMORY = 2  # CUDA's error code cudaErrorMemoryAllocation
+UNNOTED = nullcontext()  # the context around work in a run without a trace
 
 
 class HostStream:
-    """A stream of the CPU: queued work runs at once, so waits return at once. It is also its own event."""
+    """A stream of the CPU: queued work runs at once, so waits return at once. The stream serves as its own event."""
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -45,8 +45,8 @@ class CpuStreams:
 
     stream: Any = HostStream
     current: Any = HostStream
-    # harness/run/trace.py sets these in a traced run: contexts around work on streams and threads, and around taking
-    # host memory.
+    # Contexts around work on streams and threads (span) and around taking host memory (taking), which
+    # harness/run/trace.py sets.
     span: Any = None
     taking: Any = nullcontext
 
@@ -56,8 +56,8 @@ class CpuStreams:
     def pool(self, num_threads: int) -> Any:
         """Make a pool of threads of one core each.
 
-        torch gives a thread its number of cores at its first parallel work, from a global count that these threads
-        overwrite: so the computing thread takes its own number first.
+        torch sets a thread's number of cores at the thread's first parallel work, from a global count that the pool's
+        threads overwrite. So the calling thread, which computes, takes its number first.
         """
         torch.get_num_threads()
         return ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
@@ -82,7 +82,7 @@ class CudaStreams(CpuStreams):
     use = staticmethod(torch.cuda.stream)
 
     def pool(self, num_threads: int) -> Any:
-        """Make a pool whose threads use the caller's current device: a new thread would use device 0."""
+        """Make a pool whose threads use the caller's current device; by default a new thread uses device 0."""
         torch.get_num_threads()  # as in CpuStreams.pool()
         return ThreadPoolExecutor(num_threads, initializer=_start_thread, initargs=(torch.cuda.current_device(),))
 
@@ -97,9 +97,9 @@ class SimStreams(CpuStreams):
     ended. If sim is only accounted for, its streams are the CPU's (memory_account.py)."""
 
     def pool(self, num_threads: int) -> Any:
-        """Make a pool as CpuStreams does, after the backward pass's thread has taken its cores, too.
+        """Make a pool as CpuStreams does, after sim's thread for backward passes has taken its number of cores, too.
 
-        sim's backward pass has a thread of its own. Sums over another number of cores round otherwise than the CPU's.
+        With another number of cores, sums in a backward pass would round differently from the CPU's.
         """
         one = torch.ones((), device="sim", requires_grad=True)
         one.register_hook(lambda grad: torch.get_num_threads() and None)
@@ -119,8 +119,8 @@ STREAMS: dict[str, Any] = {"cpu": CpuStreams(), "sim": SimStreams(), "cuda": Cud
 
 
 class Device:
-    """One device's three streams, the threads that queue inbound copies, and the host's update threads; with several
-    ranks the way to those of the others."""
+    """One device's three streams, the threads that queue inbound copies, the host's update threads, and the exchange
+    with other ranks."""
 
     def __init__(self, name: str, num_workers: int = 1, num_ranks: int = 1) -> None:
         self.name = torch.device(name)
@@ -130,15 +130,15 @@ class Device:
         self.ranks = Ranks(name, num_ranks)
         self.compute = self.streams.current()
         self.inbound, self.outbound = self.streams.stream(), self.streams.stream()
-        # Parked layers return in a thread of their own, because it waits for updates and travelling layers must not.
+        # Parked layers return by a thread of their own: it waits for updates, for which other copies must not wait.
         self.copier, self.returner = self.streams.pool(1), self.streams.pool(1)
         self.workers, self.num_workers = self.streams.workers(num_workers), num_workers
         self._threads: list[Any] = [self.workers, self.returner, self.copier]  # each waits only for those before it
         self.moved_bytes = 0
-        self.next_place = itertools.count().__next__  # place of a home in the order of the forward pass
+        self.next_place = itertools.count().__next__  # numbers homes in the order of the forward pass
         self._page_locked: list[torch.UntypedStorage] = []
-        # Memory that is unmapped while it is locked stays in the machine's memory, and its address cannot be locked
-        # again: so a device that is dropped unlocks it, too. The list keeps it mapped until then.
+        # If memory is unmapped while it is locked, the machine keeps it, and its address cannot be locked again. So a
+        # device that is dropped without __exit__ unlocks its memory, too; until then the list keeps the memory mapped.
         weakref.finalize(self, unlock, self._page_locked, self.name).atexit = False
 
     def __enter__(self) -> Device:
@@ -169,12 +169,12 @@ class Device:
             return torch.zeros(numel, dtype=dtype, device=self.name)
         with self.streams.taking(numel * dtype.itemsize):
             if self.name.type == "sim":
-                return torch.zeros(numel, dtype=dtype)  # the allocator whose bytes are budgeted
+                return torch.zeros(numel, dtype=dtype)  # by torch's allocator, whose bytes sim counts
             return self._pages(numel, dtype)
 
     def _pages(self, numel: int, dtype: torch.dtype) -> Tensor:
         slab = pages(numel, dtype)
-        # Touch every page now with all cores, or one core would do it in the first step.
+        # Touch every page now with all cores; otherwise one core would touch them in the first step.
         whole = slab.view(torch.uint8).numpy()
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)))
@@ -183,8 +183,8 @@ class Device:
         return slab
 
     def page_lock(self, memory: torch.UntypedStorage) -> None:
-        """Lock host memory for this process's copies until the device is left or dropped; processes that share it lock
-        it each. Raises torch.OutOfMemoryError if there is not enough."""
+        """Lock host memory for this process's copies until the device is left or dropped; each process that shares the
+        memory must lock it. Raises torch.OutOfMemoryError if there is not enough."""
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes(), 0))
         if code == NO_MEMORY:
             raise torch.OutOfMemoryError(f"cannot page-lock {memory.nbytes()} bytes of host memory: CUDA error {code}")
@@ -209,8 +209,8 @@ def unlock(locked: list[torch.UntypedStorage], device: torch.device) -> None:
 
 
 def pages(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return host zeros in a mapping of their own. Slabs then share no page, and a page can be locked only once; pages
-    can be huge, and are taken at first touch."""
+    """Return host zeros in a mapping of their own. So no two slabs share a page, which could be locked only once; pages
+    can be huge, and take memory at the first touch."""
     mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # this kernel has no huge pages
@@ -219,14 +219,14 @@ def pages(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def num_update_threads(device: str) -> int:
-    """Return the number of threads for the host's Adam. Beside a GPU two cores are left for launches. On a CPU device
-    all cores update: one busy core alone would make all others wait for its share of each product. The ranks that
-    torchrun starts on one machine share its cores."""
+    """Return the number of threads for the host's Adam. Beside a GPU two cores are left free, to launch kernels. On a
+    CPU device all cores update: if only one did, all others would wait for its share of each matrix product. Ranks that
+    torchrun starts on one machine share the machine's cores."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, cores - 2 if device.startswith("cuda") else cores)
 
 
 def require_device(device: str, engine: str) -> None:
-    """Raise Unavailable if this process only accounts for the device: an engine needs a device that torch has."""
+    """Raise Unavailable if sim is not compiled, but only accounted for in Python: an engine needs a device of torch."""
     if device == "sim" and not torch.get_device_module(device).is_available():
         raise Unavailable(f"{engine} does not run on sim without the compiled device: apt-get install g++, and again")

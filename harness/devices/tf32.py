@@ -1,16 +1,16 @@
-"""Refuses TF32 for fp32: it keeps 10 bits of the fraction of a product's factors, and is several times as fast."""
+"""Refuses TF32 in runs of fp32: TF32 keeps 10 bits of each factor's fraction, and is several times as fast."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-# Variables by which CUDA's libraries, and torch, take TF32 for products in fp32.
+# Environment variables that make CUDA's libraries, and torch, compute matrix products of fp32 in TF32.
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
 def asked() -> list[str]:
-    """Return what asks for TF32 in this process's products on a GPU."""
+    """Return the settings that make this process compute matrix products on a GPU in TF32."""
     import torch
 
     found = [f"{name}=1" for name in VARIABLES if os.environ.get(name) == "1"]

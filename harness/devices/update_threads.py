@@ -1,4 +1,4 @@
-"""The host's updates: threads share a layer's update, and the layer needed first goes first.
+"""The optimizer's updates on the host: threads share a layer's update; the layer that is needed first goes first.
 
 An update is cut into chunks. A thread repeatedly takes chunks of the update with the earliest deadline among those
 whose gradient has landed: a slow thread delays no other, and no thread waits for another.
@@ -15,7 +15,8 @@ from typing import Any
 
 
 class Update:
-    """An update in `num_chunks` chunks. It is best begun after the event `landed`, for which the work itself waits."""
+    """An update in `num_chunks` chunks. `landed`: the event of the gradient's arrival; `work` waits for it, so an
+    update is best begun after it."""
 
     def __init__(
         self, number: int, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]
@@ -26,7 +27,7 @@ class Update:
 
 
 class Workers:
-    """Threads for updates."""
+    """The threads that do updates, and the updates that wait for them."""
 
     def __init__(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
         self._pool, self._num_threads = pool, num_threads
@@ -35,8 +36,8 @@ class Workers:
         self._waiting: list[Update] = []  # updates with chunks left, by deadline
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Future[None]:
-        """Call work(first, last) on chunks [first, last), each chunk once, on any thread; returns at once. Of landed
-        updates the one with the lowest deadline goes first."""
+        """Call work(first, last) on chunks [first, last), each chunk once, on any thread; return at once. Among updates
+        whose gradient has landed, the one with the earliest deadline goes first."""
         with self._lock:
             update = Update(next(self._asked), deadline, landed, num_chunks, work)
             bisect.insort(self._waiting, update, key=lambda waiting: waiting.deadline)
