@@ -1,6 +1,6 @@
-"""Starts a worker for a job, watches it without disturbing it, and makes sure that a record of its end exists.
+"""Starts a worker for a job, watches the worker without disturbing it, and makes sure that a record of its end exists.
 
-The worker has a session of its own. This process does not import torch: it samples the worker's memory, not its own.
+The worker has a session of its own. This process, its parent, does not import torch; it samples the worker's memory.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from harness.forecast import run_time
 from harness.run import ranks, scratch
 
 SAMPLE_SECONDS = 0.1
-LIST_SECONDS = 1.0  # seconds between lists of children; a list reads every process: 1.5 ms of the cores that train
-GRACE_SECONDS = 20.0  # seconds from telling a worker to end until killing it
-AFTER_TRAINING = ("drain", "inspect", "done")  # phases whose memory is not the method's
-AFTER_A_STOP = ("interrupted", "crash", "unavailable")  # an import that is broken off may raise anything
+LIST_SECONDS = 1.0  # seconds between lists of the worker's children; a list takes 1.5 ms of the cores that train
+GRACE_SECONDS = 20.0  # seconds from the signal that stops a worker until it is killed
+AFTER_TRAINING = ("drain", "inspect", "done")  # phases after training, whose memory does not count
+AFTER_A_STOP = ("interrupted", "crash", "unavailable")  # of a stopped worker: a cut-off import may raise anything
 LOG_TAIL_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
 EXPANDABLE = "expandable_segments:True"
@@ -47,11 +47,11 @@ def launch(
     recorded: Callable[[], Path | None] = lambda: None, stem: Path | None = None, is_timed: bool = True,
     foreseen_seconds: float = 0.0,
 ) -> Path:  # fmt: skip
-    """Run the job in a process of its own; return the path of its record, whose stem is `stem` or a new one.
+    """Run the job in a process of its own; return the path of its record: `stem`, or a new name, with .json.
 
-    A job that is not timed shares the device with others that are not, and then its seconds do not count. `recorded` is
-    called when the device is free, because the process that held it may have made the record meanwhile. A first
-    KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
+    An untimed job may share the device with other untimed jobs, and then its seconds do not count. When the device is
+    free, `recorded` is asked first: the process that held the device may have made the record, whose path it returns. A
+    first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
     """
     with turn(job, report, is_timed, foreseen_seconds) as held:
         if found := recorded():
@@ -75,9 +75,9 @@ def launch(
 def environment(job: Job) -> dict[str, str]:
     """Return the worker's environment; the caller's own settings have priority.
 
-    On a CPU one thread computes small layers; ranks share the cores. CUDA counts GPUs as NVML does; torch's
-    allocator there grows its segments instead of adding new ones, which leaves fewer fragments; that forbids giving
-    device memory to another process, which no method does.
+    On a CPU one thread computes small layers; ranks share the cores. CUDA numbers GPUs as NVML does. On CUDA torch's
+    allocator grows its segments instead of adding new ones, which leaves fewer fragments. Such segments cannot be
+    shared with another process, which no method needs.
     """
     chosen = dict(GPU_ORDER)
     if job.device == "cuda" and not machine.allocator_settings():
@@ -90,7 +90,7 @@ def environment(job: Job) -> dict[str, str]:
 
 
 class Events:
-    """The values in a worker's events so far; each event is passed on to `report`."""
+    """Collects the values in a worker's events, and passes each event on to `report`."""
 
     def __init__(self, phase: str, report: Report) -> None:
         self.phase, self.report = phase, report
@@ -99,8 +99,8 @@ class Events:
         self._pending, self._unread = b"", list[bytes]()
 
     def feed(self, data: bytes) -> None:
-        """Read a part of the stream of events, one JSON object a line. If `report` raises, the next call continues
-        after that event."""
+        """Read a part of the stream of events, one JSON object a line. If `report` raises on an event, the next call
+        continues with the event after it."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         self._unread += lines
         while self._unread:
@@ -114,7 +114,7 @@ class Events:
             self.report(event)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a record that events have told."""
+        """Return the fields of a record that the events give."""
         return {"phase": self.phase, "losses": self.losses, "step_seconds": self.step_seconds}
 
 
@@ -130,14 +130,14 @@ class Watch:
         self.sampled = dict(self.peaks)
         self.processes: list[psutil.Process] = []  # the worker and its children, or the ranks and their children
         self.trainers: list[psutil.Process] = []  # the processes whose memory counts
-        self.listed = 0.0  # time of the last list of processes
+        self.listed = 0.0  # time at which the processes were listed last
         self.events = Events("start", self._take)
         self.rank: dict[str, Any] = {}  # the event of the rank that ended the others
         self.executed: list[str] = []  # files that the worker executed, as it tells them after its training
         self.record: Record | None = None  # the worker's record, unfinished and on no disk until complete()
         self.started = time.time()
-        self.began = self.last_event = self.signalled = time.monotonic()  # times that no change of the clock affects
-        self.stopped = ""  # why this process ended the worker, as in failures.End
+        self.began = self.last_event = self.signalled = time.monotonic()  # monotonic: the clock may be set
+        self.stopped = ""  # why this process stopped the worker, as in failures.End; "": it did not
         self.interrupted = False
         self.broken: BrokenPipeError | None = None  # set when the report's reader is gone
         self.shm_free_bytes: int | None = None
@@ -157,23 +157,24 @@ class Watch:
             os.rmdir(self.scratch)
             raise
         finally:
-            os.close(held)  # only the worker's copy counts
+            os.close(held)  # only the worker's copy must hold the folder's lock
         os.close(writer)
         self.pipe = os.fdopen(reader, "rb", buffering=0)
         order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "locks": locks,
                  "folders": list(map(str, folders))}  # fmt: skip
         assert self.process.stdin
-        # follow() notices if the worker is dead already.
+        # If the worker is dead already, writing fails, and follow() notices.
         with contextlib.suppress(OSError):
             if self.wall:
-                self.wall.enter(self.process.pid)  # before the worker gets the order, so before it takes any memory
+                self.wall.enter(self.process.pid)  # before the worker gets the order and takes memory
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
 
     def _start(self, log: IO[str], descriptors: tuple[int, ...]) -> subprocess.Popen[str] | fork_server.Forked:
         module = "harness.run.ranks" if self.job.world_size > 1 else "harness.run.worker"
         of_worker = environment(self.job) | {"TMPDIR": str(self.scratch)}
-        # A memory group counts only memory taken in it: with a limit, start with a process that has none.
+        # A memory group counts only memory taken inside it. A fork has memory from before, so a worker in a group is a
+        # new process.
         if self.job.device != "cuda" and not self.wall:
             with contextlib.suppress(OSError):
                 return fork_server.start(module, log.fileno(), log.fileno(), of_worker, descriptors).started()
@@ -216,7 +217,7 @@ class Watch:
             raise KeyboardInterrupt
 
     def close(self) -> None:
-        """Leave no process behind."""
+        """End all processes of the run, and remove its temporary folders and memory group."""
         if self.process.poll() is None:
             self.stopped = self.stopped or "interrupt"
         self._signal(signal.SIGKILL)
@@ -234,7 +235,7 @@ class Watch:
                 self.process.stdin.close()
 
     def obituary(self) -> Record:
-        """Make the record of a worker that left none, from its events and its end."""
+        """Make a record for a worker that left none, from the worker's events and end."""
         failure = failures.of_process(self.end)
         if self.rank:
             failure = failures.of_rank(failure, self.rank["rank"], self.job.world_size)
@@ -280,7 +281,7 @@ class Watch:
     def _take(self, event: dict[str, Any]) -> None:
         self.last_event = time.monotonic()
         if event["event"] == "record":
-            with contextlib.suppress(ValueError):  # of the worker
+            with contextlib.suppress(ValueError):  # no valid record: obituary() makes one
                 self.record = Record.from_dict(event["record"])
             return
         if event["event"] == "executed":
@@ -296,10 +297,9 @@ class Watch:
         """Sample anonymous and shared memory, page-locked included, of the worker and its children, or of all ranks and
         their children.
 
-        A child of theirs counts from its second list on: for milliseconds, until it runs its program, it has its
-        parent's memory.
-        The system counts files on a tmpfs as shared, programs and libraries among them: 104 MiB of torch,
-        results/LOG.md.
+        A child counts only when it is listed the second time, because a new child has its parent's memory for
+        milliseconds, until it runs its own program. The system counts files on a tmpfs as shared memory, programs and
+        libraries among them: 104 MiB of torch, results/LOG.md.
         """
         if self.events.phase in AFTER_TRAINING:
             return
@@ -321,7 +321,7 @@ class Watch:
         self.sampled = {"host_anonymous": anonymous, "host_shared": shared}
 
     def _confirm(self) -> None:
-        """Count the sample, unless training was already over."""
+        """Let the last sample count in the peaks, unless training was over when it was taken."""
         if self.events.phase not in AFTER_TRAINING:
             self.peaks = {name: max(self.peaks[name], self.sampled[name]) for name in self.peaks}
 
@@ -331,7 +331,7 @@ class Watch:
             self.shm_free_bytes = min(free, free if self.shm_free_bytes is None else self.shm_free_bytes)
 
     def _check_time(self) -> None:
-        """End a worker that exceeds its time or, without --timeout, is silent."""
+        """Stop a worker that exceeds its time limit or, without --timeout, sends no events for too long."""
         now, asked = time.monotonic(), self.job.budget.seconds
         if self.stopped:
             if now - self.signalled > GRACE_SECONDS:

@@ -12,14 +12,14 @@ from harness.core.job import Job
 from harness.devices import cgroup, sim
 from harness.run.launch import Report
 
-_tried: set[tuple[str, tuple[Path, ...]]] = set()  # builds tried by this process; a failed one is not repeated
+_tried: set[tuple[str, tuple[Path, ...]]] = set()  # builds that this process has tried; a failed one is not repeated
 
 
 def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
-    """Compile what is missing, and report it; logs lie beside the records.
+    """Compile what the job lacks, and report each build; the compilers' logs lie beside the records.
 
-    If a method's compilation fails, the run itself tells what it lacks; without the compiled device sim, runs count its
-    bytes in Python.
+    If a method cannot be compiled, the run itself reports what is missing. If sim cannot be compiled, its bytes are
+    counted in Python.
     """
     missing = method.create(job.method, job.options, folders).to_build()
     if missing and _is_first(missing, folders, report):
@@ -29,7 +29,7 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
         run_logged("harness.run.prepare", [job.method, job.options, list(map(str, folders))], log)
         if method.create(job.method, job.options, folders).to_build():
             text = f"that failed, {log} says why"
-            if group and group.oom_kills() > kills:  # the job's limit may hold here, too
+            if group and group.oom_kills() > kills:  # the limit on the job's memory may hold for the build, too
                 text = "that failed, out of host memory: once without --host-memory, or with more of it, compiles it"
             report({"event": "warning", "text": text})
     if job.device == "sim" and (needed := sim.to_build()) and _is_first(needed, (), report):
@@ -45,7 +45,7 @@ def _is_first(missing: str, folders: tuple[Path, ...], report: Report) -> bool:
 
 
 def main() -> None:
-    """Entry point for run_logged(): build() of a method with options."""
+    """Entry point for run_logged(): reads a method with options, and calls the method's build()."""
     name, options, folders = json.load(sys.stdin)
     method.create(name, options, tuple(map(Path, folders))).build()
 

@@ -1,8 +1,8 @@
 """One job by several ranks of this machine: an agent starts them, watches them, and ends them together.
 
 launch.py starts this module instead of worker.py if a job has several ranks. This process is the agent: it relays the
-events of this machine's first rank, and writes the job's record. A rank is a fork that does what worker.py does, with
-its share of the host's budget; its own record lies in a folder beside the job's until the agent has read it.
+events of this machine's first rank, and hands over the job's record. A rank is a fork that does what worker.py does,
+with a share of the host's budget; the rank's own record lies in a folder beside the job's until the agent has read it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from harness.run.worker import hand_over, interrupt_once, run
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of the ranks' records, for the job with this record."""
+    """Return the folder of the ranks' own records. `path`: the job's record."""
     return path.with_name(f".ranks-{path.stem}")
 
 
@@ -43,8 +43,8 @@ def num_local_ranks(job: Job) -> int:
 
 
 class JobAgent(OneRound):
-    """The agent of a job's ranks on this machine. The order comes on standard input, which closes when the parent is
-    gone: then the ranks are interrupted."""
+    """The agent of a job's ranks on this machine. The parent sends the job on standard input. When that closes, because
+    the parent is gone, the agent interrupts the ranks."""
 
     def __init__(self) -> None:
         self.order = json.loads(sys.stdin.readline())
@@ -56,7 +56,7 @@ class JobAgent(OneRound):
         self.job, self.folder = Job.from_dict(self.order["job"]), folder_of(Path(self.order["record"]))
 
     def train(self) -> dict[int, int]:
-        """Run the ranks; return exit codes as run() does."""
+        """Run the ranks; return the exit codes of those that failed, as OneRound.run() does."""
         fork_server.import_all(fork_server.IMPORTS)
         num_local = num_local_ranks(self.job)
         if self.job.device == "cuda" and len(machine.visible_gpus()) < num_local:
@@ -71,7 +71,8 @@ class JobAgent(OneRound):
         return self.meet(partial(rank, self.order), num_local, self.job.world_size, there)
 
     def conclude(self, failed: dict[int, int]) -> None:
-        """Write the job's trace, and hand its record over; if the first rank to fail left none, tell its exit code."""
+        """Write the job's trace and hand over its record; if the first rank that failed left no record, report that
+        rank's exit code."""
         traces = {int(path.name.split("-")[1]): read(path) for path in self.folder.glob("trace-*")}
         if self.job.trace and traces:
             write(of_ranks(dict(sorted(traces.items()))), Path(self.job.trace))
@@ -84,7 +85,7 @@ class JobAgent(OneRound):
             hand_over(self._record(ended, first), self.order)
 
     def _record(self, ended: dict[int, Record], first: int | None) -> Record:
-        """Return the job's record, by the ranks' own and by the first rank that failed."""
+        """Return the job's record, made from the ranks' records. `first`: the first rank that failed."""
         if first is not None:
             record = ended[first]
             end = failures.of_rank(failures.Failure(record.status, record.reason), first, self.job.world_size)
@@ -121,18 +122,18 @@ def main() -> None:
 
 
 def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
-    """Return the first rank that failed by itself, not cut off by a peer; a killed rank, which has no record, comes
-    before one with a record. failed: exit codes in the order seen."""
+    """Return the first rank that failed by itself, and not because a peer was lost; a killed rank, which left no
+    record, comes before one with a record. failed: exit codes in the order seen."""
     return min(failed, key=lambda rank: (rank in ended and followed(ended[rank]), rank in ended))
 
 
 def followed(record: Record) -> bool:
-    """True if another rank's end caused this one."""
+    """True if this record's rank ended because another rank did."""
     return record.status == "interrupted" or bool(failures.LOST_RANK.search(record.reason))
 
 
 def together(records: list[Record]) -> Record:
-    """Return the first record with the largest of each peak, and with each rank's own statement."""
+    """Return the first record, but with the largest of each peak over all records, and with every rank's facts."""
     names = sorted({name for record in records for name in record.peaks})
     peaks = {name: max(record.peaks.get(name, 0) for record in records) for name in names}
     stated = [rank for record in records for rank in record.machine.get("ranks", [])]
@@ -144,7 +145,7 @@ def together(records: list[Record]) -> Record:
 
 
 def _peak_bytes(stated: dict[str, Any]) -> int:
-    """Return the peak of the device's memory or, without one, the process's."""
+    """Return a rank's peak of device memory or, if it has no device memory, that of its process."""
     return int(stated.get("device_allocated", stated["resident_peak_bytes"]))
 
 
@@ -156,7 +157,7 @@ def of_nodes(records: list[Record]) -> Record:
 
 
 def end_all(processes: list[psutil.Process], seconds: float) -> None:
-    """Kill the processes that still run, and wait for them; not for zombies."""
+    """Kill the processes that still run, and wait until they are gone or zombies."""
     deadline = time.monotonic() + seconds
     while processes and time.monotonic() < deadline:
         left = []

@@ -13,12 +13,12 @@ PREFIX = "harness-run-"
 
 
 def make() -> tuple[Path, int]:
-    """Make a folder, and return it with its locked descriptor: the folder is in use while a process of the run holds
-    that."""
+    """Make a folder; return it and a descriptor that holds its lock. The folder is in use while a process of the run
+    has the descriptor open."""
     remove_left()
     while True:
         new = Path(tempfile.mkdtemp(prefix=PREFIX))
-        with contextlib.suppress(FileNotFoundError):  # another run took it, not locked yet, for one that is left
+        with contextlib.suppress(FileNotFoundError):  # another run removed the folder before it was locked
             handle = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(handle, fcntl.LOCK_EX)
             if new.exists():
@@ -27,7 +27,7 @@ def make() -> tuple[Path, int]:
 
 
 def remove_left() -> None:
-    """Remove this user's folders of runs whose processes are all gone."""
+    """Remove this user's temporary folders of runs whose processes are all gone."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # in use, or another user's
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,5 +1,5 @@
-"""A timeline as a value: spans of streams and threads, files in the trace format of Chrome and Perfetto, and the shares
-of a step that hid behind compute."""
+"""A timeline: spans of work on streams and threads, its files in the trace format of Chrome and Perfetto, and how much
+of a step's copies and updates ran during compute."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from harness.base.foreign_file import read_json
 from harness.base.whole_file import write_whole
 
-TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # in the order of a timeline
-KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # they may hide behind compute
+TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # rows of a timeline, from the top
+KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # work that compute may hide
 US = 1e6  # microseconds in a second: the format's unit
 Interval = tuple[float, float]
 
@@ -38,7 +38,7 @@ class Timeline(NamedTuple):
 
 class Share(NamedTuple):
     """Seconds of a step: compute, and for each of KINDS the work during compute (hidden) and outside of it (exposed).
-    Exposed times that coincide are counted for each kind."""
+    If work of two kinds is exposed at the same time, each kind counts that time."""
 
     step: float
     compute: float
@@ -75,7 +75,7 @@ def write(timeline: Timeline, path: Path) -> None:
 
 
 def read(path: Path) -> Timeline:
-    """Raises ValueError, which names the file, if it is not a trace of this harness."""
+    """Return the timeline in a file. Raises ValueError, which names the file, if it is not a trace of this harness."""
     try:
         data = read_json(path)
         names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
@@ -89,7 +89,7 @@ def read(path: Path) -> Timeline:
 
 
 def of_ranks(ranks: dict[int, Timeline]) -> Timeline:
-    """Merge the timelines of the ranks of one machine, whose clock they share; the steps are the first rank's."""
+    """Merge the timelines of ranks on one machine, which share its clock; the steps are those of the first rank."""
     first = ranks[min(ranks)]
     spans = []
     for rank, timeline in ranks.items():

@@ -1,8 +1,8 @@
-"""The trace of a run: what each stream and thread did when, and the time that taking host memory took.
+"""The trace of a run: when each stream and thread did which work, and how long the allocation of host memory took.
 
-Methods name their work on streams and threads (Device.span) and read no clock: the clock is here. On an asynchronous
-stream a moment is an event, read at the end, so nothing waits; on a thread, or a stream of the CPU, it is the host's
-clock. Without a trace nothing is noted.
+Methods name their work on streams and threads (Device.span) and read no clock; this module does. On an asynchronous
+stream a moment is an event whose time is read at the end, so that nothing waits; on a thread, or a stream of the CPU,
+it is the host's clock. Without a trace nothing is noted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from harness.core.job import Job
 from harness.devices.streams import STREAMS, UNNOTED
 from harness.run.timeline import Span, Timeline, steps, write
 
-FIRST_SECONDS = 1.0  # of taking memory, before the first report
-STEPS = 3  # the last steps of a run; work queued before them may continue in the first
+FIRST_SECONDS = 1.0  # seconds that taking memory may last before the first report
+STEPS = 3  # number of a run's last steps that are traced; work queued earlier may continue in the first of them
 
 
 class Trace:
@@ -41,13 +41,14 @@ class Trace:
 
     @contextmanager
     def _noted(self, stream: Any, track: str, work: str, of: str) -> Iterator[None]:
-        """Note two moments around work, and the thread that gives work to a stream."""
+        """Note the moments before and after the work in this context, and the thread that runs or queues it."""
         start = self.mark(stream)
         yield
         self.notes.append((track, threading.get_ident(), work, of, start, self.mark(stream)))
 
     def mark(self, stream: Any) -> Any:
-        """Return this moment: an event of the stream, if streams have events, else the host's time."""
+        """Return the present moment: an event on the stream, if the device's streams have events, else the host's
+        time."""
         if stream is None or not self.has_events:
             return time.perf_counter()
         kind = torch.cuda.Event if self.job.device == "cuda" else functools.partial(torch.Event, "sim")
@@ -56,7 +57,7 @@ class Trace:
         return event
 
     def write(self, marks: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> None:
-        """Wait for all queued work, and write the file. `marks`: the moments at which steps begin and end."""
+        """Wait for all queued work, and write the trace's file. `marks`: the moments at which steps begin and end."""
         self.streams.span = None
         job, timeline = self.job, self._timeline(marks[self.first_step - 1 :])
         if not timeline.spans:
@@ -96,8 +97,8 @@ class Trace:
 
 
 class Taking:
-    """Reports the bytes of host memory taken, and the seconds: after the first second, then whenever the time has
-    doubled."""
+    """Reports how many bytes of host memory a method has taken, and in how many seconds: first after one second, then
+    whenever the time has doubled."""
 
     def __init__(self, device: str, tell: Callable[[dict[str, Any]], None]) -> None:
         self.tell, self.num_bytes, self.seconds, self.next_seconds = tell, 0, 0.0, FIRST_SECONDS

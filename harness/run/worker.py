@@ -1,9 +1,9 @@
-"""Runs one job in this process: train under the clock, inspect the trained tensors, classify the end, hand the record
-over.
+"""Runs one job in this process: trains under the clock, inspects the trained tensors, classifies the end, and hands
+over the record.
 
-launch.py sends the job on standard input, which stays open: it closes when the parent is gone, and the run ends as
-interrupted. Standard output is the readable log; events (one JSON object a line) go to a descriptor of their own, so
-that nothing an engine prints is mistaken for a measurement.
+launch.py sends the job on standard input and keeps that open. If standard input closes, the parent is gone, and the run
+ends as interrupted. Standard output is the readable log; events (one JSON object a line) go to a descriptor of their
+own, so that nothing an engine prints is mistaken for a measurement.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Counted:
 
 @functools.cache
 def executed_files() -> set[str]:
-    """Return the files whose code this process executes from the first call on, however it loads them. The hook is set
-    once for a process, because it cannot be removed."""
+    """Return the files whose code this process executes after the first call of this function, however it loads them.
+    The audit hook is set once for a process, because Python cannot remove it."""
     files: set[str] = set()
 
     def hear(event: str, told: tuple[Any, ...]) -> None:
@@ -98,7 +98,7 @@ def executed_files() -> set[str]:
 
 
 class Run:
-    """Measurements so far, however the run ends."""
+    """A run's measurements so far; they remain if the run fails."""
 
     def __init__(self, job: Job, emit: Emit) -> None:
         self.job, self.emit = job, emit
@@ -108,7 +108,7 @@ class Run:
         self.phase, self._since = "start", time.perf_counter()
         self._waiting: list[Step] = []  # steps whose loss and norm are on their way to the host
         self._num_taken = 0  # number of batches taken
-        self._ahead: set[int] = set()  # batches taken beyond the yielded step
+        self._ahead: set[int] = set()  # how many batches beyond the yielded step the method had taken, at each step
 
     def enter(self, phase: str) -> None:
         now = time.perf_counter()
@@ -120,7 +120,7 @@ class Run:
             self.emit({"event": "phase", "phase": phase})
 
     def train(self, method: Method) -> None:
-        """Make the data, then build, warm up, time steps, drain and inspect. The method gets all time between two
+        """Make the data, then build, warm up, time steps, drain and inspect. A step's time is all time between two
         synchronizations."""
         import torch
 
@@ -220,13 +220,12 @@ class Run:
             return end.value or Trained([])
 
     def _contradiction(self, trained: Trained) -> str:
-        """Describe what the method tells that would change the throughput of the same training; empty if nothing
-        does."""
+        """Describe statements of the method that would falsify its throughput; empty if there are none."""
         if wrong := wrong_num_models(trained.schedule, trained.others):
             return wrong
         if (told := trained.schedule.get("resumed_steps", 0)) and not self.job.options.get("resume"):
             return f"expected resumed_steps 0 without the option resume, got {told}"
-        # Of several models the faster ones may be a step ahead of the slowest.
+        # If several models train, the faster ones may be a step ahead of the slowest.
         if not self._ahead <= {0, *([1] if trained.others else [])}:
             return (
                 "expected each step to be yielded before the next batch is taken, since its time ends there, got up to "
@@ -260,7 +259,7 @@ class Run:
 
 
 def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
-    """Train one job here; returns its record, however it ended."""
+    """Train one job in this process; return its record, however the job ended."""
     started, run, executed = time.time(), Run(job, emit), executed_files()
     executed.clear()
     end, evidence = failures.Failure("ok", ""), {}
@@ -299,7 +298,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
 
 
 def _readable(record: Record) -> Record:
-    """Return the record; if it holds values that no file can hold, return one of a crash without the method's
+    """Return the record; if it contains values that JSON cannot hold, return a record of a crash, without the method's
     results."""
     try:
         Record.from_dict(parsed_json(json.dumps(record.to_dict(), allow_nan=False)))
@@ -331,7 +330,7 @@ def _predicted(plan: Plan) -> dict[str, Any]:
 
 
 def trains_alone(job: Job) -> str:
-    """Tell that this rank trains without the others, which would multiply the throughput; empty if it does not."""
+    """Say so if this rank trains without the others, which would multiply the throughput; empty if it does not."""
     import torch.distributed as dist
 
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -357,7 +356,7 @@ def _to_host(value: Any) -> Any:
 def _end_orphan() -> None:
     """End this run, because the parent is gone."""
     interrupt_here()
-    time.sleep(ORPHAN_SECONDS)  # main() ends the process before that, unless it hangs where no signal reaches it
+    time.sleep(ORPHAN_SECONDS)  # by then main() has ended the process, unless it hangs where no signal arrives
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
 
@@ -371,10 +370,10 @@ def interrupt_once(number: int, frame: Any) -> None:
 
 def hand_over(record: Record, order: dict[str, Any]) -> None:
     """Give the record to the parent, which completes and writes it, so that no file holds a result without its peaks.
-    If the parent is gone, write it here as interrupted, so that it is measured again."""
+    If the parent is gone, write the record here, as interrupted, so that the job is run again."""
     line = json.dumps({"event": "record", "record": record.to_dict()}) + "\n"
     try:
-        with open(order["events"], "wb", closefd=False) as events:  # buffered: writes all of it, however large
+        with open(order["events"], "wb", closefd=False) as events:  # buffered: writes the record whole, however large
             events.write(line.encode())
     except BrokenPipeError:
         end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
