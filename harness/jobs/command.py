@@ -15,8 +15,8 @@ SHORT = {"window_size": "-w", "placement": "--placement", "disk": "--disk"}  # o
 
 
 def command(job: Job, is_short: bool = False) -> str:
-    """Return the call that makes this job, with its options: the inverse of make_jobs(). A short call leaves out
-    defaults."""
+    """Return the command line that makes this job, the inverse of make_jobs(). `is_short`: leave out options that have
+    their default."""
     defaults, load, budget = Workload(), job.workload, job.budget
     names = {"num_layers": "-l", "hidden_size": "-h", "batch_size": "-b"}
     others = {"num_heads": "--heads", "seq_len": "--seq", "vocab_size": "--vocab", "dtype": "--dtype",
@@ -44,14 +44,14 @@ def command(job: Job, is_short: bool = False) -> str:
 
 
 def again(record: Record, is_short: bool = False) -> str:
-    """Return the call that repeats a record's run, judged as that was."""
+    """Return the command line that repeats a record's run, and judges it as the record was judged."""
     is_unprobed = LEFT_OUT in record.gate.text
     return command(record.job, is_short) + (" --no-probe" if is_unprobed else "")
 
 
 def size_text(size: float) -> str:
-    """Return a size in the largest unit of which it is a whole number, else in KiB, which are exact: a division by a
-    power of two."""
+    """Return a size as text in the largest unit that gives a whole number, else in KiB: to divide by a power of two is
+    exact."""
     units = [("TiB", 2**40), ("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20)]
     unit, factor = next(((unit, each) for unit, each in units if size % each == 0), ("KiB", 1024))
     return f"{Decimal(size) / factor}{unit}"

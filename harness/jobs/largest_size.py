@@ -1,9 +1,9 @@
 """`search largest`: the search of harness/jobs/size_search.py over real runs, each an ordinary record, and its table.
 
-A size is what harness/jobs/size_axis.py counts: layers, samples or tokens. The first guess is the plan's. Two small
-runs then show what a method takes beyond its plan, and later sizes are planned in the room that is left: options that
-follow memory (a window, resident layers) are chosen anew at each size.
-A probe near the edge runs against its plan, unless it would exhaust this machine.
+A size is what harness/jobs/size_axis.py counts: layers, samples or tokens. The first guess is the largest size whose
+plan fits. Two small runs then show how much a method takes beyond its plan, and later sizes are planned in the room
+that is left; at each size the method chooses the options that depend on memory (a window, resident layers) anew. A run
+near the largest size takes place even if its plan does not fit, unless it would exhaust this machine's memory.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from harness.jobs.sweep import Sweep
 BEYOND_PLAN = 4  # sizes up to this many times the planned one are tried, and up to FEWEST_BEYOND
 FEWEST_BEYOND = 64
 BUDGETED = {"pinned": "host", "shm": "host"}  # kinds of memory that count towards another's budget
-FEWEST_STEPS = 5  # of a probe: memory has settled when steps repeat with the optimizer's state in place
+FEWEST_STEPS = 5  # steps of a probe: by then the optimizer's state exists and memory has settled
 
 
 class Probes:
-    """The runs of one method, by size; calling it with a size runs the next one there. `of`: what grows; the job has
-    the rest."""
+    """The runs of one method at several sizes; a call with a size makes the next run, at this size. `of`: what grows
+    with the size; `job` has all else."""
 
     def __init__(self, sweep: Sweep, job: Job, of: str = LAYERS) -> None:
         self.sweep, self.job = sweep, job
         self.axis = SizeAxis(of, job.workload, parts_of(job.workload.micro_batches, job.world_size))
         self.room = machine.rank_room(job)
         self.records: list[Record] = []
-        self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # by memory, beyond the plan: size, phases
-        self.lacking: dict[str, int] = {}  # the least excess, by failures that the plan did not foresee
-        self.decided: dict[int, Job] = {}  # by size: the job for repeats
+        self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # by memory: size, bytes beyond the plan
+        self.lacking: dict[str, int] = {}  # by memory: least bytes beyond the plan, shown by unforeseen failures
+        self.decided: dict[int, Job] = {}  # by size: the job that repeats run
         self.least = 1
         if of in STEPPED:
             self.axis = self.axis.fitting(self.guess())
@@ -47,7 +47,7 @@ class Probes:
         self._check()
 
     def _start(self) -> None:
-        """Set the least size, and let sizes be those that have a plan."""
+        """Set the least size that has a plan, and make the axis count only sizes that have one."""
         least = min(MOST_LAYERS, method.largest_depth(lambda size: self._next(size) is None) + 1)
         first, _ = self._next(least) or (least, None)
         second, _ = self._next(first + 1) or (first + 1, None)
@@ -55,7 +55,7 @@ class Probes:
         self.axis, self.least = self.axis.every(apart), first // apart
 
     def _check(self) -> None:
-        """Raise the ValueError of options that fit no size, or of a placement that fits one depth only."""
+        """Raise ValueError if the options fit no size, or if a placement fits only one number of layers."""
         if not self.job.options.get("placement") or self.axis.of != LAYERS:
             self._planned(self.least)
             return
@@ -66,8 +66,8 @@ class Probes:
             raise ValueError(f"{error}; {told}") from error
 
     def __call__(self, size: int) -> SizeOutcome:
-        """Run at this size. If a run fails against its plan and other options should need less memory, try them, too:
-        a size is too large if no options train it."""
+        """Run at this size. If the run fails although its plan fitted, and other options should need less memory, try
+        them, too: a size is too large if it trains with no options."""
         if size in self.decided:
             return self._run(self.decided[size])
         try:
@@ -96,14 +96,14 @@ class Probes:
         return SizeOutcome(record.status == "ok", memory_of(record), stop, record)
 
     def most(self, given: int | None) -> int:
-        """The size at which what grows has this value; without one the most that there is."""
+        """Return the size for this number of what grows; if none is given, the largest size that there is."""
         if given is None and self.axis.of != LAYERS:
             return MOST_LAYERS
         asked: dict[str, Any] = {OPTIONS[self.axis.of]: given or MOST_LAYERS}
         return max(1, self.axis.number(dataclasses.replace(self.job.workload, **asked)))
 
     def guess(self) -> int:
-        """The largest size whose plan and expected excess fit."""
+        """Return the largest size that fits by its plan and the bytes expected beyond the plan."""
 
         def fits(size: int) -> bool:
             if size < self.least:
@@ -118,7 +118,7 @@ class Probes:
         return plan.shortfall(room) is None and not self._refusal(plan)
 
     def refine(self) -> int:
-        """guess() with the excess that small runs have shown."""
+        """Return guess() by the bytes beyond the plan that two small runs show."""
         self.lacking.clear()
         for record in (record for record in self.records if record.status == "ok"):
             planned = Plan(record.predicted["device"], record.predicted["host"]).pooled(self.room)
@@ -128,11 +128,11 @@ class Probes:
         return self.guess()
 
     def _next(self, size: int) -> tuple[int, tuple[Job, Plan]] | None:
-        """Return the next size that has a plan, from this one, with its job and plan."""
+        """Return the first size, from this one on, that has a plan, with its job and plan."""
         return next_planned(self._planned, size, self.job.world_size)
 
     def _planned(self, size: int) -> tuple[Job, Plan]:
-        """The job of this size with the options that its method chooses in the room there is."""
+        """Return the job and the plan at this size, with the options that the method chooses for the room at hand."""
         workload = self.axis.grown(size)
         trained = method.create(self.job.method, self.job.options, self.sweep.folders)
         plan = trained.plan(workload, self._room_at(size))
@@ -140,7 +140,7 @@ class Probes:
         return dataclasses.replace(self.job, workload=workload, options=options), plan
 
     def _learn(self, record: Record, plan: Plan) -> None:
-        """A run failed although its plan fitted: it takes more beyond the plan than was left."""
+        """Learn from a run that failed although its plan fitted: beyond the plan it takes more than was left."""
         size, lacked = self.axis.number(record.job.workload), memory_of(record)
         memory, room = BUDGETED.get(lacked, lacked), self._room_at(size)
         have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, plan.pooled(room)))
@@ -149,7 +149,7 @@ class Probes:
             self.lacking[memory] = max(beyond, 2 * self.lacking.get(memory, 0))
 
     def _room_at(self, size: int) -> Room:
-        """The budget less the expected excess at this size."""
+        """Return the room that plans may fill: the budget less the bytes expected beyond the plan at this size."""
         rooms = {}
         for memory in {**self.excess, **self.lacking}:
             have = getattr(self.room, f"{memory}_bytes")
@@ -160,7 +160,7 @@ class Probes:
         return dataclasses.replace(self.room, **rooms)
 
     def _refusal(self, plan: Plan) -> str:
-        """Return the memory that a probe would exhaust: the disk's budget, or the whole host."""
+        """Return the memory that a probe would exhaust, if any: the disk's budget or this machine's host memory."""
         disk, host = self.room.disk_bytes, machine.host_bytes()
         if disk is not None and plan.disk_bytes > disk:
             return f"disk, by plan: {gib(plan.disk_bytes)} of {gib(disk)}"
@@ -169,13 +169,13 @@ class Probes:
 
 
 def memory_of(record: Record) -> str:
-    """The memory that a failed run lacked, by its evidence, else by its status."""
+    """Return the memory that a failed run lacked, by the record's evidence, else by its status."""
     return str(record.evidence.get("resource") or record.status.removeprefix("oom-"))
 
 
 def measured(record: Record) -> dict[str, int]:
-    """Peak bytes by memory, as each budget counts them: of the host tensors alone on a device that accounts for it,
-    else the whole process, or an average rank."""
+    """Return peak bytes by memory, as each budget counts them. The host's are those of tensors alone if the device
+    accounts for them, as sim does; else those of the whole process or, with several ranks, their average."""
     peaks = record.peaks
     sizes = {
         "device": peaks.get("device_reserved") or peaks.get("device_allocated", 0),
@@ -185,7 +185,8 @@ def measured(record: Record) -> dict[str, int]:
 
 
 def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
-    """Search one method; returns its row of the table, with the record that decides the exit code."""
+    """Search the largest size of one method; return its row of the table, with the record that decides the exit
+    code."""
     guess = probes.guess()
     most = min(most, max(FEWEST_BEYOND, probes.least, BEYOND_PLAN * guess))
     answer = search(probes, guess, least=probes.least, most=most, repeats=repeats, refine=probes.refine)
@@ -214,14 +215,14 @@ def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
 
 
 def _amount(axis: SizeAxis, size: int) -> int | None:
-    """A size in its unit; None where the model takes no such size."""
+    """Return the number of what grows at a size; None if the model takes no such size."""
     with contextlib.suppress(ValueError):
         return axis.amount(size)
     return None
 
 
 def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
-    """The memory that binds, and the largest run's share of it."""
+    """Return the memory that limits the size, and how much of it the largest run took, as text."""
     if answer.is_unlimited:
         return f"none up to {probes.axis.text(answer.most)}, the most tried"
     above = [trial.outcome for trial in answer.trials if trial.size == answer.failed_above]
@@ -236,7 +237,7 @@ def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
 
 
 def texts(result: dict[str, Any]) -> dict[str, str]:
-    """A row of the table for people."""
+    """Return a row of the table as text for people."""
     mixed = f" (both passes and failures from {result['mixed'][0]} to {result['mixed'][-1]})" if result["mixed"] else ""
     is_deep = result["of"] == LAYERS
     found = params_text(result["num_params"]) if is_deep else str(result["tokens"])

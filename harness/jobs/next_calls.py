@@ -1,4 +1,4 @@
-"""Suggests calls in place of a job that cannot fit; each of them fits by plan."""
+"""Suggests command lines in place of a job that cannot fit; by its plan, each of these jobs fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.jobs.scale import to_fit
 
 
 def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Return such commands for jobs of which none can fit: of several methods at one size, one for all of them."""
+    """Return next_calls() for jobs of which none can fit; for several methods at one size, the commands name all."""
     if len(jobs) == 1:
         yield from next_calls(jobs[0], folders)
     if len(jobs) == 1 or len({job.workload for job in jobs}) > 1:
@@ -39,7 +39,7 @@ def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterat
 
 
 def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Return commands, each with its effect and duration, for a job as it was asked for."""
+    """Return commands in place of a job that was asked for, each with its effect and duration as text."""
     with contextlib.suppress(ValueError):  # a fixed placement, or sizes that no factor divides
         scaled, factor = to_fit(job, folders)
         if factor > 1 and (told := minutes(scaled, folders)):
@@ -68,7 +68,7 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
 
 
 def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-    """Put layers on the disk: at this depth, else at the largest that then fits."""
+    """Suggest to put layers on the disk: at this number of layers or, if they do not fit, at the largest that does."""
     if "disk" not in method.option_names(method.load(job.method, folders)) or job.options.get("disk"):
         return
     folder = tempfile.gettempdir()
@@ -89,7 +89,7 @@ def _fits(job: Job, room: Room, folders: tuple[Path, ...]) -> bool:
 
 
 def minutes(job: Job, folders: tuple[Path, ...]) -> str:
-    """Tell the time of the run here and its reference, if it fits; empty if it does not."""
+    """Return the time of the run and its reference on this machine as text; empty if the run does not fit."""
     seconds = _seconds_of_all([job], folders)
     return _about(seconds) if seconds else ""
 
@@ -99,7 +99,8 @@ def _about(seconds: float) -> str:
 
 
 def _seconds_of_all(jobs: Sequence[Job], folders: tuple[Path, ...]) -> float | None:
-    """Return the seconds of the runs with one reference, and of their probes; None if one of them does not fit."""
+    """Return the seconds of all runs, of the reference that they share, and of their probes; None if a run does not
+    fit."""
     runs, probes = [], 0.0
     for job in jobs:
         resolved, plan, shortfall = resolve(job, folders)

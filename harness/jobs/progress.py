@@ -16,10 +16,10 @@ from harness.devices import machine
 from harness.forecast import run_time
 from harness.run.launch import Report
 
-LEAST_FORETOLD = 30.0  # seconds; a shorter rest is not reported
+LEAST_FORETOLD = 30.0  # seconds; a shorter time left is not reported
 LEAST_TOLD = 2.0  # seconds
-FEWEST_TIMED = 5  # steps whose median is reliable
-UNEXPLAINED = ("crash", "killed", "timeout")  # ends whose log tells more than the record
+FEWEST_TIMED = 5  # fewest steps whose median is reliable
+UNEXPLAINED = ("crash", "killed", "timeout")  # statuses of runs whose log tells more than the record
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def _print_json(event: dict[str, Any]) -> None:
 
 
 def _title(event: dict[str, Any]) -> str:
-    """Return the job, its number or role, and its sizes: references of one call may differ in them."""
+    """Return a job's title: the method, the job's number or role, and its sizes, in which references may differ."""
     job: Job = event["job"]
     load = job.workload
     place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
@@ -56,7 +56,8 @@ def _title(event: dict[str, Any]) -> str:
 
 
 def _rates_text(job: Job) -> str:
-    """Return the rates of the first and the last step: a short run is all warm-up, far below the peak."""
+    """Return the learning rates of the first and the last step: in a short run all are in warm-up, far below the
+    peak."""
     first, last = (f"{job.workload.learning_rate_at(step):.3g}" for step in (1, job.steps))
     return f"{first} to {last} (peak {job.workload.learning_rate:g})"
 
@@ -103,7 +104,7 @@ class _Lines:
             done, rate = event["bytes"], event["bytes"] / event["seconds"]
             self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
         elif kind == "end":
-            is_told = event["record"].job == self.told  # the start's line told it, among those of several jobs
+            is_told = event["record"].job == self.told  # the line at the start named the job
             told = closing_line(event["record"], has_options=not is_told)
             if event["record"].status in UNEXPLAINED:
                 told += f" ({event['path'].removesuffix('.json')}.txt)"
@@ -119,7 +120,7 @@ class _Lines:
             self.write(f"warning: {event['text']}")
 
     def foretell(self, event: dict[str, Any]) -> None:
-        """Report the rest of the time after the first step, if it is long."""
+        """Report, after the first step, the time that is left, if it is long."""
         left = (self.steps - event["step"]) * event["seconds"]
         left += self.steps * event["seconds"] * (bool(self.has_reference) + self.probe_runs)
         if event["step"] == 1 and left > LEAST_FORETOLD:
@@ -169,7 +170,7 @@ def shares_text(event: dict[str, Any]) -> str:
 
 
 def summary(record: Record) -> dict[str, Any]:
-    """Return the closing line as data."""
+    """Return the facts of closing_line() as data."""
     job, names = record.job, ("status", "reason", "samples_per_second", "peaks")
     found = {name: getattr(record, name) for name in names}
     sizes = {"num_layers": job.workload.num_layers, "options": job.options, "num_params": job.workload.num_params}
@@ -217,7 +218,7 @@ def few_steps(record: Record) -> str:
     num, warmup = len(record.timed_seconds), record.job.warmup
     if record.samples_per_second is None or num >= FEWEST_TIMED or record.origin != "run":
         return ""
-    # An interval of the default number of steps grows with the steps.
+    # If warm-up leaves one step, more steps also allow more warm-up, up to the default.
     grown = max(warmup, Job.warmup) if warmup == record.job.steps - 1 else warmup
     steps = record.schedule.get("resumed_steps", 0) + grown + FEWEST_TIMED
     return f"{num} step{'s' * (num > 1)} timed after {warmup} of warm-up, too few; try --steps {steps}"

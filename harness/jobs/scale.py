@@ -1,6 +1,7 @@
-"""An experiment scaled down: the same layers, width, sequence and vocabulary divided by f, memories by f squared.
+"""Scales an experiment down: the number of layers stays; width, sequence and vocabulary are divided by a factor f, and
+memories by f squared.
 
-Layers, ends, activations and logits shrink by f squared, too, so a model that fits still fits.
+The bytes of layers, ends, activations and logits shrink by f squared, too, so a model that fits still fits.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from harness.core.job import Budget, Job, Workload
 from harness.devices import machine, named_machines
 from harness.forecast.run_time import run_seconds
 
-MOST_SECONDS = 60.0  # for a run and its reference
-MOST_OF_HOST = 0.5  # largest share of this machine's memory
+MOST_SECONDS = 60.0  # most time that a scaled run and its reference may take
+MOST_OF_HOST = 0.5  # largest share of this machine's memory that a scaled run may take
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 LEAST_TOKENS, LEAST_WORDS = 16, 64
 
 
 def shrunk(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, Budget]:
-    """Divide widths by the factor, to multiples of the heads, and memories by its square."""
+    """Divide widths by the factor, rounded to multiples of the number of heads, and memories by the factor's square."""
     heads = workload.num_heads
     widths: dict[str, Any] = {
         "hidden_size": max(1, workload.hidden_size // factor // heads) * heads,
@@ -34,8 +35,8 @@ def shrunk(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, B
 
 
 def to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
-    """Scale the job to the simulated device, by the least factor with which it takes about a minute here; return the
-    job and the factor. Without budgets of its own it gets the published machine's memories."""
+    """Scale the job to the simulated device, by the least factor with which it takes about a minute on this machine;
+    return the scaled job and the factor. A job without budgets gets those of the published runs' machine."""
     published = named_machines.load(named_machines.PUBLISHED).budget_on("sim")
     given = {name: size for name, size in vars(job.budget).items() if size is not None and name.endswith("_bytes")}
     whole = dataclasses.replace(published, rates=None, **given, seconds=job.budget.seconds)

@@ -14,21 +14,21 @@ from typing import Any
 from harness.core.job import Workload
 
 LAYERS, BATCH, SEQ, TOKENS = OF = ("layers", "batch", "seq", "tokens")
-OPTIONS = {LAYERS: "num_layers", BATCH: "batch_size", SEQ: "seq_len", TOKENS: "batch_size"}  # that give a largest size
+OPTIONS = {LAYERS: "num_layers", BATCH: "batch_size", SEQ: "seq_len", TOKENS: "batch_size"}  # of the largest size
 UNITS = {LAYERS: "layers", BATCH: "samples", SEQ: "tokens a sample", TOKENS: "tokens a step"}
 STEPPED = (SEQ, TOKENS)  # counted in steps
-STEPS = 32  # steps of tokens up to the size that should fit, at least
+STEPS = 32  # least number of steps in the number of tokens that should fit
 
 
 def parts_of(micro_batches: int, num_ranks: int) -> int:
-    """Return the micro-batches of all ranks in a step, which share its samples evenly."""
+    """Return the number of micro-batches of all ranks in a step; each has equally many samples."""
     return micro_batches * num_ranks
 
 
 @dataclass(frozen=True)
 class SizeAxis:
-    """Workloads by their size. `parts`: samples are added by so many (parts_of). `step`: layers or tokens of one size
-    more."""
+    """Maps sizes to workloads. `parts`: number of samples that are added together (parts_of). `step`: layers or tokens
+    between two sizes."""
 
     of: str
     asked: Workload
@@ -36,21 +36,21 @@ class SizeAxis:
     step: int = 1
 
     def fitting(self, number: int) -> SizeAxis:
-        """Return the same in steps for a search around the size `number`."""
+        """Return this axis with the step for a search around the size `number`."""
         tokens = number * self.step // STEPS
         if not tokens:
             return self
         return dataclasses.replace(self, step=1 << (tokens.bit_length() - 1))
 
     def every(self, number: int) -> SizeAxis:
-        """Return the same with every so many sizes alone."""
+        """Return an axis that counts only every `number`-th size of this one."""
         counted = "parts" if self.of == BATCH else "step"
         changes: dict[str, Any] = {counted: number * getattr(self, counted)}
         return dataclasses.replace(self, **changes)
 
     def grown(self, number: int) -> Workload:
-        """Return the workload of a size. Tokens of a step are those of one sample of each part up to --seq, then of
-        more samples. Raises ValueError where the model takes no such size."""
+        """Return the workload of a size. For tokens of a step, first the samples (one of each part) grow up to --seq,
+        then their number grows. Raises ValueError if the model takes no such size."""
         load = self.asked
         if self.of == LAYERS:
             return load.at_depth(number * self.step)
@@ -64,7 +64,7 @@ class SizeAxis:
         return dataclasses.replace(load, batch_size=(1 + more) * self.parts)
 
     def number(self, load: Workload) -> int:
-        """Return the size of a workload, which grown() makes of it; of one between two sizes the smaller one."""
+        """Return the size of a workload, the inverse of grown(); for a workload between two sizes, the smaller one."""
         if self.of == LAYERS:
             return load.num_layers // self.step
         if self.of == SEQ or (self.of == TOKENS and load.seq_len < self.asked.seq_len):
@@ -74,11 +74,11 @@ class SizeAxis:
 
     @property
     def _whole(self) -> int:
-        """The size at which one sample of each part has all of its tokens."""
+        """Return the size at which one sample of each part has all of its tokens, --seq."""
         return -(-self.asked.seq_len // self.step)
 
     def amount(self, number: int) -> int:
-        """Return a size in its unit."""
+        """Return a size as a number of UNITS, such as layers or tokens."""
         load = self.grown(number)
         amounts = {LAYERS: load.num_layers, BATCH: load.batch_size, SEQ: load.seq_len}
         return amounts.get(self.of, load.batch_size * load.seq_len)

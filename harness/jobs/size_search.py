@@ -1,11 +1,12 @@
-"""Finds the largest size that trains: bracket it, halve the bracket, confirm both sides of the edge. Runs nothing
-itself.
+"""Finds the largest size that trains: brackets it, halves the bracket, confirms both sides of the edge. The caller runs
+the probes.
 
-Needs grow with size, so there is an edge. From a guess the search steps by 3 % of it, doubling, until the edge is
-between two probes, then halves. Two small runs may refine the guess first (then steps start at one): their bytes
-beyond the plan are extrapolated, by memory and phase. Real edges may be blurred (a size that both passed and failed)
-or out of order (a failure below a pass). Then the answer is an interval: every trial up to its lower end passed, every
-trial from its upper end on failed.
+The memory that a job needs grows with its size, so there is an edge: smaller sizes pass, larger ones fail. The search
+starts at a guess. Its first stride is 3 % of the guess; strides double until the edge is between two probes, then the
+bracket is halved. Two small runs may refine the guess first (then strides start at one): their bytes beyond the plan
+are extrapolated, by memory and phase. Real edges may be blurred (a size that both passed and failed) or out of order (a
+failure below a pass). Then the answer is an interval: every trial up to its lower end passed, every trial from its
+upper end on failed.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-GALLOP = 0.03  # first step, as a share of the guess; 5 trials on average for a guess 10 % off
-REFINED_FROM = 8  # a smaller guess is found sooner than refined
+GALLOP = 0.03  # first stride, as a share of the guess; 5 trials on average if the guess is 10 % off
+REFINED_FROM = 8  # smallest guess that is refined; from a smaller one the search itself is shorter
 MAX_TRIALS = 40
 
 
@@ -23,8 +24,8 @@ class SizeOutcome(NamedTuple):
     """The end of one probe."""
 
     passed: bool
-    memory: str = ""  # the memory that did not suffice
-    stop: str = ""  # an end that does not depend on size: the search stops
+    memory: str = ""  # the memory that was too small
+    stop: str = ""  # why the search must stop, if the probe's end does not depend on size
     evidence: Any = None
 
 
@@ -35,7 +36,7 @@ class SizeTrial(NamedTuple):
 
 @dataclass
 class SizeAnswer:
-    """Every trial in order, and what follows from them."""
+    """The trials of a search, in order, and the answer that follows from them."""
 
     least: int = 1
     most: int = 2**20
@@ -60,12 +61,12 @@ class SizeAnswer:
 
     @property
     def largest(self) -> int:
-        """Return the largest size that passed with no failure at it or below; `least` - 1 if there is none."""
+        """Return the largest size that passed, with no failure at this size or below; `least` - 1 if there is none."""
         return max((size for size in self.passing if size < self.first_failing), default=self.least - 1)
 
     @property
     def failed_above(self) -> int | None:
-        """Return the smallest size that failed with no pass at it or above."""
+        """Return the smallest size that failed, with no pass at this size or above; None if there is none."""
         return min((size for size in self.failing if size > self.last_passing), default=None)
 
     @property
@@ -75,7 +76,7 @@ class SizeAnswer:
 
     @property
     def is_sharp(self) -> bool:
-        """True if passes and failures lie side by side."""
+        """True if the largest size that passed and the smallest that failed are neighbors."""
         return not self.stopped and self.failed_above == self.largest + 1
 
     def mixed(self) -> list[int]:
@@ -90,9 +91,9 @@ def search(
 ) -> SizeAnswer:  # fmt: skip
     """Find the largest size from `least` to `most` that trains.
 
-    `repeats` probes decide each side of the edge; several also look at the next one beyond. `refine` makes a better
-    guess after two small runs. The search stops early, with a reason, if a probe ends for another reason than size, or
-    after `max_trials`.
+    `repeats`: number of probes on each side of the edge; if it is above 1, the next size beyond is probed, too.
+    `refine`: makes a better guess by two small runs. The search stops early, with a reason, if a probe ends for another
+    reason than its size, or after `max_trials`.
     """
     answer = SizeAnswer(least, most)
     guess = max(least, min(guess, most))
@@ -123,7 +124,7 @@ def _try(answer: SizeAnswer, probe: Callable[[int], SizeOutcome], size: int) -> 
 
 
 def _next(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[int | None, int]:
-    """Return the next size to try and the stride after it; None if all is known."""
+    """Return the next size to try and the stride for the size after that; None as the size if the answer is known."""
     below, first = answer.largest, answer.first_failing
     last, above = answer.last_passing, answer.failed_above
     if guess not in (*answer.passing, *answer.failing) and last < guess < first:

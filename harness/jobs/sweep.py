@@ -1,6 +1,6 @@
-"""Many jobs in order: jobs with a record are not run again, each end is judged, a crash loses nothing.
+"""Runs many jobs in order: a job with a record is not run again, each run is judged, and a crash loses no record.
 
-The gate follows each job. The reference that it needs is a job like any other, run if no record of it exists.
+The gate judges each job after its run. The gate's reference is a job like any other, run if it has no record.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from harness.places.shared.place import Place, write_end
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 
-PROBES = Extent()  # extent of the probes by default
-SHARERS = 4  # runs that share a device must fit the machine's memory together: each may take this part
+PROBES = Extent()  # default extent of the gate's probes
+SHARERS = 4  # runs may share a device if each needs at most one part in SHARERS of the machine's memory
 
 
 class FolderLost(Exception):
@@ -36,7 +36,7 @@ class FolderLost(Exception):
 
 
 class Sweep:
-    """A folder of results, and the jobs that add to it."""
+    """A folder of results, and the runs of jobs that add records to it."""
 
     def __init__(
         self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False,
@@ -51,7 +51,7 @@ class Sweep:
         self._probe_records: Sweep | None = None
         found, complaints = read_all(results)
         self.is_timed = is_timed
-        self.timed_keys: set[str] = set()  # of the jobs that the call asked for
+        self.timed_keys: set[str] = set()  # keys of the jobs that the call asked for
         self.records = {path: record for path, record in found.items() if record.origin == "run"}
         self.measured_now: set[str] = set()
         self.replaced = set(self.records) if rerun else set()
@@ -69,8 +69,8 @@ class Sweep:
             return [self._end(self._measure(job, {"index": n, "total": total})) for n, job in enumerate(jobs, start=1)]
 
     def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
-        """Return the number-th measurement of a resolved job, judged. If there are fewer, run the job now, even against
-        its plan; a refusal by plan is not a measurement. Raises FolderLost."""
+        """Return measurement `number` of a resolved job, judged. If there are fewer, run the job now, even if its plan
+        does not fit; a refusal by plan is not a measurement. Raises FolderLost."""
         with self._in_its_folder():
             return self._attempt(job, number, place)
 
@@ -108,8 +108,8 @@ class Sweep:
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
     def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
-        """Run the jobs that have no record and should fit, together; one alone is left to its turn, which reports its
-        start."""
+        """Run together the jobs that have no record and should fit. A single such job is left to run(), which reports
+        its start."""
         missing = {self.key(job): job for job in jobs if resolve(job, self.folders)[2] is None}
         pairs = [(job, key) for key, job in missing.items() if not self._known(key)]
         if len(pairs) < 2:
@@ -125,8 +125,8 @@ class Sweep:
         return [resolve(self._reference(model.job), self.folders)[0] for model in models]
 
     def _known(self, key: str) -> list[Path]:
-        """Return the records of a key, oldest first; those made by this call count however they ended, because no job
-        runs twice."""
+        """Return the paths of a key's records, oldest first. Records made by this call count however they ended: no job
+        runs twice in a call."""
         fresh = key in self.measured_now
         if self.rerun and not fresh:
             return []
@@ -140,7 +140,7 @@ class Sweep:
         key = self.key(job)
         known = [path for path in self._known(key) if self._answers(self.records[path], job)]
         if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
-            known = []  # it was refused by plan then, and fits now
+            known = []  # the plan did not fit then, but fits now
         if known:
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
@@ -150,8 +150,8 @@ class Sweep:
         return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key, plan)
 
     def _foreseen(self, job: Job, plan: Plan, is_asked_for: bool) -> dict[str, Any]:
-        """Return the seconds of the job, with its missing reference and probe; whether the reference exists; and the
-        probe's duration in runs of the job. A job that this call did not ask for takes its own seconds alone."""
+        """Return the job's foreseen seconds, with those of a missing reference and probe; whether a reference is to
+        come; and the probe's duration in runs of the job. A job that this call did not ask for counts alone."""
         run = run_seconds(job, plan, machine.rank_room(job).rates)
         if not is_asked_for:
             return {"run_seconds": run}
@@ -165,8 +165,8 @@ class Sweep:
         }  # fmt: skip
 
     def probe_seconds(self, job: Job, run: float) -> float:
-        """Return the seconds of the probe that the job's verdict still needs, by the seconds of a run; 0 if its method
-        was probed."""
+        """Return the seconds of the probe that the job's verdict still needs; 0 if the job's method was probed. `run`:
+        the seconds of a run."""
         there = (job.method, job.workload.dtype, job.device)
         for record in self.records.values():
             known = (record.job.method, record.job.workload.dtype, record.job.device)
@@ -191,7 +191,7 @@ class Sweep:
         return path
 
     def _made_meanwhile(self, job: Job, key: str) -> Path | None:
-        """Return a result of this job that another call has written since this one read the folder."""
+        """Return the path of a result of this job that another call has written since this call read the folder."""
         if self.rerun:
             return None
         for path in sorted(set(self.results.glob("log_*.json")) - set(self.records)):
@@ -212,7 +212,7 @@ class Sweep:
         return path
 
     def _judge(self, path: Path) -> Record:
-        """Return the record with its verdict by today's reference: judging is arithmetic."""
+        """Return the record, judged by the present reference: a verdict is only arithmetic on records."""
         record = self.records[path]
         if record.status != "ok":
             return record
@@ -233,7 +233,7 @@ class Sweep:
             return self._judge_by_twin(whole, number, other)
         judged_by = self._judge(self._measure(other, {"role": "reference"}))
         depth = record.job.workload.num_layers
-        if judged_by.status.startswith("oom") and depth > 1:  # it fitted by plan only
+        if judged_by.status.startswith("oom") and depth > 1:  # only the reference's plan fitted
             return self._judge_by_twin(whole, number, other, most=depth // 2)
         undropped = None
         if record.job.workload.dropout and not method.load(record.job.method, self.folders).drops_alike:
@@ -275,7 +275,7 @@ class Sweep:
         return largest(trained, reference, machine.room(reference.budget, reference.device))
 
     def _with_probe(self, whole: Record, number: int, verdict: Gate) -> Gate:
-        """Return the verdict with the probe's, if the probe can add to the run's own."""
+        """Return the verdict on a run combined with the verdict on a probe, if the probe can add to it."""
         if verdict.verdict == "untested" or verdict.reason in CERTAIN or not whole.is_exact:
             return verdict
         extent = self.extent.or_more(_probed(whole))  # at least the extent of an earlier verdict
@@ -300,12 +300,13 @@ class Sweep:
         return probe.Runs(measure, self._reference, self._most_layers, why_not, self._twin)
 
     def _report_probe(self, event: dict[str, Any]) -> None:
-        """Report each training, but not its steps."""
+        """Report each training of a probe, but not the training's steps."""
         if event["event"] not in ("recorded", "step"):
             self.report(event)
 
     def _is_peer(self, other: Record, job: Job) -> bool:
-        """True if it is another method's passing record of the same training, by today's source and machine."""
+        """True if `other` is another method's passing record of the same training, with the present source and
+        machine."""
         same = all(getattr(other.job, name) == getattr(job, name) for name in ("workload", "steps", "device"))
         is_another = other.job.method != job.method and other.job.method in method.names(self.folders)
         passed = other.status == "ok" and other.gate.passed
@@ -313,21 +314,22 @@ class Sweep:
 
 
 def _probed(record: Record) -> Extent:
-    """Return the extent of the method that the verdict's probe has trained."""
+    """Return the extent, in layers and steps, of the probe on which the record's verdict rests."""
     found = record.gate.evidence
     layers, steps = found.get("probe_layers"), found.get("probe_steps")
     return Extent(layers, min(max(STEPS, steps), MOST_STEPS)) if layers and steps else NONE
 
 
 def read_by(job: Job) -> tuple[Workload, int] | None:
-    """Return what a job reads from files: its workload, and its number of samples. None where it reads none."""
+    """Return the workload and the number of samples of a job that reads a corpus or weights from files; None if the job
+    reads no files."""
     load = job.workload
     return None if load.corpus is load.weights is None else (load, job.steps * load.batch_size)
 
 
 def context(name: str, files: tuple[Workload, int] | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Return what a measurement depends on beside its job: the method's source, the files that it reads, as read_by()
-    returns them, and this machine. A changed file makes another job."""
+    """Return what a measurement depends on beside its job: hashes of the source of the method `name` and of the files
+    that read_by() tells, and this machine's facts. A changed file changes the job's key."""
     found = {"source": method.source_hash(name, folders), "corpus": "", **machine.checked()}
     load, num_samples = files or (None, 0)
     if load and load.corpus is not None:
