@@ -96,7 +96,7 @@ job_options = options.together(
     click.option("--machine", "--gpu", "machine_name", type=options.MachineName(),
                  help="Take the budgets of a machine or GPU of machines.yaml."),
     click.option("--scale", type=click.Choice(["fit"]),
-                 help="fit: all layers on sim in about a minute; widths divided by one number, memories by its square."),
+                 help="fit: all layers on sim in about a minute: divide widths by one number, memories by its square."),
     click.option("--link", type=Bytes(), help="Speed of --device sim's link: bytes per second in each direction."),
     click.option("--timeout", type=float, metavar="SECONDS", help="End a job that takes longer."),
     options.results,
