@@ -309,8 +309,7 @@ class Plan:
         return sum(self.disk.values())
 
     def pooled(self, room: Room) -> Plan:
-        """Return this plan; its device bytes count as host bytes if the room has no device memory, as on a CPU without
-        a device budget."""
+        """Return this plan with device bytes counted as host bytes if the room has no device memory of its own."""
         if room.device_bytes is not None:
             return self
         kinds = {kind: self.device.get(kind, 0) + self.host.get(kind, 0) for kind in {**self.device, **self.host}}
@@ -395,8 +394,7 @@ class Job:
 
 
 def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
-    """Return the workloads of several models: all pairs of learning rates and batch sizes; each rate, and each size, is
-    half of the one before."""
+    """Return the workloads of several models: all pairs of rates and batch sizes, each half of the one before."""
     rows = [divmod(number, num_batch_sizes) for number in range(num_models)]
     sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
     return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]

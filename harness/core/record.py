@@ -112,15 +112,13 @@ class Record:
         return self.status != "ok" or self.gate != Gate()
 
     def answers(self, job: Job) -> bool:
-        """True unless the job, which has the same key, asks for a trace or saved weights that this run did not
-        leave."""
+        """True unless the job, of the same key, asks for a trace or saved weights that this run did not leave."""
         asked = ((job.trace, self.job.trace), (job.save, self.job.save))
         return all(path is None or (path == own and Path(path).exists()) for path, own in asked)
 
     @property
     def is_lasting(self) -> bool:
-        """False if the run failed for a full disk, or for a memory limit of a cluster or shell: the same call runs such
-        a job again."""
+        """False for a full disk and for a memory limit of a cluster or shell: the same call runs such a job again."""
         is_of_elsewhere = (self.status == "does-not-fit" and self.phase != "plan") or "limit_of" in self.evidence
         return self.is_result and not is_of_elsewhere
 
@@ -184,8 +182,7 @@ class Record:
         return self.peaks.get("host_anonymous", 0) + self.peaks.get("host_shared", 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as JSON data. `gate` also has the speed of a run that passed, for readers without this
-        class."""
+        """Return the record as JSON data; `gate` also has the speed of a run that passed, for other readers."""
         data = dataclasses.asdict(self)
         if (speed := self.samples_per_second) is not None:
             data["gate"][SPEED] = speed
@@ -256,8 +253,7 @@ class Record:
 
 
 def wrong_num_models(schedule: Mapping[str, Any], others: Sequence[Any]) -> str:
-    """Describe, in one line, a schedule's wrong number of trained models; empty if the number is right. It matters
-    because a record's samples per second are multiplied by it."""
+    """Describe a wrong number of trained models in one line; empty if right: a record's rate is multiplied by it."""
     num_models = 1 + len(others)
     told = schedule.get("num_models", num_models)
     return "" if told == num_models else f"expected num_models {num_models}, one more than `others`, got {told}"
@@ -296,8 +292,7 @@ def marks(record: Record) -> list[Any]:
 
 
 def records_of(folder: Path) -> list[Record]:
-    """Return the records of a folder, oldest first. Prints to standard error what is wrong with the folder's other
-    files."""
+    """Return the records of a folder, oldest first; print to standard error what is wrong with other files."""
     found, complaints = read_all(folder)
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)

@@ -185,8 +185,7 @@ def measured(record: Record) -> dict[str, int]:
 
 
 def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
-    """Search the largest size of one method; return its row of the table, with the record that decides the exit
-    code."""
+    """Search one method's largest size; return its row of the table, with the record that decides the exit code."""
     guess = probes.guess()
     most = min(most, max(FEWEST_BEYOND, probes.least, BEYOND_PLAN * guess))
     answer = search(probes, guess, least=probes.least, most=most, repeats=repeats, refine=probes.refine)

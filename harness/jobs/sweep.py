@@ -108,8 +108,7 @@ class Sweep:
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
     def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
-        """Run together the jobs that have no record and should fit. A single such job is left to run(), which reports
-        its start."""
+        """Run together the jobs that have no record and should fit; a single such job is left to run()."""
         missing = {self.key(job): job for job in jobs if resolve(job, self.folders)[2] is None}
         pairs = [(job, key) for key, job in missing.items() if not self._known(key)]
         if len(pairs) < 2:
@@ -165,8 +164,7 @@ class Sweep:
         }  # fmt: skip
 
     def probe_seconds(self, job: Job, run: float) -> float:
-        """Return the seconds of the probe that the job's verdict still needs; 0 if the job's method was probed. `run`:
-        the seconds of a run."""
+        """Return the seconds of the probe that the job's verdict still needs, by a run's seconds; 0 without a probe."""
         there = (job.method, job.workload.dtype, job.device)
         for record in self.records.values():
             known = (record.job.method, record.job.workload.dtype, record.job.device)
@@ -305,8 +303,7 @@ class Sweep:
             self.report(event)
 
     def _is_peer(self, other: Record, job: Job) -> bool:
-        """True if `other` is another method's passing record of the same training, with the present source and
-        machine."""
+        """True if `other` is another method's passing record of this training, by the present source and machine."""
         same = all(getattr(other.job, name) == getattr(job, name) for name in ("workload", "steps", "device"))
         is_another = other.job.method != job.method and other.job.method in method.names(self.folders)
         passed = other.status == "ok" and other.gate.passed
@@ -321,8 +318,7 @@ def _probed(record: Record) -> Extent:
 
 
 def read_by(job: Job) -> tuple[Workload, int] | None:
-    """Return the workload and the number of samples of a job that reads a corpus or weights from files; None if the job
-    reads no files."""
+    """Return the workload and number of samples of a job that reads a corpus or weights from files; else None."""
     load = job.workload
     return None if load.corpus is load.weights is None else (load, job.steps * load.batch_size)
 

@@ -99,8 +99,7 @@ class Events:
         self._pending, self._unread = b"", list[bytes]()
 
     def feed(self, data: bytes) -> None:
-        """Read a part of the stream of events, one JSON object a line. If `report` raises on an event, the next call
-        continues with the event after it."""
+        """Read a part of the events, one JSON object a line. If `report` raises, the next call goes on after it."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         self._unread += lines
         while self._unread:

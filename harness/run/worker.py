@@ -298,8 +298,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
 
 
 def _readable(record: Record) -> Record:
-    """Return the record; if it contains values that JSON cannot hold, return a record of a crash, without the method's
-    results."""
+    """Return the record; if JSON cannot hold its values, that of a crash without the method's results."""
     try:
         Record.from_dict(parsed_json(json.dumps(record.to_dict(), allow_nan=False)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
