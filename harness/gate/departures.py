@@ -1,5 +1,4 @@
-"""Finds where a training departs from the reference's: first in its losses, then in its gradient norms, last in its
-tensors.
+"""Finds where a training departs from the reference's: first in losses, then in gradient norms, last in tensors.
 
 All are pure functions of records, and of the largest differences that honest rounding may cause (limits.py). A method
 that promises bit-equality must keep it on a CPU, both at the published learning rate and in the probe.
@@ -87,8 +86,7 @@ def drops_nothing(record: Record, reference: Record, undropped: Record) -> bool:
 
 
 def beyond_dropout(record: Record, reference: Record, undropped: Record) -> Departure | None:
-    """Find the departure of a run that drops other elements than the reference: a larger difference than dropout itself
-    causes."""
+    """Find where a run that drops other elements than the reference differs by more than dropout itself causes."""
     return departure(record, reference, floor(reference, [undropped]).alike().times(DROPOUT_ALLOWED))
 
 
@@ -142,8 +140,7 @@ def departure(record: Record, reference: Record, limits: Limits) -> Departure | 
 def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | None:
     """Return the first step whose loss or gradient norm is beyond its limit.
 
-    A step's loss comes before its gradient, and the gradient before the update: so the first departure tells what went
-    wrong.
+    A step's loss comes before its gradient, the gradient before the update: the first departure tells what went wrong.
     """
     num = comparable_steps(record, reference)
     losses = differences(record.losses[:num], reference.losses)
@@ -208,8 +205,7 @@ def _partial_update(record: Record, reference: Record) -> Departure | None:
 
 
 def _update_size(record: Record, reference: Record) -> Departure | None:
-    """Return the departure of a tensor that moved too far or not far enough, or of all tensors, if all did so by
-    less."""
+    """Return the departure of a tensor whose distance moved is wrong, or of all tensors, if all are wrong by less."""
     ratios = evidence.ratios(record, reference, "moved")
     if not ratios:
         return None
@@ -240,9 +236,8 @@ def _grown_keys(record: Record) -> Departure | None:
 
 
 def without_decay(record: Record, reference: Record) -> str:
-    """Describe tensors that end as if trained without weight decay: matrices are larger by the amount that decay takes
-    off, biases and norms are as in the reference. Empty otherwise. Weight decay shows late, so the first wrong loss or
-    norm would name no cause."""
+    """Describe tensors that end as if without weight decay: matrices larger by what decay takes off, biases and norms
+    as in the reference; empty otherwise. Decay shows late, so the first wrong loss or norm would name no cause."""
     load = record.job.workload
     taken = WEIGHT_DECAY * sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
     grown: dict[bool, list[float]] = {True: [], False: []}

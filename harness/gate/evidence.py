@@ -1,5 +1,4 @@
-"""Reads the evidence of a training from its record, and finds what is missing or wrong in it: arithmetic on one record,
-or on two.
+"""Reads the evidence of a training from its record, and finds what is missing or wrong, from one record or two.
 
 Losses and gradient norms are compared step by step. Tensors are compared by the facts that inspect_training.py finds:
 the share of elements that changed, the distance moved, a sketch of the final values, and the sizes of both moments.
@@ -30,8 +29,7 @@ MOMENTS: dict[str, Moment] = {"first moments": "exp_avg", "second moments": "exp
 
 
 class Flaw(NamedTuple):
-    """A fault that a record shows without comparison: a reason for programs, a text for people, and further values for
-    programs."""
+    """A fault that a record shows without comparison: a reason for programs, a text for people, and further values."""
 
     reason: str
     text: str
@@ -39,8 +37,7 @@ class Flaw(NamedTuple):
 
 
 def flaw(record: Record) -> Flaw | None:
-    """Return the first flaw of a record. If there is none, all steps ran, all numbers are finite, and every tensor
-    changed."""
+    """Return a record's first flaw. If there is none, all steps ran, all numbers are finite, every tensor changed."""
     for step, loss in enumerate(record.losses, start=1):
         if loss is not None and not math.isfinite(loss):
             return Flaw("not-finite", f"the loss is {loss} from step {step} on", {"step": step})
@@ -77,8 +74,7 @@ def flaw(record: Record) -> Flaw | None:
 
 
 def untrained(record: Record, told: str = "") -> str:
-    """Return why a record cannot be compared with, because it shows no training; `told` is added to how it ended. Empty
-    if it shows a training."""
+    """Return why a record shows no training to compare with; empty if it does. `told` is added to how it ended."""
     if record.status != "ok":
         return f"ended as {record.status}{told}"
     return found.text if (found := flaw(record)) else ""
@@ -141,8 +137,7 @@ def promises_bits(record: Record) -> bool:
 
 
 def is_same(record: Record, reference: Record) -> bool:
-    """True if every loss and every final weight is bit-equal. Gradient norms may differ by the rounding of their own
-    sum."""
+    """True if all losses and final weights are bit-equal. Gradient norms may differ by their own sum's rounding."""
     found = zip(differences(record.grad_norms, reference.grad_norms), reference.grad_norms, strict=False)
     norms = [each for each, theirs in found if theirs is not None and math.isfinite(theirs)]  # fp16 skips the rest
     return (
@@ -167,8 +162,7 @@ def comparable_steps(record: Record, reference: Record) -> int:
 
 
 def other_scales(record: Record, reference: Record) -> str:
-    """Describe the first difference in loss scales, or in the steps skipped for non-finite gradients; empty if there is
-    none."""
+    """Describe the first difference in loss scales or in steps skipped for non-finite gradients; empty if none."""
     if record.skipped_steps != reference.skipped_steps:
         names = ([*map(str, each.skipped_steps)] for each in (record, reference))
         ours, theirs = (f"steps {some(found)}" if found else "no step" for found in names)
@@ -229,8 +223,7 @@ COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
 
 
 def ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
-    """Return each tensor's ratio to the reference in one fact (`key`): the share of elements changed, or the distance
-    moved."""
+    """Return each tensor's ratio to the reference in the fact `key`: the share changed, or the distance moved."""
     pairs = {
         name: (record.tensors[name].get(key), theirs.get(key))
         for name, theirs in reference.tensors.items()

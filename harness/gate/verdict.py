@@ -1,5 +1,4 @@
-"""The gate: does a record show the same training as the reference? Returns a verdict with its evidence, from records
-alone.
+"""The gate: does a record show the same training as the reference? A verdict with evidence, from records alone.
 
 A record's own flaws come first (evidence.py): all steps ran, all losses are finite, every tensor changed. Then the
 comparison (departures.py): losses and gradient norms step by step, and for each tensor the share that changed, the
@@ -39,8 +38,7 @@ def judge(
     `reference`: the record of the same workload trained by the reference; of a run by the reference, the record itself.
     If the reference does not fit, `twins` are the records of this method and of the reference at the largest depth that
     fits, and `peers` are other methods' records of the same workload. `undropped`: the reference's record without
-    dropout, if the method drops other elements than the reference: the change that dropout causes in the reference is
-    the measure of how far the two may differ.
+    dropout, if the method drops other elements: the change that dropout causes measures how far the two may differ.
     """
     if record.status != "ok":
         return Gate("untested", "not-finished", f"ended as {record.status}: nothing to compare")
@@ -131,8 +129,7 @@ def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequen
 
 
 def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
-    """Return the verdict on a run together with its probe: what the probe found, or that it found nothing, and what was
-    not tested."""
+    """Return the verdict on a run with its probe: what the probe found, if anything, and what was not tested."""
     if verdict.verdict == "untested":
         return verdict
     rests = {**verdict.evidence, "probe": {trial.dtype: trial.record.key for trial in probe.trials}}
