@@ -33,10 +33,10 @@ from harness.core.method import Unavailable
 from harness.core.record import new_stem
 from harness.forecast.run_time import deadline_seconds
 from harness.places.docker import PYTHON, READ, SCRATCH, WRITTEN, default_image, memory_limit
-from harness.places.shared.cluster import num_nodes, options_of
+from harness.places.shared.cluster import killed, num_nodes, options_of, unavailable
 from harness.places.shared.container_user import CODE, USER
 from harness.places.shared.place import KeyedJobs, Place, Report, order
-from harness.places.shared.pods import INDEX, MAIN, PodJob, PodState, killed, state_of, unavailable
+from harness.places.shared.pods import INDEX, MAIN, PodJob, PodState, state_of
 from harness.places.shared.torchrun_node import PORT
 
 POLL_SECONDS = 0.5

@@ -32,8 +32,8 @@ from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
 from harness.forecast.run_time import deadline_seconds
 from harness.places.docker import PYTHON, folders_shown, memory_limit
-from harness.places.shared.cluster import better_known, num_nodes, options_of
-from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order, place_record, write_end
+from harness.places.shared.cluster import complete, killed, late, num_nodes, options_of, out_of_memory
+from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order
 from harness.places.shared.slurm_node import node_stem, perform_on_node
 from harness.run.ranks import of_nodes
 
@@ -216,38 +216,26 @@ class Slurm(Place):
         stems = [stem, *(node_stem(logs, stem, index) for index in range(1, self._num_nodes(job)))]
         made = [Path(f"{each}.json") for each in stems if Path(f"{each}.json").exists()]
         record = of_nodes(list(map(Record.read, made))) if made else None
-        if record:
-            record.write(path)
         said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
         if state.name == "FAILED" and OOM_KILL in said:  # Slurm's state of the job tells only that srun failed
             state = state._replace(name="OUT_OF_MEMORY")
         end = named(state, record.phase if record else ORDERED, memory_limit(job) or 0)
-        if record is None:
-            with open(f"{stem}.txt", "a") as log:
-                log.write(said)
-            write_end(job, key, stem, end)
-        evidence: dict[str, Any] = {} if record and record.status == "ok" else {"slurm": told}
-        if job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
-            evidence["limit_of"] = "the cluster"
         place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
         place |= {"image": self.image} if self.image else {}
-        return place_record(path, place, evidence, better_known(record, end) if record else None)
+        return complete(job, key, stem, record, end, said, place, {"slurm": told})
 
 
 def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
     """Return the end of a job, named by its state under Slurm."""
     code, _, number = state.exit_code.partition(":")
     if state.name == "OUT_OF_MEMORY":
-        end = failures.End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes)
-        return failures.of_process(end)
+        return out_of_memory(phase, limit_bytes)
     if state.name in ("TIMEOUT", "DEADLINE"):
-        text = f"ran into Slurm's limit of time at {phase}: --slurm time=MINUTES raises it"
-        return failures.Failure("timeout", text, {"class": "deadline", "resource": "time", "last_phase": phase})
+        return late(phase, f"ran into Slurm's limit of time at {phase}: --slurm time=MINUTES raises it")
     if state.name == "CANCELLED":
         return failures.of_stop(failures.End(phase, stopped="interrupt"))
     if state.name in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL") or number == str(int(signal.SIGKILL)):
-        text = f"killed at {phase}: Slurm says {state.name}"
-        return failures.Failure("killed", text, {"class": "signal", "resource": ""})
+        return killed(phase, f"Slurm says {state.name}")
     return failures.of_process(failures.End(phase, int(code or 0)))
 
 

@@ -24,7 +24,7 @@ from harness.core import failures, method
 from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
-from harness.places.shared.cluster import num_nodes
+from harness.places.shared.cluster import killed, num_nodes, unavailable
 from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order, perform, place_record, write_end
 from harness.places.shared.torchrun_node import meet
 from harness.run.ranks import of_nodes
@@ -71,18 +71,14 @@ class Torchrun(Place):
         asked = order(job, key, stem, folders)
         os.environ["PET_NNODES"] = str(1 + len(peers))
         if refused := self._refused(asked, peers, method.source_hash(job.method, folders)):
-            return write_end(
-                job, key, stem, failures.Failure("unavailable", refused, {"class": "node", "resource": ""})
-            )
+            return write_end(job, key, stem, unavailable(refused, "node"))
         heard, is_interrupted = perform_beside(asked, peers, report)
         path = Path(f"{stem}.json")
         own = Record.read(path)
         records = [Record.from_dict(told["record"]) for told in heard if told]
         gone = [f"{node} ({peer.host})" for node, peer in enumerate(peers, start=1) if not heard[node - 1]]
         of_nodes([own, *(record for record in records if record.key == key)]).write(path)
-        end = (
-            failures.Failure("killed", f"node {gone[0]} is gone", {"class": "signal", "resource": ""}) if gone else None
-        )
+        end = killed(own.phase, f"node {gone[0]} is gone") if gone else None
         hosts = ",".join([socket.gethostname(), *(peer.host for peer in peers)])
         place_record(path, {"on": "torchrun", "nodes": hosts}, {}, end)
         if is_interrupted:

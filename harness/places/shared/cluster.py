@@ -1,17 +1,20 @@
-"""What the places on clusters share: reading their options, the number of a job's nodes, and which end of a job
-counts."""
+"""What the places on clusters share: reading their options, the number of a job's nodes, the names of its ends, and its
+record."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 from harness.base.checked_data import checked
 from harness.base.foreign_file import read_yaml
-from harness.core.failures import Failure
+from harness.core.failures import End, Failure, of_process
+from harness.core.job import Job
 from harness.core.record import Record
+from harness.places.shared.place import place_record, write_end
 from harness.run.ranks import followed
 
 # For each status of a record, the ends of which the cluster's word counts more than the record's.
@@ -59,3 +62,44 @@ def better_known(record: Record, end: Failure) -> Failure | None:
     if record.status == "crash" and followed(record):
         better = ("interrupted", "timeout", "killed", "oom-host")
     return end if end.status in better else None
+
+
+def out_of_memory(phase: str, limit_bytes: int) -> Failure:
+    """Return the end of a job that the cluster killed for want of memory; limit_bytes: 0 if it had no limit."""
+    return of_process(End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes))
+
+
+def late(phase: str, text: str) -> Failure:
+    return Failure("timeout", text, {"class": "deadline", "resource": "time", "last_phase": phase})
+
+
+def killed(phase: str, text: str) -> Failure:
+    return Failure("killed", f"killed at {phase}: {text}", {"class": "signal", "resource": ""})
+
+
+def unavailable(text: str, name: str) -> Failure:
+    """Return the end of a job that the cluster cannot run. `name`: what the cluster lacks, the class of the
+    evidence."""
+    return Failure("unavailable", text, {"class": name, "resource": ""})
+
+
+def complete(
+    job: Job, key: str, stem: Path, record: Record | None, end: Failure, said: str, place: dict[str, Any],
+    evidence: dict[str, Any], seen: dict[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """Write a job's record: its nodes', or without one that of its end; return the path.
+
+    `place` names where it ran. The cluster's evidence is added unless the job ended well, and its name of the end where
+    it knows that better. Without a record the log gets what the job's programs said, and the record the fields `seen`.
+    """
+    path = Path(f"{stem}.json")
+    if record:
+        record.write(path)
+    else:
+        with open(f"{stem}.txt", "a") as log:
+            log.write(said)
+        write_end(job, key, stem, end, seen)
+    told = {} if record and record.status == "ok" else evidence
+    if job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
+        told = {**told, "limit_of": "the cluster"}
+    return place_record(path, place, told, better_known(record, end) if record else None)

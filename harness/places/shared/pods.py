@@ -19,8 +19,8 @@ from harness.core import failures, log_lines
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.places.docker import memory_limit
-from harness.places.shared.cluster import better_known
-from harness.places.shared.place import ORDERED, Report, place_record, write_end
+from harness.places.shared.cluster import complete, killed, late, out_of_memory, unavailable
+from harness.places.shared.place import ORDERED, Report
 from harness.run.launch import Events
 from harness.run.ranks import of_nodes
 
@@ -74,11 +74,9 @@ def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures
     """Return the end of a job, named by the state of the pod that ended it."""
     told = ": ".join(filter(None, (state.reason, " ".join(state.message.split()))))
     if state.reason == "OOMKilled":
-        end = failures.End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes)
-        return failures.of_process(end)
+        return out_of_memory(phase, limit_bytes)
     if state.reason == "DeadlineExceeded":
-        text = f"its pod ran longer than it may, at {phase}: lower -l or --steps, or raise --timeout"
-        return failures.Failure("timeout", text, {"class": "deadline", "resource": "time", "last_phase": phase})
+        return late(phase, f"its pod ran longer than it may, at {phase}: lower -l or --steps, or raise --timeout")
     if state.reason in NEVER_STARTS:
         text = f"no pod starts with the image {image}: {told}; try --kubernetes image=NAME, which the nodes can pull"
         return unavailable(text, "image")
@@ -88,16 +86,6 @@ def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures
     if state.exit_code in (0, 128 + signal.SIGKILL) or state.reason not in ("", "Error"):
         return killed(phase, f"Kubernetes says {told}" if told else "its pod is gone")
     return failures.of_process(failures.End(phase, state.exit_code))
-
-
-def killed(phase: str, text: str) -> failures.Failure:
-    return failures.Failure("killed", f"killed at {phase}: {text}", {"class": "signal", "resource": ""})
-
-
-def unavailable(text: str, name: str) -> failures.Failure:
-    """Return the end of a job that the cluster cannot run. `name`: what the cluster lacks, the class of the
-    evidence."""
-    return failures.Failure("unavailable", text, {"class": name, "resource": ""})
 
 
 class PodLog:
@@ -230,22 +218,13 @@ class PodJob:
     def complete(self, is_interrupted: bool, image: str) -> Path:
         """Write the job's record, from its nodes' records and from what Kubernetes says of its pods; return the
         path."""
-        path, end = Path(f"{self.stem}.json"), self.end or self._end(is_interrupted, image)
+        end = self.end or self._end(is_interrupted, image)
         record = of_nodes([self.records[node] for node in sorted(self.records)]) if self.records else None
-        if record:
-            record.write(path)
-        else:
-            with open(f"{self.stem}.txt", "a") as log:
-                log.write("".join(self.said[node] for node in sorted(self.said)))
-            write_end(self.job, self.key, self.stem, end, self.events.fields())
+        said = "".join(self.said[node] for node in sorted(self.said))
         pods = sorted(self.pods.values(), key=lambda pod: pod.number)
-        evidence: dict[str, Any] = {}
-        if not record or record.status != "ok":
-            evidence["kubernetes"] = [pod._asdict() for pod in pods]
-        if self.job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
-            evidence["limit_of"] = "the cluster"
         place = {"on": "kubernetes", "image": image, "nodes": ",".join(pod.node for pod in pods)}
-        return place_record(path, place, evidence, better_known(record, end) if record else None)
+        evidence = {"kubernetes": [pod._asdict() for pod in pods]}
+        return complete(self.job, self.key, self.stem, record, end, said, place, evidence, self.events.fields())
 
     def _end(self, is_interrupted: bool, image: str) -> failures.Failure:
         """Return the job's end, named by its pods: the first pod that failed and left no record counts."""
