@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from harness.base.checkout import ROOT
 from harness.core.job import Job
-from harness.core.record import read_all
+from harness.core.record import Record, read_all
+from harness.places import torchrun
 from harness.places.shared.place import order
-from harness.places.torchrun import Peer, accepted, connected, follow
+from harness.places.torchrun import Peer, Torchrun, accepted, connected, follow
 from tests.support import cli, tiny
 from tests.support.ranks import free_ports
 from tests.support.tiny import TINY
 
 pytestmark = pytest.mark.timeout(600)
+SPREAD = Job("fsdp2-offload", TINY, {"world_size": 2})
 
 
 def three_ports() -> int:
@@ -58,12 +64,82 @@ def test_a_node_with_other_sources_refuses_the_order() -> None:
     node = threading.Thread(target=follow, args=(other, 1, ()))
     node.start()
     assert first.hear()["node"] == 1
-    asked = order(Job("fsdp2-offload", TINY, {"world_size": 2}), "key", Path("log"), ())
+    asked = order(SPREAD, "key", Path("log"), ())
     first.tell({"order": asked, "num_nodes": 2, "source": "other"})
     assert "its sources differ" in first.hear()["refused"]
     first.tell({"begin": False})
     first.tell({})
     node.join()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Torchrun, socket.socket]]:
+    """The first node, whose ranks train until SIGINT, and the connection to it that the other node holds."""
+
+    def train(asked: dict[str, Any], report: Any) -> None:
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(torchrun, "perform", train)
+    monkeypatch.setenv("PET_NNODES", "2")  # a launch sets it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    first, other = socket.socketpair()
+    with other:
+        yield Torchrun([Peer(first, "other")]), other
+    signal.signal(signal.SIGINT, before)
+
+
+def launched(place: Torchrun, results: Path) -> Record:
+    (path,) = place.launch([(SPREAD, "key")], results, (), lambda event: None)
+    return Record.read(path)
+
+
+def test_a_rank_that_dies_on_another_node_ends_the_job_and_is_named(
+    pair: tuple[Torchrun, socket.socket], tmp_path: Path
+) -> None:
+    place, other = pair
+    peer, lost = Peer(other), Record(SPREAD, "key", "killed", reason="rank 1 of 2: killed by SIGKILL at step 3")
+    peer.tell({"refused": ""})
+    peer.tell({"status": lost.status, "record": lost.to_dict()})
+    record = launched(place, tmp_path)
+    assert (record.status, record.reason) == (lost.status, lost.reason)
+    assert record.machine["nodes"].endswith(",other")
+    assert "order" in peer.hear() and peer.hear() == {"begin": True} and peer.hear()["status"] == "interrupted"
+
+
+def test_a_node_that_is_gone_ends_the_job_and_is_named(pair: tuple[Torchrun, socket.socket], tmp_path: Path) -> None:
+    place, other = pair
+    Peer(other).tell({"refused": ""})
+    other.shutdown(socket.SHUT_WR)
+    record = launched(place, tmp_path)
+    assert record.status == "killed" and record.reason.endswith("node 1 (other) is gone")
+
+
+def test_an_interrupt_at_the_first_node_ends_the_job_on_the_others(
+    pair: tuple[Torchrun, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(asked: dict[str, Any], report: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(torchrun, "perform", interrupted)
+    place, other = pair
+    peer, told = Peer(other), list[dict[str, Any]]()
+
+    def run() -> None:
+        told.append(peer.hear())
+        peer.tell({"refused": ""})
+        told.append(peer.hear())
+        told.append(peer.hear())
+        peer.tell(told[2])
+
+    node = threading.Thread(target=run, daemon=True)
+    node.start()
+    with pytest.raises(KeyboardInterrupt):
+        launched(place, tmp_path)
+    node.join()
+    assert told[1] == {"begin": True} and told[2]["status"] == "interrupted"
+    (record,) = read_all(tmp_path)[0].values()
+    assert record.status == "interrupted" and record.machine["on"] == "torchrun"
 
 
 @pytest.mark.heavy
