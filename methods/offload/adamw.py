@@ -1,7 +1,9 @@
-"""AdamW on slabs: the very bits of torch.optim.AdamW(fused=True), in fp32 and in mixed precision, on either memory.
+"""AdamW on slabs, in fp32 and in mixed precision, on host or device, with the same bits as
+torch.optim.AdamW(fused=True).
 
-A kernel of ours (adamw_kernel.py; a GPU's, adamw_cuda.py) updates a layer in one pass. Without a compiler torch's fused
-kernel updates one block after another, so that temporary fp32 copies are small and stay in the cache.
+This project's kernel (adamw_kernel.py on the host, adamw_cuda.py on a GPU) updates a layer in one pass. Without a
+compiler, torch's fused kernel updates one block after another, so that temporary fp32 copies are small and stay in the
+cache.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Factor = Tensor | float | None  # scale of a gradient; None is 1
 
 
 class AdamSettings(NamedTuple):
-    """AdamW's numbers for one group of parameters."""
+    """AdamW's hyperparameters for one group of parameters."""
 
     learning_rate: float
     beta1: float = BETAS[0]
@@ -30,16 +32,16 @@ class AdamSettings(NamedTuple):
     weight_decay: float = 0.0
 
 
-Settings = Sequence[AdamSettings]  # of each group of parameters
+Settings = Sequence[AdamSettings]  # one for each group of parameters
 
 
 def published_settings(learning_rate: float) -> Settings:
-    """Return the settings of the published runs: of the parameters that decay, and of the others."""
+    """Return the settings of the published runs: first for parameters with weight decay, then for the others."""
     return AdamSettings(learning_rate, weight_decay=WEIGHT_DECAY), AdamSettings(learning_rate)
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of one tensor in a slab, and its group in a step's settings."""
+    """Elements [start, stop) of a slab, all of one tensor, and the index of the tensor's group in Settings."""
 
     start: int
     stop: int
@@ -47,7 +49,8 @@ class Piece(NamedTuple):
 
 
 class AdamStep(NamedTuple):
-    """An update's settings and its number, counted from 1, also as a tensor in the state's memory."""
+    """The settings of an update and its number, counted from 1; the number is also there as a tensor in the memory of
+    the state."""
 
     settings: Settings
     number: int
@@ -55,7 +58,7 @@ class AdamStep(NamedTuple):
 
 
 def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
-    """Split tensors of a slab, in its order, into runs of at most `max_numel` elements, at multiples of VECTOR."""
+    """Split the tensors of a slab, in order, into runs of at most `max_numel` elements, at multiples of VECTOR."""
     max_numel = max(VECTOR, max_numel // VECTOR * VECTOR)
     found: list[list[Piece]] = []
     room = 0
@@ -75,8 +78,9 @@ def update(
     grads: Tensor, source: State, target: State, runs: Sequence[list[Piece]], step: AdamStep, factor: Factor, *,
     num_threads: int = 1, deadline: int = 0,
 ) -> None:  # fmt: skip
-    """Take one AdamW step of adjacent chunks, by their gradient times the clip factor, from one state into another or
-    in place. The compiled kernel has threads of its own, which take the update with the earliest deadline first."""
+    """Take one AdamW step of adjacent chunks of the parameters, with their gradients times the clip factor. Reads the
+    state from `source` and writes it to `target`; both may be the same. The compiled kernel runs in its own threads,
+    which take the waiting update with the earliest deadline first."""
     if not runs:
         return
     is_ahead = target.weights is not source.weights
@@ -101,8 +105,8 @@ def update(
 
 
 def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings, list[int]]:
-    """Return the tables of the kernel's calls, from the first piece on. A call has one weight decay; tensors without
-    decay join one whose other settings are theirs."""
+    """Return the tables of the kernel's calls. All pieces of one call share their settings and weight decay, except
+    that pieces without decay may join a call with the same other settings."""
     calls: dict[AdamSettings, list[int]] = {}
     alike = {each._replace(weight_decay=0.0): each for each in settings if each.weight_decay}
     first = runs[0][0].start
@@ -114,8 +118,8 @@ def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings
 
 
 def takes_one_pass(state: State, device: str) -> bool:
-    """True if a compiled kernel updates this state on a device; a GPU's only takes split states, torch's kernel takes
-    the others."""
+    """True if a compiled kernel updates this state on this device. The GPU's kernel takes split states only; torch's
+    kernel updates the others."""
     if device == "cuda":
         return state.is_split and adamw_cuda.load() is not None
     return adamw_kernel.load() is not None

@@ -15,14 +15,15 @@ from harness.devices.streams import Device
 from methods.offload.transfer import queue
 from methods.shared.loss_scale import LossScale
 
-BLOCK = 2**16  # elements
+BLOCK = 2**16  # elements of a block
 
 
 def norms_of(grads: Sequence[Tensor], *, in_blocks: bool = False) -> list[Tensor]:
-    """Return the norm of each gradient, fp32, on its device. `in_blocks`: by the norms of blocks.
+    """Return the norm of each gradient, fp32, on its device. `in_blocks`: computed from the norms of blocks of the
+    gradient.
 
-    A CPU's core sums all squares of a tensor in one fp32 number for each lane of its vectors: the norm of a
-    vocabulary's embedding was off by 1e-3 (results/LOG.md). A GPU sums in a tree.
+    A CPU's core sums all squares of a tensor in one fp32 number for each vector lane, so the norm of a large embedding
+    was off by 1e-3 (results/LOG.md). A GPU sums in a tree, which is more exact.
     """
     if not grads:
         return []
@@ -32,8 +33,8 @@ def norms_of(grads: Sequence[Tensor], *, in_blocks: bool = False) -> list[Tensor
 
 
 def global_norm(norms: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients by the norm of each: the bits of torch.nn.utils.clip_grad_norm_ in the same
-    order."""
+    """Return the norm of all gradients from the norm of each. If the norms are in the model's order, the result has the
+    bits of torch.nn.utils.clip_grad_norm_."""
     return torch.linalg.vector_norm(torch.stack([*norms])) if norms else torch.zeros(())
 
 
@@ -44,18 +45,18 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 class Clip:
     """A step's global gradient norm, gathered layer by layer in the order of the backward pass, and its clip factor,
-    which also undoes the loss scale. Without limit and scale there is no factor, and nothing waits for it. `order`: the
-    places of the parameters in the order of the model, counted from the last added group on; None: that order is the
-    model's."""
+    which also undoes the loss scale. Without a limit and a loss scale there is no factor, and nothing waits for it.
+    `order`: for each parameter of the model its index among the gathered norms, where the group added last comes first;
+    None: the gathered norms are in the model's order."""
 
     def __init__(
         self, device: Device, max_norm: float, scale: LossScale | None = None, order: Sequence[int] | None = None
     ) -> None:
         self.device, self.max_norm, self.order = device, max_norm, order
-        # The factor of an unclipped step; None is 1.
+        # The factor of a step that is not clipped; None means 1.
         self.unclipped = 1 / scale.value if scale and scale.is_used else None
         self.norms: list[list[Tensor]] = []
-        self.squares: list[Tensor] = []  # of the norm so far; kept while copies may read them
+        self.squares: list[Tensor] = []  # squares of the norm so far; kept while copies may read them
         self.factor: Tensor | None = None
         self.host_factor: Tensor | None = None
         self.landed: Any = None
@@ -64,8 +65,9 @@ class Clip:
         self.norms.append(norms)
 
     def is_within(self) -> Callable[[], bool]:
-        """Queue the copy of the norm so far to the host; the result waits for it: true if finite and within the limit.
-        The norm only grows: beyond the limit an update ahead of the factor would be wasted."""
+        """Queue the copy of the norm so far to the host. Return a function that waits for this copy and returns whether
+        the norm is finite and within the limit. The norm only grows, so once it exceeds the limit a speculative update
+        is useless."""
         square = torch.stack(self.norms[-1]).square().sum()
         self.squares.append(square + self.squares[-1] if self.squares else square)
         here, landed = self._send(self.squares[-1])
@@ -96,18 +98,18 @@ class Clip:
             self.host_factor, self.landed = self._send(self.factor)
 
     def on_host(self) -> Tensor | None:
-        """Wait for the factor; None if there is none."""
+        """Wait for the copy of the factor on the host and return it; None if there is no factor."""
         if self.host_factor is not None:
             self.landed.synchronize()
         return self.host_factor
 
     def is_one(self) -> bool:
-        """Wait for the factor; true if nothing is clipped."""
+        """Wait for the factor; return True if nothing is clipped."""
         factor = self.on_host()
         return factor is None or float(factor) == (self.unclipped or 1)
 
     def overflows(self) -> bool:
-        """Wait for the factor in fp16; true if a gradient is not finite."""
+        """Return True if a gradient is not finite; only in fp16, and after a wait for the factor."""
         return self.unclipped is not None and math.isnan(float(self.on_host()))  # type: ignore[arg-type]
 
     def _send(self, value: Tensor) -> tuple[Tensor, Any]:

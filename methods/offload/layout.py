@@ -1,4 +1,4 @@
-"""The positions of tensors in flat slabs."""
+"""Places named tensors in flat slabs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from methods.shared.memory_needs import ALIGNMENT, aligned
 
 
 class SlabPlace(NamedTuple):
-    """Elements [start, stop) of a slab, or bytes if the tensor has a dtype of its own."""
+    """A tensor's elements [start, stop) of a slab; its bytes [start, stop) if the tensor has a dtype of its own."""
 
     start: int
     stop: int
@@ -23,8 +23,8 @@ class SlabPlace(NamedTuple):
 
 
 class Layout:
-    """The position of each of some named tensors in a flat slab. Without dtypes of their own they take the slab's; with
-    them, the slab is of bytes (uint8)."""
+    """The positions of named tensors in a flat slab. The tensors have the slab's dtype, or dtypes of their own in a
+    slab of bytes (uint8)."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Size, torch.dtype | None]]) -> None:
         self.places: dict[str, SlabPlace] = {}
@@ -32,14 +32,15 @@ class Layout:
         for name, shape, dtype in tensors:
             size, unit = (shape.numel() * dtype.itemsize, 1) if dtype else (shape.numel(), 4)
             self.places[name] = SlabPlace(self.numel, self.numel + size, shape, dtype)
-            self.numel += aligned(size, ALIGNMENT // unit)  # starts as an allocation in fp32 would
+            self.numel += aligned(size, ALIGNMENT // unit)  # a tensor starts where an fp32 allocation would
 
     @property
     def names(self) -> list[str]:
         return list(self.places)
 
     def pieces(self, groups: Mapping[str, int] | None = None) -> list[Piece]:
-        """Return what AdamW updates: every tensor whole. `groups`: by name; None: as in published_settings()."""
+        """Return one Piece for each tensor, as AdamW updates it. `groups`: a tensor's group by its name; None: the
+        groups of published_settings()."""
         return [
             Piece(start, stop, groups[name] if groups else int(not is_decayed(shape)))
             for name, (start, stop, shape, _) in self.places.items()
@@ -55,7 +56,8 @@ class Layout:
 
 
 def cut(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
-    """Return what lies in the elements [start, stop) of a slab, by its place in them."""
+    """Return the parts of the pieces that lie in the elements [start, stop) of a slab, with positions counted from
+    `start`."""
     inside = (piece for piece in pieces if piece.start < stop and piece.stop > start)
     return [Piece(max(a, start) - start, min(b, stop) - start, group) for a, b, group in inside]
 

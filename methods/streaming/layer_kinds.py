@@ -1,4 +1,4 @@
-"""What a layer does in a step, by its kind: R, P, W, S and D of placement.py as objects with the same verbs.
+"""The kinds of layers (R, P, W, S and D of placement.py) as classes with the same methods for the parts of a step.
 
     fetch, fetch_state  queue the copy of its weights, or of the rest of its state, into its slot
     forward, backward   compute, after what was fetched has arrived
@@ -33,8 +33,8 @@ from methods.streaming.slot import GradientRoom, Slot
 
 
 class ResidentLayer:
-    """R: a layer wholly on the device, updated there: by its own gradient after the norm is known, or, where no update
-    waits for it, at once by one in a room that it leaves to the next layer."""
+    """R: a layer wholly on the device, updated there. If updates wait for the norm, the layer keeps its gradient until
+    the norm is known; otherwise it is updated at once, from a gradient room that it leaves to the next layer."""
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
         self.state, self.rooms = state, rooms
@@ -64,7 +64,8 @@ class ResidentLayer:
 
 
 class Hosted:
-    """P, W, D: weights in a slot, updated by the host's threads; D keeps the rest of its state on the disk."""
+    """P, W, D: a layer with its weights in a slot, updated by the host's threads; D keeps the rest of its state on the
+    disk."""
 
     slot: Slot
 
@@ -109,11 +110,11 @@ class Hosted:
 
 
 class Streamed:
-    """S: brings its state to the slot, so that the device updates it: before the forward pass if the update has waited
-    for the norm (`due`), else after the backward pass (`has_state`)."""
+    """S: a layer that brings its state to the slot, where the device updates it: before the next forward pass if the
+    update has waited for the norm (`due`), else after the backward pass (`has_state`)."""
 
     slot: Slot
-    due: tuple[AdamStep, Tensor | None] | None = None  # a waiting update, and its clip factor
+    due: tuple[AdamStep, Tensor | None] | None = None  # the update that waits, and its clip factor
     has_state = False  # True: the state is in the slot for this step's backward pass
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
@@ -138,7 +139,7 @@ class Streamed:
         return self.state.forward(xs)
 
     def update_due(self) -> None:
-        """Make the update that has waited for the norm, if there is one."""
+        """Do the update that has waited for the norm, if there is one."""
         if self.due is not None:
             self.slot.arrive()
             self.slot.update(self.state, self.slot.grads, *self.due, self.state.current)
@@ -178,14 +179,14 @@ Layer = ResidentLayer | Hosted | Streamed
 
 
 class LayerSource(NamedTuple):
-    """The layers of a model, to be placed, bottom first: their modules, without memory, and the prefixes of their
-    names. `start` fills new states with their starting values, and returns them."""
+    """The layers of a model that are to be placed, bottom first: their modules, without memory, and the prefixes of
+    their names. `start` fills new states with their starting values, and returns these states."""
 
     terms: Terms
     modules: Sequence[nn.Module]
     prefixes: Sequence[str]
     start: Callable[[Iterable[LayerState]], list[LayerState]]
-    groups: Sequence[Mapping[str, int] | None]  # each layer's, as LayerState has them
+    groups: Sequence[Mapping[str, int] | None]  # groups of each layer, as in LayerState
 
 
 def model_layers(workload: Workload) -> LayerSource:
@@ -204,7 +205,8 @@ def model_layers(workload: Workload) -> LayerSource:
 def new_layers(
     device: Device, layers: LayerSource, kinds: str, window_size: int, disk: str | None, *, speculates: bool
 ) -> list[Layer]:
-    """Return the layers of a placement, bottom first. Raises OSError if the disk has no room."""
+    """Return the layers, each of the kind that the placement gives it, bottom first. Raises OSError if the disk has no
+    room."""
     numels, waits = [layout_of(module).numel for module in layers.modules], layers.terms.waits_for_norm
     stored = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
     on_disk = shelves(device, len(stored), disk, max(stored, default=0), layers.terms.dtype)

@@ -1,7 +1,7 @@
 """A layer at its home: flat slabs of weights, gradient and AdamW state, the module that computes, and its updates.
 
-A layer takes all micro-batches of a step, one after the other. For each of them a tuple of tensors passes between
-layers: of the harness's GPT one, (B, T, D), of B samples, T tokens, D hidden.
+A layer takes all micro-batches of a step, one after the other. For each micro-batch a tuple of tensors passes between
+layers; for the harness's GPT this is one tensor (B, T, D) of B samples, T tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from methods.streaming.disk import Shelf
 
 
-DRAWN = 2**14  # elements drawn at once for a part of a layer: the host is full by then
-Passed = tuple[Any, ...]  # tensors between layers, of one micro-batch; of gradients, None is zero
+DRAWN = 2**14  # elements drawn at once for a part of a layer: few, because the host's memory is nearly full by then
+Passed = tuple[Any, ...]  # tensors that one layer passes to the next, for one micro-batch; a gradient of None is zero
 
 
 class Speculation(NamedTuple):
-    """An update on its way into the spare state: its step, its end, and an entry for each chunk that was skipped."""
+    """A speculative update into the spare state: its step, the future of its end, and an entry for each chunk that was
+    skipped."""
 
     step: AdamStep
     done: Future
@@ -47,11 +48,12 @@ class LayerState:
     """A layer's state in its memory: the host, or the device if resident. Weights and gradient have the training's
     dtype. Layers are made in the order of the forward pass, which is also the order of their updates' deadlines.
 
-    `spare` is a second state, which takes an update made ahead of the clip factor; a commit exchanges the two.
-    `streamed` layers live on the host and are updated on the device, in a slot. Without `has_gradient` the gradient has
-    no home: the device updates the layer right after its backward pass. With a `shelf` all of the state but the weights
-    is on the disk. `groups`: of the settings of AdamW, by the parameter's name; None: as published_settings() has them.
-    A `bare` one is never updated: it has no optimizer's state, and on the host no gradient.
+    `spare` is a second state, into which an update before the clip factor is known writes; a commit exchanges both
+    states. `streamed` layers live on the host and are updated on the device, in a slot. Without `has_gradient` the home
+    has no memory for the gradient: the device updates the layer right after its backward pass. With a `shelf` the whole
+    state but the weights is on the disk. `groups`: a parameter's group of AdamW's settings, by its name; None: the
+    groups of published_settings(). A `bare` layer is never updated: it has no optimizer's state, and on the host no
+    gradient.
 
     With several ranks a layer on the host is shared: this home is the rank's part of it, the elements from `first` on
     of a slab on the device of `whole_numel`. A resident layer is whole on every rank, and all update it alike.
@@ -63,7 +65,7 @@ class LayerState:
         groups: Mapping[str, int] | None = None, bare: bool = False,
     ) -> None:  # fmt: skip
         self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
-        self.updater = "update" if host else "compute"  # track of update() in a trace
+        self.updater = "update" if host else "compute"  # track that update() has in a trace
         self.terms, self.adds = terms, False  # adds: the next backward pass adds to the gradient at home
         self.deadline = device.next_place()
         ranks, dtype, numel = device.ranks, DTYPES[terms.dtype], self.layout.numel
@@ -71,7 +73,7 @@ class LayerState:
         if self.is_shared:
             numel = self.whole_numel // ranks.num_ranks
         self.first = numel * ranks.rank if self.is_shared else 0
-        self.pieces = cut(self.layout.pieces(groups), self.first, self.first + numel)  # of this home
+        self.pieces = cut(self.layout.pieces(groups), self.first, self.first + numel)  # the pieces in this home
         kept = kept_dtypes(terms.dtype)
         has_kept = shelf is None and not bare
         self.shelf, self.current = shelf, _room_for_state(device, numel, dtype, kept if has_kept else [], host=host)
@@ -88,25 +90,25 @@ class LayerState:
         self.updated: Future = Future()
         self.updated.set_result(None)
         self.speculation: Speculation | None = None
-        self.landed: Any = None  # the event of the gradient's arrival at home
+        self.landed: Any = None  # event: the gradient has arrived at home
         self.saved: list[tuple[Passed, Passed]] = []  # for each micro-batch the layer's inputs, and its outputs' graph
-        self._rooms: dict[str, Tensor] = {}  # rooms for the gradients of the parameters
+        self._rooms: dict[str, Tensor] = {}  # where each parameter's gradient goes
         if shelf is not None:
             shelf.prefix = prefix
 
     @classmethod
     def of_model(cls, device: Device, workload: Workload, index: int, **place: Any) -> LayerState:
-        """Return the state of one of the layers of a workload's model."""
+        """Return the state of layer `index` of a workload's model."""
         name = workload.anatomy.layer_name(index)
         return cls(device, new_layer(workload, index), name, Terms.of(workload), **place)
 
     def state_of(self, kept: list[Tensor]) -> State:
-        """Return the state in force: the weights beside these slabs, which may be longer than the layer."""
+        """Return the current state: the weights, with these slabs, which may be longer than the layer."""
         return _state(self.current.weights, [slab[: self.layout.numel] for slab in kept])
 
     def to_draw(self, state: State) -> Iterator[tuple[str, Tensor]]:
-        """Return tensor names and the slabs that take their starting values: the first moment takes those of a split
-        master."""
+        """Return by name the tensors that take the starting values; for a split master they lie in the first moment's
+        slab."""
         names = (self.prefix + name for name in self.layout.names)
         return zip(names, self.layout.views(state.exp_avg if state.is_split else joined(state)), strict=True)
 
@@ -120,7 +122,8 @@ class LayerState:
         return self.updated
 
     def draw_part(self, workload: Workload) -> None:
-        """Draw the starting values of a shared home: those of the whole tensors, of which a block is there at once."""
+        """Draw the starting values of a home that is one rank's part, from whole tensors that are drawn
+        block by block."""
         part = self.current.exp_avg if self.current.is_split else joined(self.current)
         for name, place in self.layout.places.items():
             if place.start >= self.first + len(part) or place.stop <= self.first:
@@ -143,14 +146,14 @@ class LayerState:
             parameter.data = weight
 
     def adopt(self, name: str, parameter: nn.Parameter) -> Any:
-        """Make this the module's parameter of that name, whose gradients go where collect_gradients() says; return the
-        handle of the hook that sees to it."""
+        """Make this tensor the module's parameter of that name. A hook moves its gradients where collect_gradients()
+        says; return the handle of this hook."""
         install(self.module, name, parameter)
         return parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, name))
 
     def forward(self, xs: list[Passed]) -> list[Passed]:
-        """Return the layer's outputs and keep only its inputs for backward(), which returns the gradients of those that
-        require one.
+        """Return the layer's outputs; keep only its inputs for backward(), which returns the gradients of the inputs
+        that require one.
 
         Source: Chen et al. 2016, sublinear memory, by torch's checkpoint, which keeps the random state for dropout and
         stops the recompute where nothing more is needed.
@@ -164,8 +167,8 @@ class LayerState:
         return [tuple(each.detach().requires_grad_(each.requires_grad) for each in y) for _, y in self.saved]
 
     def backward(self, dys: list[Passed], grads: Tensor) -> list[Passed]:
-        """Recompute the layer on its inputs, leave the sum of its gradients in the slab `grads`, return the gradients
-        of those inputs that require one. dys: the gradients of those outputs that do."""
+        """Recompute the layer on its inputs, leave the sum of its parameters' gradients in the slab `grads`, and return
+        the gradients of the inputs that require one. dys: the gradients of the outputs that require one."""
         saved, self.saved, dxs = self.saved, [], []
         with self.device.span("compute", "backward", self.prefix):
             self.collect_gradients(grads)
@@ -177,17 +180,18 @@ class LayerState:
         return dxs
 
     def collect_gradients(self, grads: Tensor) -> None:
-        """Make the next backward passes leave the sum of their gradients in a slab on the device. Each parameter's
-        first gradient is copied there, so nothing need be cleared, unless it `adds` to one that is there; the next ones
-        are added."""
+        """Make the next backward passes leave the sum of their gradients in a slab on the device. The first gradient of
+        each parameter is copied there, so the slab need not be cleared; later ones are added. If the layer `adds`, the
+        first one is added, too."""
         self.collected = grads
         self._rooms.update(zip(self.layout.names, self.layout.views(grads), strict=True))
         for name in self.layout.names:
             self.module.get_parameter(name).grad = self._rooms[name] if self.adds else None
 
     def norms(self) -> list[Tensor]:
-        """Return the norm of each parameter's gradient of the last backward pass, fp32, on the device. Of a shared
-        layer those of this rank's part; of one that all ranks have alike zero, but for the first rank's."""
+        """Return the norm of each parameter's gradient after the last backward pass, fp32, on the device. If the layer
+        is split over ranks, these are the norms of this rank's part; if all ranks have the whole layer, they are zero
+        on all ranks but the first."""
         with self.device.span("compute", "norm", self.prefix):
             grads = [*self._rooms.values()]
             if self.is_shared:
@@ -198,14 +202,15 @@ class LayerState:
             return norms_of(grads, in_blocks=self.terms.norms_in_blocks)
 
     def sum_gradients(self) -> None:
-        """Sum the gradient of the last backward pass over all ranks: of a shared layer this rank's part."""
+        """Sum the gradient of the last backward pass over all ranks; if the layer is split over ranks, only this rank's
+        part."""
         ranks = self.device.ranks
         if ranks.num_ranks > 1:
             with self.device.span("compute", "sum", self.prefix):
                 (ranks.sum_part if self.is_shared else ranks.sum)(self.collected[: self.whole_numel])
 
     def update(self, settings: Settings, factor: Factor, grads: Tensor | None = None) -> None:
-        """Update in place by the gradient, or by the one at home, scaled by the clip factor."""
+        """Update in place with the gradient in `grads`, or else the gradient at home, scaled by the clip factor."""
         grads = self.grads if grads is None else grads
         with self.device.span(self.updater, "update", self.prefix):
             self.adamw(grads, self.current, self.current, self.chunks, self.next_step(settings), factor)
@@ -264,7 +269,7 @@ class LayerState:
             self.updated, self.speculation = self.speculation.done, None
 
     def commit(self) -> None:
-        """Put the spare state in force."""
+        """Make the spare state the current one."""
         assert self.spare is not None
         self.current, self.spare = self.spare, self.current
 
@@ -273,7 +278,7 @@ class LayerState:
         return AdamStep(settings, self.num_updates, self.steps.fill_(self.num_updates))
 
     def load(self, values: Sequence[tuple[Tensor, Tensor | None, Tensor | None]]) -> None:
-        """Take these weights and moments, one of each for a parameter; moments that are None stay."""
+        """Load weights and moments, one of each for a parameter; moments that are None stay unchanged."""
         done: Future = Future()
         done.set_result(None)
 
@@ -284,7 +289,7 @@ class LayerState:
                     if moment is not None:
                         slab.copy_(moment.flatten())
                 flat = weight.flatten()
-                for start in range(0, len(flat), CHUNK):  # a device may have no room for a copy of them all
+                for start in range(0, len(flat), CHUNK):  # a device may have no room for a copy of all values
                     some = flat[start : start + CHUNK].to(slab.device, torch.float32)
                     keep_(part.cut(start, start + CHUNK), some)
             return done
@@ -305,8 +310,8 @@ class LayerState:
 
 
 def draw(states: Sequence[LayerState], workload: Workload) -> None:
-    """Draw the layers' starting values, for all tensors at once: a machine may have as many cores as a layer has
-    tensors."""
+    """Draw the starting values of the layers, for all tensors in parallel: a machine may have as many cores as a layer
+    has tensors."""
     if not any(state.is_shared for state in states):
         fill(states, partial(initialize, workload=workload))
         return
@@ -315,7 +320,7 @@ def draw(states: Sequence[LayerState], workload: Workload) -> None:
 
 
 def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
-    """Give the layers the starting values that initialize() puts into named tensors, in fp32."""
+    """Fill the layers with the starting values that initialize() writes into named fp32 tensors."""
     here, on_disk = ([state for state in states if (state.shelf is None) is is_here] for is_here in (True, False))
     if here:
         initialize(pair for state in here for pair in state.to_draw(state.current))
@@ -337,7 +342,7 @@ def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str,
 
 
 def _settle(rooms: dict[str, Tensor], name: str, parameter: Tensor) -> None:
-    """Move a parameter's gradient, just computed or added to the earlier ones, into its room."""
+    """Move a parameter's gradient, which was just computed or added to earlier ones, to its place in the slab."""
     if parameter.grad is not None and parameter.grad is not rooms[name]:
         rooms[name].copy_(parameter.grad)
         parameter.grad = rooms[name]
@@ -348,7 +353,8 @@ def _state(weights: Tensor, kept: list[Tensor]) -> State:
 
 
 def _room_for_state(device: Device, numel: int, dtype: torch.dtype, kept: list[torch.dtype], *, host: bool) -> State:
-    """Return zeroed slabs of the weights and of the parts in `kept`; none for parts on the disk."""
+    """Return a state with zeroed slabs for the weights and for the parts in `kept`; other parts are on the disk and get
+    none."""
     weights = device.room(numel, dtype, host=host)
     rooms = [device.room(numel, each, host=host) for each in kept]
     return _state(weights, rooms or [torch.empty(0), torch.empty(0)])

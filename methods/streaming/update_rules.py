@@ -1,11 +1,11 @@
-"""When a layer is updated, and with what clip factor and loss scale.
+"""Decides when a layer is updated, and with which clip factor and loss scale.
 
 Without clipping the update starts as soon as the layer's gradient has landed (IMMEDIATE). Clipping is exact, so an
 update needs the norm of the whole gradient. It starts when the norm is known, and runs under the next forward pass
 (DEFERRED); or it is made during the backward pass as if nothing were clipped, into a spare state, which is committed if
 the norm turns out to be within the limit (SPECULATIVE). A speculative update stops as soon as the norm so far exceeds
-the limit. In fp16 a step whose norm is not finite is skipped, so updates wait for the norm, or are made ahead of it,
-clipping or not.
+the limit. In fp16 a step whose norm is not finite is skipped, so updates are deferred or speculative even without
+clipping.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from methods.streaming.layer_state import LayerState
 
 
 class Timing(NamedTuple):
-    """A rule's timing: the work that starts when a layer's gradient is known (by layer, settings and clip), the
-    kinds updated after the backward pass, and the kinds for which the host needs the clip factor."""
+    """The timing of a rule: the function to call when a layer's gradient is known (with layer, settings and clip), the
+    kinds of layers that are updated after the backward pass, and the kinds for which the host needs the clip factor."""
 
     gradient_ready: Callable[[Layer, Settings, Clip], None]
     late: tuple[type, ...]
@@ -45,7 +45,8 @@ TIMINGS = {None: IMMEDIATE, "deferred": DEFERRED, "speculate": SPECULATIVE}
 
 
 def update_at_once(clip: Clip, ends: LayerState, layers: Sequence[LayerState], settings: Settings) -> bool:
-    """Complete the norm, then update ends and layers, and wait for them; return True if the step is skipped instead."""
+    """Complete the norm, update both ends and all layers, and wait for these updates. If the step is skipped instead,
+    return True."""
     clip.add(ends.norms())
     clip.finish()
     clip.send_home()
@@ -58,8 +59,8 @@ def update_at_once(clip: Clip, ends: LayerState, layers: Sequence[LayerState], s
 
 
 class UpdateRule:
-    """One of the three rules, for layers and ends alike; owns a step's clip and the loss scale. `order`: as Clip has
-    it."""
+    """One of the three rules, for layers and both ends; owns the step's Clip and the loss scale. `order`:
+    as in Clip."""
 
     def __init__(
         self, device: Device, terms: Terms, ends: LayerState, layers: list[Layer], clipping: str | None,
@@ -74,11 +75,13 @@ class UpdateRule:
         self.sends_factor = self.scale.is_used or any(isinstance(layer, self.timing.by_factor) for layer in layers)
 
     def begin(self, settings: Settings) -> None:
-        """Begin a backward pass; the forward pass has waited for all copies of the last step's clip."""
+        """Begin a backward pass. Copies of the last step's clip factor have ended, because the forward pass has waited
+        for them."""
         self.settings, self.clip = settings, Clip(self.device, self.clip_norm, self.scale, self.order)
 
     def gradient_ready(self, layer: Layer) -> None:
-        """Count the gradient into the norm; send it home; update, or update ahead, if the rule allows it."""
+        """Add the layer's gradient to the norm, send it home, and start an update, or a speculative one, if the rule
+        allows it."""
         self.clip.add(layer.state.norms())
         self.timing.gradient_ready(layer, self.settings, self.clip)
 
