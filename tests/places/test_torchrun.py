@@ -22,7 +22,7 @@ from harness.places import torchrun
 from harness.places.shared.place import order
 from harness.places.torchrun import Peer, Torchrun, accepted, connected, follow
 from tests.support import cli, tiny
-from tests.support.ranks import free_ports
+from tests.support.ports import free_ports
 from tests.support.tiny import TINY
 
 pytestmark = pytest.mark.timeout(600)

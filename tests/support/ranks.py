@@ -12,9 +12,7 @@ import contextlib
 import importlib
 import json
 import os
-import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import forks
+from tests.support.ports import free_ports
 
 NUM_PORTS = 40
 LIMIT_SECONDS = 280
@@ -51,19 +50,6 @@ def meeting(rank: int, world_size: int, number: int) -> Iterator[bool]:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=os.environ["PORTS"].split(",")[number])  # fmt: skip
     yield rank < world_size
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports below those that the system gives to connections, which could take one before it is used. Each port
-    comes once. The system draws: forks of one process would draw the same ports."""
-    found: list[int] = []
-    for port in random.SystemRandom().sample(range(15_000, 30_000), 15_000):
-        if len(found) == count:
-            break
-        with socket.socket() as tried, contextlib.suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            found.append(port)
-    return found
 
 
 def _fork_ranks(num_ranks: int, function: str, argument: Any, folder: Path) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.support.packages import missing, need
+from tests.support.ports import free_ports
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 ACCOUNTING_PACKAGES = ("slurmdbd", "mariadb-server")
@@ -81,14 +82,6 @@ StorageUser=root
 MARIADB = ["--no-defaults", "--user=root", "--innodb-buffer-pool-size=32M", "--innodb-log-file-size=8M"]
 # What a job asks for, or else DefMemPerNode, is enforced. Groups are named by node and job, so that number is its own.
 LIMITS = "CgroupAutomount=no\nConstrainRAMSpace=yes\nIgnoreSystemd=yes\n"
-
-
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [item.getsockname()[1] for item in sockets]
 
 
 @contextlib.contextmanager

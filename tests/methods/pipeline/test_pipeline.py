@@ -32,7 +32,8 @@ from methods.pipeline.stage import Stage
 from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join, place
 from tests.methods.pipeline import user_model
 from tests.support.fake_cuda import FakeCuda, FakeEvent
-from tests.support.ranks import free_ports, on_ranks
+from tests.support.ports import free_ports
+from tests.support.ranks import on_ranks
 from tests.support.training import tiny
 
 STEPS, SIZE, DROPOUT = 6, 8, 0.3
