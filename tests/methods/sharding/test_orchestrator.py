@@ -265,6 +265,7 @@ def test_a_task_that_makes_no_sense_is_refused_in_one_line(change: dict[str, Any
     [
         ({"policy": "longest"}, "no policy 'longest'"),
         ({"devices": []}, "no devices"),
+        ({"devices": ["cpu", "cuda:99"]}, "expected GPUs that torch sees here, got cuda:99 of"),
         ({"intermediates": "kept"}, "checkpointed or saved"),
         (
             {"device_memory": 2000},
