@@ -93,7 +93,8 @@ def _files(folder: Path) -> dict[str, str]:
     for name in (ALONE, INDEX):
         if (folder / name).exists():
             return _listed(folder, name, *_state(folder / name))
-    raise ValueError(f"{folder}: expected {ALONE} or {INDEX}, as the Hub has them, got a folder without either")
+    found = "a folder without either" if folder.is_dir() else "no such folder"
+    raise ValueError(f"--weights {folder}: expected a folder with {ALONE} or {INDEX}, as the Hub has them, got {found}")
 
 
 @functools.lru_cache(maxsize=8)

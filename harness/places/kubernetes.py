@@ -254,7 +254,8 @@ class Kubernetes(Place):
         try:
             has_jobsets, note = self.cluster.has_jobsets, ""
         except (Unavailable, ImportError) as error:
-            has_jobsets, note = False, f"# As for a cluster without JobSet: {error}\n"
+            why = "no client is installed here" if isinstance(error, ImportError) else error
+            has_jobsets, note = False, f"# For a cluster without JobSet, because none was asked: {why}\n"
         code, texts = packed(folders), []
         for job, key in jobs:
             draft = order(job, key, Path("log"), ())

@@ -140,7 +140,8 @@ REFUSED: list[tuple[str, Callable[[Path], Any], list[str]]] = [
     ("expected weights in F64, F32, BF16, F16, got F8_E4M3 for", quantize, []),
     ("expected the name of a file beside it for", lead_out, []),
     ("expected a weight_map, got", lambda folder: (folder / weight_files.INDEX).write_text("{"), []),
-    ("without either", lambda folder: (folder / weight_files.INDEX).unlink(), []),
+    ("got a folder without either", lambda folder: (folder / weight_files.INDEX).unlink(), []),
+    ("got no such folder", lambda folder: None, ["--weights", "nowhere"]),
     ("expected model.embed_tokens.weight of shape [50, 32], got [101, 32]", lambda folder: None, ["--vocab", "50"]),
     ("expected weights of model.layers.3.self_attn.q_proj.weight, got none", lambda folder: None, ["-l", "4"]),
 ]
