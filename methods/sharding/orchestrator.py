@@ -182,8 +182,8 @@ class ModelOrchestrator:
         ValueError if the device is too small for a layer, naming the layer and the smallest feasible memory, and for a
         GPU that is not here."""
         for name in self.devices:
-            kind, number = name.partition(":")[::2]
-            if kind == "cuda" and int(number or 0) >= (seen := torch.cuda.device_count()):
+            kind, index = name.partition(":")[::2]
+            if kind == "cuda" and int(index or 0) >= (seen := torch.cuda.device_count()):
                 raise ValueError(f"devices: expected GPUs that torch sees here, got {name} of {seen}; try cpu")
         self.models, found = self._cut(self._lengths()), []
         self.halved = self._longest()
