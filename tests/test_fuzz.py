@@ -27,6 +27,7 @@ from harness.figures import frame
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from harness.places import slurm
+from harness.places.shared.cluster import PLAIN, options_of
 from harness.report import bundle
 from tests.support import cli, records
 from tests.support.fuzz import TEXTS, broken, changed, fuzzed, texts
@@ -157,11 +158,12 @@ def test_a_request_to_slurm_is_plain_words_or_refused_in_a_line(
     file = tmp_path_factory.getbasetemp() / "request.yaml"
     file.write_bytes(as_yaml(choice, REQUEST))
     try:
-        options = slurm.options_of((str(file), *choice.draw(st.lists(texts, max_size=1))))
+        words = (str(file), *choice.draw(st.lists(texts, max_size=1)))
+        options = options_of("slurm", words, slurm.Options)
     except ValueError as error:
         assert str(error)
         return
-    assert all(isinstance(value, int) or slurm.PLAIN.fullmatch(value) for value in options.values())
+    assert all(isinstance(value, int) or PLAIN.fullmatch(value) for value in options.values())
 
 
 # ---- Corpora

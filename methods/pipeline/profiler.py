@@ -10,6 +10,7 @@ network. Messages are measured while both ends compute. A single process measure
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -36,7 +37,7 @@ from methods.pipeline.cut import Part, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.partition import BUCKET_BYTES
 from methods.pipeline.pipeline import InitWeights, chosen_device
 from methods.pipeline.profile import Message, Profile, Section, SectionCost, Sum
-from methods.pipeline.transport import gathered, place
+from methods.pipeline.transport import gathered, leave, place
 
 MOST_REPEATS = 16
 RUNS = 7  # runs whose median counts, after one that does not count
@@ -133,6 +134,7 @@ class Profiler:
         if self.rank == 0:
             profile.write(out_folder)
         self._meet()
+        atexit.register(leave)
         return profile
 
     # ---- Sections

@@ -186,6 +186,13 @@ def join(timeout_seconds: float, backend: str = "gloo") -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
+def leave() -> None:
+    """Leave the other ranks, if this one is still among them: a process that ends without it may abort in torch's
+    threads."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _store(rank: int, limit: timedelta) -> Any:
     """Return the store by which the ranks find one another: torchrun's, or else rank 0's."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
