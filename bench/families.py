@@ -7,22 +7,15 @@ yet.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-from pathlib import Path
 from typing import Any
 
+from bench import verdict_table
 from bench.ranks import LAST_RATE, STEPS
 from harness.base.console import print_table
-from harness.base.whole_file import write_whole
 from harness.core import hub_config, method
 from harness.core.job import LR_WARMUP_STEPS, Job, Workload
 from harness.core.record import Record
-from harness.devices import machine
 from harness.forecast.fit import resolve
-from harness.gate.probe import NONE
-from harness.jobs.progress import reporter
-from harness.jobs.sweep import Sweep
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4,
@@ -66,15 +59,8 @@ def _difference(record: Record) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, help="folder of the runs' records; default: a temporary one")
-    parser.add_argument("--out", type=Path, help="file of the table, in Markdown")
-    given = parser.parse_args()
-    columns, found = asked(), list[tuple[str, ...]]()
-    with tempfile.TemporaryDirectory() as folder, reporter(as_json=False) as report:
-        results = given.results or Path(folder)
-        results.mkdir(parents=True, exist_ok=True)
-        sweep = Sweep(results, report=report, probe=NONE)
+    given, columns, found = verdict_table.arguments(__doc__ or ""), asked(), list[tuple[str, ...]]()
+    with verdict_table.sweeping(given.results) as sweep:
         for family in FAMILIES:
             workload = workload_of(family)
             jobs = [Job(name, workload, options, device="cpu", steps=STEPS, warmup=2) for name, options in columns]
@@ -83,11 +69,8 @@ def main() -> None:
     rows = [(text, *(row[number] for row in found)) for number, text in enumerate(texts, start=1)]
     heads = ("method", *FAMILIES)
     print_table(heads, rows, has_lines=True)
-    if given.out:
-        about = f"By `python -m bench.families` on {machine.facts()['cpu']}, {machine.facts()['cores']} cores."
-        lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
-        title = "# Families by their config.json: the gate's verdicts, fp32, largest difference of a loss of 10 steps"
-        write_whole(given.out, "\n".join([title, "", about, "", *lines, ""]))
+    title = "Families by their config.json: the gate's verdicts, fp32, largest difference of a loss of 10 steps"
+    verdict_table.write(given.out, title, "python -m bench.families", heads, rows)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,15 @@ that have no result yet.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from bench import verdict_table
 from harness.base.console import print_table
-from harness.base.whole_file import write_whole
 from harness.core import method
 from harness.core.job import LR_WARMUP_STEPS, Job, Workload
 from harness.core.record import Record
-from harness.devices import machine
 from harness.forecast.fit import resolve
-from harness.gate.probe import NONE
-from harness.jobs.progress import reporter
-from harness.jobs.sweep import Sweep
 
 STEPS, LAST_RATE = 10, 3e-3
 WORKLOAD = Workload(
@@ -70,22 +63,13 @@ def row(asked: Job, record: Record, reference: Record) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, help="folder of the runs' records; default: a temporary one")
-    parser.add_argument("--out", type=Path, help="file of the table, in Markdown")
-    given = parser.parse_args()
-    asked = list(jobs())
-    with tempfile.TemporaryDirectory() as folder, reporter(as_json=False) as report:
-        results = given.results or Path(folder)
-        results.mkdir(parents=True, exist_ok=True)
-        records = Sweep(results, report=report, probe=NONE).run([resolve(job)[0] for job in asked])
+    given, asked = verdict_table.arguments(__doc__ or ""), list(jobs())
+    with verdict_table.sweeping(given.results) as sweep:
+        records = sweep.run([resolve(job)[0] for job in asked])
     found = [row(job, record, records[0]) for job, record in zip(asked[1:], records[1:], strict=True)]
     print_table(HEADS, found, numbers=HEADS[-2:])
-    if given.out:
-        about = f"By `python -m bench.ranks` on {machine.facts()['cpu']}, {machine.facts()['cores']} cores."
-        lines = [f"| {' | '.join(cells)} |" for cells in (HEADS, ["---"] * len(HEADS), *found)]
-        title = "# Ranks beside one process: the largest relative difference of any of 10 steps, fp32"
-        write_whole(given.out, "\n".join([title, "", about, "", *lines, ""]))
+    title = "Ranks beside one process: the largest relative difference of any of 10 steps, fp32"
+    verdict_table.write(given.out, title, "python -m bench.ranks", HEADS, found)
 
 
 if __name__ == "__main__":
