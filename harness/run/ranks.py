@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -30,6 +31,8 @@ from harness.core.record import Record
 from harness.devices import machine
 from harness.run.timeline import of_ranks, read, write
 from harness.run.worker import hand_over, interrupt_once, run
+
+RANK = re.compile(r"\brank (\d+)")  # as a message names it
 
 
 def folder_of(path: Path) -> Path:
@@ -123,8 +126,15 @@ def main() -> None:
 
 def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
     """Return the first rank that failed by itself, and not because a peer was lost; a killed rank, which left no
-    record, comes before one with a record. failed: exit codes in the order seen."""
-    return min(failed, key=lambda rank: (rank in ended and followed(ended[rank]), rank in ended))
+    record, comes before one with a record, and a rank before those that waited for it. failed: exit codes in the order
+    seen."""
+
+    def order(rank: int) -> tuple[bool, bool, bool]:
+        record = ended.get(rank)
+        waited_for = set(map(int, RANK.findall(record.reason))) - {rank} if record else set()
+        return record is not None and followed(record), record is not None, not waited_for.isdisjoint(failed)
+
+    return min(failed, key=order)
 
 
 def followed(record: Record) -> bool:

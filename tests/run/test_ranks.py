@@ -204,6 +204,7 @@ def test_the_cause_is_not_who_lost_another_rank() -> None:
         ({0: 1, 1: 1}, {0: left("ValueError: no"), 1: lost}, 0),
         ({0: 1, 1: 1}, {0: left("", "interrupted"), 1: left("ValueError: no")}, 1),
         ({1: -15, 0: 1}, {0: lost}, 1),  # somebody's SIGTERM
+        ({2: 1, 0: 1}, {2: left("rank 0 took no part in a sum"), 0: left("no gradient from rank 1 in 3 s")}, 0),
     )  # fmt: skip
     assert [first_to_fail(failed, ended) for failed, ended, _ in cases] == [first for _, _, first in cases]
 
