@@ -24,6 +24,7 @@ class Resident(Method):
     color = "#8A8A8A"
     paper = "PyTorch, with activation recompute (Chen et al. 2016)"
     bit_exact = True
+    log_dialect = "plain"
     bit_exact_in_half = True
     can_rehearse = True
     is_reference = True

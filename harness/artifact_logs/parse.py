@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.core.log_lines import PLAIN_WORDS
+
 LONGEST_LINE_BYTES = 16384  # a longer line is split
 MOST_METRICS = 200_000  # most lines of one kind that are read; the published schedule of 320,000 iterations logs 32,000
 # Matches a log's file name. The artifact wrote _hs- for the hidden size; its README says _h-.
@@ -40,15 +42,18 @@ OWN_END = re.compile(
 EXACT_PARAMETERS = re.compile(r"number of parameters on \([^:]{1,80}: (\d{1,18})\s*$")
 PADDED_VOCABULARY = re.compile(r"\(new size: (\d{1,9})\)")
 ITERATION = re.compile(r"^\s*iteration +(\d{1,12})/ *(\d{1,12}) \|(.*)$")
+STEP_TIME = ("elapsed time per iteration (ms)", PLAIN_WORDS["elapsed time per iteration (ms)"])
 ITERATION_FIELDS = frozenset((
-    "elapsed time per iteration (ms)", "learning rate", "global batch size", "loss scale", "grad norm",
+    *STEP_TIME, "learning rate", "global batch size", "loss scale", "grad norm",
     "number of skipped iterations", "number of nan iterations", "consumed samples", "num zeros", "params norm",
     "throughput per GPU (TFLOP/s/GPU)",
 ))  # fmt: skip
 FIELD = re.compile(rf"([a-z][A-Za-z0-9/ ()-]*): +{NUMBER}")
 METRICS = {  # pattern of each single value, by the field of RawLog
-    "parameters_billion": re.compile(rf"(?:total parameters|model parallel rank 0) +{NUMBER} B"),
-    "interval_speeds": re.compile(rf"SamplesPerSecond: {NUMBER}"),
+    "parameters_billion": re.compile(
+        rf"(?:total parameters|{PLAIN_WORDS['total parameters']}|model parallel rank 0) +{NUMBER} B"
+    ),
+    "interval_speeds": re.compile(rf"(?:SamplesPerSecond|{PLAIN_WORDS['SamplesPerSecond']}): {NUMBER}"),
     "cumulative_speeds": re.compile(rf"SamplesPerSec={NUMBER}"),
     "tera_flops": re.compile(rf"Effective Tera Flops per GPU: {NUMBER}"),
 }
@@ -187,7 +192,7 @@ def _take_number(log: RawLog, line: str) -> None:
 
 def _interval(iteration: int, total: int, rest: str) -> Interval:
     values = _fields(rest)
-    elapsed = values.get("elapsed time per iteration (ms)")
+    elapsed = next((values[name] for name in STEP_TIME if name in values), None)
     elapsed = elapsed if elapsed and 1e-3 < elapsed < 1e12 else None  # a garbled number is dropped
     loss = values.get("lm loss")
     is_whole = rest.rstrip().endswith("|") and rest.count("|") == len(values) and "number of nan iterations" in values

@@ -110,7 +110,7 @@ class Method(ABC):
     is_reference: ClassVar[bool] = False  # True for exactly one method
     can_rehearse: ClassVar[bool] = False  # True: runs on tensors without memory (harness/devices/memory_rehearsal.py)
     accumulates: ClassVar[bool] = False  # True: trains on micro-batches
-    log_dialect: ClassVar[str] = "megatron"  # of the method's logs: megatron or deepspeed (harness/core/log_lines.py)
+    log_dialect: ClassVar[str] = "megatron"  # of its logs: megatron, deepspeed or plain (harness/core/log_lines.py)
     build_seconds: ClassVar[int] = 0  # rough duration of build()
     verbs: ClassVar[str] = ""  # module whose VERBS are the method's own click commands
     clips: ClassVar[bool] = True  # False: trains only with --clip 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from harness.artifact_logs import parse
 from harness.cli import job_verbs
 from harness.cli.job_options import make_jobs
 from harness.core import method
@@ -123,6 +124,26 @@ def test_every_figure_is_drawn_from_our_logs(folder: Path) -> None:
     assert drawn(3, folder) == pytest.approx(speed)
     assert drawn(4, folder) == pytest.approx({"l-32": step, "l-48": step}, abs=0.1)
     assert drawn(5, folder) == pytest.approx({"ws-2": step, "ws-15": step}, abs=0.1)
+
+
+@pytest.mark.parametrize("script", [SIZES, SPEEDS, TIMES, WINDOWS])
+def test_a_references_log_enters_no_table(folder: Path, script: str) -> None:
+    before = extracted(folder, script)
+    write_log(folder, method.reference(), 32, 15)
+    assert extracted(folder, script) == before
+
+
+def test_a_references_log_reads_as_any_other(folder: Path) -> None:
+    write_log(folder, method.reference(), 32, 15)
+    logs = {path.name.split("_")[1]: parse.read(path) for path in (folder / "results").glob("*.txt")}
+    reference, other = logs[method.reference()], logs["megatron-lm"]
+    assert [each.elapsed_ms for each in reference.intervals] == [
+        pytest.approx(1000 * statistics.fmean(seconds_of("resident")[end - 10 : end]), abs=0.1)
+        for end in range(10, 51, 10)
+    ]
+    assert [each.loss for each in reference.intervals] == [9.0] * 5
+    assert reference.parameters_billion == other.parameters_billion
+    assert len(reference.interval_speeds) == len(other.interval_speeds) == 5
 
 
 @needs_published
