@@ -156,8 +156,6 @@ def show_rows(made: Decision, tokens: float | None) -> None:
             print(f"left out: {row['method']}: {row['error']}")
         elif row["missing"]:
             print(f"does not run here: {row['method']}: {row['missing']}")
-        elif row["shortfall"]:
-            print(f"does not fit: {name_text(row)} {row['shortfall']}")
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
