@@ -1,9 +1,9 @@
 """Hydra (Nagrecha and Kumar 2021): models larger than the device are cut into shards that take turns on it.
 
-A model in training is a chain of units, each the forward pass, the backward pass or the update of one shard. A policy
-picks the model whose unit runs next (Sharded-LRTF: longest remaining time first); meanwhile the shard of the unit after
-it is copied into a second slot. Weights, gradients and the optimizer's states live on the host and travel with their
-shard; the device holds two slots as large as the largest shard, and one layer's activations.
+The training of a model is a chain of units. A unit is the forward pass, the backward pass or the update of one shard. A
+policy picks the model whose unit runs next (Sharded-LRTF: longest remaining time first). While a unit runs, the next
+unit's shard is copied into a second slot. Weights, gradients and the optimizer's states live on the host and travel
+with their shard; the device holds two slots as large as the largest shard, and one layer's activations.
 
 Clipping is exact: every shard's update is a unit of its own and waits for the global norm. Without clipping the update
 is part of the backward unit, as in the paper.
@@ -26,8 +26,8 @@ from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe, page_locked
 
 ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of one gradient norm on a device; number of other scalars on a device
-MOST_TURNS = 2000  # units of the timeline that a record keeps, the latest ones
-SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a layer, over those of its input; rehearsals check it
+MOST_TURNS = 2000  # most units of the timeline that a record keeps: the latest
+SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a layer, as a multiple of its input's; rehearsals check it
 CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
 
 
@@ -46,7 +46,7 @@ class Hydra(Method):
     double_buffer: bool = True  # True: a second slot, for the next shard
     intermediates: str = "checkpointed"  # checkpointed: layers are recomputed; or "saved": activations go to the host
     num_models: int = 1  # each with its own learning rate; the first has the workload's
-    num_batch_sizes: int = 1  # batch sizes for each learning rate: the workload's, and halves of it
+    num_batch_sizes: int = 1  # batch sizes for each learning rate: the workload's, its half, its quarter, ...
     num_devices: int = 1  # number of GPUs, or of processes on a CPU
     hybrid: bool = True  # with more devices than models, split the first model's batches over two devices
     partitioner: str = "exact"  # rehearse shards, and halve what does not fit; or "presharded": shard_layers as given
@@ -69,7 +69,7 @@ class Hydra(Method):
         return self.hybrid and self.num_devices > self.num_models and not dropout
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """Plan the longest shards that fit the device; without a limit, one layer each."""
+        """Plan shards of as many layers as fit the device. Without a limit of its memory, plan shards of one layer."""
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected {' or '.join(choices)}, got {getattr(self, name)!r}")
@@ -135,7 +135,7 @@ class Hydra(Method):
                 devices = [Here(Worker(gpu, models, **options), is_alone=is_alone)]
             splits: list[tuple[int, int]] = []
             if self.partitioner == "exact" and device != "cpu":
-                # A GPU's tensor would make every process that reads it a context on that GPU.
+                # Every process that reads a tensor on a GPU would make a context on that GPU.
                 rows = [gpt.batch(mine, "cpu" if is_shared else device) for mine in own]
                 devices, splits = rehearse(models, rows, [words] * len(own), devices)
             tasks: list[Task] = []
@@ -184,8 +184,8 @@ class Hydra(Method):
         else:
             device["activations"] = workload.working_bytes + (shards[-1][1].num_layers + 1) * boundary
             activations = (workload.num_layers + 3) * at_home
-        # An update, after the activations are gone: the first one makes a parameter's moments, mixed precision makes
-        # fp32 gradients of a shard.
+        # An update begins after the activations are freed. The first update makes a parameter's moments; with mixed
+        # precision each update makes a shard's gradients in fp32.
         updated = 8 * anatomy.largest_numel
         if size < 4:
             updated += max(each.num_bytes(workload, lambda numel, _: 4 * numel) for _, each in shards)

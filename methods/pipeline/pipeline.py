@@ -1,4 +1,4 @@
-"""Varuna: a model with CutPoints, of which every process keeps its stage.
+"""Varuna: trains a model with CutPoints in several processes, each of which keeps one stage of the model.
 
     shared = [("wte.weight", "head.weight")]
     model = Varuna(model, "0,2;1,3;", get_batch, batch_size=64, chunk_size=4, shared_weights=shared)
@@ -9,8 +9,8 @@
         if not overflow:
             optimizer.step()
 
-The model's forward pass takes the dictionary's items by name, and returns the mean loss over the samples. After a step
-each process has its stage's part of the global batch's gradient, which is that of one process.
+The model's forward pass takes the dictionary's items as keyword arguments, and returns the mean loss over the samples.
+After step() each process has the gradient of its stage's weights that one process would compute on the global batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ InitWeights = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """A checkpoint's data on the steps before it."""
+    """How far training had come when a checkpoint was saved."""
 
     num_steps: int
     loss_scale: float
@@ -64,13 +64,14 @@ class Progress:
 class Varuna(nn.Module):
     """One process's stage of a model.
 
-    `get_batch_fn(size, device=None)` returns a batch of that size, to find the shapes at the cuts; nothing is trained
-    on it. `batch_size`: of all replicas together. `chunk_size`: samples of a micro-batch; the last one may be smaller.
-    `shared_weights`: pairs of names of parameters that are one. `cuts`: the CutPoints to cut at, counted from 0 in the
-    order of the forward pass, as AutoConfig's table names them; None: those that balance the FLOPs. `bf16`: as fp16,
-    without a loss scale. `schedule`: or 1f1b, gpipe, by torch, which recompute nothing. `init_weights`: of a model on
-    torch's meta device, fills tensors in place by their names: each process makes its stage alone. Raises ValueError,
-    one line, for a model that cannot be cut so, and LostPeer for a process that does not come.
+    `get_batch_fn(size, device=None)` returns a batch of that size, from which the shapes at the cuts are found; the
+    model is not trained on it. `batch_size`: samples of all replicas together. `chunk_size`: samples of a micro-batch;
+    the last one may be smaller. `shared_weights`: pairs of names of parameters that share one weight. `cuts`: the
+    CutPoints to cut at, counted from 0 in the order of the forward pass, as in AutoConfig's table; None: those that
+    balance the stages' FLOPs. `fp16`, `bf16`: train in that dtype, with fp32 masters; bf16 needs no loss scale.
+    `schedule`: `varuna`, or torch's `1f1b` or `gpipe`, which recompute nothing. `init_weights`: for a model on torch's
+    meta device, fills the named tensors in place; each process makes only its own stage. Raises ValueError, one line,
+    if the model cannot be cut so, and LostPeer if a process does not come.
     """
 
     def __init__(
@@ -117,11 +118,11 @@ class Varuna(nn.Module):
         self._groups = Groups(self.ranks, self.rank, shared, limit_seconds)
         self._gradients = Gradients(self._masters.trained(), [*self.weight_shapes], self._groups, shared, self.dtype)
         self._passes = self._make_passes(returned, schedule, limit_seconds)
-        self._losses: list[Tensor] = []  # of the last stage: each micro-batch's share of the global batch's
+        self._losses: list[Tensor] = []  # of the last stage: each micro-batch's part of the global batch's loss
         self.scale: LossScale = ChosenLossScale(None)
-        self.grad_norm = torch.zeros(())  # of the last step, before clipping
+        self.grad_norm = torch.zeros(())  # gradient norm of the last step, before clipping
         self.num_steps = 0  # steps taken, those that overflow included
-        self.progress: Any = None  # of the checkpoint that was loaded
+        self.progress: Any = None  # Progress of the checkpoint that was loaded
         self._same_weights(shared)
 
     # ---- Set-up
@@ -147,7 +148,9 @@ class Varuna(nn.Module):
         return cut(model, traced(model.train(is_training), sample), self.active)[self.stage]
 
     def _starts(self, module: nn.Module, init_weights: InitWeights | None) -> dict[str, Tensor]:
-        """Return this stage's values of before they are rounded; if the model has no memory, all values, made here."""
+        """Return this stage's weights before rounding, in fp32; none if they are not rounded. If the model is on the
+        meta device, return all weights and buffers that init_weights() makes here.
+        """
         named: dict[str, Tensor] = dict(module.named_parameters())
         if not any(weight.is_meta for weight in named.values()):
             return {name: weight.detach().float().clone() for name, weight in named.items()} if self.dtype else {}
@@ -162,8 +165,9 @@ class Varuna(nn.Module):
         return made
 
     def _probe(self, parts: Sequence[Part], sample: Inputs, chunk_size: int) -> dict[int, list[Any]]:
-        """Return each part's result, by size of micro-batch. Every process refuses the same unsendable values, so that
-        none waits for one that has refused."""
+        """Return each part's result, by size of micro-batch. Every process checks all cuts: if a value cannot be sent,
+        all processes raise, and none waits for another.
+        """
         chunks = {size: resized(sample, size) if size != chunk_size else sample for size in set(self.sizes)}
         returned = {size: [*probe(parts, cast(each, self.dtype))] for size, each in chunks.items()}
         *below, (last, _) = returned[self.sizes[0]]
@@ -181,7 +185,7 @@ class Varuna(nn.Module):
     def _make_passes(
         self, returned: Mapping[int, Sequence[Any]], schedule: str, limit_seconds: float
     ) -> Engine | TorchSchedule:
-        """Make what runs a step's passes. `returned`: each part's result, by size of micro-batch."""
+        """Return the engine that runs a step's passes. `returned`: each part's result, by size of micro-batch."""
         stage, last, pipeline = self.stage, self.ranks.num_stages - 1, self.ranks.pipeline(self.replica)
         self._sent: list[list[Spec]] = []
         received: list[list[Spec]] = []
@@ -214,7 +218,7 @@ class Varuna(nn.Module):
         )  # fmt: skip
 
     def _note(self, work: str, number: int) -> AbstractContextManager[None]:
-        """Note work for a trace of this process."""
+        """Return a context that records the work in this process's trace, if there is one."""
         streams = STREAMS[self.device.type]
         span: Any = streams.span
         if span is None:
@@ -225,7 +229,7 @@ class Varuna(nn.Module):
 
     @torch.no_grad()
     def _same_weights(self, shared: Sequence[Shared]) -> None:
-        """Copy the first replica's weights, and the first of shared weights, to the others."""
+        """Copy the first replica's weights to the other replicas, and the first of two shared weights to the second."""
         masters = self._masters.by_name
         if self._groups.replicas:
             for master in masters.values():
@@ -243,7 +247,7 @@ class Varuna(nn.Module):
                       init_loss_scale: float = 2.0**20, min_loss_scale: float = 1.0) -> None:  # fmt: skip
         """Take an optimizer of this model's parameters(). In fp16 and bf16 it will update their fp32 masters.
 
-        A scale that is a number stays as it is; a LossScale is taken in any dtype.
+        `loss_scale`: `dynamic`, a number, which stays as it is, or a LossScale, which applies in any dtype.
         """
         mine = {id(weight): self._masters.by_name[name] for name, weight in self._masters.weights.items()}
         for group in optimizer.param_groups:
@@ -271,8 +275,10 @@ class Varuna(nn.Module):
     # ---- Training
 
     def step(self, inputs: Inputs, clip_grad_max_norm: float | None = None) -> tuple[float, bool]:
-        """The whole step but for the update, on this process's share of the batch: the loss of the global batch, and in
-        fp16 whether a gradient was not finite, so that the optimizer must not step. `last_step` has both as tensors."""
+        """Run a step, except for the update, on this process's share of the batch. Return the loss of the global batch
+        and, in fp16, True if a gradient is not finite: then the optimizer must not step. `last_step` has both as
+        tensors.
+        """
         if not hasattr(self, "optimizer"):
             raise ValueError("step: expected an optimizer; try set_optimizer(optimizer) before")
         if self._link:
@@ -302,7 +308,7 @@ class Varuna(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> float:
-        """The loss of the global batch, by forward passes alone."""
+        """Return the loss of the global batch, by forward passes alone."""
         self._begin(inputs)
         self._passes.evaluate()
         loss = self._taken_loss()
@@ -334,8 +340,10 @@ class Varuna(nn.Module):
         return total
 
     def _compute(self, number: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run one micro-batch through this stage. The gradient of the last stage's loss is multiplied by the loss scale
-        and by its share of the global batch: by a model that takes the product, before fp16 rounds it to zero."""
+        """Run one micro-batch through this stage. In the last stage the loss's gradient is multiplied by the loss scale
+        and by the micro-batch's share of the global batch. A model whose forward pass takes `loss_scale` multiplies by
+        it itself, before fp16 rounds the gradient to zero.
+        """
         if self._link:
             self._link.alive()
         part, share = self.modes[self.training], self.sizes[number] / self.batch_size
@@ -370,17 +378,20 @@ class Varuna(nn.Module):
         return self._checkpoints.save(self._folder(folder), step, {**asdict(progress), **(notes or {})})
 
     def saved(self, step: int | None = None) -> None:
-        """Called by all processes of a script that saves its state by itself, when a step's is durable: the launcher
-        then goes on from that step, and gives it to the script as --resume_step. The script sets `num_steps` to it
-        after it has loaded its state. `step`: the number of steps taken, if not given."""
+        """Tell the launcher that the script has saved its state by itself, and that the files are on disk. All
+        processes call this. The launcher then restarts from that step, and gives it to the script as --resume_step. The
+        script sets `num_steps` to it after it has loaded its state. `step`: default: the number of steps taken.
+        """
         if self._link:
             self._link.tell("saved", step=self.num_steps if step is None else step)
 
     def load_checkpoint(
         self, folder: str | Path | None = None, step: int | None = None, form: type[Progress] = Progress
     ) -> int:
-        """Go on from a complete checkpoint, the newest if no step is given, of any stages and replicas; its step.
-        `form`: Progress with fields for the notes, as which `progress` is then there."""
+        """Load the complete checkpoint of a step, default: the newest, and return its step. It may have been saved with
+        other numbers of stages and replicas. `form`: Progress, or a subclass with fields for the notes; `progress` is
+        then one of these.
+        """
         chosen, progress = self._checkpoints.load(self._folder(folder), form, step)
         if folder is None and self._link:
             self._link.saved = chosen
@@ -395,8 +406,10 @@ class Varuna(nn.Module):
         return folder if folder is not None else self._link.folder  # type: ignore[union-attr]
 
     def leave(self) -> Iterator[TensorState]:
-        """Wait for the last checkpoint. Return each weight of the whole model with its moments, one after the other, in
-        the first process; the first replica's processes send them, so all iterate. At its end they part."""
+        """Wait for the last checkpoint, and return an iterator. Rank 0's yields each weight of the whole model with its
+        moments, which the first replica's ranks send. All ranks must iterate to the end, where the process group
+        closes.
+        """
         self._checkpoints.wait()
         return self._sent_tensors()
 

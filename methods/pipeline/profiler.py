@@ -1,11 +1,11 @@
-"""Measures a user's model on the machines that are to train it: each section between CutPoints, messages, and sums.
+"""Measures a user's model on the machines that will train it: each section between CutPoints, messages, and sums.
 
     profiler = Profiler(model, device=-1)
     profiler.initialize(get_batch)
     profiler.profile_all(get_batch, [1, 2, 4, 8], out_folder="profile")
 
-Ranks share the sections out, and all compute at once, as they will in training: neighbors may share cores, memory and
-network. Messages are measured while both ends compute. A single process measures sections alone.
+Each rank measures some of the sections. All ranks compute at once, as they will in training, because they may share
+cores, memory and network. A message is timed while both of its ranks compute. A single process measures only sections.
 """
 
 from __future__ import annotations
@@ -40,30 +40,32 @@ from methods.pipeline.profile import Message, Profile, Section, SectionCost, Sum
 from methods.pipeline.transport import gathered, leave, place
 
 MOST_REPEATS = 16
-RUNS = 7  # runs whose median counts, after one that does not count
+RUNS = 7  # measured runs, after one that does not count; the profile has their median
 LIMIT_SECONDS = 1800.0  # longest wait for another rank
 
 
 def tensor_bytes(device: torch.device) -> int | None:
-    """Return the bytes that a stage's tensors may fill: of a GPU without a process's context and a reserve; None on a
-    CPU."""
+    """Return the bytes that a stage's tensors may fill: a GPU's memory less a process's context and a reserve. None on
+    a CPU.
+    """
     if device.type != "cuda":
         return None
     return cuda_budget.tensor_bytes(torch.cuda.get_device_properties(device).total_memory, machine.context_bytes())
 
 
 class Values(NamedTuple):
-    """A micro-batch at a section's boundary."""
+    """The tensors that a section's passes take for one micro-batch."""
 
     received: list[Tensor]
     inputs: list[Any]
-    grads: list[Tensor] | None  # gradients of the tensors sent; None for the loss
+    grads: list[Tensor] | None  # gradients of the tensors sent; None in the last section, which returns the loss
 
 
 class Profiler:
-    """`device`: the number of a GPU, -1 for that of torchrun's LOCAL_RANK, as for Varuna. Joins the ranks that torchrun
-    started. In fp16 the model itself is rounded. `make_optimizer`: of parameters, the one that will train them.
-    `init_weights`: as for Varuna, of a model on the meta device."""
+    """Measures a model's sections on the ranks that torchrun started. `device`: the number of a GPU; -1: torchrun's
+    LOCAL_RANK. `fp16`: True rounds the model itself. `make_optimizer`: returns the optimizer that will train the given
+    parameters. `init_weights`: as for Varuna, for a model on the meta device.
+    """
 
     def __init__(
         self, model: nn.Module, device: int = -1, fp16: bool = False, *,
@@ -84,8 +86,9 @@ class Profiler:
     def profile_all(
         self, get_batch: Callable[[int], Inputs], microbatches: Iterable[int], out_folder: str | Path = "profile"
     ) -> Profile:
-        """Measure all sections with micro-batches of these sizes, up to one that memory does not hold, then messages
-        and sums; rank 0 writes the profile. All ranks return it."""
+        """Measure all sections with micro-batches of these sizes, smallest first, until memory runs out. Then measure
+        messages and sums. Rank 0 writes the profile; all ranks return it.
+        """
         if not self.sections:
             raise ValueError("profile_all: expected a model that is cut; try initialize(get_batch) before")
         sizes = sorted(set(microbatches))
@@ -104,7 +107,7 @@ class Profiler:
         self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._too_large: set[tuple[int, int]] = set()
         self._crowded = self._alone = 0.0
-        # Rounds of all sections and sizes, so that a busy while of the machine hits each of them.
+        # Each round visits all sections and sizes, so that a moment when the machine is busy slows all of them alike.
         for _ in range(RUNS + 1):
             for first in range(0, len(self.sections), self.world_size):
                 self._meet()
@@ -140,15 +143,17 @@ class Profiler:
     # ---- Sections
 
     def _visit(self, number: int, batches: Mapping[int, Inputs]) -> None:
-        """Run one pass of each size; a size for which memory runs out ends the list from now on."""
+        """Time the section's passes with each size, and its update. If memory runs out at a size, drop that size and
+        all larger ones, in later rounds too.
+        """
         module = self._here(number)
         try:
             for size, batch in batches.items():
                 if (number, size) in self._too_large:
                     break
                 values = self._values(number, size, batch)
-                # Run as many samples of each size: on busy cores only a short pass escapes other processes' time
-                # slices.
+                # Run about as many samples at each size: on busy cores only a short pass ends before another process
+                # takes the core.
                 passes = [self._timed(module, values) for _ in range(max(1, min(MOST_REPEATS, max(batches) // size)))]
                 self._seconds[number, size].append([statistics.mean(each) for each in zip(*passes, strict=True)])
                 if (number, size) not in self._bytes:
@@ -166,7 +171,7 @@ class Profiler:
             self._leave(module)
 
     def _here(self, number: int) -> nn.Module:
-        """Return a section on the device, where weights without memory are made."""
+        """Move a section to the device. Weights on the meta device get memory and values there."""
         module = self.sections[number].module
         if not self.init_weights:
             return module.to(self.device)
@@ -187,7 +192,7 @@ class Profiler:
         return Values(received, inputs, grads)
 
     def _drawn(self, like: Tensor) -> Tensor:
-        """Return a random tensor in place of one that another rank's section would make."""
+        """Return a random tensor (zeros if it holds integers) in place of one that another section would send."""
         if not like.is_floating_point():
             return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
         return torch.randn(like.shape, dtype=like.dtype, device=self.device).requires_grad_(like.requires_grad)
@@ -202,7 +207,7 @@ class Profiler:
         return [forward, copy, recompute, backward]
 
     def _clocked(self, work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-        """Return the function's result and its seconds, less the time that a CPU's rank waited for a core."""
+        """Call the function. Return its result, and its seconds less those for which this thread waited for a core."""
         self._synchronize()
         began, waited = time.perf_counter(), self._waited_seconds()
         found = work(*arguments)
@@ -213,16 +218,18 @@ class Profiler:
         return found, seconds - waited
 
     def _waited_seconds(self) -> float:
-        """Return the seconds that this thread could run but had no core; 0.0 on a device, and if the system does not
-        tell."""
+        """Return the seconds for which this thread has waited for a core so far. 0.0 on a GPU, and on a system without
+        schedstat.
+        """
         with suppress(OSError, IndexError):
             if self.device.type == "cpu":
                 return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
         return 0.0
 
     def _update_seconds(self, module: nn.Module) -> float:
-        """Return the seconds of the optimizer's step after its first, which makes its state. The model stays as it
-        is."""
+        """Return the seconds of the optimizer's second step; the first one makes its state. The model's weights do not
+        change.
+        """
         copies = [nn.Parameter(weight.detach().float().clone()) for weight in module.parameters()]
         if not copies:
             return 0.0
@@ -236,8 +243,9 @@ class Profiler:
         return [tensor.to("cpu").contiguous().to(self.device) for tensor in tensors]
 
     def _measured_bytes(self, module: nn.Module, values: Values) -> tuple[int, int, int]:
-        """Return the bytes that a pass keeps, its peak, and the bytes sent; the weights' gradients exist already, the
-        input's do not."""
+        """Return the bytes that a forward pass saves, the peak of both passes, and the bytes sent. The weights'
+        gradients already exist before the passes, the input's do not.
+        """
         for tensor in values.received:
             tensor.grad = None
         is_cuda, tracker = self.device.type == "cuda", Tracker()
@@ -267,15 +275,18 @@ class Profiler:
         return list(map(json.loads, gathered(json.dumps(own).encode(), group, self.device)))
 
     def _crowding(self) -> tuple[float, int, float | None]:
-        """Return the crowding as the profile defines it; the number of ranks is that of rank 0's machine."""
+        """Return the fields `crowding`, `num_ranks` and `num_served` of the profile. `num_ranks`: those on rank 0's
+        machine.
+        """
         hosts = self._gathered(socket.gethostname())
         crowded, alone = (sum(each) for each in zip(*self._gathered((self._crowded, self._alone)), strict=True))
         num_served = len(os.sched_getaffinity(0)) / torch.get_num_threads() if self.device.type == "cpu" else None
         return crowded / alone, hosts.count(hosts[0]), num_served
 
     def _messages(self, sizes: Sequence[int], batches: Mapping[int, Inputs]) -> list[Message]:
-        """Time half of a round trip to the next rank: first from the even ranks to the odd ones above them, then the
-        others."""
+        """Return the seconds of a message to the next rank: half of a round trip. Ranks 0 and 1, 2 and 3, ... go first,
+        then 1 and 2, 3 and 4, ....
+        """
         hosts, found = self._gathered(socket.gethostname()), []
         number = self.rank % len(self.sections)
         module, values = self._here(number), self._values(number, *next(iter(batches.items())))
@@ -305,7 +316,9 @@ class Profiler:
         return seconds
 
     def _sums(self, num_bytes: int) -> list[Sum]:
-        """Time sums in rings of 2, 4, 8, ... and all ranks, which lie as the replicas of a stage do."""
+        """Return the seconds of all-reduces over 2, 4, 8, ... and all ranks. The ranks of a group are as far apart as
+        the replicas of a stage.
+        """
         found = []
         for num_ranks in sorted({self.world_size, *(2**power for power in range(1, self.world_size.bit_length()))}):
             apart = self.world_size // num_ranks
@@ -327,7 +340,7 @@ class Profiler:
         return [Sum(*key) for key in self._medians(found)]
 
     def _medians(self, own: Sequence[tuple[Any, float]]) -> list[Any]:
-        """Return the medians over all ranks."""
+        """Return each key with the median of its seconds over all ranks."""
         together: dict[Any, list[float]] = defaultdict(list)
         for found in self._gathered(own):
             for key, seconds in found:
@@ -341,5 +354,5 @@ def _backward(found: Any, grads: Sequence[Tensor] | None) -> None:
         loss.float().reshape(()).backward()
     else:
         wanted = [tensor for tensor in found if tensor.requires_grad]
-        if wanted:  # below some cuts there is nothing to train
+        if wanted:  # none, if the parameters up to here are frozen
             torch.autograd.backward(wanted, list(grads))

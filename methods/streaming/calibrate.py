@@ -1,7 +1,7 @@
-"""Measure the planner's rates in a process of its own: a layer's compute, copies, updates, the disk.
+"""Measures the rates that the planner uses: a layer's compute, copies, updates, the disk. Runs in a process of its own.
 
-Reads one JSON object (workload, device, folder) from standard input and writes one with the raw numbers and the rates
-to standard output. The code that trains is timed: the model's layer, harness/devices/streams.py, layer_state.py.
+It reads one JSON object (workload, device, folder) from standard input and writes one with the raw numbers and the
+rates to standard output. It times the code that trains: the model's layer, harness/devices/streams.py, layer_state.py.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -38,17 +38,19 @@ from methods.streaming.embedding_and_head import ResidentEnds
 from methods.streaming.layer_state import LayerState, Passed, draw
 from methods.streaming.slot import GradientRoom, Slot
 
-CPU_LAYER_FLOPS = 1.5e10  # FLOPs of a forward pass: a fifth of a second on two cores
-COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # more than any cache holds
+CPU_LAYER_FLOPS = 1.5e10  # on a CPU, the most FLOPs of a timed forward pass: 0.2 s on two cores
+COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # bytes of a timed copy: more than any cache holds
 UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates are timed: 200 MiB each
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 32 * 2**20
 SETTINGS = published_settings(1e-4)
-ENOUGH_SECONDS = 1.0  # for one number
+ENOUGH_SECONDS = 1.0  # calls are repeated for about this long for each number
 
 
 def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
-    """Measure all numbers, by name: seconds; bytes a second; for updates parameters a second."""
+    """Return all raw numbers by name: seconds, bytes a second, for updates parameters a second; of a GPU the context's
+    bytes.
+    """
     free_bytes = gpu_free_bytes() if device_name == "cuda" else None
     with Device(device_name) as device:
         found = {"compute": compute(workload, device), "copies": copies(device)}
@@ -59,7 +61,7 @@ def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any
 
 
 def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
-    """Return the rates in measure()'s numbers; `workload` is the one that was computed."""
+    """Derive the rates from measure()'s numbers. `workload`: the one whose layer was timed."""
     layer, head_seconds = found["compute"]["layer"], found["compute"]["head_seconds"]
     updates, copied, update_bytes = found["updates"], found["copies"], UPDATE_BYTES[workload.dtype]
     alone, loaded = max(updates["alone"].values()), updates["under_copies"]
@@ -75,7 +77,7 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
         inbound_bytes_per_second=inbound,
         outbound_bytes_per_second=outbound,
         duplex_share=min(1.0, copied["both_ways"] / (inbound + outbound)),
-        host_bytes_per_second=max(update_bytes * alone, under_copies),  # the most that was seen to pass through at once
+        host_bytes_per_second=max(update_bytes * alone, under_copies),  # the higher of two measurements
         host_adam_params_per_second=alone,
         streamed_cost=updates["on_device"] / updates["streamed"],
         ahead_cost=max(1.0, updates["alone"][str(loaded["threads"])] / updates["ahead"]),
@@ -87,8 +89,9 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
 
 
 def computable(workload: Workload, device: str) -> Workload:
-    """Return the workload itself or, on a CPU, one with fewer tokens: it takes as long for each token, and ends in
-    time."""
+    """Return the workload to time: on a CPU with so few tokens that a layer's forward pass ends soon. The time for each
+    token is assumed to stay the same.
+    """
     for size, least in (("batch_size", 1), ("seq_len", 64)):
         while device != "cuda" and workload.layer_flops > CPU_LAYER_FLOPS and getattr(workload, size) > least:
             workload = dataclasses.replace(workload, **{size: getattr(workload, size) // 2})
@@ -96,7 +99,9 @@ def computable(workload: Workload, device: str) -> Workload:
 
 
 def compute(workload: Workload, device: Device) -> dict[str, Any]:
-    """Time a layer's forward pass, its recompute with the backward pass, and the head with its loss and gradients."""
+    """Return the seconds of a layer's forward pass, of its recompute with the backward pass, and of the head with its
+    loss and gradients.
+    """
     size = (workload.batch_size, workload.seq_len, workload.hidden_size)
     layer = LayerState.of_model(device, workload, 0, host=False)
     draw([layer], workload)
@@ -112,8 +117,10 @@ def compute(workload: Workload, device: Device) -> dict[str, Any]:
 
 
 def copies(device: Device) -> dict[str, float]:
-    """Return rates of copies, in bytes a second: within the device (read and written), each way over the link from
-    page-locked and from pageable memory, both ways at once. On a CPU all of them are copies in memory."""
+    """Return the rates of copies, in bytes a second: within the device (bytes read plus bytes written), each way over
+    the link with page-locked and with pageable memory, and both ways at once. On a CPU all are copies within host
+    memory.
+    """
     num_bytes = COPY_BYTES[device.name.type]
     home, other_home, there, other = rooms(device, num_bytes)
     pageable = torch.zeros(num_bytes // 4)
@@ -139,13 +146,14 @@ def copies(device: Device) -> dict[str, float]:
 
 
 def rooms(device: Device, num_bytes: int) -> list[torch.Tensor]:
-    """Return two slabs on the host, and two on the device."""
+    """Return four slabs of so many bytes: two on the host, then two on the device."""
     return [device.room(num_bytes // 4, torch.float32, host=host) for host in (True, True, False, False)]
 
 
 def updates(workload: Workload, device_name: str) -> dict[str, Any]:
-    """Return rates of updates, in parameters a second: by the host's threads, by them while copies go both ways, by the
-    device."""
+    """Return the rates of updates, in parameters a second. `alone`: by the host, for each number of threads. `ahead`:
+    into the spare states. `under_copies`: while copies go both ways. `on_device`, `streamed`: by the device.
+    """
     size = min(UPDATED_HIDDEN_SIZE, workload.hidden_size)
     small = dataclasses.replace(workload, num_layers=1, hidden_size=size, num_heads=1)
     most = facts()["cores"] - (2 if device_name == "cuda" else 0)
@@ -165,8 +173,9 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
 
 
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
-    """Return rates of the device's own updates, in parameters a second: of a resident layer, and of a streamed one in
-    its slot."""
+    """Return the rates of updates on the device, in parameters a second: of a resident layer, and of a streamed layer
+    in its slot.
+    """
     here = LayerState.of_model(device, workload, 0, host=False)
     home = LayerState.of_model(device, workload, 0, host=True, streamed=True)
     slot, grads, step = Slot(home, whole=True), GradientRoom(home).slab, home.next_step(SETTINGS)
@@ -178,7 +187,7 @@ def on_device(device: Device, workload: Workload) -> dict[str, float]:
 
 
 def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare: bool = False) -> list[LayerState]:
-    """Return layers of the host whose gradients have arrived."""
+    """Return layers whose state is on the host and whose gradients have arrived there."""
     layers = [LayerState.of_model(device, workload, i, host=True, spare=spare) for i in range(num_layers)]
     for layer in layers:
         layer.landed = device.outbound.record_event()
@@ -186,7 +195,9 @@ def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare:
 
 
 def update_all(layers: list[LayerState], *, ahead: bool = False) -> None:
-    """Update all layers in place, or `ahead` of the norm into the spare states, and wait for the end."""
+    """Update all layers and wait for the end. `ahead`: into the spare states, before the norm is known;
+    else in place.
+    """
     for layer in layers:
         clip = Clip(layer.device, 0.0)
         clip.add([torch.zeros((), device=layer.device.name)])
@@ -196,7 +207,9 @@ def update_all(layers: list[LayerState], *, ahead: bool = False) -> None:
 
 
 def under_copies(device: Device, layers: list[LayerState], layer_params: int) -> dict[str, float]:
-    """Time updates and copies at once, as long as the updates take."""
+    """Return the rates of updates and of copies that run at the same time. Copies both ways go on until the updates
+    end.
+    """
     num_bytes = COPY_BYTES[device.name.type] // 4
     home, other_home, there, other = rooms(device, num_bytes)
     copied, rounds, started = 0, 8, time.perf_counter()
@@ -216,7 +229,7 @@ def under_copies(device: Device, layers: list[LayerState], layer_params: int) ->
 
 
 def disk(folder: Path) -> dict[str, float]:
-    """Return rates of a file of states, in bytes a second: written, read, and both together."""
+    """Return the rates of a file of states, in bytes a second: of writes, of reads, and of both at once."""
     file = File(folder, FILE_BYTES)
     slabs = [torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.float32).normal_() for _ in range(2)]
     places = [file.at(start) for start in range(0, FILE_BYTES, BLOCK_BYTES)]
@@ -236,7 +249,9 @@ def disk(folder: Path) -> dict[str, float]:
 
 
 def median_seconds(device: Device, work: Callable[[], Any]) -> float:
-    """Return the median of at least three calls, after one that is not timed, for about ENOUGH_SECONDS."""
+    """Return the median seconds of a call. Calls are repeated for about ENOUGH_SECONDS, 3 to 99 times, after a first
+    one that does not count.
+    """
     times: list[float] = []
     while len(times) < 4 or (sum(times) < ENOUGH_SECONDS and len(times) < 100):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""STRONGHOLD and L2L for a user's own script: `from methods.stronghold import StrongholdTrainer`, and so L2LTrainer.
+"""STRONGHOLD and L2L for a user's own script: methods.stronghold has StrongholdTrainer, methods.l2l has L2LTrainer.
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     trainer = StrongholdTrainer(model, model.model.layers, optimizer, max_norm=1.0, placement="R4W")
@@ -7,8 +7,8 @@
         loss.backward()
         norm = trainer.step()
 
-The losses, norms and weights are those of the script without it, bit by bit, if that checkpoints each layer, clips by
-clip_grad_norm_() and updates by AdamW(fused=True); in bf16 and fp16, on an fp32 master of each weight.
+The losses, norms and weights are bit-equal to those of a plain script that checkpoints each layer, clips by
+clip_grad_norm_() and updates by AdamW(fused=True). In bf16 and fp16 that script updates an fp32 master of each weight.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from methods.streaming.user_model import give
 from methods.streaming.user_training import Parts, UserTraining
 from methods.streaming.window import Window
 
-SMALL_BYTES = 512  # of a norm on the device, and of each of a step's other numbers
+SMALL_BYTES = 512  # bytes that the device's allocator takes for one number, such as a norm
 NUM_SMALL = 64
 
 
 class WindowStream:
-    """The turns of methods/stronghold.py."""
+    """The body of the loop in methods/stronghold.py: layers slide through a window."""
 
     def __init__(self, parts: Parts, kinds: str, window_size: int, clipping: str | None, disk: str | None) -> None:
         speculates = clipping == "speculate"
@@ -89,7 +89,7 @@ class WindowStream:
 
 
 class OneLayerStream:
-    """The turns of methods/l2l.py."""
+    """The body of the loop in methods/l2l.py: one layer at a time on the device."""
 
     def __init__(self, parts: Parts) -> None:
         self.device, self.ends, self.order, layers = parts.device, parts.ends, parts.order, parts.layers
@@ -128,7 +128,9 @@ class OneLayerStream:
 
 
 class TrialStream:
-    """One layer at a time through both passes, without updates: to see what the model needs beside its layers."""
+    """One layer at a time through both passes, without updates: measures the memory that the model needs beside its
+    layers.
+    """
 
     def __init__(self, parts: Parts) -> None:
         layers = parts.layers
@@ -140,7 +142,7 @@ class TrialStream:
         largest = max(self.states, key=lambda state: state.layout.numel)
         self.slot, self.gradients = Slot(largest), GradientRoom(largest)
         slabs = (self.slot.state.weights, self.gradients.slab, parts.ends.current.weights, parts.ends.grads)
-        self.known_bytes = sum(slab.nbytes for slab in slabs)  # that a plan counts by itself
+        self.known_bytes = sum(slab.nbytes for slab in slabs)  # the part of the peak that a plan computes by arithmetic
 
     def forward(self, place: int, xs: list[Passed]) -> list[Passed]:
         self.slot.load(self.states[place])
@@ -160,11 +162,11 @@ class TrialStream:
 
 
 class L2LTrainer(UserTraining):
-    """L2L: one layer at a time on the device. Any number of backward passes may add up before a step.
+    """L2L: one layer at a time on the device. Several backward passes may add up their gradients before a step.
 
-    `layers`: the model's, in the order in which it calls them. `optimizer`: AdamW, for its groups and their settings; a
-    schedule may change them. `max_norm`: of all gradients together; 0 or None: no clipping. `device`: cuda if there is
-    one, else cpu. Raises ValueError, one line, for what cannot be trained so.
+    `layers`: the model's layers, in the order in which it calls them. `optimizer`: an AdamW, whose groups and settings
+    apply; a schedule may change them. `max_norm`: limit of the norm of all gradients together; 0 or None: no clipping.
+    `device`: default: cuda if there is a GPU, else cpu. Raises ValueError, one line, if the model cannot be trained so.
     """
 
     def __init__(
@@ -179,12 +181,12 @@ class L2LTrainer(UserTraining):
 class StrongholdTrainer(UserTraining):
     """STRONGHOLD: layers slide through a window, or stay where a placement says (docs/methods-and-placements.md).
 
-    Arguments as L2LTrainer has them, and:
-    `device_memory`, `host_memory`: bytes; the placement with the most resident layers that fits them is chosen, by a
-    trial pass of `example()`, which returns the loss of the largest batch there will be. `placement`, `window_size`:
-    these are used instead; without any of all these, every layer is windowed. `accumulates`: several backward passes
-    add up before a step, so no update begins before it. `clipping`: deferred or speculate. `disk`: a folder, for
-    layers that a placement puts there.
+    Takes L2LTrainer's arguments, and these. `device_memory`, `host_memory`: limits in bytes; the placement with the
+    most resident layers that fits them is chosen. `example`: for that choice, returns the loss of the largest batch; it
+    is called once, in a trial pass. `placement`, `window_size`: given rather than chosen. Without any of these
+    arguments every layer is windowed. `accumulates`: several backward passes add up their gradients before a step, so
+    no update begins before step(). `clipping`: deferred or speculate. `disk`: the folder for layers that a placement
+    puts on the disk.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ def measured(
     model: nn.Module, layers: list[nn.Module], optimizer: torch.optim.AdamW, max_norm: float | None,
     device: str | None, example: Callable[[], Tensor], *, accumulates: bool,
 ) -> UserSizes:  # fmt: skip
-    """Return the model's sizes, by one forward and backward pass of the example, whose gradients are dropped."""
+    """Return the model's sizes, measured in one forward and backward pass of the example. Its gradients are dropped."""
     trial = UserTraining(model, layers, optimizer, max_norm, device, accumulates=accumulates)
     name = trial.device.type
     if name == "cpu":
@@ -250,7 +252,7 @@ def measured(
     activations = peak_bytes - trial.stream.known_bytes + small  # type: ignore[attr-defined]
     sizes = UserSizes(trial.terms.dtype, numels, trial.ends.layout.numel, activations, trial.terms.waits_for_norm)
     del trial, states
-    gc.collect()  # its memory is free before the training's is taken
+    gc.collect()  # frees the trial's memory before the training takes its own
     return sizes
 
 
@@ -267,5 +269,5 @@ def read_peak(device: str) -> int:
 
 def build_kernel() -> None:
     if adamw_kernel.to_build():
-        with suppress(Unavailable):  # updates are then made by torch's kernels
+        with suppress(Unavailable):  # torch's kernels then make the updates
             adamw_kernel.build()

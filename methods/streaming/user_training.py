@@ -1,8 +1,9 @@
-"""A user's training, streamed: the model runs its own loop over its layers, and each layer's call comes here.
+"""The streamed training of a user's model: the model runs its own loop over its layers, and each layer's call comes
+here.
 
-A layer's forward pass is replaced by a node of autograd's graph. In both passes it hands its turn to a `LayerStream`,
-which fetches the layer, computes it, and sends its gradient home, as the loop of its method does. Each forward pass
-goes through all layers once, bottom first; so does each backward pass, top first.
+A node of autograd's graph replaces a layer's forward pass. In both passes the node calls a `LayerStream`, which fetches
+the layer, computes it, and sends its gradient home, as the method's own loop does. Each forward pass visits all layers
+once, bottom first; each backward pass visits all layers once, top first.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from methods.streaming.user_model import UserModel, give, move_rest
 
 
 class LayerStream(Protocol):
-    """The turns of a method's loop over layers, by their places."""
+    """The body of a method's loop over layers. `place`: a layer's index, from 0."""
 
     states: list[LayerState]
     scale: LossScale
@@ -40,20 +41,22 @@ class LayerStream(Protocol):
 
     def backward(self, place: int, dxs: list[Passed]) -> list[Passed]: ...
     def finish(self, settings: Settings) -> Step:
-        """Update, or skip the step in fp16; its loss is not known here."""
+        """Update all layers; in fp16 skip the step if the norm is not finite. The returned Step has no
+        meaningful loss.
+        """
 
     def rewind(self) -> None:
-        """Forget a forward pass that has no backward pass."""
+        """Discard a forward pass that no backward pass follows."""
 
     def settle(self) -> None:
-        """Make all updates that still wait, so that home has the newest state."""
+        """Make all updates that still wait, so that each layer's home has its newest state."""
 
     def refetch(self) -> None:
-        """Fetch anew what was fetched ahead, since home has other weights."""
+        """Fetch the prefetched layers again, because their weights at home have changed."""
 
 
 class Parts(NamedTuple):
-    """What a stream is made of."""
+    """Arguments with which a LayerStream is made."""
 
     device: Device
     layers: LayerSource
@@ -62,7 +65,9 @@ class Parts(NamedTuple):
 
 
 class LayerTurn(torch.autograd.Function):
-    """One layer in the graph. The anchor requires a gradient, even if no tensor that the model gives the layer does."""
+    """A layer as a node of autograd's graph. `anchor`: a tensor that requires a gradient, so that backward() is called
+    even if no input of the layer requires one.
+    """
 
     @staticmethod
     def forward(ctx: Any, training: UserTraining, place: int, anchor: Tensor, *tensors: Tensor) -> Any:
@@ -82,7 +87,7 @@ class LayerTurn(torch.autograd.Function):
 
 
 class StreamedForward:
-    """In place of a layer's forward(). A copy of the model would call the layers of the original."""
+    """Replaces a layer's forward(). It cannot be copied: a copy of the model would call the original's layers."""
 
     def __init__(self, training: UserTraining, place: int) -> None:
         self.training, self.place = training, place
@@ -95,10 +100,10 @@ class StreamedForward:
 
 
 class UserTraining:
-    """A model whose layers are streamed; a method's trainer gives it the stream.
+    """Base class of the trainers: a model whose layers pass through the trainer's LayerStream.
 
-    The loop stays as it was but for the end of a step: `loss.backward()`, then `step()` in place of clip_grad_norm_(),
-    optimizer.step() and zero_grad(). In fp16 it is `scale(loss).backward()`.
+    The user's loop stays as it was, except for the end of a step: `loss.backward()`, then `step()` in place of
+    clip_grad_norm_(), optimizer.step() and zero_grad(). In fp16 it is `scale(loss).backward()`.
     """
 
     stream: LayerStream
@@ -116,9 +121,9 @@ class UserTraining:
         self.device = self.gpu.name
         move_rest(model, (each for part in (self.user.rest, *self.user.own) for each in part), self.device)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self.num_passes = self.num_backward = 0  # of all; since the last step
+        self.num_passes = self.num_backward = 0  # forward passes in all; backward passes since the last step
         self.next_up, self.next_down, self.is_up = 0, 0, False  # is_up: a forward pass has begun
-        self.is_skipped = False  # the last step, in fp16
+        self.is_skipped = False  # True: the last step was skipped (fp16)
         self._undo = ExitStack()
         for parameter in model.parameters():
             parameter.grad = None
@@ -159,7 +164,7 @@ class UserTraining:
         self.stream.begin(self.user.settings())
 
     def visit(self, place: int, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        """Call a layer, as the model's own loop does."""
+        """Compute a layer: what the model's own loop calls in place of the layer's forward()."""
         if place and place != self.next_up:
             raise ValueError(
                 f"layer {place} was called after layer {self.next_up - 1}: expected each layer once, in the order of"
@@ -199,12 +204,13 @@ class UserTraining:
     # ---- A step
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the loss scale: in fp16, to be called before backward()."""
+        """Return the loss times the loss scale, for backward() in fp16."""
         return loss * self.stream.scale.value if self.stream.scale.is_used else loss
 
     def step(self) -> Tensor:
-        """Clip and update by the gradients of the backward passes since the last step, which are then gone; return the
-        gradient norm, before clipping. In fp16 a step whose norm is not finite is skipped: see `is_skipped`."""
+        """Clip the gradients of the backward passes since the last step, update by them, and drop them. Return the
+        gradient norm before clipping. In fp16 a step whose norm is not finite is skipped, and `is_skipped` is True.
+        """
         if self.is_up or not self.num_backward:
             raise ValueError("step: expected a backward pass through all layers before it")
         if self.user.optimizer.state:
@@ -220,8 +226,9 @@ class UserTraining:
     # ---- The state at home
 
     def synchronize(self) -> None:
-        """Finish all updates, and let the model's parameters be the newest weights. state_dict() and load_state_dict()
-        of the model call it."""
+        """Finish all updates, and make the model's parameters views of the newest weights. The model's state_dict() and
+        load_state_dict() call this.
+        """
         if self.is_up:
             self.stream.rewind()
             self.is_up = False
@@ -232,9 +239,10 @@ class UserTraining:
                 give(parameter, weight)
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield each trained parameter's name and state, on the host: step, exp_avg, exp_avg_sq, and beside weights in
-        bf16 or fp16 their fp32 master. They are valid until training goes on: copies only of what is on the device or
-        on the disk, one layer at a time."""
+        """Yield each trained parameter's name and state on the host: step, exp_avg, exp_avg_sq and, for weights in bf16
+        or fp16, their fp32 master. States at home on the host are yielded without a copy, so all are valid only until
+        training goes on. Those on the device or the disk are copied, one layer at a time.
+        """
         self.synchronize()
         for state, parameters in self._parts():
             step = torch.tensor(float(state.num_updates))
@@ -246,8 +254,9 @@ class UserTraining:
                 yield name, {"step": step, "exp_avg": exp_avg.cpu(), "exp_avg_sq": exp_avg_sq.abs().cpu(), **master}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the optimizer's state as torch's AdamW has it, with the loss scale. The weights are in
-        model.state_dict()."""
+        """Return a copy of the optimizer's state in the format of torch's AdamW, with the loss scale.
+        model.state_dict() has the weights.
+        """
         places, states = {name: place for place, name in enumerate(self._optimized())}, {}
         for name, state in self.named_states():
             states[places[name]] = {key: value.clone() for key, value in state.items()}
@@ -256,7 +265,7 @@ class UserTraining:
         return {"state": states, "param_groups": groups, "loss_scale": scale.value, "num_good_steps": scale.num_good}
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Go on from a state_dict(), or from that of a plain AdamW; load the model's own before."""
+        """Continue from a state_dict() of this class, or of a plain AdamW. Load the model's own state_dict() first."""
         self.synchronize()
         places = {name: place for place, name in enumerate(self._optimized())}
         for state, parameters in self._parts() if given["state"] else ():
@@ -272,7 +281,9 @@ class UserTraining:
         self._refetch()
 
     def close(self) -> None:
-        """Finish all updates and give the model its layers back; the weights stay in the memory that was their home."""
+        """Finish all updates and restore the layers' own forward(). The weights stay in the memory that
+        was their home.
+        """
         self.synchronize()
         self._undo.close()
         self.gpu.__exit__(None, None, None)
@@ -301,7 +312,7 @@ class UserTraining:
         self.stream.refetch()
 
     def _take_weights(self, *_: Any) -> None:
-        """The user has loaded other weights into the model's parameters."""
+        """Take over the weights that load_state_dict() has put into the model's parameters."""
         if self.user.names.keys() != {id(parameter) for parameter in self.user.model.parameters()}:
             raise ValueError("load_state_dict() put other parameters into the model; try it without assign=True")
         for state, parameters in self._parts():
@@ -312,8 +323,9 @@ class UserTraining:
     # ---- Set-up
 
     def _set_up(self, make: Callable[[Parts], LayerStream], *, bare: bool = False) -> None:
-        """Place the layers, and take over their forward(). If that fails, as where the host's memory cannot be locked,
-        the model has its layers back and no memory stays locked, so that a smaller training may be tried."""
+        """Place the layers and replace their forward(). If that fails, for example because the host's memory cannot be
+        page-locked, restore the layers and unlock the memory, so that the user may try a smaller training.
+        """
         try:
             self._place(make, bare=bare)
             self._take_over()
@@ -322,7 +334,7 @@ class UserTraining:
             raise
 
     def _place(self, make: Callable[[Parts], LayerStream], *, bare: bool = False) -> None:
-        """Move the layers to their homes in a stream, and the rest to the device. `bare`: without states of AdamW."""
+        """Move the layers to their homes, and the rest of the model to the device. `bare`: without AdamW's states."""
         user, gpu = self.user, self.gpu
         groups = [user.groups_of(parameters) for parameters in (user.rest, *user.own)]
         self.ends = LayerState(gpu, user.ends, "rest of the model", self.terms, host=False, groups=groups[0], bare=bare)
@@ -333,7 +345,7 @@ class UserTraining:
 
         def start(states: Iterable[LayerState]) -> list[LayerState]:
             made = []
-            for state in states:  # one after the other: the memory of the user's own is free before the next one's
+            for state in states:  # one at a time: frees the user's copy of a layer before the next home is made
                 assert isinstance(state.module, UserLayer)
                 _move_home(state, state.module.users)
                 made.append(state)
@@ -343,7 +355,7 @@ class UserTraining:
         self.stream = make(Parts(gpu, layers, self.ends, user.order))
 
     def _take_over(self) -> None:
-        """Put this training in place of the layers' forward()."""
+        """Replace each layer's forward() by a call of this training."""
         model = self.user.model
         for place, module in enumerate(self.user.modules):
             before = vars(module).get("forward")
@@ -365,7 +377,7 @@ def _restore(module: nn.Module, before: Any) -> None:
 
 
 def _move_home(state: LayerState, parameters: Sequence[nn.Parameter]) -> None:
-    """Fill a new state with the parameters' values, and let these be views of it."""
+    """Copy the parameters' values into a new state, and make the parameters views of it."""
 
     def values(named: Iterable[tuple[str, Tensor]]) -> None:
         for (_, slab), parameter in zip(named, parameters, strict=True):
@@ -378,7 +390,9 @@ def _move_home(state: LayerState, parameters: Sequence[nn.Parameter]) -> None:
 
 @contextmanager
 def _uncached_autocast() -> Iterator[None]:
-    """Autocast keeps its copies of weights until it ends: a whole model's, and a slot's of another step."""
+    """Turn off autocast's cache. Until autocast ends, the cache would keep a copy of every layer's weights, and return
+    a slot's weights of an earlier step.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
