@@ -197,7 +197,8 @@ def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages
     """Choose the active cuts that make the longest stage as short as can be; every stage but the last recomputes its
     forward pass.
 
-    flops: of a forward pass, between one cut and the next. Raises ValueError if a stage would have no parameters.
+    `flops`: those of a forward pass between one cut and the next. Raises ValueError if a stage would have no
+    parameters.
     """
     num_runs = len(flops)
     if num_stages > num_runs:

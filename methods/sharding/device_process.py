@@ -65,7 +65,7 @@ class Elsewhere:
     changes the rounding of sums: runs compared bit by bit need the same number."""
 
     def __init__(self, make_worker: Callable[..., Any], *given: Any, num_threads: int = 1) -> None:
-        # Where the classes of a caller's own script are found, and the key to the memory that its tensors share.
+        # Tells the process where to find the classes of the caller's script, and the key to shared memory.
         told = spawn.get_preparation_data("device")
         if num_threads > 1:  # waiting threads of one process must not keep cores from another's
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -77,7 +77,7 @@ class Elsewhere:
         self.connection = Connection(ours.detach())
         self.connection.send(told | {"authkey": bytes(told["authkey"])})
         self.connection.send((num_threads, make_worker, given))
-        self.told = 0  # number of halvings of shards that it was told
+        self.told = 0  # number of halved shards that the process was told of
         self.moved_bytes, self.peaks = 0, dict[str, int]()  # as of the last reply
 
     def ready(self) -> None:
@@ -103,8 +103,9 @@ class Elsewhere:
 def start_processes(
     names: Sequence[str], models: list[list[Shard]], options: dict[str, Any], stack: ExitStack, num_threads: int = 1
 ) -> list[Any]:
-    """Start the devices of these torch names, each with a worker of its own; they are closed when the stack is left. Of
-    a GPU's memory each may take its share."""
+    """Start a process with a worker for each of these devices, by torch's names. Leaving the stack closes them. Each
+    may take its share of a GPU's memory.
+    """
     devices = [
         Elsewhere(make_worker, name, models, options, share, num_threads=num_threads)
         for name, share in zip(names, shares(names), strict=True)
@@ -117,8 +118,10 @@ def start_processes(
 
 
 def shares(names: Sequence[str]) -> list[float]:
-    """Return the share of each device's memory that its process may take: what this process may, of its own GPU less
-    what it has taken itself. The question alone would make a context, so without one there is none to ask about."""
+    """Return the share of each device's memory that its process may take: as much as this process may take, on this
+    process's own GPU less what this process needs itself. Without a context here return 1.0 for each: a question to
+    torch would make a context.
+    """
     if not (names[0].startswith("cuda") and torch.cuda.is_initialized()):
         return [1.0] * len(names)
     whole, own = torch.cuda.get_per_process_memory_fraction(), torch.cuda.current_device()
@@ -145,7 +148,7 @@ def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
 def main() -> None:
     """Entry point of a device's process. The descriptor of its connection comes on standard input."""
     connection, this = Connection(int(sys.stdin.readline())), multiprocessing.current_process()
-    this._inheriting = True  # type: ignore[attr-defined]  # else a script without a guard of its main part starts anew
+    this._inheriting = True  # type: ignore[attr-defined]  # else a script without a main guard would run again
     spawn.prepare(connection.recv())
     del this._inheriting  # type: ignore[attr-defined]
     num_threads, make_worker, given = connection.recv()

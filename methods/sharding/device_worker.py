@@ -1,4 +1,4 @@
-"""The worker of a device: it has the device's slots and the models' random states, and runs one unit at a time."""
+"""The worker of a device: it keeps the device's slots and runs one unit at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Worker:
         self.is_cuda = device.name.type == "cuda"
         self.saves, self.keeps_random = intermediates == "saved", keeps_random
         self.double_buffer, self.rehearses = double_buffer, False
-        self.slots: list[ShardSlot] = []  # made with the first unit, which can report a lack of memory
+        self.slots: list[ShardSlot] = []  # made when the first unit runs, which can report a lack of memory
         self.num_shards = 0  # number of shards that the slots were made for
         for module in (module for shard in self._shards() for layer in shard.layers for module in layer.modules()):
             for name, buffer in module.named_buffers(recurse=False):
@@ -39,8 +39,9 @@ class Worker:
         return [shard for model in self.models for shard in model]
 
     def _fit(self, rehearses: bool) -> None:
-        """Make new, empty slots for the first unit, after shards were halved, and after a rehearsal, whose traffic does
-        not count."""
+        """Make new, empty slots for the first unit, after shards were halved, and after a rehearsal. The bytes that a
+        rehearsal moves do not count.
+        """
         shards, is_over = self._shards(), self.rehearses and not rehearses
         if self.num_shards != len(shards) or is_over:
             self.device.synchronize()
@@ -55,8 +56,9 @@ class Worker:
         self.rehearses = rehearses
 
     def prefetch(self, unit: Unit) -> None:
-        """Queue copies of the parts that a unit needs into a slot that the running unit does not use; none if there is
-        no such slot. If both units need the same shard, only its states may be copied now."""
+        """Queue copies of the parts that a unit needs, into a slot that the running unit does not use. If there is no
+        such slot, copy nothing; but if both units need the same shard, copy its states.
+        """
         shard, parts = self.models[unit.model][unit.shard], parts_of(unit)
         shard.name = f"model {unit.model} shard {unit.shard}"
         slot = self._slot_of(shard, unit.version)
@@ -74,7 +76,7 @@ class Worker:
         self.home = "seconds" if unit.part else "grads"  # the slab at home for the shard's gradients
         if following is not None:
             self.prefetch(following)
-        # The model has a random state of its own, and this process keeps its own.
+        # The unit runs with its model's random state; this process's own is restored afterwards.
         on_gpu = [self.device.name] if self.is_cuda else []
         with torch.random.fork_rng(on_gpu, enabled=self.keeps_random, device_type="cuda"):
             self.set_random(unit.random)
@@ -84,13 +86,13 @@ class Worker:
         return result._replace(random=random)
 
     def finished(self, result: Result) -> Result:
-        """Return the result for another process: wait until it is computed, and copy it to the host."""
+        """Wait until the result is computed, and return it on the host, where another process can read it."""
         self.device.synchronize()
         (loss,) = map_tensors(Tensor.cpu, [result.loss])
         return result._replace(loss=loss, norms=result.norms and [norm.cpu() for norm in result.norms])
 
     def forget(self, unit: Unit) -> None:
-        """Discard the slot's contents and the graph of a failed unit."""
+        """Discard a failed unit's graph, and the contents of its slot."""
         if self.slot is not None:
             self.slot.shard = self.slot = self.unit = None
         self.graphs.pop(key_of(unit), None)
@@ -119,8 +121,9 @@ class Worker:
             torch.cuda.set_rng_state(state[1], self.device.name)
 
     def to_host(self, tensors: Tensors) -> Tensors:
-        """Copy tensors to the host; a GPU's go to page-locked memory that lives until the copy has ended, a CPU's are
-        returned themselves."""
+        """Return the tensors on the host. A GPU's are copied to page-locked memory, which lives until the copy has
+        ended; a CPU's are returned without a copy.
+        """
         return map_tensors(lambda t: t.to("cpu", non_blocking=self.is_cuda), tensors)
 
     def to_device(self, tensors: Tensors) -> Tensors:
@@ -142,13 +145,13 @@ class Worker:
         return Result(host, kept)
 
     def loss(self) -> Result:
-        """Run the forward pass, the loss, and the backward pass of all layers."""
+        """Run the last shard's forward pass, the loss, and the shard's backward pass."""
         with self._span():
             loss, dy = self._loss()
         return self._end(dy)._replace(loss=loss)
 
     def _loss(self) -> tuple[Tensor, Tensors]:
-        """Return the loss, and the gradient of the input; all other tensors are freed before the gradients go home."""
+        """Return the loss and the input's gradient. All other tensors are freed before the gradients go home."""
         *below, last = self.shard.layers
         start = x = leaves(self.to_device(self.unit.x))
         (targets,) = self.to_device((self.unit.targets,))
@@ -200,7 +203,7 @@ class Worker:
         return dy
 
     def _start_gradients(self) -> None:
-        """Return zeros, plus the gradients that later shards have sent home for shared parameters."""
+        """Set the slot's gradients to zero or, for shared parameters, to the sum that later shards have sent home."""
         self.slot.slabs["grads"].zero_()
         if self.shard.sums:
             homes = [self.shard.lenders.get(name, self.shard) for name in self.shard.sums]
@@ -211,7 +214,7 @@ class Worker:
             self.device.moved_bytes += num_bytes(pairs)
 
     def _end(self, dy: Tensors) -> Result:
-        """Send the complete gradients home, or update by them at once."""
+        """Send the gradients home if the update comes later, else update by them now. Return the unit's result."""
         norms = norms_of([self.slot.view(name, "grads") for name in self.shard.trained])
         if self.unit.update == "later":
             self._offload(["grads"], self.shard.lenders)
@@ -264,7 +267,8 @@ class Worker:
         def pack(tensor: Tensor) -> Any:
             if tensor.untyped_storage()._cdata == weights._cdata:
                 return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-            # The seeds of a GPU's attention are on the host, and must be there in the backward pass.
+            # A tensor that is on the host already stays there: the backward pass of a GPU's attention reads its seeds
+            # there.
             return self.to_host((tensor,)) if tensor.device.type == self.device.name.type else tensor
 
         def unpack(packed: Any) -> Tensor:

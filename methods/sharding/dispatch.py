@@ -1,8 +1,9 @@
-"""The dispatcher: a policy gives each free device a waiting model's unit, and a hint of the unit that comes next.
+"""The dispatcher: gives each free device a unit of the waiting model that the policy picks, and a hint of the next
+unit.
 
-A single device is this process; several are processes that share the slabs at home. A hint only prefetches: a free
-device still takes the waiting model that the policy prefers, so the schedule stays a list schedule with Graham's bound,
-and a wrong hint costs one copy.
+A single device runs in this process; several run in processes that share the slabs at home. A hint only prefetches: a
+free device still takes the waiting model that the policy picks. So the schedule is a list schedule, for which Graham's
+bound holds, and a wrong hint costs one copy.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Dispatcher:
         self.tasks = [*tasks, *(task.twin for task in tasks if task.twin)]
         self.devices, self.policy, self.key = list(devices), policy, key_of(policy)
         self.most_ahead = most_ahead  # number of rounds that a model may be ahead of the slowest model
-        self.held: list[Task] = []  # tasks that have stepped and not yet started their next minibatch
+        self.held: list[Task] = []  # tasks that are between two minibatches
         self.numbers = {device: number for number, device in enumerate(devices)}
         self.draw, self.arrivals = random.Random(0).random, count()
         self.waiting: dict[Task, tuple[int, float]] = {}
@@ -76,12 +77,14 @@ class Dispatcher:
 
     @property
     def rounds(self) -> int:
-        """Return the number of rounds that every model has finished, without those that failed."""
+        """Return the number of rounds that all models have finished; models that failed do not count."""
         return min((task.rounds for task in self.tasks if not task.failure), default=0)
 
     def _release(self) -> None:
-        """Start the next minibatch of tasks that are not too far ahead; let all that have a unit wait for a device.
-        Advance shared data only when every model has used the batch: the end of the data is the end of the training."""
+        """Start the next minibatch of the tasks that are not too far ahead, and let every task that has a unit wait for
+        a device. A task without batches left reads the shared data once more only when no model is behind it, because
+        the end of the data ends the training.
+        """
         slowest = self.rounds
         for task in list(self.held):
             may_ask = task.batches_left > 0 or math.isinf(self.most_ahead)
@@ -148,8 +151,9 @@ class Dispatcher:
         return None
 
     def _halve(self, task: Task, unit: Unit) -> bool:
-        """Halve the shard of a unit that ran out of memory, and all shards that keep the slots large; running models'
-        shards follow when their units are done. Returns False if no shard can be halved."""
+        """Halve the shard of a unit that ran out of memory, and all shards larger than the lowered `room`. Shards of a
+        running model are halved when its unit ends. Return False if no shard can be halved.
+        """
         tasks = [each for each in self.tasks if each.can_split and not each.failure]
         if task not in tasks or not self._lower_room(tasks):
             return False
@@ -162,14 +166,14 @@ class Dispatcher:
         return True
 
     def halve_all(self) -> bool:
-        """Halve the largest shards of all models, between two runs. Returns False if no shard can be halved."""
+        """Halve the largest shards of all models, between two runs. Return False if no shard can be halved."""
         able = self._lower_room(self.tasks)
         for task in self.tasks:
             self._fit(task)
         return able
 
     def _lower_room(self, tasks: Sequence[Task]) -> bool:
-        """Lower `room` to half of the largest shard that can be halved; False if there is none."""
+        """Lower `room` to half of the largest shard that can be halved. Return False if there is none."""
         sizes = [shard.slot_bytes for task in tasks for shard in task.shards if len(shard.layers) > 1]
         self.room = max(sizes, default=0) // 2
         return bool(sizes)
@@ -188,8 +192,9 @@ class Dispatcher:
         self.splits.append((task.model, index))
 
     def summary(self) -> dict[str, float]:
-        """Return the makespan, its prediction from two rounds, the lower bound for these units, the ratio to it, and
-        the devices' utilization; empty for a single model."""
+        """Return the makespan, its prediction from two rounds, the lower bound for these units, the makespan's ratio to
+        the bound, and the devices' utilization. Empty for a single model.
+        """
         if len(self.chains) < 2:
             return {}
         makespan, num_devices = max(turned.end for turned in self.timeline), len(self.numbers)
@@ -205,7 +210,9 @@ class Dispatcher:
 
     def _predicted(self, num_devices: int) -> dict[str, float]:
         """Return the makespan that the simulation predicts after two rounds: the first warms up, and all later ones are
-        assumed to take as long as the second. Empty if models were cut anew, failed, or had no third round."""
+        assumed to take as long as the second. Empty if a shard was halved, a model failed, or a model had no third
+        round.
+        """
         chains = []
         for task, seconds in self.chains.items():
             per_round, rest = divmod(len(seconds), max(1, task.rounds))

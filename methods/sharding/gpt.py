@@ -56,7 +56,7 @@ def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState
 
 
 def parts(batches: Iterable[tuple[Tensor, Tensor]], number: int, *, to_host: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Split each batch into `number` parts. `to_host`: for other processes."""
+    """Yield each batch in `number` parts. `to_host`: copy them to the host, for other processes."""
     for inputs, targets in batches:
         pair = (inputs.cpu(), targets.cpu()) if to_host else (inputs, targets)
         yield from zip(*(tokens.chunk(number) for tokens in pair), strict=True)
@@ -76,7 +76,7 @@ def random_state(workload: Workload, device: str) -> Any:
 
 
 def device_names(device: str, number: int) -> list[str]:
-    """Return torch's names of the devices, which processes run. Raises Unavailable if there are fewer."""
+    """Return torch's names of so many devices. Raises Unavailable if there are fewer."""
     if device == "sim":
         raise Unavailable("sim is one device: use --devices 1, or --device cpu, whose devices are processes")
     if device == "cuda" and torch.cuda.device_count() < number:

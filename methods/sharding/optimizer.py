@@ -13,9 +13,9 @@ MASTER = "master"  # the fp32 weights of mixed precision, which travel as a stat
 
 
 def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], *, mixed: bool) -> dict[str, States]:
-    """Return the states of each weight as tensors without memory, in mixed precision with an fp32 master: those that
-    the optimizer makes in a step on the meta device. Raises ValueError for an optimizer that keeps other values than
-    tensors."""
+    """Return the states that the optimizer keeps for each weight, as tensors without memory from a step on the meta
+    device. `mixed`: with an fp32 master. Raises ValueError if the optimizer keeps values that are not tensors.
+    """
     if not weights:
         return {}
     parameters = {}
@@ -40,7 +40,8 @@ def step(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], states: list[States], *, is_first: bool
 ) -> None:
     """Take one step with the states in a slot. In the first step the optimizer makes its states itself, outside of the
-    slot, one parameter at a time, so that they are few."""
+    slot; it steps one parameter at a time, so that few states exist outside.
+    """
     rows = [(parameter, parameter.grad, each) for parameter, each in zip(parameters, states, strict=True)]
     for parameter in parameters:
         parameter.grad = None  # the optimizer skips a parameter without a gradient
@@ -56,8 +57,7 @@ def step(
 
 
 def _keep(made: States, states: States) -> None:
-    """Move a parameter's states into the slot, unless they are there already; nothing refers to the old ones
-    afterwards."""
+    """Copy a parameter's states into the slot, unless they are there already. The optimizer's own are then freed."""
     with torch.no_grad():
         for key, value in made.items():
             if value is not states[key]:

@@ -6,7 +6,7 @@
     report = orchestrator.train_models()
 
 A model is an ordered list of layers: nn.Sequential, nn.ModuleList, or a module that holds all its parameters in one of
-these. Its trained weights are those of training it alone.
+these. Each model's trained weights equal those of training it alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ModelTask:
     epochs: int = 1
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD  # function of parameters and lr
     max_norm: float = 0.0  # clip gradients to this norm; 0: do not
-    clipping: str = "global"  # exact: updates are units of their own; or "shard": each shard by its own norm
+    clipping: str = "global"  # by the norm of all gradients, exact; or "shard": each shard by its own norm
     shards: Sequence[int] | None = None  # layers of each shard; None: as many as fit the device
     schedule: Callable[[int], float] | None = None  # learning rate of a step, counted from 1
     seed: int = 0  # of the model's own random numbers, for dropout
@@ -73,7 +73,7 @@ class ModelTask:
             raise ValueError(f"{self.name}: shards {list(self.shards)} are not the {len(self.layers)} layers it has")
 
     def first_batch(self) -> tuple[Any, Any]:
-        """The first batch, which batches() still yields. Raises ValueError if there is none."""
+        """Return the first batch, which batches() will yield, too. Raises ValueError if there is none."""
         if self.begun is None:
             rest = iter(self.dataloader)
             self.begun = next(rest, None), rest
@@ -96,8 +96,9 @@ class ModelTask:
 
 
 def _names_itself(init: Callable[..., None]) -> Callable[..., None]:
-    """Accept the arguments of the original's documents, which leave a task's name out: model, criterion, dataloader, lr
-    and epochs."""
+    """Let a task be made without a name, as in the original's documentation: model, criterion,
+    dataloader, lr, epochs.
+    """
     numbers = itertools.count()
 
     @functools.wraps(init)
@@ -122,14 +123,14 @@ class Report:
 
 
 class ModelOrchestrator:
-    """Trains tasks together. `devices`: torch's names; the same name twice is two processes on it; None: every GPU,
-    else the CPU. `verbose`, an attribute: 0 prints no progress.
+    """Trains tasks together. `devices`: torch's names, such as cuda:0; a device named twice gets two processes; None:
+    all GPUs, or the CPU if there are none. `verbose`, an attribute: 0 prints no progress.
 
     `device_memory`: bytes that training may take of each device; None: slots for the largest layer. `policy`: the model
     that a free device takes: `lrtf`, longest remaining time first, `srtf`, shortest, `fifo` or `random`.
     `double_buffer`: a second slot, for the next shard. `intermediates`: `checkpointed` or `saved`. `hybrid`: with more
-    devices than models, split the longest model's batches over two devices, to the bits of two micro-batches if the
-    criterion is a mean over the batch.
+    devices than models, split the longest model's batches over two devices; if the criterion is a mean over the batch,
+    the result is bit-equal to training on two micro-batches.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class ModelOrchestrator:
 
     @property
     def CACHE_SYSTEM(self) -> bool:
-        """The original's double buffer, whose documented flag was a variable in its source that no caller reached."""
+        """True if there is a double buffer. The original documents this flag; setting it has no effect here."""
         return bool(self.options["double_buffer"])
 
     @CACHE_SYSTEM.setter
@@ -178,9 +179,10 @@ class ModelOrchestrator:
         print(f"CACHE_SYSTEM={is_on} is not used: {instead} replaces it", file=sys.stderr)
 
     def generate(self) -> list[dict[str, Any]]:
-        """Cut every model into shards and bring it home; returns name, layers of each shard, and bytes at home. Raises
-        ValueError if the device is too small for a layer, naming the layer and the smallest feasible memory, and for a
-        GPU that is not here."""
+        """Cut every model into shards and move the shards to their homes on the host. Return each model's name, layers
+        of each shard, and bytes at home. Raises ValueError if a layer does not fit the device, with the layer and the
+        smallest feasible memory, or if torch does not see a GPU.
+        """
         for name in self.devices:
             kind, index = name.partition(":")[::2]
             if kind == "cuda" and int(index or 0) >= (seen := torch.cuda.device_count()):
@@ -203,15 +205,16 @@ class ModelOrchestrator:
         return max(able, key=lambda number: lengths[number] * self.tasks[number].num_batches, default=None)
 
     def _cut(self, lengths: Sequence[Sequence[int]]) -> list[list[Shard]]:
-        """Return each model in shards of these numbers of layers."""
+        """Return each model's shards, with these numbers of layers."""
         return [
             cut(named_layers(task), each, functools.partial(task.optimizer, lr=task.lr), mixed=False)
             for task, each in zip(self.tasks, lengths, strict=True)
         ]
 
     def _lengths(self) -> list[list[int]]:
-        """Return the layers of each model's shards: as given, else the longest runs with which the predicted peak fits
-        the device's memory. All shards of all models have the same room."""
+        """Return the number of layers of each model's shards: as the task gives them, else the longest runs with which
+        the predicted peak fits the device's memory. All shards of all models have the same limit of bytes.
+        """
         singles = self._cut([[1] * len(task.layers) for task in self.tasks])
         alone = [[shard_sizes(shard) for shard in shards] for shards in singles]
 
@@ -226,7 +229,7 @@ class ModelOrchestrator:
         least, name = max(zip((sum(sizes.values()) for layers in alone for sizes in layers), names, strict=True))
         memory, together = self.device_memory, lambda room: runs(*[room] * len(self.tasks))
         peak, needs = self._foretold(together(least)), f"{name} needs {gib(least)} ({least} bytes) by itself"
-        if peak is None:  # unknown: the code does not run without memory
+        if peak is None:  # unknown: the model's code does not run on tensors without memory
             room = memory // self.num_slots
             if least <= room:
                 return together(room)
@@ -245,9 +248,10 @@ class ModelOrchestrator:
         return foretold_bytes(self._cut(lengths), batches, self.words, **self.options)
 
     def train_models(self) -> Report:
-        """Train every model to its end, with the weights and losses of training it alone; a failure ends one model. On
-        devices with their own memory shards are rehearsed first, and halved if they do not fit; raises
-        torch.OutOfMemoryError if single layers do not fit."""
+        """Train every model to its end. Its weights and losses equal those of training it alone. A failure ends only
+        its own model. On devices with their own memory, limited by `device_memory`, shards are rehearsed first, and
+        halved if they do not fit. Raises torch.OutOfMemoryError if a single layer does not fit.
+        """
         if not self.models:
             self.generate()
         with ExitStack() as stack:
@@ -275,7 +279,7 @@ class ModelOrchestrator:
         return Report(dispatcher.summary(), dispatcher.timeline, failures)
 
     def _chain(self, number: int) -> Task:
-        """Return the units of a model."""
+        """Return the task that makes a model's units."""
         task, shards = self.tasks[number], self.models[number]
         names = [name for shard in shards for name in shard.trained]
         words = {**self.words[number], "learning_rate_at": task.schedule, "random_state": self._random(task.seed)}
@@ -285,8 +289,10 @@ class ModelOrchestrator:
         return Task(*given, **words)
 
     def _random(self, seed: int) -> Any:
-        """Return a model's random state: the CPU's and, with GPUs, the GPU's. That is its seed and an offset; a
-        generator of torch would make a context on the first GPU, whose memory its own process needs."""
+        """Return a model's random state: the CPU's and, with GPUs, the GPU's. The GPU's is written here as seed and
+        offset, because torch's generator would make a context of this process on the first GPU, whose memory another
+        process needs.
+        """
         on_gpu = None
         if any(name.startswith("cuda") for name in self.devices):
             on_gpu = torch.frombuffer(bytearray((seed % 2**64).to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Rehearses training for two minibatches, leaving nothing behind, to see that it fits the device.
+"""Rehearses training: two minibatches, whose updates are dropped, show whether it fits the device.
 
 In the second minibatch the optimizer has its states from the start. Shards that run out of memory are halved for good,
 and the rehearsal is repeated. On tensors without memory the same rehearsal predicts the peak. Sizes in bytes.
@@ -28,9 +28,10 @@ Words = Sequence[dict[str, Any]]  # arguments of each model's task
 def rehearse(
     models: Sequence[list[Shard]], batches: Sequence[Any], words: Words, devices: list[Any]
 ) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Train on a batch of each model, halving shards, until all fit; returns the devices that still live and the halved
-    shards. Raises torch.OutOfMemoryError if shards of one layer do not fit; any other failure is left for training to
-    report."""
+    """Train on a batch of each model, and halve shards until all fit. Return the devices whose processes still live,
+    and the halved shards. Raises torch.OutOfMemoryError if shards of one layer do not fit; any other failure is left
+    for training to report.
+    """
     splits: list[tuple[int, int]] = []
     while True:
         dispatcher = Dispatcher(_tasks(models, batches, words), devices, splits=splits)

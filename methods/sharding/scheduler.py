@@ -1,13 +1,13 @@
-"""Hydra's scheduling problem without its models: chains of units, devices that take one unit at a time, a rule.
+"""Hydra's scheduling problem without its models: chains of units, devices that take one unit at a time, and a policy.
 
 A model in training is a chain: its units (forward, backward or update of one shard) run one after another, each on any
 device, without interruption. Sharded-LRTF gives a free device to the waiting model with the longest remaining time. It
 is a list schedule, so Graham's bound holds; for equal units it is Hu's rule, which is optimal. Standard library only:
 the clock here is virtual, the dispatcher uses the same policies under the real one.
 
-Times in any unit, the same throughout. Sources: Nagrecha and Kumar 2021, arXiv:2110.08633 (Hydra); Graham 1969, SIAM
-J. Appl. Math. 17 (list schedules); Hu 1961, Oper. Res. 9; McNaughton 1959, Manage. Sci. 6 (the lower bound can be
-reached if units may be interrupted).
+Times in any unit, the same throughout. Sources: Nagrecha and Kumar 2021, arXiv:2110.08633 (Hydra); Graham 1969, SIAM J.
+Appl. Math. 17 (list schedules); Hu 1961, Oper. Res. 9; McNaughton 1959, Manage. Sci. 6 (the lower bound can be reached
+if units may be interrupted).
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int =
 
 
 def lower_bound(chains: Chains, num_devices: int) -> float:
-    """Return the larger of two bounds: all devices always busy, or the longest model without a pause. No schedule is
-    shorter."""
+    """Return a time that no schedule can beat: the larger of the time with all devices always busy and the longest
+    model's time without a pause.
+    """
     _check(chains, num_devices)
     times = [sum(chain) for chain in chains]
     return max(sum(times) / num_devices, max(times))
 
 
 def whole_models(chains: Chains) -> list[list[float]]:
-    """Return the same models as one unit each: under lrtf the longest-processing-time rule."""
+    """Return each model as a single unit. For such chains lrtf is the longest-processing-time rule."""
     return [[sum(chain)] for chain in chains]
 
 

@@ -1,9 +1,9 @@
 """A model cut into shards: flat slabs at home, room on a device for one shard, and how a shard travels between them.
 
 A shard is a run of layers. Its weights, its gradients and the states of its optimizer lie in one slab of bytes each,
-and each slab travels by one copy. A parameter of several shards (a tied embedding) lives in the first of them: the
-others borrow its weights and add their share of its gradient there; its update comes after the last of these backward
-passes.
+and each slab travels by one copy. A parameter of several shards (a tied embedding) lives in the first of them. The
+others borrow its weights and add their share of its gradient there. The first shard updates it after the backward
+passes of all these shards.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ PARTS = ("weights", "grads", "states")  # slabs of a shard; "borrowed" are weigh
 
 
 class Version(NamedTuple):
-    """How many updates a shard's own weights have had, and the weights that the shard borrows."""
+    """The number of updates so far: of a shard's own weights, and of the weights that the shard borrows."""
 
     own: int
     borrowed: int
 
 
 class NamedLayer(NamedTuple):
-    """A layer, and the model's names for its parameters: the same name twice is one parameter."""
+    """A layer, and the model's name of each parameter by the layer's own. Layers with a common name share that
+    parameter.
+    """
 
     module: nn.Module
     names: dict[str, str]
 
 
 class Shard:
-    """A run of layers at home. `lenders` maps each borrowed name to the shard where it lives."""
+    """A run of layers whose home is the host. `lenders`: for each borrowed parameter the shard where it lives."""
 
     def __init__(
         self, layers: Sequence[NamedLayer], lenders: dict[str, Shard], make_optimizer: MakeOptimizer, *, mixed: bool
@@ -47,7 +49,7 @@ class Shard:
         self.named, self.layers = list(layers), [layer.module for layer in layers]
         self.lenders, self.make_optimizer, self.mixed = lenders, make_optimizer, mixed
         self.name = ""
-        self.sites: dict[str, list[tuple[int, str]]] = {}  # by parameter: its layers, and their names for it
+        self.sites: dict[str, list[tuple[int, str]]] = {}  # by parameter: each layer's index, and its name there
         found: dict[str, nn.Parameter] = {}
         for index, layer in enumerate(layers):
             for local, name in layer.names.items():
@@ -56,7 +58,7 @@ class Shard:
         self.own = [name for name in found if name not in lenders]
         self.trained = [name for name in self.own if found[name].requires_grad]
         self.frozen = {name for name, parameter in found.items() if not parameter.requires_grad}
-        # Borrowed weights come last: the shard's own travel in one piece.
+        # Borrowed weights come last, so that the shard's own weights travel in one copy.
         columns = [(name, found[name].shape, found[name].dtype) for name in (*self.own, *lenders)]
         self.weights_at, self.own_bytes = Layout(columns), Layout(columns[: len(self.own)]).numel
         kept = state_tensors(make_optimizer, {name: found[name] for name in self.trained}, mixed=mixed)
@@ -64,7 +66,7 @@ class Shard:
         columns = [(f"{name} {key}", each.shape, each.dtype) for name in kept for key, each in kept[name].items()]
         self.states_at = Layout(columns)
         self.slabs: dict[str, Tensor] = {}  # at home, one for each part
-        self.sums: set[str] = set()  # names for which later shards have sent home a share of the gradient
+        self.sums: set[str] = set()  # parameters for which later shards send home a share of the gradient
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: list[nn.Parameter] = []
         self.optimizer: torch.optim.Optimizer | None = None
@@ -97,7 +99,7 @@ class Shard:
             weight, grad = self.weights_at.view(slab, name), self.weights_at.view(grads, name)
             if name not in self.parameters:
                 self._place(name, nn.Parameter(weight, requires_grad=name not in self.frozen))
-            # Keep the parameter objects in every slot: the graph of the forward pass knows them by identity.
+            # Keep the same parameter objects in every slot, because the graph of the forward pass refers to them.
             self.parameters[name].data = weight
             self.parameters[name].grad = None if name in self.frozen else grad
 
@@ -107,16 +109,17 @@ class Shard:
             install(self.layers[index], local, parameter)
 
     def release(self) -> None:
-        """Leave the layers without memory, as they were before bind() gave them slabs of a device."""
+        """Put the layers' parameters back on the meta device, where they were before bind()."""
         for name, parameter in list(self.parameters.items()):
             self._place(name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
         self.parameters, self.masters, self.optimizer = {}, [], None
 
     def step(self, slab: Tensor, factor: Tensor | None, learning_rate: float | None, *, is_first: bool) -> None:
-        """Take one optimizer step of the shard bound to its slot, by its gradients times the factor; `slab`: its
-        states.
+        """Take one optimizer step of the shard that is bound to its slot, with its gradients times the factor. `slab`:
+        the slot's states.
 
-        torch's own optimizer steps on parameters shaped as the model's, to the same bits.
+        torch's own optimizer steps, on parameters of the model's shapes, so the bits are those of training without
+        shards.
         """
         states = [self.states(slab, name) for name in self.trained]
         weights = [self.parameters[name] for name in self.trained]
@@ -189,8 +192,9 @@ def _part(whole: Shard, layers: list[NamedLayer], lenders: dict[str, Shard]) -> 
 
 
 def settle(shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None, *, in_halves: bool = False) -> None:
-    """Take memory at home; with halved batches also for a second gradient. `room`: makes a zeroed slab of so many
-    bytes; None: one piece of memory for all, which processes share."""
+    """Allocate the shards' slabs at home. `in_halves`: also a slab for the gradients of each batch's second half.
+    `room`: returns a zeroed slab of so many bytes; None: all slabs lie in one memory that processes share.
+    """
     parts = (*PARTS, "seconds") if in_halves else PARTS
     sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in parts]
     shared = torch.zeros(sum(sizes), dtype=torch.uint8).share_memory_().split(sizes) if room is None else ()
@@ -200,7 +204,7 @@ def settle(shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None,
 
 
 class ShardSlot:
-    """Room on a device for any one shard: slabs as large as the largest needs."""
+    """Device memory for one shard at a time: slabs as large as the largest shard's."""
 
     def __init__(self, device: Device, shards: Sequence[Shard]) -> None:
         self.device = device
@@ -216,7 +220,7 @@ class ShardSlot:
         return self.shard is shard and self.version.own == version.own
 
     def prefetch(self, shard: Shard, version: Version, parts: set[str]) -> None:
-        """Queue copies of the shard's missing parts into the slot, after its last use."""
+        """Queue copies of the parts that the slot lacks. They begin after the slot's last use."""
         if not self.holds(shard, version):
             self.shard, self.version, self.valid = shard, version, set()
         if self.version.borrowed != version.borrowed:
@@ -235,7 +239,7 @@ class ShardSlot:
         self.valid |= missing
 
     def _own(self, part: str, home_part: str) -> Pair:
-        """Return a part of the shard in the slot and at home, without borrowed weights."""
+        """Return the slot's and the home's slab of a part, without borrowed weights."""
         assert self.shard is not None
         size = self.shard.own_size(part)
         return self.slabs[part][:size], self.shard.slabs[home_part][:size]
@@ -245,8 +249,9 @@ class ShardSlot:
         return self.shard.weights_at.view(self.slabs[part], name)
 
     def arrive(self, *, to_write: bool) -> Shard:
-        """Make compute wait for the copies into the slot and, if it will write there, for those out of it; bind the
-        layers to the slot."""
+        """Make the compute stream wait for the copies into the slot and, with `to_write`, for those out of it. Bind the
+        layers to the slot. Return the slot's shard.
+        """
         assert self.shard is not None
         for event in (self.arrived, self.drained if to_write else None):
             if event is not None:
@@ -255,12 +260,13 @@ class ShardSlot:
         return self.shard
 
     def offload(self, parts: Iterable[str], names: Iterable[str] = (), grads: str = "grads") -> None:
-        """Queue copies home: of these parts, and of the gradients of borrowed names. `grads`: the slab of these
-        gradients."""
+        """Queue copies home of these parts, and of the gradients of these borrowed parameters. `grads`: the slab at
+        home for gradients.
+        """
         shard, done = self.shard, self.device.compute.record_event()
         assert shard is not None
         homes = (shard, *shard.lenders.values())
-        # A copy that was fetched too early, and is of no use any more, may still be reading there.
+        # A prefetch that came too early to be of use may still be reading these slabs.
         after = (done, *(home.fetched for home in homes))
         own = [self._own(part, grads if part == "grads" else part) for part in parts]
         borrowed = [(self.view(name, "grads"), shard.at_home(name, grads)) for name in names]

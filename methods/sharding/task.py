@@ -20,7 +20,7 @@ from methods.sharding.unit import BACKWARD, FORWARD, LOSS, UPDATE, Kept, Result,
 
 # Estimated times before any is measured, relative to a forward pass: the backward pass recomputes.
 GUESSES = {FORWARD: 1.0, LOSS: 4.0, BACKWARD: 3.0, UPDATE: 1.0}
-GUESSED_SECONDS = 1e-10  # for each byte of weights; only ratios matter, until a unit has been measured
+GUESSED_SECONDS = 1e-10  # seconds for each byte of weights, until a unit is measured; only ratios matter
 
 
 class Task:
@@ -35,7 +35,7 @@ class Task:
         self.max_norm, self.update, self.learning_rate_at = max_norm, update, learning_rate_at
         self.random, self.keeps_graphs, self.rehearses = random_state, keeps_graphs and len(shards) > 1, rehearses
         self.batches_left: float = math.inf if num_batches is None else num_batches
-        self.per_round, self.num_done = per_round, 0  # minibatches in a round of all models, and finished ones
+        self.per_round, self.num_done = per_round, 0  # this model's minibatches: in a round, and finished
         self.updates = [0] * len(shards)
         self.script, self.position = self._script(), 0
         self.seconds = {
@@ -48,7 +48,7 @@ class Task:
         self.lacks_memory = False  # True: it failed because the device ran out of memory
         self.can_split = not self.keeps_graphs
         self.twin: Any = None  # the task that trains the other half of this task's batches
-        self.loss: Any = None  # the last minibatch's, as its norms by parameter name, their norm, and its clip factor
+        self.loss: Any = None  # the last minibatch's loss, norms by parameter name, their norm, clip factor
         self.norms: dict[str, Tensor] = {}
         self.norm: Tensor | None = None
         self.factor: Tensor | None = None
@@ -73,7 +73,7 @@ class Task:
         return turn + [(UPDATE, i) for i in range(last + 1) if self.update == "later"]
 
     def split(self, index: int) -> None:
-        """Halve a shard between two units; the next unit is of the half that is still to be done."""
+        """Halve a shard between two units. The task's next unit is then one of the half that is still to be done."""
         kind, shard = self.script[self.position]
         size = max(1, self.shards[index].num_bytes("weights"))
         split(self.shards, index)
@@ -91,8 +91,9 @@ class Task:
             self.next_unit = self._unit()
 
     def hint(self, ahead: int = 0) -> Unit | None:
-        """Return the next unit, or one that many units ahead of it, without its tensors: enough to fetch its shard.
-        None if there may be no such unit."""
+        """Return the next unit, or the one `ahead` units after it, without its tensors: enough to prefetch its shard.
+        None if there may be no such unit.
+        """
         place = self.position + ahead
         if place == len(self.script) and self.batches_left <= 1:
             return None
@@ -147,8 +148,9 @@ class Task:
         return self._join() if (kind, index) in ((LOSS, 0), (BACKWARD, 0)) else self._next()
 
     def _join(self) -> Step | None:
-        """After both passes compute the global gradient norm, summed in the model's order, and the updates' clip
-        factor."""
+        """Compute the global gradient norm, summed in the model's order, and the updates' clip factor. Called after
+        both passes.
+        """
         self.norm = global_norm([self.norms[name] for name in self.names if name in self.norms])
         self.factor = clip_factor(self.norm, self.max_norm) if self.max_norm else None
         return self._next()
@@ -162,7 +164,7 @@ class Task:
         return Step(self.loss, self.norm)
 
     def fail(self, text: str) -> None:
-        """End this model's training; its weights stay as of its last update."""
+        """End this model's training. Its weights keep the values of its last update."""
         self.failure, self.next_unit, self.passed, self.kept = text, None, (), []
         if self.twin and not self.twin.failure:
             self.twin.fail(text)

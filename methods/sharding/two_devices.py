@@ -1,6 +1,6 @@
 """Trains one model on two devices: halves of each batch are two chains of units, which join before the updates.
 
-The host sums their gradients, the first half's first. If the criterion is a mean over the batch, the result has the
+The host adds the second half's gradients to the first's. If the criterion is a mean over the batch, the result has the
 bits of training on two micro-batches whose losses are halved. The second half has random numbers of its own. A batch of
 odd size is one chain.
 """

@@ -1,9 +1,9 @@
 """A unit: the forward pass, the backward pass or the update of one shard.
 
 A unit reads the shard at home and its arguments, and writes home only at its end, so a failed one can be repeated on
-any device. `checkpointed` keeps each layer's input and the random state before it, on the host, and recomputes the
-layer. `saved` keeps the tensors that autograd saves, on the host, but for the weights: the backward pass finds
-them in the shard's slot.
+any device. With `checkpointed` the host keeps each layer's input and the random state before it, and the layer is
+recomputed. With `saved` the host keeps the tensors that autograd saves, except the weights, which the backward pass
+finds in the shard's slot.
 
 Boundaries between layers are tuples of tensors.
 """
@@ -18,7 +18,8 @@ from torch import Tensor
 from methods.sharding.shard import Version
 
 Tensors = tuple[Any, ...]
-FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"  # the papers' F, FB, B; and the optimizer's
+# The papers call the first three F, FB and B; the fourth is the optimizer's update.
+FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
 INTERMEDIATES = ("checkpointed", "saved")
 
 
@@ -43,7 +44,7 @@ class Unit(NamedTuple):
     random: Any = None  # the model's random state
     factor: Tensor | None = None  # clip factor of the update
     learning_rate: float | None = None  # None: the learning rate that the optimizer has
-    update: str = "later"  # later; now: with the backward pass; clipped: the same, by the shard's own norm
+    update: str = "later"  # later: a unit of its own; now: in the backward unit; clipped: so, too, by the shard's norm
     rehearses: bool = False  # True: copies nothing home
     part: int | None = None  # half of the batch, 0 or 1; each half's gradients have a slab of their own at home
 

@@ -25,7 +25,7 @@ class WithLoss(nn.Module):
 
 
 def Model(model: nn.Module) -> nn.Module:
-    """Return the model itself: the original's documents wrap it, here no wrapper is needed."""
+    """Return the model itself. The original's documentation wraps a model in this; no wrapper is needed here."""
     return model
 
 
@@ -52,7 +52,7 @@ def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
 
 
 def named_layers(task: Any) -> list[NamedLayer]:
-    """Return the task's layers without their memory, the criterion in the last one."""
+    """Return copies of the task's layers on the meta device. The last one includes the criterion."""
     names: dict[int, str] = {}
     for index, layer in enumerate(task.layers):
         for local, parameter in layer.named_parameters(remove_duplicate=False):
