@@ -72,21 +72,20 @@ class Sweep:
         """Return measurement `number` of a resolved job, judged. If there are fewer, run the job now, even if its plan
         does not fit; a refusal by plan is not a measurement. Raises FolderLost."""
         with self._in_its_folder():
-            return self._attempt(job, number, place)
+            self.timed_keys.add(self.key(job))
+            return self._end(self._tried(job, number, place))
 
-    def _attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
+    def _tried(self, job: Job, number: int, place: dict[str, Any]) -> Path:
+        """Return the path of measurement `number` of a job, run beyond its plan if need be."""
         key = self.key(job)
         known = [path for path, record in self.records.items() if record.key == key and record.is_lasting]
         known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
         if len(known) >= number:
-            path = known[number - 1]
-            self.report({"event": "recorded", "path": str(path), "job": job, **place})
-        else:
-            plan = resolve(job, self.folders)[1]
-            self.timed_keys.add(key)
-            self.report({"event": "start", "job": job, "plan": plan, **place})
-            path = self._launch(job, key, plan)
-        return self._end(path)
+            self.report({"event": "recorded", "path": str(known[number - 1]), "job": job, **place})
+            return known[number - 1]
+        plan = resolve(job, self.folders)[1]
+        self.report({"event": "start", "job": job, "plan": plan, **place})
+        return self._launch(job, key, plan)
 
     @contextlib.contextmanager
     def _in_its_folder(self) -> Iterator[None]:
@@ -278,10 +277,12 @@ class Sweep:
             return verdict
         extent = self.extent.or_more(_probed(whole))  # at least the extent of an earlier verdict
         left_out = Probe(untested=LEFT_OUT)
-        found = train_probe(whole.job, number, extent, self._probe_runs()) if extent else left_out
+        # A search tries jobs beyond their plans. One that trained shows its plan to be too large, and its probe's, too.
+        is_beyond_plan = resolve(whole.job, self.folders)[2] is not None
+        found = train_probe(whole.job, number, extent, self._probe_runs(is_beyond_plan)) if extent else left_out
         return with_probe(verdict, whole.models()[number], found)
 
-    def _probe_runs(self) -> probe.Runs:
+    def _probe_runs(self, is_beyond_plan: bool) -> probe.Runs:
         if self._probe_records is None:
             folder, folders = own_folder(self.results / probe.FOLDER), (*self.folders, probe.METHODS)
             self._probe_records = Sweep(
@@ -290,10 +291,12 @@ class Sweep:
         records = self._probe_records
 
         def measure(job: Job) -> Record:
-            return records.records[records._measure(resolve(job, records.folders)[0], {"role": "probe"})]
+            resolved, role = resolve(job, records.folders)[0], {"role": "probe"}
+            path = records._tried(resolved, 1, role) if is_beyond_plan else records._measure(resolved, role)
+            return records.records[path]
 
         def why_not(job: Job) -> str | None:
-            return resolve(job, records.folders)[2]
+            return None if is_beyond_plan else resolve(job, records.folders)[2]
 
         return probe.Runs(measure, self._reference, self._most_layers, why_not, self._twin)
 

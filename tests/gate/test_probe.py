@@ -36,6 +36,17 @@ class Wide(L2L):
         return super().plan(workload, budget)
 """
 
+LARGE = """
+from dataclasses import dataclass, replace
+from methods.l2l import L2L
+
+@dataclass(frozen=True)
+class Large(L2L):
+    def plan(self, workload, room):
+        made = super().plan(workload, room)
+        return replace(made, host={**made.host, "weights": 2**40})
+"""
+
 
 def job(method: str = "l2l", options: dict | None = None, **changes) -> Job:
     folders = PLANTED if method == "planted" else ()
@@ -402,9 +413,17 @@ def test_one_sample_and_dropout_are_probed_with_two_and_without(tmp_path: Path, 
 
 
 @pytest.mark.probe
+def test_a_run_beyond_its_plan_that_trained_is_probed_beyond_it(tmp_path: Path, in_process: None) -> None:
+    (tmp_path / "large.py").write_text(LARGE)
+    beyond = resolve(Job("large", TINY, budget=Budget(host_bytes=2**34), steps=4, warmup=1), (tmp_path,))[0]
+    record = Sweep(tmp_path, (tmp_path,)).attempt(beyond, 1, {})
+    assert record.gate.verdict == "exact" and "probe: 20 steps" in record.gate.text, record.gate.text
+
+
+@pytest.mark.probe
 def test_a_reference_that_never_fits_leaves_nothing_to_probe_by(tmp_path: Path, in_process: None) -> None:
     sweep = Sweep(tmp_path)
-    runs = sweep._probe_runs()._replace(fits=lambda reference: 0)
+    runs = sweep._probe_runs(is_beyond_plan=False)._replace(fits=lambda reference: 0)
     tiny = dataclasses.replace(job(), budget=Budget(device_bytes=1))
     found = train_probe(tiny, 0, Extent(), runs)
     assert found == Probe((), "no probe in fp32: the reference does not fit at any depth")
