@@ -91,7 +91,7 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int], folde
     if not told:
         is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
         reason = f"{_text(error)} at {phase}{line_in(folder, error)[:TEXT_LENGTH]}; its log has the traceback"
-        return _ended("crash", "numeric" if is_numeric else "exception", reason)
+        return ended("crash", "numeric" if is_numeric else "exception", reason)
     # If only a package is missing, the outermost error tells more: it may name the command that installs the package.
     cause, kind = next((pair for pair in told if pair[1].status != "unavailable"), told[-1])
     evidence: dict[str, Any] = {"class": "rlimit"} if kind.resource == "host" and "host_limit_bytes" in memory else {}
@@ -106,7 +106,7 @@ def _failure(kind: Kind, phase: str, text: str, /, **evidence: Any) -> Failure:
     return Failure(kind.status, _line(kind, phase, named, text), named)
 
 
-def _ended(status: str, name: str, reason: str, resource: str = "", **evidence: Any) -> Failure:
+def ended(status: str, name: str, reason: str, resource: str = "", **evidence: Any) -> Failure:
     """Make a failure that concerns no memory."""
     return Failure(status, reason, {**evidence, "class": name, "resource": resource})
 
@@ -140,7 +140,7 @@ def of_process(end: End) -> Failure:
         if end.oom_kills or (end.system_oom_kills and near):
             return _kernel_kill(end, "killed by the kernel", **seen, inferred=not end.oom_kills)
         text = f"killed by SIGKILL from outside at {end.phase}: no count of kills for want of memory rose"
-        return _ended("killed", "signal", text, **seen)
+        return ended("killed", "signal", text, **seen)
     if number == signal.SIGBUS and end.shm_free_bytes is not None and end.shm_free_bytes < 2**20:
         kind, text = Kind("oom-host", "shm", "signal"), "SIGBUS, /dev/shm was full"
         return _failure(kind, end.phase, text, **seen, inferred=True, shm_free_bytes=end.shm_free_bytes)
@@ -152,7 +152,7 @@ def of_process(end: End) -> Failure:
     advice = "its log has what it printed last"
     if not end.code:  # a worker with a result exits with 0; a crash does not
         advice = f"look for sys.exit() and os._exit() in the method's file; {advice}"
-    return _ended("crash", name, f"{told} at {end.phase}; {advice}", **seen)
+    return ended("crash", name, f"{told} at {end.phase}; {advice}", **seen)
 
 
 def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
@@ -163,13 +163,13 @@ def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
 def of_stop(end: End) -> Failure:
     """Classify the end of a worker that the parent stopped."""
     if end.stopped == "interrupt":
-        return _ended("interrupted", "interrupt", f"interrupted at {end.phase}")
+        return ended("interrupted", "interrupt", f"interrupted at {end.phase}")
     if end.stopped == "silence":
         name, text = "hang", f"hangs at {end.phase}: nothing heard for {end.seconds:g} seconds; --timeout sets a limit"
     else:
         name, advice = "deadline", "lower -l or --steps, or raise --timeout"
         text = f"ran longer than its {end.seconds:g} seconds, at {end.phase}: {advice}"
-    return _ended("timeout", name, text, "time", last_phase=end.phase, seconds=end.seconds)
+    return ended("timeout", name, text, "time", last_phase=end.phase, seconds=end.seconds)
 
 
 def of_killed_child(end: End, reason: str, trace: str) -> Failure | None:

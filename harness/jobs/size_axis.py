@@ -14,7 +14,8 @@ from typing import Any
 from harness.core.job import Workload
 
 LAYERS, BATCH, SEQ, TOKENS = OF = ("layers", "batch", "seq", "tokens")
-OPTIONS = {LAYERS: "num_layers", BATCH: "batch_size", SEQ: "seq_len", TOKENS: "batch_size"}  # of the largest size
+# The field of the workload that grows along each axis.
+OPTIONS = {LAYERS: "num_layers", BATCH: "batch_size", SEQ: "seq_len", TOKENS: "batch_size"}
 UNITS = {LAYERS: "layers", BATCH: "samples", SEQ: "tokens a sample", TOKENS: "tokens a step"}
 STEPPED = (SEQ, TOKENS)  # counted in steps
 STEPS = 32  # least number of steps in the number of tokens that should fit

@@ -114,7 +114,7 @@ class Docker(Place):
             except Unavailable as error:
                 if exchange:
                     exchange.close(key)
-                missing = failures.Failure("unavailable", str(error), {"class": "engine", "resource": ""})
+                missing = failures.ended("unavailable", "engine", str(error))
                 return write_end(job, key, stem, missing)
             try:
                 running.follow(order(job, key, stem, folders))
@@ -192,7 +192,7 @@ class Docker(Place):
         )  # fmt: skip
         if not path.exists():
             refused = exchange.refused if exchange else ""
-            told_end = failures.Failure("crash", refused, {"class": "record", "resource": ""}) if refused else None
+            told_end = failures.ended("crash", "record", refused) if refused else None
             write_end(job, key, stem, told_end or failures.of_process(end), running.events.fields())
         elif told["OOMKilled"] and Record.read(path).status in ("killed", "crash"):
             better = failures.of_killed_child(end, Record.read(path).reason, "")

@@ -35,7 +35,8 @@ SAMPLE_SECONDS = 0.1
 LIST_SECONDS = 1.0  # seconds between lists of the worker's children; a list takes 1.5 ms of the cores that train
 GRACE_SECONDS = 20.0  # seconds from the signal that stops a worker until it is killed
 AFTER_TRAINING = ("drain", "inspect", "done")  # phases after training, whose memory does not count
-AFTER_A_STOP = ("interrupted", "crash", "unavailable")  # of a stopped worker: a cut-off import may raise anything
+# Statuses of a worker that was stopped: an import that the stop cuts off may raise any exception.
+AFTER_A_STOP = ("interrupted", "crash", "unavailable")
 LOG_TAIL_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
 EXPANDABLE = "expandable_segments:True"

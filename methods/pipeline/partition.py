@@ -12,7 +12,7 @@ from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.forecast.resources import OPTIMIZER_BYTES, pass_seconds
 
-SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a GPT's layer, over those of its input; as in methods/hydra.py
+SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a GPT's layer, divided by its input's bytes
 IN_FLIGHT = 4  # messages of one kind that a rank sends or receives at once
 BUCKET_BYTES = 2**25  # bytes of gradients that replicas sum at once
 

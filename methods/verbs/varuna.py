@@ -83,7 +83,12 @@ def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> Non
 
 
 @varuna.command()
-@click.option("--profile", "folder", type=FOLDER, help="What Profiler wrote; else a GPT by the rates of --machine.")
+@click.option(
+    "--profile",
+    "folder",
+    type=FOLDER,
+    help="Folder that Profiler wrote. Without it a GPT is foretold by the rates of --machine.",
+)
 @click.option("--gpus", "num_gpus", type=int, required=True, help="Devices of all machines.")
 @click.option("--gpus-per-vm", type=int, default=1, help="Devices of one machine.")
 @click.option("--batch", "batch_size", type=int, required=True, help="Samples per step, of all replicas.")
@@ -148,7 +153,9 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
 
 @varuna.command()
 @click.option("--stages", "num_stages", type=click.IntRange(1), required=True)
-@click.option("--micro-batches", "num_micro_batches", type=click.IntRange(1), required=True, help="Of a replica.")
+@click.option(
+    "--micro-batches", "num_micro_batches", type=click.IntRange(1), required=True, help="Micro-batches of each replica."
+)
 @click.option("--replicas", "num_replicas", type=click.IntRange(1), default=1, help="Pipelines that share a batch.")
 @click.option("--schedule", "schedules", default=",".join(SCHEDULES), help="Schedules, with commas between them.")
 @click.option("--passes", type=(SECONDS, SECONDS, SECONDS),

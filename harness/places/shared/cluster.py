@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.base.checked_data import checked
 from harness.base.foreign_file import read_yaml
-from harness.core.failures import End, Failure, of_process
+from harness.core.failures import End, Failure, ended, of_process
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.places.shared.place import place_record, write_end
@@ -70,17 +70,17 @@ def out_of_memory(phase: str, limit_bytes: int) -> Failure:
 
 
 def late(phase: str, text: str) -> Failure:
-    return Failure("timeout", text, {"class": "deadline", "resource": "time", "last_phase": phase})
+    return ended("timeout", "deadline", text, "time", last_phase=phase)
 
 
 def killed(phase: str, text: str) -> Failure:
-    return Failure("killed", f"killed at {phase}: {text}", {"class": "signal", "resource": ""})
+    return ended("killed", "signal", f"killed at {phase}: {text}")
 
 
 def unavailable(text: str, name: str) -> Failure:
     """Return the end of a job that the cluster cannot run. `name`: what the cluster lacks, the class of the
     evidence."""
-    return Failure("unavailable", text, {"class": name, "resource": ""})
+    return ended("unavailable", name, text)
 
 
 def complete(

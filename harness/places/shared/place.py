@@ -102,7 +102,7 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
     os.environ.update(order["environment"])
     if job.device not in machine.devices():
         reason = f"expected a {job.device} device there, got {' and '.join(machine.devices())}"
-        write_end(job, order["key"], stem, failures.Failure("unavailable", reason, {"class": "device", "resource": ""}))
+        write_end(job, order["key"], stem, failures.ended("unavailable", "device", reason))
         return
     prepare(job, stem.parent, folders, report)
     launch(job, order["key"], stem.parent, folders, report, stem=stem)

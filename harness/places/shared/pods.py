@@ -213,7 +213,7 @@ class PodJob:
             self.records[node] = record
         except ValueError as error:
             text = f"the record that its pod left was not taken: {error}"
-            self.end = failures.Failure("crash", text, {"class": "record", "resource": ""})
+            self.end = failures.ended("crash", "record", text)
 
     def complete(self, is_interrupted: bool, image: str) -> Path:
         """Write the job's record, from its nodes' records and from what Kubernetes says of its pods; return the

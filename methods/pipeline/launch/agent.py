@@ -39,7 +39,8 @@ class MachineAgent(RankAgent):
         self.round = 0
         self.unread = b""
         self.watch(0, self.obey)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # of ranks: methods/pipeline/link.py lets it in
+        # Ranks inherit the block; methods/pipeline/link.py unblocks the signal when the rank can handle it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
     def run(self) -> None:
         self.tell("ready", pid=os.getpid())

@@ -78,7 +78,13 @@ class Folder:
         if other:
             name = other[0]
             raise ValueError(f"{path}: it holds a job with {name} {there.get(name)}, not {job[name]}; try --folder")
-        self.state = {"round": 0, "end": None, "saved": None, **there, **job}  # saved: the step, by the script itself
+        self.state = {
+            "round": 0,
+            "end": None,
+            "saved": None,
+            **there,
+            **job,
+        }  # saved: step of the script's own checkpoint
         self.keep()
         self.steps = open(path / "steps.jsonl", "a")  # noqa: SIM115
         self.events = open(path / "events.jsonl", "a")  # noqa: SIM115
