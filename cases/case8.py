@@ -3,8 +3,8 @@ and 4 of them.
 
 Strong scaling splits one batch over the ranks; weak scaling gives each rank one sample. Each rank has a GPU of its own,
 or a part of the CPU's cores: on a CPU nothing gets faster, and the figure shows the overhead of ranks. Where the
-machine's rates are known, the throughput is also predicted (harness/forecast/step.py); the prediction leaves out
-communication between ranks, except for Varuna's pipelines.
+machine's rates are known, the throughput is also predicted (harness/forecast/step.py), with what ranks exchange over
+the link between their devices.
 """
 
 from __future__ import annotations

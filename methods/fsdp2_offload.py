@@ -14,6 +14,7 @@ from typing import Any
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
+from harness.forecast.resources import parts_sent
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import describe, each_page_locked
 
@@ -23,7 +24,7 @@ class Fsdp2Offload(Method):
     label = "FSDP2 offload"
     color = "#6FA8DC"
     paper = "Zhao et al. 2023, arXiv:2304.11277; fully_shard with CPUOffloadPolicy"
-    hides = ("copies",)
+    hides = ("copies", "gathers", "sums")
     takes_config = True
     scales_loss = True
     world_size: int = 1  # ranks
@@ -35,7 +36,8 @@ class Fsdp2Offload(Method):
         size = workload.weight_bytes
         at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, a layer, the next
         home = each_page_locked(4, workload, room, self.world_size)
-        gathered = 4 * (2 * workload.num_layers * workload.layer_params + workload.end_params) // self.world_size
+        gathered = 2 * workload.num_layers * workload.layer_params + workload.end_params
+        sent = {"gathers": size * gathered, "sums": 4 * workload.num_params}  # gradients are summed in fp32
         return Plan(
             device={
                 "weights": size * at_once,
@@ -43,7 +45,8 @@ class Fsdp2Offload(Method):
                 "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
             },
             host={"weights": home, "gradients": home, "optimizer": 8 * params},
-            moved_bytes=gathered + 4 * params,
+            moved_bytes=4 * gathered // self.world_size + 4 * params,
+            exchanged={kind: parts_sent(num_bytes, self.world_size) for kind, num_bytes in sent.items()},
         )
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
+from harness.forecast.resources import parts_sent
 from methods.offload import adamw_kernel
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import describe, shared_numel
@@ -50,8 +51,10 @@ class L2L(Method):
         workload = rank_part(workload, self.world_size)
         plan = placed_plan(workload, "W" * workload.num_layers, window_size=1, num_ranks=self.world_size)
         # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins.
-        again = workload.weight_bytes * shared_numel(workload.layer_params, self.world_size) // self.world_size
-        return replace(plan, moved_bytes=plan.moved_bytes + again)
+        again = workload.weight_bytes * shared_numel(workload.layer_params, self.world_size)
+        gathers = plan.exchanged["gathers"] + parts_sent(again, self.world_size)
+        exchanged = {**plan.exchanged, "gathers": gathers}
+        return replace(plan, moved_bytes=plan.moved_bytes + again // self.world_size, exchanged=exchanged)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         return describe(workload, "this project", adamw_kernel.describe(workload.dtype))

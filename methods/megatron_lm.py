@@ -17,6 +17,7 @@ from importlib.util import find_spec
 
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
 from harness.core.method import Method, Step, TensorState, Trained, Training, Unavailable
+from harness.forecast.resources import parts_sent, sum_sent
 from methods.engines import megatron_names
 from methods.shared.data_parallel import multiples, rank_part
 from methods.shared.memory_needs import describe
@@ -42,12 +43,14 @@ class MegatronLM(Method):
     drops_alike = False
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """Plan the memory of a rank of the stage that needs most."""
+        """Plan the memory of a rank of the stage that needs most, and the exchanges of one that sends most."""
         num_pipelines = self._num_pipelines(workload)
         part = rank_part(workload, num_pipelines)
         needs = [self._stage_bytes(part, stage, num_pipelines) for stage in range(self.pipeline_parallel)]
         stages = {f"stage {stage}": sum(need.values()) for stage, need in enumerate(needs) if len(needs) > 1}
-        return Plan(max(needs, key=lambda need: sum(need.values())), stages=stages)
+        sent = [self._exchanged(part, stage, num_pipelines) for stage in range(self.pipeline_parallel)]
+        exchanged = max(sent, key=lambda kinds: sum(kinds.values()))
+        return Plan(max(needs, key=lambda need: sum(need.values())), stages=stages, exchanged=exchanged)
 
     def _num_pipelines(self, workload: Workload) -> int:
         """Return how many pipelines share each batch. Raises ValueError if ranks, model or batch do not divide, or for
@@ -93,6 +96,29 @@ class MegatronLM(Method):
             optimizer, activations = optimizer + 4 * stepped, 0
         states = {"weights": size * params, "gradients": 4 * params, "optimizer": optimizer}  # fp32 sums of gradients
         return {**states, "activations": activations}
+
+    def _exchanged(self, part: Workload, stage: int, num_pipelines: int) -> dict[str, float]:
+        """Return the bytes that a rank of this stage sends in a step, by kind.
+
+        Pipelines sum their gradients, or parts of them, and then gather weights. Ranks that share matrices sum a
+        layer's activations twice in the forward pass, in its recompute and in the backward pass, and once at each end
+        of the model. Stages pass activations up and their gradients down, and sum the gradients of a tied embedding.
+        """
+        num_stages, shared, params = self.pipeline_parallel, self.tensor_parallel, self._stage_params(part, stage)
+        gradients = 4 * params  # in fp32
+        is_first, is_last = stage == 0, stage == num_stages - 1
+        num_sums = 6 * _num_layers(self, part) + is_first + is_last
+        sums = num_sums * sum_sent(part.boundary_bytes, shared)
+        if self.distributed_optimizer:
+            sums += parts_sent(gradients, num_pipelines)
+            gathers = parts_sent(part.weight_bytes * params, num_pipelines)
+        else:
+            sums, gathers = sums + sum_sent(gradients, num_pipelines), 0.0
+        if num_stages > 1 and (is_first or is_last) and megatron_names.sizes_of(part).is_tied:
+            sums += sum_sent(4 * part.vocab_size * part.hidden_size / shared, 2)
+        neighbors = (not is_first) + (not is_last)
+        messages = neighbors * part.boundary_bytes / (shared if self.sequence_parallel else 1)
+        return {"gathers": gathers, "sums": sums, "messages": messages}
 
     def _stage_params(self, workload: Workload, stage: int) -> int:
         """Return the parameters of a rank: its part of each matrix and of the embedding, which both ends have where it

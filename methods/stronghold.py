@@ -44,7 +44,7 @@ class Stronghold(Method):
     label = "STRONGHOLD"
     color = "#A05CFF"
     paper = "Sun et al., SC 2022"
-    hides = ("copies", "updates")  # of a plan without rows of its own: of several ranks
+    hides = ("copies", "updates", "gathers")  # of a plan without rows of its own: of several ranks
     can_rehearse = True
     takes_config = True
     accumulates = True

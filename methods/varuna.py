@@ -21,10 +21,12 @@ from typing import Any
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training
 from harness.core.source_hash import source_hash
+from harness.forecast.resources import sum_sent
 from methods.pipeline.auto_config import AutoConfig, ConfigRow
 from methods.pipeline.checkpoint_folders import choose, complete_steps
 from methods.pipeline.gpt_costs import GptCosts
 from methods.pipeline.partition import gpt_stages, stage_bytes
+from methods.pipeline.profile import Sum
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES
 from methods.shared.memory_needs import describe
@@ -83,8 +85,11 @@ class VarunaMethod(Method):
         samples = {workload.batch_size * num_stages // self.world_size for num_stages in allowed}
         sizes = [self.chunk_size] if self.chunk_size else sorted({size for each in samples for size in _divisors(each)})
         sizes = sizes[-1:] if workload.dropout else sizes
-        num_sharing = self.world_size if room.rates and room.rates.is_host else 1  # ranks on a host share its cores
-        costs = GptCosts(workload, room.rates, sizes, schedule=self.schedule, num_sharing=num_sharing)
+        rates = room.rates
+        num_sharing = self.world_size if rates and rates.is_host else 1  # ranks on a host share its cores
+        network = rates.exchange_bytes_per_second / num_sharing if rates else math.inf
+        sums = [Sum(2, 1, sum_sent(1, 2) / network)]
+        costs = GptCosts(workload, rates, sizes, None, network, self.schedule, num_sharing, sums)
         capacity = room.host_bytes if room.device_bytes is None else room.device_bytes
         config = AutoConfig(
             self.world_size, self.world_size, workload.batch_size, costs,

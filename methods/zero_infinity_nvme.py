@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness.core.job import Plan, Room, Workload, gib
 from harness.core.method import Training, Unavailable
-from methods.engines.deepspeed_config import is_built, lacks_to_build, stage_3, stage_3_device
+from methods.engines.deepspeed_config import is_built, lacks_to_build, stage_3, stage_3_device, stage_3_exchanged
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import writable
@@ -55,6 +55,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
             host={"gradients": 4 * params, "buffers": size * NUM_BUFFERS * largest + of_states},
             disk=on_disk(workload, ranks),
             moved_bytes=2 * (12 + size) * params,
+            exchanged=stage_3_exchanged(workload, ranks),
             options={**dataclasses.asdict(self), "disk": folder, "pipelined": pipelined},
         )
 

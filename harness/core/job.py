@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -275,6 +276,9 @@ class Plan:
     host: dict[str, int] = field(default_factory=dict)
     disk: dict[str, int] = field(default_factory=dict)
     moved_bytes: int = 0  # per step, both directions together
+    exchanged: dict[str, float] = field(
+        default_factory=dict
+    )  # bytes that a rank sends in a step: gathers, sums, messages
     options: dict[str, Any] = field(default_factory=dict)
     step_seconds: float | None = None  # lower bound of a step's time, by the machine's rates
     binds: str = ""  # what sets this bound
@@ -287,8 +291,10 @@ class Plan:
                 raise ValueError(f"a plan's kinds are {', '.join(STATE_KINDS)}, not {', '.join(sorted(unknown))}")
         if not isinstance(self.stages, dict):
             raise ValueError(f"expected a plan's stages by name, got {self.stages!r:.80}")
-        for memory in (self.device, self.host, self.disk, self.stages, {"moved_bytes": self.moved_bytes}):
-            for kind, size in memory.items():
+        moved = {"moved_bytes": self.moved_bytes}
+        sized: list[Mapping[str, float]] = [self.device, self.host, self.disk, self.exchanged, self.stages, moved]
+        for each in sized:
+            for kind, size in each.items():
                 if not isinstance(size, int | float) or not 0 <= size <= MOST_PLANNED:
                     told = f"expected a plan's bytes as numbers from 0 to {MOST_PLANNED:g}"
                     raise ValueError(f"{told}, got {size!s:.80} for {kind}")

@@ -120,8 +120,8 @@ class Method(ABC):
 
     forecast_test: ClassVar[ForecastTest | None] = None  # how forecasts of the method's step times were tested
 
-    # The work on the host, "copies" or "updates", that runs beside the device's compute; a plan with step_seconds of
-    # its own overrides it.
+    # The work that runs beside the device's compute: "copies" or "updates" of the host, "gathers" or "sums" of ranks. A
+    # plan with step_seconds of its own overrides it.
     hides: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:

@@ -21,6 +21,7 @@ FACTS = (
     ("link_gb_per_second", "inbound_bytes_per_second", 1e9),
     ("link_gb_per_second", "outbound_bytes_per_second", 1e9),
     ("duplex_share", "duplex_share", 1),
+    ("exchange_gb_per_second", "exchange_bytes_per_second", 1e9),
     ("host_memory_gb_per_second", "host_bytes_per_second", 1e9),
     ("host_adam_gparams_per_second", "host_adam_params_per_second", 1e9),
     ("disk_read_gb_per_second", "disk_read_bytes_per_second", 1e9),
@@ -49,6 +50,7 @@ class Rates:
     disk_read_bytes_per_second: float = math.inf  # reads of the files that hold state
     disk_write_bytes_per_second: float = math.inf  # writes to the files that hold state
     disk_duplex_share: float = 1.0  # rate of reading and writing at once, as a share of the sum of both alone
+    exchange_bytes_per_second: float = math.inf  # what a device sends to others while it receives as much
     # Rates of the head, which computes its loss and gradients at once after the forward pass. If they are known, the
     # first two rates are the layers' alone; else they cover all compute.
     head_flops_per_second: float | None = None  # compute of the head
@@ -76,7 +78,8 @@ class Rates:
 
 def of_facts(facts: dict[str, Any]) -> Rates | None:
     """Return the rates that a machine's facts give; None if one of NEEDED is missing, or a fact is not a number. Raises
-    ValueError for an impossible rate and for an unknown fact, because a misspelt fact would give no rate."""
+    ValueError for an impossible rate and for an unknown fact, because a misspelt fact would give no rate. Devices
+    without a link of their own exchange over the one to the host."""
     known = (*dict.fromkeys(fact for fact, *_ in FACTS), *TOLD)
     for name in facts:
         if name not in known:
@@ -85,7 +88,9 @@ def of_facts(facts: dict[str, Any]) -> Rates | None:
         found: dict[str, Any] = {rate: float(facts[fact]) * factor for fact, rate, factor in FACTS if fact in facts}
     except (TypeError, ValueError):
         return None
-    return Rates(**found) if all(name in facts for name in NEEDED) else None
+    if any(name not in facts for name in NEEDED):
+        return None
+    return Rates(**{"exchange_bytes_per_second": found["outbound_bytes_per_second"], **found})
 
 
 def facts_of(rates: Rates) -> dict[str, float]:

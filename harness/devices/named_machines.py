@@ -28,6 +28,8 @@ LEAST_END = 4  # fewest characters of a name's end that may stand for the whole 
 # Assumed shares of a datasheet's rates that a step achieves. The published V100 runs had 0.70, 0.55 and 0.73.
 ACHIEVED_FLOPS = {"fp32": 0.7, "bf16": 0.5, "fp16": 0.5}
 ACHIEVED_MEMORY, ACHIEVED_LINK = 0.7, 0.75
+# NCCL sends 370 of the 450 GB/s of NVLink 4 (one of its authors in issue 212 of NVIDIA/nccl-tests on GitHub).
+ACHIEVED_NVLINK = 0.8
 # Assumed for a machine without facts of its disk: an NVMe disk on four lanes of PCIe 3.0, whose peak is 3.9 GB/s. A
 # rate that is left out would count as infinite.
 ASSUMED_DISK = {"disk_read_gb_per_second": 3.0, "disk_write_gb_per_second": 2.0}
@@ -35,7 +37,8 @@ ASSUMED_DISK = {"disk_read_gb_per_second": 3.0, "disk_write_gb_per_second": 2.0}
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A GPU maker's datasheet: peaks of dense arithmetic, the memory's rate, and the link's rate in one direction."""
+    """A GPU maker's datasheet: peaks of dense arithmetic, the memory's rate, and in one direction the rates of the link
+    to the host and of NVLink, if the GPU has it."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     memory_gb_per_second: float
@@ -44,6 +47,7 @@ class Datasheet:
     fp32_tflops: float
     bf16_tflops: float | None = None
     fp16_tflops: float | None = None
+    nvlink_gb_per_second: float | None = None
 
     def peak_flops(self, dtype: str) -> float | None:
         """Return the peak in this dtype; None if the datasheet has none, because the GPU does not compute in it."""
@@ -51,7 +55,9 @@ class Datasheet:
         return peak and 1e12 * peak
 
     def facts(self, dtype: str) -> dict[str, Any]:
+        nvlink = self.nvlink_gb_per_second
         return {
+            **({"exchange_gb_per_second": ACHIEVED_NVLINK * nvlink} if nvlink else {}),
             "gpu_tflops": ACHIEVED_FLOPS.get(dtype, 0.0) * (self.peak_flops(dtype) or 1e12 * self.fp32_tflops) / 1e12,
             "device_memory_gb_per_second": ACHIEVED_MEMORY * self.memory_gb_per_second,
             "link_gb_per_second": ACHIEVED_LINK * self.link_gb_per_second,

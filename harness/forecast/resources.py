@@ -1,6 +1,7 @@
 """Formulas for the seconds and bytes of one resource at a machine's rates. Every forecast is made of these formulas.
 
-A step has passes on the device, copies over the link, updates on the device or on the host, and maybe states on a disk.
+A step has passes on the device, copies over the link, updates on the device or on the host, maybe states on a disk, and
+of several ranks exchanges over the link between their devices.
 These parts are put together by step.py for any plan, by methods/streaming/planner.py for layers of several kinds, by
 methods/pipeline/schedule.py for passes in an order, by published_laws.py for the published artifact.
 """
@@ -24,6 +25,7 @@ RATES = {
     "link inbound": "inbound_bytes_per_second",
     "link outbound": "outbound_bytes_per_second",
     "link both ways": "duplex_bytes_per_second",
+    "link between devices": "exchange_bytes_per_second",
     "host memory": "host_bytes_per_second",
     "host cores": "host_adam_params_per_second",
     "disk reads": "disk_read_bytes_per_second",
@@ -78,6 +80,22 @@ def host_update_seconds(
 def copy_seconds(num_bytes: float, rates: Rates) -> float:
     """Return the seconds of copies over the link, one after the other, with half of the bytes in each direction."""
     return num_bytes / ((rates.inbound_bytes_per_second + rates.outbound_bytes_per_second) / 2)
+
+
+def exchange_seconds(num_bytes: float, rates: Rates) -> float:
+    """Return the seconds in which a device sends so many bytes to others, and receives as many."""
+    return seconds_of("link between devices", num_bytes, rates)
+
+
+def parts_sent(num_bytes: float, num_ranks: int) -> float:
+    """Return the bytes that each rank sends while all gather a tensor of which each has a part, or while each gets the
+    sum of its part: all parts but one."""
+    return num_bytes * (num_ranks - 1) / num_ranks
+
+
+def sum_sent(num_bytes: float, num_ranks: int) -> float:
+    """Return the bytes that each rank sends until all have the sum of a tensor: sums of its parts, then gathered."""
+    return 2 * parts_sent(num_bytes, num_ranks)
 
 
 def disk_seconds(num_bytes: float, rates: Rates) -> float:

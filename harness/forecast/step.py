@@ -16,32 +16,36 @@ from harness.core.rates import Rates
 from harness.forecast import resources
 from harness.forecast.resources import Forecast
 
-COMPUTE, ON_DEVICE, COPIES, ON_HOST, DISK = (
+COMPUTE, ON_DEVICE, COPIES, ON_HOST, DISK, EXCHANGES = (
     "compute",
     "the device's updates",
     "copies",
     "the host's updates",
     "the disk",
+    "exchanges between ranks",
 )
 
 
 def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates, num_ranks: int = 1) -> Forecast:
     """Predict a step on one device, or of several ranks on one host. `plan`: that of one rank; each rank has its part
-    of the batch and of the host. Exchanges between ranks take no time, unless the plan knows its schedule."""
+    of the batch and of the host."""
     if plan.step_seconds:
         return Forecast(plan.step_seconds, plan.binds)
     workload = replace(workload, batch_size=workload.batch_size // num_ranks)
     rates = shared(rates, num_ranks)
     updated = workload.num_params if num_ranks == 1 else _updated_by_rank(workload, plan)
     at_host = min(updated, _updated_on_host(workload, plan, resources.MOMENT_BYTES))
+    exchanges = {kind: resources.exchange_seconds(size, rates) for kind, size in plan.exchanged.items()}
     parts = {
         COMPUTE: sum(resources.compute_seconds(workload, rates)),
         ON_DEVICE: resources.device_update_seconds(updated - at_host, workload, rates),
         COPIES: resources.copy_seconds(plan.moved_bytes, rates),
         ON_HOST: max(resources.host_update_seconds(at_host, workload, rates)),
         DISK: resources.disk_seconds(plan.disk_bytes, rates),
+        EXCHANGES: sum(exchanges.values()),
     }
-    hidden = sum(parts[part] for word, part in (("copies", COPIES), ("updates", ON_HOST)) if word in trained.hides)
+    may_hide = {"copies": parts[COPIES], "updates": parts[ON_HOST], **exchanges}
+    hidden = sum(seconds for word, seconds in may_hide.items() if word in trained.hides)
     seconds = sum(parts.values()) - min(hidden, parts[COMPUTE] + parts[ON_DEVICE])
     return Forecast(seconds, max(parts, key=lambda part: parts[part]))
 
@@ -51,7 +55,7 @@ def shared(rates: Rates, num_ranks: int) -> Rates:
     only if the host is the device."""
     of_host = ["host_bytes", "host_adam_params", "disk_read_bytes", "disk_write_bytes"]
     if rates.is_host:
-        of_host += ["device_flops", "head_flops", "device_bytes", "inbound_bytes", "outbound_bytes"]
+        of_host += ["device_flops", "head_flops", "device_bytes", "inbound_bytes", "outbound_bytes", "exchange_bytes"]
     named = {f"{name}_per_second": getattr(rates, f"{name}_per_second") for name in of_host}
     return replace(rates, **{name: rate / num_ranks for name, rate in named.items() if rate})
 
@@ -68,6 +72,7 @@ def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float 
         resources.copy_seconds(plan.moved_bytes, rates) / 2,
         *resources.host_update_seconds(at_host, workload, rates, plan.moved_bytes),
         resources.seconds_of("disk both ways", 2 * plan.disk_bytes, rates),
+        resources.exchange_seconds(sum(plan.exchanged.values()), rates),
     )
 
 

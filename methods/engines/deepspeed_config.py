@@ -13,6 +13,7 @@ from typing import Any
 from harness.base.checkout import ROOT
 from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
+from harness.forecast.resources import parts_sent
 from methods.shared.memory_needs import each_page_locked, num_small, page_locked
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of DeepSpeed's compiled kernels
@@ -144,4 +145,13 @@ def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
         "optimizer": 8 * params,
         "buffers": page_locked(size * params, room) + freed,
     }
-    return Plan(stage_3_device(workload), home, moved_bytes=size * (gathered + params))
+    moved, exchanged = size * (gathered + params), stage_3_exchanged(workload, num_ranks)
+    return Plan(stage_3_device(workload), home, moved_bytes=moved, exchanged=exchanged)
+
+
+def stage_3_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step: its parts of the layers' weights for both passes, of both ends' for
+    one, and others' parts of all gradients, in the weights' dtype."""
+    params = 2 * workload.num_layers * workload.layer_params + workload.end_params
+    sent = {"gathers": params, "sums": workload.num_params}
+    return {kind: parts_sent(workload.weight_bytes * count, num_ranks) for kind, count in sent.items()}

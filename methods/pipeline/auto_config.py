@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.core.job import gib
+from harness.forecast.resources import sum_sent
 from methods.pipeline.gpt_costs import GptCosts
 from methods.pipeline.profile import GRADIENT_BYTES, Profile, read
 from methods.pipeline.rank_map import RankMap
@@ -223,14 +224,14 @@ class AutoConfig:
         )  # fmt: skip
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:
-        """Return the seconds of a sum over `num_ranks` replicas, computed from the most similar ring that was measured:
-        in a ring of n ranks each rank sends (n - 1) / n of the bytes, twice."""
+        """Return the seconds of a sum over `num_ranks` replicas, computed from the most similar ring that was measured
+        by the bytes that each rank sends."""
         sums = self.costs.sums
         if num_ranks == 1 or not sums:
             return 0.0
         like = min((each.num_ranks for each in sums), key=lambda count: abs(count - num_ranks))
         seconds = _at([(each.num_bytes, each.seconds) for each in sums if each.num_ranks == like], num_bytes)
-        return seconds * (1 - 1 / num_ranks) / (1 - 1 / like)
+        return seconds * sum_sent(1, num_ranks) / sum_sent(1, like)
 
 
 def _seconds_and_size(row: ConfigRow) -> tuple[float, int]:

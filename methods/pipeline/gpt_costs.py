@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from harness.core.job import Workload
 from harness.core.rates import Rates
-from harness.forecast.resources import device_update_seconds
+from harness.forecast.resources import copy_seconds, device_update_seconds
 from methods.pipeline.partition import gpt_stages, passes_of, stage_bytes
 from methods.pipeline.profile import Message, StageCost, Sum
 from methods.pipeline.schedule import SLOTS
@@ -19,7 +19,8 @@ from methods.pipeline.schedule import SLOTS
 @dataclass(frozen=True)
 class GptCosts:
     """Costs of a GPT's stages. `rates`: of the machine; None: no times are known. `network`: bytes per second of a link
-    between stages; sums over replicas take no time here. `num_sharing`: ranks that share a device."""
+    between stages. `sums`: times of sums over replicas; without them sums take no time. `num_sharing`: ranks that share
+    a device."""
 
     workload: Workload
     rates: Rates | None
@@ -62,7 +63,8 @@ class GptCosts:
             if stage.is_last and self.schedule == "varuna":
                 passes["R"] = 0.0  # the last stage never recomputes: it keeps all that its backward pass needs
             sent = 0 if stage.is_last else self._sent_bytes(size)
-            found.append(StageCost(passes, count, update, sum(needs.values()), sent, 0.0))
+            copied = copy_seconds(2 * sent, self.rates) if self.rates and not self.rates.is_host else 0.0
+            found.append(StageCost(passes, count, update, sum(needs.values()), sent, copied))
         return found
 
     def _sent_bytes(self, size: int) -> int:

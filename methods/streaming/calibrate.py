@@ -1,4 +1,4 @@
-"""Measures the rates that the planner uses: a layer's compute, copies, updates, the disk. Runs in a process of its own.
+"""Measures the rates that the planner uses, in a process of its own: compute, copies, updates, the disk, exchanges.
 
 It reads one JSON object (workload, device, folder) from standard input and writes one with the raw numbers and the
 rates to standard output. It times the code that trains: the model's layer, harness/devices/streams.py, layer_state.py.
@@ -13,23 +13,28 @@ import json
 import mmap
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from harness.core.gpt import DTYPES
 from harness.core.job import Workload
 from harness.core.method import Unavailable
 from harness.core.rates import Rates
+from harness.devices import named_machines
 from harness.devices.budgets import context_since
 from harness.devices.machine import facts, gpu_free_bytes
 from harness.devices.streams import Device
-from harness.forecast.resources import UPDATE_BYTES
+from harness.forecast.resources import UPDATE_BYTES, sum_sent
 from methods.offload import adamw_kernel
 from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
@@ -43,6 +48,7 @@ COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # bytes of a timed copy:
 UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates are timed: 200 MiB each
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 32 * 2**20
+SUMMED_BYTES, NUM_SUMS = 32 * 2**20, 8
 SETTINGS = published_settings(1e-4)
 ENOUGH_SECONDS = 1.0  # calls are repeated for about this long for each number
 
@@ -53,8 +59,8 @@ def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any
     """
     free_bytes = gpu_free_bytes() if device_name == "cuda" else None
     with Device(device_name) as device:
-        found = {"compute": compute(workload, device), "copies": copies(device)}
-    found |= {"updates": updates(workload, device_name), "disk": disk(folder)}
+        found: dict[str, Any] = {"compute": compute(workload, device), "copies": copies(device)}
+    found |= {"updates": updates(workload, device_name), "disk": disk(folder), **exchange(device_name)}
     # Last, because by now the libraries have loaded the kernels of a training.
     context = context_since(free_bytes) if device_name == "cuda" else None
     return found if context is None else {**found, "context_bytes": context}
@@ -76,6 +82,7 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
         device_bytes_per_second=update_bytes * updates["on_device"],
         inbound_bytes_per_second=inbound,
         outbound_bytes_per_second=outbound,
+        exchange_bytes_per_second=found.get("exchange", min(inbound, outbound)),
         duplex_share=min(1.0, copied["both_ways"] / (inbound + outbound)),
         host_bytes_per_second=max(update_bytes * alone, under_copies),  # the higher of two measurements
         host_adam_params_per_second=alone,
@@ -226,6 +233,35 @@ def under_copies(device: Device, layers: list[LayerState], layer_params: int) ->
     seconds = time.perf_counter() - started
     params = rounds * len(layers) * layer_params
     return {"params_per_second": params / seconds, "copied_bytes_per_second": copied / seconds}
+
+
+def exchange(device_name: str) -> dict[str, float]:
+    """Return the rate of exchanges between devices, in bytes a second: of all ranks on a CPU together, measured by sums
+    over two; of a GPU its datasheet's, as there may be one alone. Empty if neither is known."""
+    if device_name == "cuda":
+        known = named_machines.of_gpu(facts()["gpu"])
+        rates = named_machines.load(known).rates("fp32") if known else None
+        return {"exchange": rates.exchange_bytes_per_second} if rates else {}
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
+        other = get_context("spawn").Process(target=sum_over_two, args=(meeting, 1))
+        other.start()
+        seconds = sum_over_two(meeting, 0)
+        other.join()
+    return {"exchange": 2 * sum_sent(SUMMED_BYTES, 2) / seconds}
+
+
+def sum_over_two(meeting: str, rank: int) -> float:
+    """Return the median seconds of a sum over two ranks, which meet at a file; each has a process of its own."""
+    limit = timedelta(seconds=60)  # until the other process has imported torch
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2, timeout=limit)
+    summed, times = torch.zeros(SUMMED_BYTES // 4), []
+    for _ in range(NUM_SUMS):
+        started = time.perf_counter()
+        dist.all_reduce(summed)
+        times.append(time.perf_counter() - started)
+    dist.destroy_process_group()
+    return statistics.median(times[1:])
 
 
 def disk(folder: Path) -> dict[str, float]:

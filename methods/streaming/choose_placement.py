@@ -51,9 +51,9 @@ class PlacementChoice:
         return with_forecast(plan, self.workload, self.room, counts, plan.options.get("clipping"))
 
     def _of_a_rank(self) -> Plan:
-        """Return the plan of one of several ranks, whose placement has the kinds R and W only. It predicts no seconds,
-        because no rates cover the communication between ranks. Raises ValueError for other kinds and for options that
-        several ranks do not support."""
+        """Return the plan of one of several ranks, whose placement has the kinds R and W only. It is chosen without
+        rates, because no row of the linear program is of exchanges between ranks. Raises ValueError for other kinds and
+        for options that several ranks do not support."""
         assert isinstance(self.workload, Workload)
         ranks = f"with --ranks {self.world_size}"
         if self.clipping == "speculate":

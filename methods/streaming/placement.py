@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from harness.core.job import Plan, Workload
+from harness.forecast.resources import parts_sent, sum_sent
 from methods.shared.memory_needs import (
     CHUNK,
     NUM_BUFFERS,
@@ -219,7 +220,14 @@ def placed_plan(
     moved = size * (2 * count["P"] + 3 * num_windowed - windowed_slots)
     moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed_slots
     disk = {"optimizer": count["D"] * on_disk} if count["D"] else {}
-    return Plan(device=device, host=host, disk=disk, moved_bytes=moved * home)
+    # Ranks gather a layer when it is fetched, and sum its gradient; that of a resident one, and of both ends, whole.
+    fetches, whole = 2 * num_windowed - windowed_slots, size * home * num_ranks
+    alike = sum_sent(size * (workload.end_params + params["R"]), num_ranks)
+    sent = {
+        "gathers": parts_sent(fetches * whole, num_ranks),
+        "sums": parts_sent(num_windowed * whole, num_ranks) + alike,
+    }
+    return Plan(device=device, host=host, disk=disk, moved_bytes=moved * home, exchanged=sent)
 
 
 def _activations(workload: Sizes) -> tuple[int, int, int]:

@@ -51,6 +51,10 @@ def test_each_point_is_foretold_by_the_rates_of_its_machine() -> None:
     assert rates and found["strong", 2.0, case8.FORETOLD] == pytest.approx(
         4 / predicted(trained, job.workload, plan, rates, num_ranks=2).seconds
     )
+    alone = dataclasses.replace(plan, exchanged={})
+    assert (
+        found["strong", 2.0, case8.FORETOLD] < 4 / predicted(trained, job.workload, alone, rates, num_ranks=2).seconds
+    )
 
 
 def test_each_point_is_the_run_of_so_many_ranks() -> None:
