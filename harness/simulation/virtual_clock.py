@@ -6,10 +6,14 @@ longer; between device and host, that of the bytes over the link, in each direct
 bytes. An op on the device also takes launch time of the calling thread. An agent's `now` is the time at which it is
 free, so a wait takes the later of two times. The schedule is that of the method's own code, the rates are the
 machine's; no number here was measured.
+
+A method of several ranks runs as one of them; the others are alike, so an exchange begins when this rank is ready. It
+takes the time of the bytes that a rank sends over the link between devices, which carries one exchange at a time.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,10 +24,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg
 from torch.utils.flop_counter import flop_registry
 
 from harness.core.job import Room, Workload
 from harness.core.method import Method
+from harness.devices import exchange
+from harness.forecast.resources import parts_sent, sum_sent
 from harness.run.timeline import Span, Timeline, steps, write
 from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching
@@ -36,6 +44,8 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 UPDATES = {"_fused_adamw_": "self", "adamw": "grads"}  # kernels of AdamW, and their argument that holds the parameters
+# What ranks exchange, and the bytes that each sends for a tensor.
+EXCHANGES = {"_allgather_base_": parts_sent, "_reduce_scatter_base_": parts_sent, "allreduce_": sum_sent}
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # ops that launch no kernel and take no time
 
 
@@ -47,6 +57,7 @@ class VirtualMachine:
     device_bytes_per_second: float = math.inf
     link_bytes_per_second: float = math.inf  # in each direction
     link_latency_seconds: float = 0.0
+    exchange_bytes_per_second: float = math.inf  # what a device sends to others while it receives as much
     host_bytes_per_second: float = math.inf  # of one thread
     device_update_params_per_second: float = math.inf  # of AdamW's kernel, added to the time of its bytes
     host_update_params_per_second: float = math.inf  # of one thread
@@ -87,8 +98,8 @@ class VirtualTime:
 
     zero = 0.0
 
-    def __init__(self, machine: VirtualMachine) -> None:
-        self.machine = machine
+    def __init__(self, machine: VirtualMachine, num_ranks: int = 1) -> None:
+        self.machine, self.num_ranks, self.link = machine, num_ranks, DeviceLink()
         self.busy_seconds: defaultdict[str, float] = defaultdict(float)
         self.device_flops = 0.0
 
@@ -102,7 +113,12 @@ class VirtualTime:
         self._work(thread, op, self.machine.launch_seconds)
 
     def ran(self, agent: Agent, op: Op) -> None:
-        self._work(agent, op, self._seconds(op))
+        if op.name in EXCHANGES:
+            seconds = self._exchange_seconds(op)
+            agent.now = self.link.carry(agent.now, seconds)
+            self.busy_seconds["link between devices"] += seconds
+        else:
+            self._work(agent, op, self._seconds(op))
 
     def freed(self, agent: Agent, now: float, memory: Memory) -> None: ...
 
@@ -110,6 +126,10 @@ class VirtualTime:
         if op.name not in ALLOCATIONS:
             agent.now += seconds
             self.busy_seconds[agent.name] += seconds
+
+    def _exchange_seconds(self, op: Op) -> float:
+        whole = max(access.num_bytes for access in op.accesses)
+        return EXCHANGES[op.name](whole, self.num_ranks) / self.machine.exchange_bytes_per_second
 
     def _seconds(self, op: Op) -> float:
         machine = self.machine
@@ -123,6 +143,24 @@ class VirtualTime:
         self.device_flops += flops
         seconds = max(flops / machine.device_flops_per_second, touched / machine.device_bytes_per_second)
         return seconds + updated_params(op) / machine.device_update_params_per_second
+
+
+class DeviceLink:
+    """The link between devices: it carries an exchange in the first gap that is long enough. Exchanges are added in the
+    order of the program, where one may be ready later than the next."""
+
+    def __init__(self) -> None:
+        self.busy: list[tuple[float, float]] = []  # starts and ends, in order
+
+    def carry(self, ready: float, seconds: float) -> float:
+        """Return when an exchange ends that is ready at this time."""
+        start = ready
+        for begun, ended in self.busy:
+            if start + seconds <= begun:
+                break
+            start = max(start, ended)
+        bisect.insort(self.busy, (start, start + seconds))
+        return start + seconds
 
 
 def updated_params(op: Op) -> int:
@@ -209,11 +247,27 @@ class VirtualWorkers(Pool):
                 self.waiting.remove(first)
 
 
+@contextmanager
+def one_of(num_ranks: int) -> Iterator[None]:
+    """Let this process be the first of so many ranks, with which it exchanges nothing."""
+    if num_ranks == 1:
+        yield
+        return
+    store = fake_pg.FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=num_ranks)
+    try:
+        with mock.patch.object(exchange, "join_others", lambda device: None):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
 def virtual_run(method: Method, workload: Workload, machine: VirtualMachine, steps: int = 3) -> VirtualRun:
-    """Train some steps in the virtual time of this machine."""
+    """Train some steps in the virtual time of this machine, by a method of several ranks as one of them."""
     training = method.settled(method.plan(workload, Room())).train(workload, token_batches(workload, steps), DEVICE)
-    clock = VirtualTime(machine)
-    with watching(clock, machine.num_workers) as streams:
+    num_ranks = getattr(method, "world_size", 1)
+    clock = VirtualTime(machine, num_ranks)
+    with one_of(num_ranks), watching(clock, machine.num_workers) as streams:
         spans = Spans(streams)
         streams.span = spans.span
         workers = VirtualWorkers(streams, clock, machine.num_workers, spans)

@@ -17,6 +17,8 @@ from unittest import mock
 
 from torch import Tensor
 
+# What ranks exchange; these ops' schemas do not mark the arguments that they write.
+COLLECTIVES = {"_allgather_base_": "output_tensor", "_reduce_scatter_base_": "output_tensor", "allreduce_": "tensors"}
 OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}  # in-place ops that do not read their target
 
 
@@ -147,4 +149,5 @@ def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
     """Return the names of an overload's arguments, and of those arguments that it writes."""
     schema = func._schema.arguments
     written = {argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write}
-    return [argument.name for argument in schema], written
+    name = func.overloadpacket.__name__
+    return [argument.name for argument in schema], written | ({COLLECTIVES[name]} if name in COLLECTIVES else set())

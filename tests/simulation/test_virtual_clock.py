@@ -14,10 +14,18 @@ import pytest
 import torch
 
 from bench import virtual
-from harness.core.job import Workload
+from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.simulation.fake_streams import watching
-from harness.simulation.virtual_clock import Spans, VirtualMachine, VirtualRun, VirtualTime, VirtualWorkers, virtual_run
+from harness.simulation.virtual_clock import (
+    DeviceLink,
+    Spans,
+    VirtualMachine,
+    VirtualRun,
+    VirtualTime,
+    VirtualWorkers,
+    virtual_run,
+)
 from methods.streaming.virtual_schedule import scale_model
 from tests.support.training import tiny
 
@@ -117,6 +125,46 @@ def test_device_flops_are_those_of_the_arithmetic() -> None:
     # The recompute stops before the MLP's second product, whose result no gradient needs.
     not_recomputed = WORKLOAD.num_layers * 8 * tokens * WORKLOAD.hidden_size**2
     assert flops / STEPS == pytest.approx(WORKLOAD.flops_per_step - not_recomputed, rel=0.01)
+
+
+def of_two(method: str, machine: VirtualMachine, exchange_seconds: float, **options: Any) -> VirtualRun:
+    """One of two ranks on a machine where half of a layer's weights take so long from device to device."""
+    rate = 2 * WORKLOAD.layer_params / exchange_seconds if exchange_seconds else math.inf
+    linked = dataclasses.replace(machine, exchange_bytes_per_second=rate)
+    return run(method, linked, world_size=2, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), [("l2l", {}), ("stronghold", {"placement": "R2W6", "window_size": 3})])
+def test_the_link_between_devices_carries_what_the_plan_counts(name: str, options: dict[str, Any]) -> None:
+    """Where nothing else takes time, a step is that; but for the bytes of the norm, and of the first step's window."""
+    found = of_two(name, VirtualMachine(), 1.0, **options)
+    plan = create(name, {"world_size": 2, **options}).plan(WORKLOAD, Room())
+    seconds = sum(plan.exchanged.values()) / (2 * WORKLOAD.layer_params)
+    assert found.last_step_seconds == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "options"), [("l2l", {}), ("stronghold", {"window_size": 3})])
+def test_ranks_over_an_infinitely_fast_link_train_as_one_with_a_part_of_the_batch(
+    name: str, options: dict[str, Any]
+) -> None:
+    free, half = machine(transfer_seconds=0, update_seconds=0), dataclasses.replace(WORKLOAD, batch_size=2)
+    alone = virtual_run(create(name, options), half, free, STEPS)
+    assert of_two(name, free, 0, **options).step_seconds == pytest.approx(alone.step_seconds, rel=1e-6)
+
+
+def test_gathers_hide_behind_compute_and_sums_do_not() -> None:
+    """A layer of half the batch takes half a second forward; its gather takes a quarter, and so does its sum. Only the
+    first gather of a step waits for the update. L2L waits for both gathers of each layer, too."""
+    free, layers = machine(transfer_seconds=0, update_seconds=0), WORKLOAD.num_layers
+    ends = 2 * 0.25 * WORKLOAD.end_params / WORKLOAD.layer_params
+    for name, waited, options in (("stronghold", layers + 1, {"window_size": 3}), ("l2l", 3 * layers, {})):
+        slow, fast = (of_two(name, free, seconds, **options).last_step_seconds for seconds in (0.25, 0))
+        assert slow - fast == pytest.approx(0.25 * waited + ends, rel=0.001)
+
+
+def test_an_exchange_takes_the_first_gap_of_the_link() -> None:
+    link = DeviceLink()
+    assert [link.carry(*each) for each in ((10, 5), (0, 4), (3, 7), (3, 6))] == [15, 4, 22, 10]
 
 
 def on_device(num_bytes: int) -> torch.Tensor:
