@@ -39,7 +39,7 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
     there = machine.room(Budget(), device)
     if device == "cuda":
         there = dataclasses.replace(there, device_bytes=machine.gpu()["gpu_bytes"])
-        check_device(budget.device_bytes)
+        check_device(budget.device_bytes, world_size)
     if device == "sim":  # sim's device memory is the host's
         there = Room(machine.host_bytes(), machine.host_bytes())
     for name, option in (("device_bytes", "--device-memory"), ("host_bytes", "--host-memory")):
@@ -56,13 +56,14 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
             )
 
 
-def check_device(budget_bytes: int | None) -> None:
+def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
     """Raise ValueError if a GPU's budget leaves next to nothing beside the driver's context."""
-    least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, machine.context_bytes())
+    context = machine.context_bytes(num_ranks)
+    least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context)
     if budget_bytes is not None and budget_bytes < least:
         raise ValueError(
             f"expected --device-memory of at least {-(-least // MIB)}MiB on a GPU, whose context takes"
-            f" {gib(machine.context_bytes())} of it, got {gib(budget_bytes)}"
+            f" {gib(context)} of it, got {gib(budget_bytes)}"
         )
 
 
@@ -88,7 +89,7 @@ def enforce(job: Job) -> dict[str, str]:
 
     found: dict[str, str] = {}
     if job.device == "cuda":
-        found |= _cap_device(job.budget.device_bytes)
+        found |= _cap_device(job.budget.device_bytes, job.world_size)
     elif job.device == "sim":
         found |= sim.start(job.budget)
     elif job.budget.device_bytes is not None:
@@ -165,7 +166,7 @@ def _limit_data(job: Job) -> str:
     )
 
 
-def _cap_device(budget_bytes: int | None) -> dict[str, str]:
+def _cap_device(budget_bytes: int | None, num_ranks: int = 1) -> dict[str, str]:
     """Cap torch's caching allocator at the budget less the context's size in the plan.
 
     The record gets the context's measured size, and the allocator's settings, which change what fits.
@@ -175,7 +176,7 @@ def _cap_device(budget_bytes: int | None) -> dict[str, str]:
     before = machine.gpu_free_bytes()
     square = torch.ones(16, 16, device="cuda")
     square @ square
-    planned, context = machine.context_bytes(), context_since(before)
+    planned, context = machine.context_bytes(num_ranks), context_since(before)
     found = {
         "device_allocator": machine.allocator_settings() or "default settings",
         "device_context": f"{planned} bytes planned, {'not' if context is None else context} measured",

@@ -3,8 +3,8 @@
     budget = context + what torch's allocator may reserve
     what the allocator may reserve = a reserve + what a plan's tensors may fill
 
-The context is driver and library memory outside the allocator. The reserve is for what plans do not count: cuBLAS's
-workspaces, segments rounded up, and fragments.
+The context is driver and library memory outside the allocator; of each of several ranks NCCL's buffers, too. The
+reserve is for what plans do not count: cuBLAS's workspaces, segments rounded up, and fragments.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 CONTEXT_BYTES = 768 * 2**20
 # The reserve, not measured: RESERVE_BYTES for workspaces, and one part in RESERVE_PARTS for rounding and fragments.
 RESERVE_BYTES, RESERVE_PARTS = 256 * 2**20, 32
+# What NCCL's communicators take in each of several ranks, not measured: stronghold and l2l have two, others more.
+COMMUNICATORS_BYTES = 512 * 2**20
 LEAST_TENSOR_BYTES = 256 * 2**20
 # Bytes on the first GPU of a process that leads the processes of several GPUs, not measured: the context, a workspace
 # of cuBLAS and the batches' tokens.

@@ -206,7 +206,7 @@ def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks
     if device_bytes is None and device == "cuda":
         device_bytes = gpu()["gpu_bytes"]
     if device_bytes is not None and device == "cuda":
-        device_bytes = cuda_budget.tensor_bytes(device_bytes, context_bytes())
+        device_bytes = cuda_budget.tensor_bytes(device_bytes, context_bytes(num_ranks))
     most = asked.host_bytes or (None if device == "sim" else host_bytes())
     if device != "cuda" and workload and workload.dropout:
         if device_bytes is None:
@@ -227,11 +227,12 @@ def dropout_bytes(workload: Workload) -> int:
     return 14 * pairs + 3 * workload.boundary_bytes
 
 
-def context_bytes() -> int:
+def context_bytes(num_ranks: int = 1) -> int:
     """Return the bytes of a CUDA context: device memory that a process takes outside torch's allocator. They are
-    measured by this machine's calibrations, else an upper estimate."""
+    measured by this machine's calibrations, else an upper estimate; of several ranks NCCL's are added."""
     measured = [entry.get("measured", {}).get("context_bytes", 0) for entry in calibrations()]
-    return max(measured, default=0) or cuda_budget.CONTEXT_BYTES
+    alone = max(measured, default=0) or cuda_budget.CONTEXT_BYTES
+    return alone + (cuda_budget.COMMUNICATORS_BYTES if num_ranks > 1 else 0)
 
 
 def rank_room(job: Job) -> Room:

@@ -167,8 +167,8 @@ class Advice:
 
     def _try(self, trained: method.Method, place: TrainingPlace, options: dict[str, Any], workload: Workload) -> Try:
         method.check(trained, workload, self.folders)
-        room, num_ranks = place.room_for(workload), options.get("world_size", 1)
-        room = replace(room, host_bytes=room.host_bytes and room.host_bytes // num_ranks)
+        num_ranks = options.get("world_size", 1)
+        room = place.room_for(workload, num_ranks)
         plan = trained.plan(workload, room)
         foretold = predicted(trained, workload, plan, room.rates, num_ranks) if room.rates else None
         return Try(workload, options, plan, room, foretold)

@@ -22,7 +22,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     trained = method.create(job.method, job.options, folders)
     method.check(trained, job.workload, folders)
     if job.device == "cuda":
-        budgets.check_device(job.budget.device_bytes)
+        budgets.check_device(job.budget.device_bytes, job.world_size)
     room = room or machine.rank_room(job)
     plan = trained.plan(job.workload, room)
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
@@ -37,7 +37,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     if room.device_bytes is not None and plan.device_bytes > room.device_bytes:
         least = plan.device_bytes
         if job.device == "cuda":
-            least = cuda_budget.budget_bytes(least, machine.context_bytes())
+            least = cuda_budget.budget_bytes(least, machine.context_bytes(job.world_size))
         hint += f", and this one needs --device-memory {-(-least // 1024)}KiB at least"
     each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
     return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {shortfall}; {hint}"

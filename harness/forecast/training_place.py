@@ -31,18 +31,21 @@ class TrainingPlace:
     asked: Budget
     entry: Machine | None = None
 
-    def room_for(self, workload: Workload) -> Room:
-        """Return the memories that plans may fill. If nothing tells the host's memory, a size is assumed."""
+    def room_for(self, workload: Workload, num_ranks: int = 1) -> Room:
+        """Return the memories that the plan of each of several ranks on one host may fill. If nothing tells the host's
+        memory, a size is assumed."""
         asked, entry = self.asked, self.entry
         if self.name is None:
-            room = machine.room(asked, self.device, workload)
+            room = machine.room(asked, self.device, workload, num_ranks)
             disk_bytes = room.disk_bytes or shutil.disk_usage(tempfile.gettempdir()).free
             rates = room.rates or (entry.rates(workload.dtype) if entry else None)
             return replace(room, disk_bytes=disk_bytes, rates=rates)
         assert entry
         device = cuda_budget.tensor_bytes(asked.device_bytes) if asked.device_bytes else entry.room.device_bytes
+        if device and num_ranks > 1:
+            device = max(1, device - cuda_budget.COMMUNICATORS_BYTES)
         disk, rates = asked.disk_bytes or entry.room.disk_bytes, entry.rates(workload.dtype)
-        return Room(device, memories.host_bytes(self.name, asked), disk, rates, page_locks=True)
+        return Room(device, memories.host_bytes(self.name, asked) // num_ranks, disk, rates, page_locks=True)
 
     def peak_flops(self, dtype: str) -> float | None:
         return self.entry.datasheet.peak_flops(dtype) if self.entry and self.entry.datasheet else None

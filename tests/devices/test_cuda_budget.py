@@ -78,6 +78,20 @@ def test_a_measured_context_takes_the_place_of_the_stated_one(gpu: FakeGpu) -> N
     assert gpu.cap_bytes == pytest.approx(4 * GIB - 600 * MIB, abs=1)
 
 
+def test_each_of_several_ranks_leaves_room_for_nccl(gpu: FakeGpu) -> None:
+    """By hand: 512 MiB, in the plan, on a machine by name, in the cap and in the least budget."""
+    job = Job("stronghold", Workload(num_layers=48), {"world_size": 2}, HEADLINE, device="cuda")
+    assert machine.rank_room(job).device_bytes == cuda_budget.tensor_bytes(32 * GIB - 512 * MIB)
+    place = named_place("h100", Budget(host_bytes=90 * GIB))
+    one, two = (place.room_for(job.workload, num_ranks) for num_ranks in (1, 2))
+    assert (one.device_bytes - two.device_bytes, two.host_bytes) == (512 * MIB, 45 * GIB)
+    assert machine.rank_room(job).host_bytes == 45 * GIB
+    budgets._cap_device(32 * GIB, 2)
+    assert gpu.cap_bytes == pytest.approx(32 * GIB - 512 * MIB - cuda_budget.CONTEXT_BYTES, abs=1)
+    with pytest.raises(ValueError, match="at least 1801MiB on a GPU"):
+        budgets.check(Budget(1289 * MIB), "cuda", world_size=2)
+
+
 def test_a_budget_that_the_context_nearly_fills_is_refused(gpu: FakeGpu) -> None:
     with pytest.raises(ValueError, match=r"expected --device-memory of at least 1289MiB on a GPU, .* got 361.0 MiB"):
         budgets.check(Budget(361 * MIB), "cuda")
