@@ -188,10 +188,19 @@ class UserTraining:
         return layer.give(outputs)
 
     def _begin_forward(self) -> None:
+        self._check_stream()
         if self.is_up:
             self.stream.rewind()
         self.num_passes, self.is_up, self.next_down = self.num_passes + 1, True, len(self.user.layers) - 1
         self._is_trained = torch.is_grad_enabled()
+
+    def _check_stream(self) -> None:
+        """Raise ValueError on a CUDA stream that the trainer does not know: its copies would not wait for the loop."""
+        if self.device.type == "cuda" and self.gpu.streams.current() != self.gpu.compute:
+            raise ValueError(
+                "expected the loop on the CUDA stream on which the trainer was made, got another; try to make the"
+                " trainer within the loop's torch.cuda.stream()"
+            )
 
     def _check_gradients(self, state: LayerState, parameters: Sequence[nn.Parameter]) -> None:
         for name, parameter in zip(state.layout.names, parameters, strict=True):
@@ -211,6 +220,7 @@ class UserTraining:
         """Clip the gradients of the backward passes since the last step, update by them, and drop them. Return the
         gradient norm before clipping. In fp16 a step whose norm is not finite is skipped, and `is_skipped` is True.
         """
+        self._check_stream()
         if self.is_up or not self.num_backward:
             raise ValueError("step: expected a backward pass through all layers before it")
         if self.user.optimizer.state:
