@@ -7,6 +7,7 @@ rank is only rehearsed, and passes no messages; a rank alone exchanges nothing.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -15,25 +16,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.core.unavailable import Unavailable
+
 Read = TypeVar("Read")
 # torch 2.13 has renamed both functions.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+ONE_QUEUE = (
+    "ranks on GPUs gather weights beside sums of gradients; CUDA_DEVICE_MAX_CONNECTIONS=1 puts them in one queue, in"
+    " another order on each rank, where they may wait for each other: unset it"
+)
+
+
 class Ranks:
     """The ranks that train one model, and the number of this process's rank.
 
     Collectives must come in the same order on all ranks. The thread that copies weights in and the computing thread
-    each have an order of their own, so they have a process group each.
+    each have an order of their own, so they have a process group each. Between GPUs the collectives of both may be
+    under way at once, in another order on each rank, so neither may keep the other from starting.
     """
 
     def __init__(self, device: str, num_ranks: int = 1) -> None:
         self.num_ranks, self.rank = num_ranks, 0
         self.is_joined = num_ranks > 1 and device != "sim"
         if self.is_joined:
+            if device.startswith("cuda") and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+                raise Unavailable(ONE_QUEUE)
             join_others(device)
             self.rank, self.copiers = dist.get_rank(), dist.new_group()
+            # NCCL makes a group's communicator, and CUDA loads its kernels, in the first collective, which waits for
+            # the device: all ranks do this here in the same order.
+            for group in (None, self.copiers):
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def part(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a slab or of a batch; all parts are equally large."""
