@@ -31,7 +31,8 @@ from harness.forecast.resources import UPDATE_BYTES
 from methods.offload import adamw_kernel
 from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
-from methods.streaming.layer_state import LayerState, draw
+from methods.streaming.layer_state import LayerState
+from methods.streaming.starting_values import draw
 
 FACTOR = torch.tensor(0.5)
 COPY_BYTES = 2**29  # more than any cache holds

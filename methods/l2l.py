@@ -65,8 +65,9 @@ class L2L(Method):
         from methods.offload.clip import Clip
         from methods.shared.loss_scale import LossScale
         from methods.streaming.embedding_and_head import ResidentEnds
-        from methods.streaming.layer_state import LayerState, draw
+        from methods.streaming.layer_state import LayerState
         from methods.streaming.slot import GradientRoom, Slot
+        from methods.streaming.starting_values import draw
         from methods.streaming.update_rules import update_at_once
 
         with Device(device, num_update_threads(device), self.world_size) as gpu:

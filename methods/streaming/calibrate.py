@@ -40,8 +40,9 @@ from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
 from methods.streaming.disk import File
 from methods.streaming.embedding_and_head import ResidentEnds
-from methods.streaming.layer_state import LayerState, Passed, draw
+from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.slot import GradientRoom, Slot
+from methods.streaming.starting_values import draw
 
 CPU_LAYER_FLOPS = 1.5e10  # on a CPU, the most FLOPs of a timed forward pass: 0.2 s on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # bytes of a timed copy: more than any cache holds

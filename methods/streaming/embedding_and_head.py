@@ -13,7 +13,8 @@ from harness.core.job import Workload
 from harness.core.model import new_ends
 from harness.devices.streams import Device
 from methods.shared.terms import Terms
-from methods.streaming.layer_state import LayerState, Passed, draw
+from methods.streaming.layer_state import LayerState, Passed
+from methods.streaming.starting_values import draw
 
 
 class ResidentEnds:

@@ -27,9 +27,10 @@ from methods.offload.clip import Clip
 from methods.offload.layout import layout_of
 from methods.shared.terms import Terms
 from methods.streaming.disk import shelves
-from methods.streaming.layer_state import LayerState, Passed, draw
+from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.placement import BY_HOST, num_gradients
 from methods.streaming.slot import GradientRoom, Slot
+from methods.streaming.starting_values import draw
 
 
 class ResidentLayer:

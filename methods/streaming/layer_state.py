@@ -6,8 +6,8 @@ layers; for the harness's GPT this is one tensor (B, T, D) of B samples, T token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.core.gpt import DTYPES, drawn_blocks, initialize
+from harness.core.gpt import DTYPES, drawn_blocks
 from harness.core.job import Workload
 from harness.core.method import TensorState
 from harness.core.model import new_layer
-from harness.devices.streams import Device, num_update_threads
+from harness.devices.streams import Device
 from methods.offload.adamw import AdamStep, Factor, Settings, chunks, takes_one_pass, update
 from methods.offload.clip import Clip, norms_of
 from methods.offload.layout import cut, install, layout_of
@@ -307,38 +307,6 @@ class LayerState:
         columns = map(self.layout.views, columns)
         for name, *tensors in zip(self.layout.names, *columns, strict=True):
             yield TensorState(self.prefix + name, *tensors)
-
-
-def draw(states: Sequence[LayerState], workload: Workload) -> None:
-    """Draw the starting values of the layers, for all tensors in parallel: a machine may have as many cores as a layer
-    has tensors."""
-    if not any(state.is_shared for state in states):
-        fill(states, partial(initialize, workload=workload))
-        return
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(partial(LayerState.draw_part, workload=workload), states))
-
-
-def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
-    """Fill the layers with the starting values that initialize() writes into named fp32 tensors."""
-    here, on_disk = ([state for state in states if (state.shelf is None) is is_here] for is_here in (True, False))
-    if here:
-        initialize(pair for state in here for pair in state.to_draw(state.current))
-        device = here[0].device
-        pool = device.streams.pool(num_update_threads(device.name.type))
-        for kept in [pool.submit(state.keep_drawn, state.current) for state in here]:
-            kept.result()
-        pool.shutdown()
-
-    def begin(state: LayerState, shelf: Shelf) -> Any:
-        def work(kept: list[Tensor]) -> Future:
-            initialize(state.to_draw(state.state_of(kept)))
-            return state.keep_drawn(state.state_of(kept))
-
-        return shelf.visit(work)
-
-    for visit in [begin(state, state.shelf) for state in on_disk if state.shelf]:
-        visit.result()
 
 
 def _settle(rooms: dict[str, Tensor], name: str, parameter: Tensor) -> None:

@@ -24,7 +24,8 @@ from methods.offload.adamw import Settings
 from methods.shared.loss_scale import LossScale
 from methods.shared.terms import Terms
 from methods.streaming.layer_kinds import LayerSource
-from methods.streaming.layer_state import LayerState, Passed, fill
+from methods.streaming.layer_state import LayerState, Passed
+from methods.streaming.starting_values import fill
 from methods.streaming.user_layer import UserLayer
 from methods.streaming.user_model import UserModel, give, move_rest
 

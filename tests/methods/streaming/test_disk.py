@@ -29,7 +29,8 @@ from methods.offload.clip import Clip
 from methods.offload.layout import layout_of
 from methods.shared.memory_needs import NUM_BUFFERS
 from methods.streaming.disk import Disk, File, shelves
-from methods.streaming.layer_state import LayerState, draw
+from methods.streaming.layer_state import LayerState
+from methods.streaming.starting_values import draw
 from tests.support.cli import run
 from tests.support.training import tiny
 

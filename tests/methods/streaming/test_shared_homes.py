@@ -20,7 +20,8 @@ from harness.jobs.sweep import Sweep
 from methods.offload import adamw_kernel
 from methods.offload.adamw import Piece, published_settings
 from methods.offload.layout import cut
-from methods.streaming.layer_state import LayerState, draw
+from methods.streaming.layer_state import LayerState
+from methods.streaming.starting_values import draw
 from tests.support.configured import configured
 from tests.support.training import small_bytes, tiny
 

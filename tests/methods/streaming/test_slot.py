@@ -22,8 +22,9 @@ from methods.offload.adamw import published_settings
 from methods.offload.layout import layout_of
 from methods.offload.state import joined, keep_
 from methods.shared.terms import Terms
-from methods.streaming.layer_state import LayerState, Passed, draw
+from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.slot import GradientRoom, Slot
+from methods.streaming.starting_values import draw
 from tests.support.training import tiny, train
 
 ODD_SHAPES = ((1,), (3, 5), (7,), (17, 31), (33,), (1, 1))

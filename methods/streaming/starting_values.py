@@ -1,0 +1,50 @@
+"""Starting values of layers at their homes, in memory and on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from harness.core.gpt import initialize
+from harness.core.job import Workload
+from harness.devices.streams import num_update_threads
+from methods.streaming.layer_state import LayerState
+
+if TYPE_CHECKING:
+    from methods.streaming.disk import Shelf
+
+
+def draw(states: Sequence[LayerState], workload: Workload) -> None:
+    """Draw the starting values of the layers, for all tensors in parallel: a machine may have as many cores as a layer
+    has tensors."""
+    if not any(state.is_shared for state in states):
+        fill(states, partial(initialize, workload=workload))
+        return
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(partial(LayerState.draw_part, workload=workload), states))
+
+
+def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
+    """Fill the layers with the starting values that initialize() writes into named fp32 tensors."""
+    here, on_disk = ([state for state in states if (state.shelf is None) is is_here] for is_here in (True, False))
+    if here:
+        initialize(pair for state in here for pair in state.to_draw(state.current))
+        device = here[0].device
+        pool = device.streams.pool(num_update_threads(device.name.type))
+        for kept in [pool.submit(state.keep_drawn, state.current) for state in here]:
+            kept.result()
+        pool.shutdown()
+
+    def begin(state: LayerState, shelf: Shelf) -> Any:
+        def work(kept: list[Tensor]) -> Future:
+            initialize(state.to_draw(state.state_of(kept)))
+            return state.keep_drawn(state.state_of(kept))
+
+        return shelf.visit(work)
+
+    for visit in [begin(state, state.shelf) for state in on_disk if state.shelf]:
+        visit.result()
