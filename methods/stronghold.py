@@ -39,6 +39,7 @@ class Stronghold(Method):
     placement: str | None = None  # a letter a layer, as R2W5S1 or R2W; None: resident_layers, the rest windowed
     clipping: str | None = None  # deferred, which is the default where gradients are clipped, or speculate
     disk: str | None = None  # folder for states on the disk; None: the system's temporary one, if placement says D
+    activations: str | None = None  # memory where boundaries wait for the backward pass: device, the default, or host
     world_size: int = 1  # ranks
 
     label = "STRONGHOLD"
@@ -89,7 +90,7 @@ class Stronghold(Method):
         from harness.devices.streams import Device, num_update_threads
         from methods.offload.adamw import published_settings
         from methods.streaming.embedding_and_head import ResidentEnds
-        from methods.streaming.layer_kinds import model_layers, new_layers
+        from methods.streaming.layer_kinds import model_layers, new_layers, send_boundaries_home
         from methods.streaming.update_rules import UpdateRule
         from methods.streaming.window import Window
 
@@ -99,6 +100,8 @@ class Stronghold(Method):
             ends, source = ResidentEnds(gpu, workload), model_layers(workload)
             speculates = self.clipping == "speculate"
             layers = new_layers(gpu, source, kinds, self.window_size, self.disk, speculates=speculates)
+            if self.activations == "host":
+                send_boundaries_home(gpu, layers, workload)
             rule = UpdateRule(gpu, source.terms, ends.state, layers, self.clipping)
             window = Window(layers, kinds, self.window_size, rule)
 

@@ -226,8 +226,9 @@ def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
 def _install(streams: FakeStreams, stack: ExitStack) -> None:
     """Put the streams into STREAMS until the stack ends; until then, mark host memory and name objects as they are
     made."""
-    names = ("layer_state", "disk", "slot")  # modules as loaded now, because tests plant bugs in modules loaded anew
-    state, disk, slot = (importlib.import_module(f"methods.streaming.{name}") for name in names)
+    # Modules as loaded now, because tests plant bugs in modules loaded anew.
+    names = ("layer_state", "disk", "slot", "boundaries")
+    state, disk, slot, boundaries = (importlib.import_module(f"methods.streaming.{name}") for name in names)
 
     def room(device: Any, make: Any, *args: Any, host: bool) -> Tensor:
         slab = make(device, *args, host=host)
@@ -256,6 +257,8 @@ def _install(streams: FakeStreams, stack: ExitStack) -> None:
         (disk.Shelf, "__init__", numbered("shelf")),
         (slot.Slot, "__init__", numbered("slot")),
         (slot.GradientRoom, "__init__", numbered("gradients")),
+        (boundaries.BoundarySlot, "__init__", numbered("boundaries")),
+        (boundaries.Boundary, "__init__", named(lambda boundary: f"{boundary.of}boundary ")),
     ):
         function = functools.partialmethod(replacement, getattr(cls, name))
         stack.enter_context(mock.patch.object(cls, name, function))

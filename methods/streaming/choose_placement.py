@@ -14,7 +14,16 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import largest_depth
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import writable
-from methods.streaming.placement import BY_RANKS, CLIPPINGS, Sizes, UserSizes, parse, placed_plan, text_of
+from methods.streaming.placement import (
+    BY_RANKS,
+    CLIPPINGS,
+    MEMORIES_OF_BOUNDARIES,
+    Sizes,
+    UserSizes,
+    parse,
+    placed_plan,
+    text_of,
+)
 from methods.streaming.planner import Counts, arranged, choose, with_forecast
 
 DEFAULT_WINDOW = 3  # slots for a computed, a loaded, a leaving layer; more slots gain less than more resident layers
@@ -31,6 +40,7 @@ class PlacementChoice:
     placement: str | None = None
     clipping: str | None = None
     disk: str | None = None
+    activations: str | None = None
     world_size: int = 1
 
     def plan(self) -> Plan:
@@ -42,6 +52,9 @@ class PlacementChoice:
             writable(self.disk)
         if self.clipping not in (None, *CLIPPINGS):
             raise ValueError(f"no clipping {self.clipping!r}: choose one of {', '.join(CLIPPINGS)}")
+        if self.activations not in (None, *MEMORIES_OF_BOUNDARIES):
+            told = f"expected {' or '.join(MEMORIES_OF_BOUNDARIES)}, got {self.activations!r}"
+            raise ValueError(f"activations: {told}; try --option activations=host")
         if self.world_size > 1:
             return self._of_a_rank()
         plan = self._fastest() or self._most_resident()
@@ -174,6 +187,8 @@ class PlacementChoice:
         options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
         if "D" in kinds:
             options["disk"] = str(writable(self.disk))
+        if self.activations is not None:
+            options["activations"] = self.activations
         if workload.waits_for_norm:
             options["clipping"] = clipping
         return replace(self._needs(kinds, window, clipping, workload), options=options)
@@ -181,4 +196,4 @@ class PlacementChoice:
     def _needs(self, kinds: str, window: int, clipping: str | None = None, workload: Sizes | None = None) -> Plan:
         workload = workload or self.workload
         waits = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
-        return placed_plan(workload, kinds, window, waits, self.world_size)
+        return placed_plan(workload, kinds, window, waits, self.world_size, self.activations or "device")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from harness.core.job import Workload
 from harness.core.model import new_ends
@@ -30,8 +31,9 @@ class ResidentEnds:
     def embed(self, inputs: Tensor) -> list[Passed]:
         """Embed token ids to (B, T, D); keep only the small graph of the look-up, for backward()."""
         with self.device.span("compute", "forward", self.state.prefix):
-            self.embedded = [self.module.embed(part) for part in self._micro_batches(inputs)]
-        return [(x.detach().requires_grad_(),) for x in self.embedded]
+            embedded = [self.module.embed(part) for part in self._micro_batches(inputs)]
+            self.embedded = [get_gradient_edge(x) for x in embedded]  # the graph without its outputs' memory
+        return [(x.detach().requires_grad_(),) for x in embedded]
 
     def loss(self, xs: list[Passed], targets: Tensor, scale: float) -> tuple[Tensor, list[Passed]]:
         """Return the mean loss of the whole batch, detached, and the gradients of the last layer's outputs, times the
@@ -52,8 +54,8 @@ class ResidentEnds:
     def backward(self, dxs: list[Passed]) -> None:
         """Add the embedding look-up's share to the gradients; afterwards they are the gradients of the whole batch."""
         with self.device.span("compute", "backward", self.state.prefix):
-            for x, (dx,) in zip(self.embedded, dxs, strict=True):
-                x.backward(dx)
+            for edge, (dx,) in zip(self.embedded, dxs, strict=True):
+                torch.autograd.backward([edge], [dx])
         del self.embedded
         self.state.sum_gradients()
 

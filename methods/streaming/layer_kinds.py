@@ -26,6 +26,7 @@ from methods.offload.adamw import AdamStep, Settings
 from methods.offload.clip import Clip
 from methods.offload.layout import layout_of
 from methods.shared.terms import Terms
+from methods.streaming.boundaries import boundaries_on_host
 from methods.streaming.disk import shelves
 from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.placement import BY_HOST, num_gradients
@@ -237,3 +238,10 @@ def new_layers(
         return Hosted(state, rooms, device.returner if kind == "P" else device.copier)
 
     return list(map(of_kind, kinds, states))
+
+
+def send_boundaries_home(device: Device, layers: Sequence[Layer], workload: Workload) -> None:
+    """Let the inputs of the layers, bottom first, wait on the host for the backward pass."""
+    names = [layer.state.prefix for layer in layers]
+    for layer, boundary in zip(layers, boundaries_on_host(device, names, workload), strict=True):
+        layer.state.boundary = boundary

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from harness.core.gpt import DTYPES, drawn_blocks
@@ -28,6 +29,7 @@ from methods.shared.memory_needs import CHUNK, block_numel, shared_numel
 from methods.shared.terms import Terms
 
 if TYPE_CHECKING:
+    from methods.streaming.boundaries import Boundary
     from methods.streaming.disk import Shelf
 
 
@@ -91,7 +93,9 @@ class LayerState:
         self.updated.set_result(None)
         self.speculation: Speculation | None = None
         self.landed: Any = None  # event: the gradient has arrived at home
-        self.saved: list[tuple[Passed, Passed]] = []  # for each micro-batch the layer's inputs, and its outputs' graph
+        self.boundary: Boundary | None = None  # where its inputs wait for the backward pass; None: on the device
+        # For each micro-batch the layer's inputs, and where the gradients of its outputs enter the graph.
+        self.saved: list[tuple[Passed, list[GradientEdge]]] = []
         self._rooms: dict[str, Tensor] = {}  # where each parameter's gradient goes
         if shelf is not None:
             shelf.prefix = prefix
@@ -158,25 +162,30 @@ class LayerState:
         Source: Chen et al. 2016, sublinear memory, by torch's checkpoint, which keeps the random state for dropout and
         stops the recompute where nothing more is needed.
         """
-        self.saved = []
+        self.saved, ys = [], list[Passed]()
         with self.device.span("compute", "forward", self.prefix):
-            for x in xs:
+            for x in xs if self.boundary is None else self.boundary.keep(xs):
                 x = tuple(each.detach().requires_grad_(each.requires_grad) for each in x)
                 y = checkpoint(self.module, *x, use_reentrant=False, preserve_rng_state=self.terms.keeps_random)
-                self.saved.append((x, y if isinstance(y, tuple) else (y,)))
-        return [tuple(each.detach().requires_grad_(each.requires_grad) for each in y) for _, y in self.saved]
+                y = y if isinstance(y, tuple) else (y,)
+                self.saved.append((x, [get_gradient_edge(each) for each in y if each.requires_grad]))
+                ys.append(tuple(each.detach().requires_grad_(each.requires_grad) for each in y))
+        return ys
 
     def backward(self, dys: list[Passed], grads: Tensor) -> list[Passed]:
         """Recompute the layer on its inputs, leave the sum of its parameters' gradients in the slab `grads`, and return
         the gradients of the inputs that require one. dys: the gradients of the outputs that require one."""
         saved, self.saved, dxs = self.saved, [], []
+        if self.boundary is not None:
+            self.boundary.arrive()
         with self.device.span("compute", "backward", self.prefix):
             self.collect_gradients(grads)
-            for (x, y), dy in zip(saved, dys, strict=True):
-                outputs = zip((each for each in y if each.requires_grad), dy, strict=True)
-                known = [(each, grad) for each, grad in outputs if grad is not None]
-                torch.autograd.backward([each for each, _ in known], [grad for _, grad in known])
+            for (x, edges), dy in zip(saved, dys, strict=True):
+                known = [(edge, grad) for edge, grad in zip(edges, dy, strict=True) if grad is not None]
+                torch.autograd.backward([edge for edge, _ in known], [grad for _, grad in known])
                 dxs.append(tuple(each.grad for each in x if each.requires_grad))
+        if self.boundary is not None:
+            self.boundary.leave()
         return dxs
 
     def collect_gradients(self, grads: Tensor) -> None:

@@ -33,6 +33,8 @@ ON_DEVICE = "RP"  # kinds of layers whose weights stay on the device
 BY_HOST = "PWD"  # kinds of layers that the host updates
 BY_RANKS = "RW"  # kinds of layers that several ranks can have
 CLIPPINGS = ("deferred", "speculate")
+MEMORIES_OF_BOUNDARIES = ("device", "host")
+BOUNDARY_SLOTS = 2  # of boundaries on the host: the one in use, and the one that goes or comes
 
 
 def parse(text: str, num_layers: int) -> str:
@@ -150,6 +152,11 @@ def num_gradients(kinds: str, window_size: int, *, waits: bool) -> int:
     return max(min(window_size, 2, len(kinds) - kinds.count("R")), int("R" in kinds and not waits))
 
 
+def num_boundaries(num_layers: int) -> int:
+    """Return the number of boundaries that the device has room for, if boundaries are on the host."""
+    return min(BOUNDARY_SLOTS, num_layers)
+
+
 def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
     """Return the parameters of all layers of each kind."""
     if isinstance(workload, UserSizes):
@@ -159,11 +166,13 @@ def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
 
 
 def placed_plan(
-    workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred", num_ranks: int = 1
-) -> Plan:
+    workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred", num_ranks: int = 1,
+    activations: str = "device",
+) -> Plan:  # fmt: skip
     """Return the plan with embedding and head on the device and each layer as placed. With `clipping` None, updates do
     not wait for the norm. Of several ranks, each keeps its part of every layer that is not resident; `workload` is that
-    of one rank. Raises ValueError if the part of some rank would consist of padding alone.
+    of one rank. With `activations` "host", the layers' inputs wait there for the backward pass. Raises ValueError if
+    the part of some rank would consist of padding alone.
 
     A travelling layer's weights are fetched twice a step, except in layers that are still in a slot when the backward
     pass begins. Its gradient goes home once; in S only if its update may have to wait for the norm.
@@ -187,13 +196,16 @@ def placed_plan(
     slots = size * (windowed_slots + num_gradients(kinds, window_size, waits=clipping is not None))
     slots += (states + (size if clipping else 0)) * streamed_slots
     device["buffers"] = slots * home * num_ranks
-    boundary, small, device["activations"] = _activations(workload)
+    num_kept = len(kinds) if activations == "device" else num_boundaries(len(kinds))
+    boundary, small, device["activations"] = _activations(workload, num_kept)
 
     at_home_numel = sum(params.values()) - params["R"] if num_ranks == 1 else hosted * home
     host = {kind: each * at_home_numel for kind, each in at_home.items()}
     on_disk = at_home["optimizer"] * stored_numel(layer)
     host["optimizer"] -= at_home["optimizer"] * params["D"]
     host["gradients"] -= 0 if clipping else at_home["gradients"] * params["S"]
+    if num_kept < len(kinds):
+        host["activations"] = boundary * (len(kinds) - num_kept)
     if num_ranks > 1:  # gloo gathers and sums in copies of a slab, in two threads; NCCL makes none
         host["buffers"] = 2 * size * home * num_ranks
     if count["D"]:
@@ -206,7 +218,8 @@ def placed_plan(
         updates = [(each * min(block, max(workload.end_params, layer if count["R"] else 0)), boundary)]
         below = max(kinds.rfind("S"), -1 if clipping else kinds.rfind("R"))
         if below >= 0:  # in the forward pass, or, ahead of the norm or without it, in the backward pass
-            kept = min(boundary * (below + (1 if clipping == "deferred" else 3)), device["activations"])
+            others = min(below, num_kept)
+            kept = min(boundary * (others + (1 if clipping == "deferred" else 3)), device["activations"])
             updates.append((each * min(block, layer), kept))
         updated, kept = max(updates, key=sum)
         if updated + kept + small > device["activations"]:
@@ -227,19 +240,21 @@ def placed_plan(
         "gathers": parts_sent(fetches * whole, num_ranks),
         "sums": parts_sent(num_windowed * whole, num_ranks) + alike,
     }
-    return Plan(device=device, host=host, disk=disk, moved_bytes=moved * home, exchanged=sent)
+    moved = moved * home + 2 * host.get("activations", 0)
+    return Plan(device=device, host=host, disk=disk, moved_bytes=moved, exchanged=sent)
 
 
-def _activations(workload: Sizes) -> tuple[int, int, int]:
-    """Return three numbers of bytes: a layer's input, a step's small tensors, and the peak of all activations."""
+def _activations(workload: Sizes, num_kept: int) -> tuple[int, int, int]:
+    """Return three numbers of bytes: a layer's input, a step's small tensors, and the peak of all activations, with the
+    inputs of `num_kept` layers on the device."""
     if isinstance(workload, UserSizes):  # at an update all that was measured may still be there
         return workload.activations, 0, workload.activations
     # Other micro-batches wait: beside the loss with their outputs and these gradients; beside the top layers also with
     # their inputs and the gradients of these.
     boundary = workload.boundary_bytes
     others = boundary - boundary // workload.micro_batches
-    at_head = workload.num_layers * boundary + workload.head_bytes + 2 * others
-    at_layer = (workload.num_layers - 1) * boundary + workload.layer_bytes + 4 * others
+    at_head = num_kept * boundary + workload.head_bytes + 2 * others
+    at_layer = (num_kept - 1) * boundary + workload.layer_bytes + 4 * others
     # Small, but it fills the last of a device: norms of gradients and a step's other numbers, in units of 512 bytes,
     # and what attention keeps.
     num_tensors = len(workload.anatomy.layer) * workload.num_layers

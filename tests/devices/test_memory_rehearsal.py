@@ -26,6 +26,7 @@ OURS: list[tuple[str, dict[str, Any]]] = [
     ("l2l", {}),
     ("stronghold", {"window_size": 3, "resident_layers": 0}),
     ("stronghold", {"window_size": 1, "resident_layers": 1}),
+    ("stronghold", {"window_size": 2, "resident_layers": 0, "activations": "host"}),
 ]
 SIZES: list[Any] = [
     {"hidden_size": 512, "num_layers": 3, "vocab_size": 12576},  # a layer is several blocks of an update

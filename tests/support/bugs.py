@@ -29,6 +29,7 @@ class Bug(NamedTuple):
     clipping: str = "deferred"
     overflows: bool = False  # in fp16 at every other step
     dtype: str = "fp32"  # of what does not overflow
+    activations: str = "device"  # where boundaries wait
 
     @property
     def workload(self) -> Workload:
@@ -40,12 +41,13 @@ class Bug(NamedTuple):
     def options(self) -> dict[str, Any]:
         if self.method != "stronghold":
             return {}
-        return {"window_size": 2, "placement": self.placement, "clipping": self.clipping}
+        timing = {"clipping": self.clipping, "activations": self.activations}
+        return {"window_size": 2, "placement": self.placement, **timing}
 
 
 SLOT, STATE, CLIP = "methods/streaming/slot.py", "methods/streaming/layer_state.py", "methods/offload/clip.py"
 DISK, STRONGHOLD = "methods/streaming/disk.py", "methods/stronghold.py"
-KINDS = "methods/streaming/layer_kinds.py"
+KINDS, BOUNDARIES = "methods/streaming/layer_kinds.py", "methods/streaming/boundaries.py"
 FETCH_WAITS = "(device.compute.record_event(), self.sent, layer.landed)"
 
 # Waits between streams and threads that a CPU, which does one thing after another, can do without.
@@ -152,6 +154,39 @@ SILENT_BUGS = [
         "self.device.compute.wait_event(self.drained)",
         "pass",
         "gradients 1 slab",
+    ),
+    Bug(
+        "boundary_overwritten_while_going_home",
+        BOUNDARIES,
+        "self.device.compute.wait_event(self.slot.drained)",
+        "pass",
+        "boundaries 1 slab",
+        activations="host",
+    ),
+    Bug(
+        "boundary_sent_home_before_it_is_in_its_slot",
+        BOUNDARIES,
+        '"outbound", "boundary", self.of, [done]',
+        '"outbound", "boundary", self.of, []',
+        "boundaries 1 slab",
+        activations="host",
+    ),
+    Bug(
+        "slot_of_a_boundary_reused_before_the_layer_is_done",
+        BOUNDARIES,
+        '"inbound", "boundary", self.of, [free]',
+        '"inbound", "boundary", self.of, []',
+        "boundaries 1 slab",
+        activations="host",
+    ),
+    Bug(
+        "layer_recomputed_before_its_boundary_is_back",
+        BOUNDARIES,
+        "self.device.compute.wait_event(self.returned)",
+        "pass",
+        "boundaries 1 slab",
+        placement="R5",  # else the wait for weights, which come in behind the boundary, is a wait for it, too
+        activations="host",
     ),
     Bug(
         "resident_gradient_computed_where_another_is_going_home",

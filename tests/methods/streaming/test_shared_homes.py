@@ -35,7 +35,7 @@ SHARED = [
     ("stronghold", {"world_size": 2}, {}),
     ("stronghold", {"world_size": 4}, {}),
     ("stronghold", {"world_size": 2}, {"dtype": "bf16"}),
-    ("stronghold", {"world_size": 2}, {"micro_batches": 2}),
+    ("stronghold", {"world_size": 2, "activations": "host"}, {"micro_batches": 2}),
     ("stronghold", {"world_size": 2, "placement": "R1W3", "window_size": 1}, {"dtype": "fp16"}),
     ("stronghold", {"world_size": 2, "placement": "R1W3", "window_size": 2}, {}),
     ("stronghold", {"world_size": 4, "placement": "R1W3", "window_size": 2}, {"dtype": "bf16", "clip_norm": 0.0}),
