@@ -9,7 +9,7 @@ about 4 minutes on two cores. `--with` tries the gate at other sizes than those 
 `--model` tries the gate on a model by its config.json, with the faults of this model's conventions
 (bench/convention_faults.py) beside those faults of the GPT that the model can have.
 
-    .venv/bin/python -m bench.gate_power [--out results/gate-power.json] [--with seq_len=256 --with batch_size=1]
+    .venv/bin/python -m bench.gate_power [--out FILE] [--with seq_len=256 --with batch_size=1]
 
 `--seeds` tries the roundings that are not in the gate's floor with each of these seeds; `--no-faults` leaves the faults
 out.
@@ -312,7 +312,12 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), default=Path("results/gate-power.json"))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Default: results/gate-power.json, or gate-power-NAME.json of --model.",
+)
 @click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
 @click.option(
     "--model",
@@ -335,7 +340,7 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
 @click.option("--probe-steps", type=int, default=probe.STEPS)
 @click.option("--faults/--no-faults", default=True)
 def main(
-    out: Path,
+    out: Path | None,
     cores: int,
     model: str | None,
     changes: tuple[str, ...],
@@ -346,6 +351,7 @@ def main(
 ) -> None:
     """Train all, judge all, print the table, write the figures."""
     started = time.monotonic()
+    out = out or Path(f"results/gate-power{f'-{model}' if model else ''}.json")
     size = SIZE if model is None else dataclasses.replace(SIZE, **{**named_models.load(model).sizes, **NARROW})
     size = dataclasses.replace(size, **{name: json.loads(number) for name, number in (c.split("=") for c in changes)})
     numbers = [int(seed) for seed in seeds.split(",")]

@@ -15,12 +15,15 @@ from harness.base.foreign_file import read_yaml
 T = TypeVar("T")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the nearest name, or the names that contain this one, as a hint that ends with a space; empty if none is
-    near."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    near = near or [each for each in known if name.lower() in each.split("-")]
+FEW = 20  # most names that a message lists
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
+    """Return the nearest names, at most so many, or the names that contain this one, as a hint that ends with a space;
+    empty if none is near. Capital and small letters count as equal."""
+    small = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), small, n=most, cutoff=0.4)
+    near = [small[each] for each in near] or [small[each] for each in small if name.lower() in each.split("-")]
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
@@ -49,8 +52,17 @@ def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: s
     fields."""
     found = places(files, example)
     if name not in found:
-        choices = f"choose one of {', '.join(sorted(found))}, or add it to {files[-1]}"
-        raise ValueError(f"no {what} {name!r}: {did_you_mean(name, found)}{choices}")
+        if len(found) > FEW:
+            near, choices = (
+                did_you_mean(name, found, most=3),
+                f"{files[-1]} lists all {len(found)}: choose one, or add it",
+            )
+        else:
+            near, choices = (
+                did_you_mean(name, found),
+                f"choose one of {', '.join(sorted(found))}, or add it to {files[-1]}",
+            )
+        raise ValueError(f"no {what} {name!r}: {near}{choices}")
     file = found[name]
     try:
         return checked(kind, entries(file, example)[name])

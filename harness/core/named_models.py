@@ -60,9 +60,10 @@ def names(file: Path = FILE) -> list[str]:
 
 def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:
     """Return a model by its name in models.yaml, with or without its owner on the Hub, or by a config.json or its
-    folder. Raises ValueError that names the nearest model, or what is wrong with the file."""
+    folder: a path that exists is never taken for a name. Raises ValueError that names the nearest models, or what is
+    wrong with the file."""
     found, known = entries(file, EXAMPLE), name.rpartition("/")[2]
-    if known in found:
+    if known in found and not ("/" in name and Path(name).exists()):
         if "config" not in found[known]:
             return entry(NamedModel, "model", known, (file,), EXAMPLE)
         model = entry(ConfiguredModel, "model", known, (file,), EXAMPLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -15,6 +16,7 @@ from harness.core import named_models
 from harness.core.job import Workload
 from harness.jobs.command import command
 from tests.support import cli
+from tests.support.configured import config_of
 
 
 def sizes(*words: str) -> tuple[int, ...]:
@@ -105,9 +107,22 @@ def test_a_model_by_its_config_is_shortened_by_its_layers() -> None:
     assert make_jobs(again, ())[0] == job
 
 
-def test_an_unknown_model_names_the_nearest() -> None:
-    ended = cli.run("plan", "-m", "l2l", "--model", "gpt2xl")
-    assert ended.returncode == 2 and "no model 'gpt2xl': did you mean gpt2-xl?" in ended.stderr
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("gpt2xl", "gpt2-xl or gpt2 or gpt2-large"), ("llama3-8b", "Llama-3-8B or Llama-3.1-8B or llama-7b")],
+)
+def test_an_unknown_model_names_the_nearest_and_the_file_of_all(name: str, near: str) -> None:
+    ended = cli.run("plan", "-m", "l2l", "--model", name)
+    told = f"no model '{name}': did you mean {near}? {named_models.FILE} lists all {len(named_models.names())}"
+    assert ended.returncode == 2 and told in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+def test_a_folder_is_not_taken_for_the_model_whose_name_it_has(tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen3-8B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_of("llama")))
+    assert named_models.load(str(folder)).sizes["hidden_size"] == 32
+    assert named_models.load("Qwen/Qwen3-8B").sizes["hidden_size"] == 4096
 
 
 def test_sizes_that_make_no_model_are_one_line(tmp_path: Path) -> None:
