@@ -31,6 +31,7 @@ Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
 SKETCHES = ROOT / ".venv" / "sketches"  # cache of harness/forecast/sketch.py: a file for each configuration
+FORMAT = 2  # of these files; another number when a sketch gets other fields
 MOST_SEEN = 8  # most layers that a sketch looks at: kinds of layers that alternate repeat within fewer
 PARTS = ("embedding", "layer", "head")
 NEEDS = "models by their config.json need transformers: pip install transformers==5.23.0"
@@ -51,6 +52,10 @@ class Anatomy:
     starts: dict[str, tuple[float, float]]  # mean and standard deviation of a tensor's starting values
     head_boundaries: float = 0.0  # memory that the norm before the head keeps, in multiples of its input
     given_bytes: int = 0  # bytes of a layer's arguments beside its input, for each token of a sample
+    # The same for each pair of tokens of a sample: of scores (multiples of the input, for each token) and of masks.
+    pair_boundaries: float = 0.0
+    pair_given_bytes: int = 0
+    slopes: int = 0  # tensors of the logits' size that the loss keeps beside them
     # For tensors of a layer: the elements [start, stop) whose gradient is nothing but rounding.
     noise: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -113,7 +118,7 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
     except PackageNotFoundError as error:
         raise Unavailable(NEEDS) from error
     config = narrowed(text, *sizes)
-    digest = hashlib.sha256(json.dumps([config, library], sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([config, library, FORMAT], sort_keys=True).encode()).hexdigest()
     file = SKETCHES / f"{digest[:16]}.json"
     try:
         found = read_json(file)
@@ -130,7 +135,8 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
         **parts, layer_prefix=found["layer_prefix"], ends_prefix="",
         token_flops=found["token_flops"], pair_flops=found["pair_flops"],
         boundaries=found["boundaries"][dtype], head_boundaries=found["head_boundaries"][dtype],
-        given_bytes=found["given_bytes"][dtype],
+        given_bytes=found["given_bytes"][dtype], pair_given_bytes=found["pair_given_bytes"][dtype],
+        pair_boundaries=found["pair_boundaries"][dtype], slopes=found["slopes"],
         starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
         # The keys' bias adds the same to every score of a query, but for the rotation by positions, which is next to
         # nothing in the slow pairs of a head.

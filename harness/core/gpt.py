@@ -25,6 +25,7 @@ from harness.core.anatomy import anatomy_of
 from harness.core.job import BETAS, EPSILON, NUM_LOGITS, WEIGHT_DECAY, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Bend = Callable[[Tensor], tuple[Tensor, Tensor | float]]  # a model's function of each logit, with its slope there
 DRAWN_AT_ONCE = 2**18  # elements in a block of starting values; a multiple of 16, which torch draws at once
 
 
@@ -112,13 +113,15 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0, bend: Bend | None = None
+    ) -> Tensor:
         num_tokens, total = len(x), torch.zeros((), device=x.device)
         dx, dweight = torch.empty_like(x), None
         at_once = max(1, NUM_LOGITS // len(weight))
         for start in range(0, num_tokens, at_once):
             block = slice(start, start + at_once)
-            loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens, scale)
+            loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens, scale, bend)
             total += loss
             dx[block] = dlogits @ weight
             dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
@@ -129,18 +132,24 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dloss: Tensor) -> Any:
         (dx, dweight), ctx.gradients = ctx.gradients, None  # only autograd holds these gradients: no copy is made
-        return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None, None
+        return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None, None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, num_tokens: int, scale: float) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, num_tokens: int, scale: float, bend: Bend | None = None
+) -> tuple[Tensor, Tensor]:
     """Return these tokens' share of the mean over `num_tokens`, in fp32, and its gradient times `scale` in the logits'
     dtype. The gradient overwrites the logits if they are fp32. logits: (N, V); targets: (N,)."""
-    dtype, wanted, logits = logits.dtype, targets.unsqueeze(1), logits.float()
+    dtype, wanted = logits.dtype, targets.unsqueeze(1)
+    logits, slope = bend(logits) if bend else (logits, 1.0)
+    logits = logits.float()
     right, largest = logits.gather(1, wanted), logits.amax(1, keepdim=True)
     sums = logits.sub_(largest).exp_().sum(1, keepdim=True)
     loss = (sums.log() + largest - right).sum() / num_tokens
     divisor = num_tokens / scale
     dlogits = logits.div_(sums * divisor).scatter_add_(1, wanted, torch.full_like(sums, -1 / divisor))
+    if bend:
+        dlogits.mul_(slope)
     return loss, dlogits.to(dtype)
 
 

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from harness.core.anatomy import NEEDS
-from harness.core.gpt import DTYPES, HeadLoss
+from harness.core.gpt import DTYPES, Bend, HeadLoss
 from harness.core.hub_config import narrowed
 from harness.core.job import Workload
 from harness.core.unavailable import Unavailable
@@ -107,9 +107,11 @@ class HubEnds(nn.Module):
         """Return the mean cross-entropy over all tokens, in fp32; its gradient is multiplied by `scale`."""
         return _head_loss(self, self.normalized(x), targets, scale)
 
+    @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
-        """Return all logits, (B, T, V)."""
-        return F.linear(self.normalized(x), _head(self))
+        """Return all logits, (B, T, V), without a gradient."""
+        logits, bend = F.linear(self.normalized(x), _head(self)), bend_of(_base(self).config)
+        return bend(logits)[0] if bend else logits
 
     def normalized(self, x: Tensor) -> Tensor:
         """Return the output of the norm before the head."""
@@ -224,9 +226,7 @@ def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
     transformers = library()
     try:
         own = transformers.AutoConfig.for_model(**config)
-        return transformers.AutoModelForCausalLM.from_config(
-            own, attn_implementation="sdpa", dtype=dtype, trust_remote_code=False
-        )
+        return transformers.AutoModelForCausalLM.from_config(own, dtype=dtype, trust_remote_code=False)
     except (ImportError, KeyError, TypeError, ValueError) as error:
         told = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
         raise Unlike(f"transformers {transformers.__version__} does not make it: {told:.200}") from error
@@ -286,8 +286,25 @@ def _base(module: Any) -> Any:
 def _head_loss(module: Any, hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
     """Return the mean cross-entropy of the linear head on normalized hidden states, (B, T, D)."""
     rows, head = hidden.flatten(0, 1), _head(module)
-    mean: Tensor = HeadLoss.apply(rows, head, targets.flatten(), scale)  # type: ignore[no-untyped-call]
+    bend = bend_of(_base(module).config)
+    mean: Tensor = HeadLoss.apply(rows, head, targets.flatten(), scale, bend)  # type: ignore[no-untyped-call]
     return mean
+
+
+def bend_of(config: Any) -> Bend | None:
+    """Return what the model does to each logit after the head, by its configuration; None: nothing."""
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        return functools.partial(_capped, cap)
+    if (divisor := getattr(config, "logits_scaling", 1.0)) != 1:
+        return lambda logits: (logits.div_(divisor), 1 / divisor)
+    return None
+
+
+def _capped(cap: float, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits as Gemma 2 caps them, and the slopes, in their memory."""
+    curve = logits.div_(cap).tanh_()
+    capped = curve * cap
+    return capped, torch.addcmul(curve.new_ones(()), curve, curve, value=-1, out=curve)
 
 
 def _head(module: Any) -> Tensor:

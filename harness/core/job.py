@@ -181,7 +181,7 @@ class Workload:
         size, all_logits = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len * self.vocab_size
         logits, matrix = min(NUM_LOGITS, all_logits), size * self.vocab_size * self.hidden_size
         later = min(NUM_LOGITS, all_logits - logits)  # the largest block after the first
-        both = 4 if size == 4 else 4 + size
+        both = (4 if size == 4 else 4 + size) + size * self.anatomy.slopes
         rounded = max(both * logits, both * later + matrix if later else 0)
         kept = 3 * self.boundary_bytes + int(self.anatomy.head_boundaries * self.boundary_bytes)
         return kept // self.micro_batches + max(rounded, size * logits + matrix)
@@ -191,13 +191,19 @@ class Workload:
         """Most bytes that a layer's recompute and backward pass on a micro-batch take at one time: the activations,
         their gradients, and one matrix's gradient before it is added to the sum."""
         anatomy = self.anatomy
-        inner = int(anatomy.boundaries * self.boundary_bytes) // self.micro_batches
+        inner = int(self.boundaries * self.boundary_bytes) // self.micro_batches
         return inner + self.weight_bytes * math.prod(anatomy.layer_matrix)
 
     @property
+    def boundaries(self) -> float:
+        """Most memory of a layer's recompute and backward pass, in multiples of the layer's input."""
+        return self.anatomy.boundaries + self.seq_len * self.anatomy.pair_boundaries
+
+    @property
     def given_bytes(self) -> int:
-        """Bytes of the layers' arguments beside their input: the angles of rotary positions."""
-        return self.anatomy.given_bytes * self.seq_len
+        """Bytes of the layers' arguments beside their input: the angles of rotary positions, and masks."""
+        masks = self.batch_size // self.micro_batches * self.seq_len**2 * self.anatomy.pair_given_bytes
+        return self.anatomy.given_bytes * self.seq_len + masks
 
     @property
     def working_bytes(self) -> int:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.core import hub_config, model
 from harness.core.gpt import DTYPES
-from harness.core.hub_model import HubEnds, Unlike, parts_of, theirs
+from harness.core.hub_model import HubEnds, Unlike, bend_of, parts_of, theirs
 from harness.core.job import Workload
 from harness.devices.memory_account import NAME
 from harness.devices.memory_rehearsal import without_memory
@@ -34,6 +34,7 @@ GRADIENT_TOLERANCE = 1e-5  # largest relative difference of a gradient between t
 COUNTED = (64, 128)  # tokens of the two samples whose operations are counted
 MEASURED = 2**16  # tokens whose activations are measured: far more than a matrix has rows
 SAMPLE = 1024  # most tokens of one sample when activations are measured
+SHORT = 256  # the same where scores and masks of all pairs of tokens have memory
 
 
 def sketch(workload: Workload) -> dict[str, Any]:
@@ -49,14 +50,14 @@ def sketch(workload: Workload) -> dict[str, Any]:
     if len(matrices) > 2 or any(of_ends[name] != size for name in matrices):
         raise Unlike(f"its ends have other matrices than those of {size[0]} words")
     token_flops, pair_flops = work(workload)
+    fp32, half = measured(workload), measured(replace(workload, dtype="bf16"))
     return {
         "embedding": {matrices[0]: size},
         "layer": layers[0],
         "head": {name: shape for name, shape in of_ends.items() if name not in matrices[:-1]},
         "layer_prefix": prefix_of(whole), "token_flops": token_flops, "pair_flops": pair_flops,
-        **{name: {"fp32": measure(workload), "half": measure(replace(workload, dtype="bf16"))}
-           for name, measure in MEASURES.items()},
-        "starts": starts,
+        **{name: {"fp32": fp32[name], "half": half[name]} for name in fp32},
+        "slopes": keeps_slopes(workload), "starts": starts,
     }  # fmt: skip
 
 
@@ -125,21 +126,45 @@ def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
 
 def work(workload: Workload) -> tuple[int, int]:
     """Return a layer's operations for each token, and those of attention for each pair of tokens in a sample: causal
-    attention takes half of those of full attention."""
+    attention takes half of those of full attention, unless it is the plain one."""
     layer, each = model.new_layer(workload, 0), []
     for tokens in COUNTED:
         with FlopCounterMode(display=False) as counter:
             layer(torch.empty((1, tokens, workload.hidden_size), device="meta"))
         each.append(counter.get_total_flops() // tokens)
     pair = (each[1] - each[0]) // (COUNTED[1] - COUNTED[0])
-    return each[0] - pair * COUNTED[0], pair // 2
+    return each[0] - pair * COUNTED[0], pair if is_plain(workload) else pair // 2
 
 
-def boundaries(workload: Workload) -> float:
-    """Return the most memory that a layer's recompute and backward pass hold beside the weights, as a multiple of the
-    layer's input. Weight gradients are freed one by one, so at most one is counted."""
+def is_plain(workload: Workload) -> bool:
+    """Return whether attention keeps the scores of all pairs of tokens, as transformers' eager one does."""
+    return bool(parts_of(workload).base.config._attn_implementation == "eager")
+
+
+def keeps_slopes(workload: Workload) -> int:
+    """Return 1 if the slopes of capped logits are kept beside them."""
+    bend = bend_of(parts_of(workload).base.config)
+    return int(bend is not None and isinstance(bend(torch.zeros(1))[1], Tensor))
+
+
+def measured(workload: Workload) -> dict[str, float]:
+    """Return the bytes of activations in this dtype, as fields of an Anatomy."""
     config = hub_config.parsed(str(workload.config))
-    tokens = min(SAMPLE, config.get("sliding_window") or SAMPLE, config.get("max_position_embeddings") or SAMPLE)
+    most = min(config.get(name) or SAMPLE for name in ("sliding_window", "max_position_embeddings"))
+    tokens = min(SHORT if is_plain(workload) else SAMPLE, most)
+    at_all, pair = boundaries(workload, tokens), 0.0
+    if is_plain(workload):  # what grows with a sample's length is told apart, at two lengths
+        pair = (at_all - boundaries(workload, tokens // 2)) / (tokens - tokens // 2)
+    given, given_pair = given_bytes(workload)
+    return {
+        "boundaries": at_all - pair * tokens, "pair_boundaries": pair, "head_boundaries": head_boundaries(workload),
+        "given_bytes": given, "pair_given_bytes": given_pair,
+    }  # fmt: skip
+
+
+def boundaries(workload: Workload, tokens: int) -> float:
+    """Return the most memory that a layer's recompute and backward pass on samples of so many tokens hold beside the
+    weights, as a multiple of the layer's input. Weight gradients are freed one by one, so at most one is counted."""
     size, dtype = (MEASURED // tokens, tokens, workload.hidden_size), DTYPES[workload.dtype]
     layer = model.new_layer(workload, 0)
     with without_memory() as tracker:
@@ -173,16 +198,17 @@ def head_boundaries(workload: Workload) -> float:
         return max(0.0, (tracker.stats()["device_allocated"] - before) / (x.nbytes) - 2) if y.requires_grad else 0.0
 
 
-def given_bytes(workload: Workload) -> int:
-    """Return the bytes, for each token of a sample, of the tensors that layers get beside their input."""
-    tokens = COUNTED[1]
-    x = torch.zeros((), dtype=DTYPES[workload.dtype]).expand(1, tokens, workload.hidden_size)
-    heard = parts_of(workload).heard(x)
-    tensors = {id(leaf): leaf for leaf in tree_leaves(heard) if isinstance(leaf, Tensor)}
-    return -(-sum(tensor.nbytes for tensor in tensors.values()) // tokens)
-
-
-MEASURES = {"boundaries": boundaries, "head_boundaries": head_boundaries, "given_bytes": given_bytes}
+def given_bytes(workload: Workload) -> tuple[int, int]:
+    """Return the bytes of the tensors that layers get beside their input: those for each token of a sample, and those
+    for each pair of its tokens."""
+    each = []
+    for tokens in COUNTED:
+        x = torch.zeros((), dtype=DTYPES[workload.dtype]).expand(1, tokens, workload.hidden_size)
+        heard = parts_of(workload).heard(x)
+        tensors = {id(leaf): leaf for leaf in tree_leaves(heard) if isinstance(leaf, Tensor)}
+        each.append(-(-sum(tensor.nbytes for tensor in tensors.values()) // tokens))
+    pair = (each[1] - each[0]) // (COUNTED[1] - COUNTED[0])
+    return each[1] - pair * COUNTED[1], pair
 
 
 def main() -> None:

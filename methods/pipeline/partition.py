@@ -105,7 +105,7 @@ def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, floa
 def _saved_boundaries(workload: Workload) -> float:
     """Return the bytes that autograd saves for a layer, over the bytes of its input. For a model by its config.json the
     tensors of the backward pass are included, because the model's sizes do not distinguish them."""
-    return SAVED_BOUNDARIES if workload.config is None else workload.anatomy.boundaries
+    return SAVED_BOUNDARIES if workload.config is None else workload.boundaries
 
 
 def stage_bytes(
@@ -142,6 +142,6 @@ def stage_bytes(
         "weights": size * params,
         "gradients": 4 * params,
         "optimizer": OPTIMIZER_BYTES[workload.dtype] * params,
-        "activations": max(moments) + workload.given_bytes,
+        "activations": max(moments) + part.given_bytes,
         "buffers": messages,
     }

@@ -26,8 +26,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
                 "tie_word_embeddings": False},
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
-    **{name: {"model_type": name, "pad_token_id": 0} for name in ("phi3", "olmo2", "smollm3", "granite", "gpt_neox")},
+    **{name: {"model_type": name, "pad_token_id": 0} for name in ("phi3", "olmo2", "smollm3", "gpt_neox")},
+    "granite": {"model_type": "granite", "pad_token_id": 0, "logits_scaling": 6.0, "embedding_multiplier": 12.0,
+                "residual_multiplier": 0.22, "attention_multiplier": 0.125},
     "gemma": {"model_type": "gemma", "pad_token_id": 0, "head_dim": 8},
+    "gemma2": {"model_type": "gemma2", "pad_token_id": 0, "head_dim": 8, "sliding_window": 64,
+               "query_pre_attn_scalar": 4, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0},
     "gemma3": {"model_type": "gemma3_text", "pad_token_id": 0, "head_dim": 8, "sliding_window": 64, "rope_theta": 1e6,
                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }  # fmt: skip
@@ -51,10 +55,9 @@ def theirs(workload: Workload) -> Any:
     import transformers
 
     if workload.weights is not None:
-        words = {"attn_implementation": "sdpa", "dtype": torch.float32}
-        return transformers.AutoModelForCausalLM.from_pretrained(workload.weights, **words).train()
+        return transformers.AutoModelForCausalLM.from_pretrained(workload.weights, dtype=torch.float32).train()
     config = transformers.AutoConfig.for_model(**json.loads(str(workload.config)))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     named = dict(model.named_parameters())
     ours = dict(build(workload).named_parameters())
     assert named.keys() == ours.keys()
