@@ -42,18 +42,36 @@ def step(
     """Take one step with the states in a slot. In the first step the optimizer makes its states itself, outside of the
     slot; it steps one parameter at a time, so that few states exist outside.
     """
-    rows = [(parameter, parameter.grad, each) for parameter, each in zip(parameters, states, strict=True)]
+    given = [dict(each) for each in states] if is_first else with_numbers_on_host(optimizer, states)
+    each_of = zip(parameters, states, given, strict=True)
+    rows = [(parameter, parameter.grad, each, kept) for parameter, each, kept in each_of]
     for parameter in parameters:
         parameter.grad = None  # the optimizer skips a parameter without a gradient
     for together in [[row] for row in rows] if is_first else [rows]:
-        for parameter, grad, each in together:
+        for parameter, grad, _, kept in together:
             parameter.grad = grad
             if not is_first:
-                optimizer.state[parameter] = dict(each)
+                optimizer.state[parameter] = kept
         optimizer.step()
-        for parameter, _, each in together:
+        for parameter, _, each, _ in together:
             parameter.grad = None
             _keep(optimizer.state.pop(parameter, {}), each)
+
+
+def with_numbers_on_host(optimizer: torch.optim.Optimizer, states: list[States]) -> list[States]:
+    """Return the states with single numbers, such as Adam's count of steps, on the host: there torch makes those of an
+    optimizer that is neither fused nor capturable, and reads each when it steps. All come by one copy, because to read
+    one from a device is to wait for the device.
+    """
+    found = [dict(each) for each in states]
+    if any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
+        return found
+    numbers = [(each, key) for each in found for key, value in each.items() if not value.dim()]
+    if numbers and (first := numbers[0][0][numbers[0][1]]).device.type != "cpu":
+        on_host = torch.stack([each[key].to(first.dtype) for each, key in numbers]).cpu()
+        for (each, key), value in zip(numbers, on_host, strict=True):
+            each[key] = value.to(each[key].dtype, copy=True)
+    return found
 
 
 def _keep(made: States, states: States) -> None:
@@ -61,4 +79,4 @@ def _keep(made: States, states: States) -> None:
     with torch.no_grad():
         for key, value in made.items():
             if value is not states[key]:
-                states[key].copy_(value)
+                states[key].copy_(value, non_blocking=not value.dim())  # the driver takes a number of the host at once
