@@ -75,8 +75,9 @@ def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
     return {kind: Carried((sum(each.inbound), 0), (sum(each.outbound), 0)) for kind, each in found.items()}
 
 
-def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
-    """Return the rows of every resource that bounds a step."""
+def rows(workload: Workload, rates: Rates, clipping: str | None, boundaries: int = 0) -> list[Row]:
+    """Return the rows of every resource that bounds a step. `boundaries`: bytes of layers' inputs that go to the host
+    in the forward pass and come back in the backward pass."""
     deferred = clipping == "deferred"
     ahead = rates.ahead_cost if clipping == "speculate" else 1.0
     forward, backward = compute_seconds(workload, rates)
@@ -96,7 +97,9 @@ def rows(workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
     ]
     for pool in range(last + 1):
         touched = ahead * UPDATE_BYTES[workload.dtype] if pool == last else 0.0
-        found += _link_rows(workload, rates, clipping, pool, touched)
+        into, out = boundaries * (pool == BACKWARD), boundaries * (pool == last)
+        always = {"link inbound": into, "link outbound": out, "link both ways": into + out, "host memory": into + out}
+        found += _link_rows(workload, rates, clipping, pool, touched, always)
     return found
 
 
@@ -105,7 +108,11 @@ def stored_bytes(workload: Workload) -> int:
     return state_bytes(workload)["optimizer"] * stored_numel(workload.layer_params)
 
 
-def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int, per_update: float) -> list[Row]:
+def _link_rows(
+    workload: Workload, rates: Rates, clipping: str | None, pool: int, per_update: float, always: Counts
+) -> list[Row]:
+    """Return the rows of the link and of the host's memory in one pool of time. `always`: bytes that cross, whichever
+    kinds the layers have."""
     table, params = carried(workload, clipping), workload.layer_params
     inbound = {kind: params * each.inbound[pool] for kind, each in table.items()}
     outbound = {kind: params * each.outbound[pool] for kind, each in table.items()}
@@ -115,7 +122,12 @@ def _link_rows(workload: Workload, rates: Rates, clipping: str | None, pool: int
     touched = {kind: size + on_host.get(kind, 0) for kind, size in both.items()}
     amounts = {"link inbound": inbound, "link outbound": outbound, "link both ways": both, "host memory": touched}
     return [
-        Row(name, pool, 0.0, {kind: seconds_of(name, size, rates) for kind, size in sizes.items()})
+        Row(
+            name,
+            pool,
+            seconds_of(name, always[name], rates),
+            {kind: seconds_of(name, size, rates) for kind, size in sizes.items()},
+        )
         for name, sizes in amounts.items()
     ]
 
@@ -129,12 +141,14 @@ def forecast(found: list[Row], counts: Counts) -> Forecast:
 
 
 def least_seconds(
-    workload: Workload, rates: Rates, needs: Mapping[str, Counts], free: Counts, *, clipping: str | None, kinds: str
-) -> tuple[float, dict[str, float]] | None:
+    workload: Workload, rates: Rates, needs: Mapping[str, Counts], free: Counts, *, clipping: str | None, kinds: str,
+    boundaries: int = 0,
+) -> tuple[float, dict[str, float]] | None:  # fmt: skip
     """Return the lower bound of the step time over all placements, and the numbers of layers of each kind with the
     fewest copied bytes among those within SLACK of the bound. None if no placement fits or scipy is missing.
 
-    `needs`: bytes of a layer, by memory and kind; `free`: bytes that are left for layers, by memory.
+    `needs`: bytes of a layer, by memory and kind; `free`: bytes that are left for layers, by memory; `boundaries`: as
+    in rows().
     """
     try:
         from scipy.optimize import linprog  # a slow import, needed only for plans by rates
@@ -143,7 +157,7 @@ def least_seconds(
 
     pools = range(2 if clipping == "deferred" else 1)
     upper, limits = [], []
-    for row in rows(workload, rates, clipping):
+    for row in rows(workload, rates, clipping, boundaries):
         per_pool = [-1.0 if row.pool == pool else 0.0 for pool in pools]
         upper.append([row.per_layer.get(kind, 0.0) for kind in kinds] + per_pool)
         limits.append(-row.seconds)
@@ -169,11 +183,12 @@ def choose(workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping
     """Return the numbers of layers of each kind that fit and have the shortest step by the rates; among those within
     SLACK of it, the numbers with the fewest copied bytes. None if no placement fits."""
     assert room.rates is not None
-    found = rows(workload, room.rates, clipping)
+    boundaries = _boundaries(plan_of(workload, {**dict.fromkeys(kinds, 0), "R": workload.num_layers}))
+    found = rows(workload, room.rates, clipping, boundaries)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
     optional = kinds.replace("R", "")  # kinds tried in and out: buffers of a kind cost memory however few its layers
     for used in itertools.chain.from_iterable(itertools.combinations(optional, n) for n in range(len(optional) + 1)):
-        for some in _whole(workload, room, plan_of, "R" + "".join(used), clipping):
+        for some in _whole(workload, room, plan_of, "R" + "".join(used), clipping, boundaries):
             counts = dict.fromkeys(kinds, 0) | some
             plan = plan_of(workload, counts)
             if plan.shortfall(room) is None:
@@ -188,18 +203,23 @@ def choose(workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping
 
 
 def _whole(
-    workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None
+    workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None, boundaries: int
 ) -> Iterator[dict[str, int]]:
     """Return whole numbers of layers of each kind near the solution of the linear program."""
     assert room.rates is not None
     needs, free = _linear(workload, room, plan_of, kinds)
     if not may_fit(workload.num_layers, needs, free):
         return
-    solution = least_seconds(workload, room.rates, needs, free, clipping=clipping, kinds=kinds)
+    solution = least_seconds(workload, room.rates, needs, free, clipping=clipping, kinds=kinds, boundaries=boundaries)
     ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()] if solution else []
     for counts in itertools.product(*ranges):
         if sum(counts) == workload.num_layers:
             yield dict(zip(kinds, counts, strict=True))
+
+
+def _boundaries(plan: Plan) -> int:
+    """Return the bytes of boundaries that the host keeps from the forward pass to the backward pass."""
+    return plan.host.get("activations", 0)
 
 
 def may_fit(num_layers: int, needs: Mapping[str, Counts], free: Counts) -> bool:
@@ -256,5 +276,5 @@ def with_forecast(plan: Plan, workload: Workload, room: Room, counts: Counts, cl
     """Return the plan with the lower bound of its step time, if rates are known."""
     if room.rates is None:
         return plan
-    found = forecast(rows(workload, room.rates, clipping), counts)
+    found = forecast(rows(workload, room.rates, clipping, _boundaries(plan)), counts)
     return replace(plan, step_seconds=found.seconds, binds=found.binds)

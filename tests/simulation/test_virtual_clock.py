@@ -77,6 +77,14 @@ def test_copies_and_updates_hide_behind_compute() -> None:
     )
 
 
+def test_boundaries_that_travel_hide_behind_compute_beside_weights() -> None:
+    free, slow = machine(transfer_seconds=0, update_seconds=0), machine(transfer_seconds=0.5, update_seconds=0.5)
+    options = {"window_size": 3, "resident_layers": 2}
+    assert run("stronghold", slow, **options, activations="host").step_seconds == pytest.approx(
+        run("stronghold", free, **options).step_seconds, rel=0.01
+    )
+
+
 def test_l2l_hides_nothing() -> None:
     """Two fetches, one copy home and one update of every layer come on top of compute."""
     free, slow = machine(transfer_seconds=0, update_seconds=0), machine(transfer_seconds=0.5, update_seconds=0.5)

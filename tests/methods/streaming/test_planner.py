@@ -238,3 +238,15 @@ def test_where_nothing_fits_the_plan_says_what_is_short() -> None:
     room = Room(4 * 2**30, 2**30, rates=MACHINES["h200"][1])
     planned = create("stronghold", {}).plan(Workload(num_layers=60, dtype="bf16"), room)
     assert "host memory" in str(planned.shortfall(replace(room, device_bytes=2**50)))
+
+
+def test_boundaries_on_the_host_are_bytes_of_the_link_in_the_forecast() -> None:
+    """All but two go out under the forward pass and come back under the backward pass."""
+    workload, rates = Workload(num_layers=20), MACHINES["v100"][1]
+    rates = replace(rates, inbound_bytes_per_second=1.0, outbound_bytes_per_second=1.0)
+    there, here = (
+        create("stronghold", {"placement": "R20", "activations": memory}).plan(workload, Room(rates=rates))
+        for memory in ("host", "device")
+    )
+    assert there.step_seconds == 2 * 18 * workload.boundary_bytes
+    assert here.step_seconds is not None and here.step_seconds < 100
