@@ -6,15 +6,13 @@ backward pass, its gradient goes home, the host updates it; every copy and every
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
-from harness.forecast.resources import parts_sent
 from methods.offload import adamw_kernel
-from methods.shared.data_parallel import rank_part
-from methods.shared.memory_needs import describe, shared_numel
-from methods.streaming.placement import placed_plan
+from methods.shared.memory_needs import describe
+from methods.streaming.choose_placement import one_layer_plan
 
 
 def __getattr__(name: str) -> object:
@@ -29,6 +27,7 @@ def __getattr__(name: str) -> object:
 @dataclass(frozen=True)
 class L2L(Method):
     world_size: int = 1  # ranks
+    ends: str | None = None  # home of embedding and head: device, or host where the device is too small for them
 
     label = "L2L"
     color = "#E7D6EF"
@@ -48,13 +47,7 @@ class L2L(Method):
     bit_exact_in_half = bit_exact  # type: ignore[assignment]
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        workload = rank_part(workload, self.world_size)
-        plan = placed_plan(workload, "W" * workload.num_layers, window_size=1, num_ranks=self.world_size)
-        # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins.
-        again = workload.weight_bytes * shared_numel(workload.layer_params, self.world_size)
-        gathers = plan.exchanged["gathers"] + parts_sent(again, self.world_size)
-        exchanged = {**plan.exchanged, "gathers": gathers}
-        return replace(plan, moved_bytes=plan.moved_bytes + again // self.world_size, exchanged=exchanged)
+        return one_layer_plan(workload, room, self.ends, self.world_size)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         return describe(workload, "this project", adamw_kernel.describe(workload.dtype))
@@ -64,14 +57,14 @@ class L2L(Method):
         from methods.offload.adamw import published_settings
         from methods.offload.clip import Clip
         from methods.shared.loss_scale import LossScale
-        from methods.streaming.embedding_and_head import ResidentEnds
+        from methods.streaming.embedding_and_head import ends_of
         from methods.streaming.layer_state import LayerState
         from methods.streaming.slot import GradientRoom, Slot
         from methods.streaming.starting_values import draw
         from methods.streaming.update_rules import update_at_once
 
         with Device(device, num_update_threads(device), self.world_size) as gpu:
-            ends, depth = ResidentEnds(gpu, workload), range(workload.num_layers)
+            ends, depth = ends_of(gpu, workload, self.ends, waits=True), range(workload.num_layers)
             layers = [LayerState.of_model(gpu, workload, i, host=True) for i in depth]
             draw(layers, workload)
             slot, gradients, scale = Slot(layers[0]), GradientRoom(layers[0]), LossScale(workload)
@@ -91,8 +84,8 @@ class L2L(Method):
                     gpu.synchronize()
                 ends.backward(dxs)
                 del dxs  # before the next step's
-                is_skipped = update_at_once(clip, ends.state, layers, settings)
+                is_skipped = update_at_once(clip, ends, layers, settings)
                 yield scale.step(loss, clip.total, is_skipped=is_skipped)
             gpu.synchronize()
-            tensors = (tensor for state in (ends.state, *layers) for tensor in state.tensors())
+            tensors = (tensor for state in (*ends.states, *layers) for tensor in state.tensors())
             return Trained(gpu.ranks.until_read(tensors), gpu.moved_bytes)

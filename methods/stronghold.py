@@ -38,6 +38,7 @@ class Stronghold(Method):
     resident_layers: int | None = None  # bottom layers that never leave the device; None: all that the device holds
     placement: str | None = None  # a letter a layer, as R2W5S1 or R2W; None: resident_layers, the rest windowed
     clipping: str | None = None  # deferred, which is the default where gradients are clipped, or speculate
+    ends: str | None = None  # home of embedding and head: device, or host where the device is too small for them
     disk: str | None = None  # folder for states on the disk; None: the system's temporary one, if placement says D
     activations: str | None = None  # memory where boundaries wait for the backward pass: device, the default, or host
     world_size: int = 1  # ranks
@@ -89,7 +90,7 @@ class Stronghold(Method):
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.devices.streams import Device, num_update_threads
         from methods.offload.adamw import published_settings
-        from methods.streaming.embedding_and_head import ResidentEnds
+        from methods.streaming.embedding_and_head import ends_of
         from methods.streaming.layer_kinds import model_layers, new_layers, send_boundaries_home
         from methods.streaming.update_rules import UpdateRule
         from methods.streaming.window import Window
@@ -97,12 +98,12 @@ class Stronghold(Method):
         assert self.placement and self.window_size
         kinds = parse(self.placement, workload.num_layers)
         with Device(device, num_update_threads(device), self.world_size) as gpu:
-            ends, source = ResidentEnds(gpu, workload), model_layers(workload)
+            ends, source = ends_of(gpu, workload, self.ends), model_layers(workload)
             speculates = self.clipping == "speculate"
             layers = new_layers(gpu, source, kinds, self.window_size, self.disk, speculates=speculates)
             if self.activations == "host":
                 send_boundaries_home(gpu, layers, workload)
-            rule = UpdateRule(gpu, source.terms, ends.state, layers, self.clipping)
+            rule = UpdateRule(gpu, source.terms, ends, layers, self.clipping)
             window = Window(layers, kinds, self.window_size, rule)
 
             window.refill()
@@ -125,7 +126,7 @@ class Stronghold(Method):
 
             if workload.waits_for_norm:
                 window.settle()
-            states = [ends.state, *(layer.state for layer in layers)]
+            states = [*ends.states, *(layer.state for layer in layers)]
             gpu.synchronize(*(state.updated for state in states))
             tensors = (tensor for state in states for tensor in state.tensors())
             return Trained(gpu.ranks.until_read(tensors), gpu.moved_bytes)

@@ -64,6 +64,17 @@ class Anatomy:
         return self.embedding | self.head
 
     @cached_property
+    def is_tied(self) -> bool:
+        """True if the head shares a tensor with the embedding."""
+        return not self.embedding.keys().isdisjoint(self.head)
+
+    @cached_property
+    def end_parts(self) -> list[int]:
+        """The parameters of both ends together if they share a tensor, else of the embedding and of the head."""
+        parts = [self.ends] if self.is_tied else [self.embedding, self.head]
+        return [sum(map(math.prod, part.values())) for part in parts]
+
+    @cached_property
     def layer_params(self) -> int:
         return sum(map(math.prod, self.layer.values()))
 

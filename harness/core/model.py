@@ -42,15 +42,22 @@ def new_ends(workload: Workload) -> Ends | HubEnds:
         return Ends(workload) if workload.config is None else HubEnds(workload)
 
 
+def new_end_parts(workload: Workload) -> list[torch.nn.Module]:
+    """Both ends as one module if they share a tensor, else the embedding and the head, without memory."""
+    return [new_ends(workload)] if workload.anatomy.is_tied else [*_embedding_and_head(workload)]
+
+
 def new_chain(workload: Workload) -> list[torch.nn.Module]:
     """The model as modules that follow one another, without memory: embedding, layers, and the head with its loss."""
-    with torch.device("meta"):
-        embedding, head = (
-            (Embedding(workload), Head(workload))
-            if workload.config is None
-            else (HubEmbedding(workload), HubHead(workload))
-        )
+    embedding, head = _embedding_and_head(workload)
     return [embedding, *(new_layer(workload, index) for index in range(workload.num_layers)), head]
+
+
+def _embedding_and_head(workload: Workload) -> tuple[torch.nn.Module, torch.nn.Module]:
+    with torch.device("meta"):
+        if workload.config is None:
+            return Embedding(workload), Head(workload)
+        return HubEmbedding(workload), HubHead(workload)
 
 
 def new_layer(workload: Workload, index: int) -> torch.nn.Module:

@@ -1,5 +1,5 @@
 """Chooses a placement: the fastest by the machine's rates or, without rates, the one with the most resident layers that
-fit; torch is not imported.
+fit; and the home of the ends, for L2L, too. torch is not imported.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import largest_depth
+from harness.forecast.resources import parts_sent
 from methods.shared.data_parallel import rank_part
-from methods.shared.memory_needs import writable
+from methods.shared.memory_needs import shared_numel, writable
 from methods.streaming.placement import (
     BY_RANKS,
     CLIPPINGS,
     MEMORIES_OF_BOUNDARIES,
     Sizes,
     UserSizes,
+    ends_on_host,
     parse,
     placed_plan,
     text_of,
@@ -39,6 +41,7 @@ class PlacementChoice:
     resident_layers: int | None = None
     placement: str | None = None
     clipping: str | None = None
+    ends: str | None = None
     disk: str | None = None
     activations: str | None = None
     world_size: int = 1
@@ -46,8 +49,9 @@ class PlacementChoice:
     def plan(self) -> Plan:
         """Return the plan with the widest window, up to the default one, with which device and host memory suffice, and
         for this window the fastest placement or, without rates, the one with the most resident layers. Updates wait for
-        the norm unless `clipping` says otherwise, because a clipped step discards speculative updates. Raises
-        ValueError for options that contradict each other or the workload."""
+        the norm unless `clipping` says otherwise, because a clipped step discards speculative updates. The ends are on
+        the host only if nothing fits with them on the device: the next step begins with the embedding, so it waits for
+        their update. Raises ValueError for options that contradict each other or the workload."""
         if self.disk:
             writable(self.disk)
         if self.clipping not in (None, *CLIPPINGS):
@@ -60,8 +64,13 @@ class PlacementChoice:
         plan = self._fastest() or self._most_resident()
         if isinstance(self.workload, UserSizes):
             return plan
+        lacks = plan.lacks(self.room)
+        if self.ends is None and self.room.device_bytes is not None and lacks:
+            hosted = replace(self, ends="host").plan()
+            if "device" in lacks or not hosted.lacks(self.room):
+                return hosted
         counts = Counter(parse(plan.options["placement"], self.workload.num_layers))
-        return with_forecast(plan, self.workload, self.room, counts, plan.options.get("clipping"))
+        return with_forecast(plan, self.workload, self.room, counts)
 
     def _of_a_rank(self) -> Plan:
         """Return the plan of one of several ranks, whose placement has the kinds R and W only. It is chosen without
@@ -107,14 +116,13 @@ class PlacementChoice:
             the top layer is as in arranged()."""
             return self._needs("".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"), window, clipping, load)
 
-        counts = choose(workload, room, plan_of, "RPWS", clipping)
+        ends = self.ends or "device"
+        counts = choose(workload, room, plan_of, "RPWS", clipping, ends)
         if counts is None and self.disk and clipping != "speculate":  # use no disk if the host can hold all states
-            counts = choose(workload, room, plan_of, "RPWSD", clipping)
+            counts = choose(workload, room, plan_of, "RPWSD", clipping, ends)
         if counts is None:
             return None
-        return with_forecast(
-            self._placed(arranged(counts, clipping), window, clipping), workload, room, counts, clipping
-        )
+        return self._placed(arranged(counts, clipping), window, clipping)
 
     def _most_resident(self) -> Plan:
         """Return the plan of the first pair from _fillings() that fits. States go to the disk only if no pair fits
@@ -185,6 +193,8 @@ class PlacementChoice:
     def _placed(self, kinds: str, window: int, clipping: str | None, workload: Sizes | None = None) -> Plan:
         workload = workload or self.workload
         options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
+        if self.ends == "host":
+            options["ends"] = self.ends
         if "D" in kinds:
             options["disk"] = str(writable(self.disk))
         if self.activations is not None:
@@ -196,4 +206,21 @@ class PlacementChoice:
     def _needs(self, kinds: str, window: int, clipping: str | None = None, workload: Sizes | None = None) -> Plan:
         workload = workload or self.workload
         waits = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
-        return placed_plan(workload, kinds, window, waits, self.world_size, self.activations or "device")
+        hosted = ends_on_host(workload, self.ends, self.world_size) if isinstance(workload, Workload) else []
+        kept = self.activations or "device"
+        return placed_plan(workload, kinds, window, waits, self.world_size, kept, hosted)
+
+
+def one_layer_plan(workload: Workload, room: Room, ends: str | None, num_ranks: int) -> Plan:
+    """Return L2L's plan: the layers take turns in one slot; the ends are as in PlacementChoice. Raises ValueError for
+    a home of the ends that there is not."""
+    part = rank_part(workload, num_ranks)
+    hosted = ends_on_host(part, ends, num_ranks)
+    plan = placed_plan(part, "W" * part.num_layers, 1, num_ranks=num_ranks, hosted_ends=hosted)
+    if ends is None and num_ranks == 1 and "device" in plan.lacks(room):
+        return one_layer_plan(workload, room, "host", num_ranks)
+    # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins.
+    again = part.weight_bytes * shared_numel(part.layer_params, num_ranks)
+    exchanged = {**plan.exchanged, "gathers": plan.exchanged["gathers"] + parts_sent(again, num_ranks)}
+    options = {"world_size": num_ranks} | ({"ends": "host"} if hosted else {})
+    return replace(plan, moved_bytes=plan.moved_bytes + again // num_ranks, exchanged=exchanged, options=options)

@@ -1,63 +1,182 @@
-"""The two ends of the model, which are resident on the device: the embedding, and the head with the loss.
+"""The two ends of the model: the embedding, and the head with the loss. They are resident on the device or, where it is
+too small for their states, at home on the host, which then updates them.
 
-Shapes: B samples of a micro-batch, T tokens, D hidden. A batch comes in whole; this rank's part of it is passed on as a
-list of micro-batches, each a tuple of one tensor.
+Shapes: B samples of a micro-batch, T tokens, D hidden, V vocabulary. A batch comes in whole; this rank's part of it is
+passed on as a list of micro-batches, each a tuple of one tensor.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from harness.core.job import Workload
-from harness.core.model import new_ends
+from harness.core.model import new_end_parts, new_ends
 from harness.devices.streams import Device
+from methods.offload.adamw import Settings
+from methods.offload.clip import Clip
 from methods.shared.terms import Terms
 from methods.streaming.layer_state import LayerState, Passed
+from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw
 
+LAST = 2**30  # a deadline after those of all layers
 
-class ResidentEnds:
-    """The embedding, the final norm and the head, trained where the activations are."""
 
-    def __init__(self, device: Device, workload: Workload) -> None:
-        self.device, self.module, prefix = device, new_ends(workload), workload.anatomy.ends_prefix
-        self.state = LayerState(device, self.module, prefix, Terms.of(workload), host=False)
-        draw([self.state], workload)
-        self.state.bind(self.state.current.weights)
-        self.ranks, self.num_parts = device.ranks, workload.micro_batches
+class OnDevice:
+    """What a model has beside its layers, on the device, as the rules of updates see it."""
+
+    is_hosted = False
+
+    def __init__(self, state: LayerState) -> None:
+        self.states = [state]
+
+    def fetch(self) -> None: ...
+
+    def norms(self) -> list[Tensor]:
+        return self.states[0].norms()
+
+    def update(self, settings: Settings, clip: Clip) -> None:
+        self.states[0].update(settings, clip.factor)
+
+
+class BothEnds:
+    """The passes through both ends, trained where the activations are. `embedding` and `head` are one state if they
+    share a tensor; `slab` takes their gradients."""
+
+    device: Device
+    embedding: LayerState
+    head: LayerState
+    slab: Tensor
+    num_parts: int  # micro-batches
 
     def embed(self, inputs: Tensor) -> list[Passed]:
         """Embed token ids to (B, T, D); keep only the small graph of the look-up, for backward()."""
-        with self.device.span("compute", "forward", self.state.prefix):
-            embedded = [self.module.embed(part) for part in self._micro_batches(inputs)]
+        module: Any = self.embedding.module
+        with self.device.span("compute", "forward", self.embedding.prefix):
+            embedded = [module.embed(part) for part in self._micro_batches(inputs)]
             self.embedded = [get_gradient_edge(x) for x in embedded]  # the graph without its outputs' memory
         return [(x.detach().requires_grad_(),) for x in embedded]
 
     def loss(self, xs: list[Passed], targets: Tensor, scale: float) -> tuple[Tensor, list[Passed]]:
         """Return the mean loss of the whole batch, detached, and the gradients of the last layer's outputs, times the
         loss scale."""
-        with self.device.span("compute", "loss", self.state.prefix):
-            self.state.collect_gradients(self.state.grads)
+        module: Any = self.head.module
+        with self.device.span("compute", "loss", self.head.prefix):
+            self.head.collect_gradients(self.slab)
             total, dxs = torch.zeros((), device=xs[0][0].device), list[Passed]()
             for (x,), part in zip(xs, self._micro_batches(targets), strict=True):
                 x = x.detach().requires_grad_()
-                loss = self.module.loss(x, part, scale) / (self.num_parts * self.ranks.num_ranks)
+                loss = module.loss(x, part, scale) / (self.num_parts * self.device.ranks.num_ranks)
                 loss.backward()
                 total += loss.detach()
                 assert x.grad is not None
                 dxs.append((x.grad,))
-            self.ranks.sum(total)
+            self.device.ranks.sum(total)
         return total, dxs
 
     def backward(self, dxs: list[Passed]) -> None:
         """Add the embedding look-up's share to the gradients; afterwards they are the gradients of the whole batch."""
-        with self.device.span("compute", "backward", self.state.prefix):
+        with self.device.span("compute", "backward", self.embedding.prefix):
             for edge, (dx,) in zip(self.embedded, dxs, strict=True):
                 torch.autograd.backward([edge], [dx])
         del self.embedded
-        self.state.sum_gradients()
+        self.embedding.sum_gradients()
 
     def _micro_batches(self, batch: Tensor) -> tuple[Tensor, ...]:
-        return self.ranks.part(batch).chunk(self.num_parts)
+        return self.device.ranks.part(batch).chunk(self.num_parts)
+
+
+class ResidentEnds(BothEnds, OnDevice):
+    """The embedding, the final norm and the head, wholly on the device."""
+
+    def __init__(self, device: Device, workload: Workload) -> None:
+        state = LayerState(device, new_ends(workload), workload.anatomy.ends_prefix, Terms.of(workload), host=False)
+        super().__init__(state)
+        self.device, self.embedding, self.head, self.slab = device, state, state, state.grads
+        self.num_parts = workload.micro_batches
+        draw(self.states, workload)
+        state.bind(state.current.weights)
+
+
+class HostedEnds(BothEnds):
+    """The same at home on the host, with weights and gradient in room on the device for the larger of its parts.
+
+    An untied head is a part of its own. It takes the embedding's slot after the look-up, which a backward pass needs no
+    weights for, and its gradient goes home under the layers' backward pass. With `waits`, every copy and every update
+    is waited for, and nothing is fetched ahead.
+    """
+
+    is_hosted = True
+
+    def __init__(self, device: Device, workload: Workload, *, waits: bool = False) -> None:
+        terms, prefix = Terms.of(workload), workload.anatomy.ends_prefix
+        first, *untied = new_end_parts(workload)
+        self.states = [LayerState(device, first, prefix, terms, host=True)]
+        self.states += [LayerState(device, head, prefix, terms, host=True, deadline=LAST) for head in untied]
+        self.device, self.embedding, self.head, self.waits = device, self.states[0], self.states[-1], waits
+        self.num_parts = workload.micro_batches
+        draw(self.states, workload)
+        largest = max(self.states, key=lambda state: state.layout.numel)
+        # As parked layers do, ends return by a thread of their own: the next step begins with them.
+        self.slot, self.gradients = Slot(largest, device.returner), GradientRoom(largest)
+        self.slab = self.gradients.slab
+
+    def fetch(self) -> None:
+        """Fetch the embedding for the next step, as soon as it is updated."""
+        self._bring(self.embedding)
+
+    def embed(self, inputs: Tensor) -> list[Passed]:
+        if self.waits:
+            self.fetch()
+        self.slot.arrive()
+        xs = super().embed(inputs)
+        if self.head is not self.embedding:
+            self._bring(self.head)
+        return xs
+
+    def loss(self, xs: list[Passed], targets: Tensor, scale: float) -> tuple[Tensor, list[Passed]]:
+        self.slot.arrive()
+        self.gradients.await_room()
+        found = super().loss(xs, targets, scale)
+        self.norms_of_head = []
+        if self.head is not self.embedding:
+            self.norms_of_head = self.head.norms()
+            self._send(self.head)
+        return found
+
+    def backward(self, dxs: list[Passed]) -> None:
+        if self.head is not self.embedding:
+            self.gradients.await_room()
+            self.embedding.collect_gradients(self.slab)
+        super().backward(dxs)
+        self.norms_of_embedding = self.embedding.norms()
+        self._send(self.embedding)
+
+    def norms(self) -> list[Tensor]:
+        return [*self.norms_of_embedding, *self.norms_of_head]
+
+    def update(self, settings: Settings, clip: Clip) -> None:
+        for state in self.states:
+            state.update_when_landed(settings, clip)
+            if self.waits:
+                state.updated.result()
+
+    def _bring(self, state: LayerState) -> None:
+        (self.slot.load if self.waits else self.slot.prefetch)(state)
+
+    def _send(self, state: LayerState) -> None:
+        self.gradients.send_home(state)
+        if self.waits:
+            self.device.synchronize()
+
+
+AnyEnds = OnDevice | HostedEnds
+
+
+def ends_of(device: Device, workload: Workload, home: str | None, *, waits: bool = False) -> ResidentEnds | HostedEnds:
+    """Return the ends with their home on the host or, by default, on the device."""
+    return HostedEnds(device, workload, waits=waits) if home == "host" else ResidentEnds(device, workload)

@@ -48,7 +48,7 @@ class Speculation(NamedTuple):
 
 class LayerState:
     """A layer's state in its memory: the host, or the device if resident. Weights and gradient have the training's
-    dtype. Layers are made in the order of the forward pass, which is also the order of their updates' deadlines.
+    dtype. Layers are made in the order of the forward pass, the order of their updates' deadlines if none is given.
 
     `spare` is a second state, into which an update before the clip factor is known writes; a commit exchanges both
     states. `streamed` layers live on the host and are updated on the device, in a slot. Without `has_gradient` the home
@@ -64,12 +64,12 @@ class LayerState:
     def __init__(
         self, device: Device, module: nn.Module, prefix: str, terms: Terms, *, host: bool, spare: bool = False,
         streamed: bool = False, has_gradient: bool = True, shelf: Shelf | None = None,
-        groups: Mapping[str, int] | None = None, bare: bool = False,
+        groups: Mapping[str, int] | None = None, bare: bool = False, deadline: int | None = None,
     ) -> None:  # fmt: skip
         self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
         self.updater = "update" if host else "compute"  # track that update() has in a trace
         self.terms, self.adds = terms, False  # adds: the next backward pass adds to the gradient at home
-        self.deadline = device.next_place()
+        self.deadline = device.next_place() if deadline is None else deadline
         ranks, dtype, numel = device.ranks, DTYPES[terms.dtype], self.layout.numel
         self.is_shared, self.whole_numel = host and ranks.num_ranks > 1, shared_numel(numel, ranks.num_ranks)
         if self.is_shared:

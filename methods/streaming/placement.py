@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ BY_RANKS = "RW"  # kinds of layers that several ranks can have
 CLIPPINGS = ("deferred", "speculate")
 MEMORIES_OF_BOUNDARIES = ("device", "host")
 BOUNDARY_SLOTS = 2  # of boundaries on the host: the one in use, and the one that goes or comes
+HOMES = ("device", "host")  # of embedding and head
 
 
 def parse(text: str, num_layers: int) -> str:
@@ -165,14 +167,25 @@ def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
     return {kind: kinds.count(kind) * workload.layer_params for kind in KINDS}  # a search asks for a million layers
 
 
+def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> list[int]:
+    """Return the parameters of the ends' parts if their home is the host, else none. Raises ValueError for an unknown
+    home, and for one that several ranks do not support."""
+    if home not in (None, *HOMES):
+        raise ValueError(f"ends: expected {' or '.join(HOMES)}, got {home!r}; try --option ends=host")
+    if home == "host" and num_ranks > 1:
+        raise ValueError(f"ends: expected device with --ranks {num_ranks}, got host; try --option ends=device")
+    return workload.anatomy.end_parts if home == "host" else []
+
+
 def placed_plan(
     workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred", num_ranks: int = 1,
-    activations: str = "device",
+    activations: str = "device", hosted_ends: Sequence[int] = (),
 ) -> Plan:  # fmt: skip
-    """Return the plan with embedding and head on the device and each layer as placed. With `clipping` None, updates do
-    not wait for the norm. Of several ranks, each keeps its part of every layer that is not resident; `workload` is that
-    of one rank. With `activations` "host", the layers' inputs wait there for the backward pass. Raises ValueError if
-    the part of some rank would consist of padding alone.
+    """Return the plan with each layer as placed, and with embedding and head on the device or, if their parts have
+    parameters in `hosted_ends`, on the host. With `clipping` None, updates do not wait for the norm. Of several ranks,
+    each keeps its part of every layer that is not resident; `workload` is that of one rank. With `activations` "host",
+    the layers' inputs wait there for the backward pass. Raises ValueError if the part of some rank would consist of
+    padding alone.
 
     A travelling layer's weights are fetched twice a step, except in layers that are still in a slot when the backward
     pass begins. Its gradient goes home once; in S only if its update may have to wait for the norm.
@@ -190,16 +203,18 @@ def placed_plan(
     windowed_slots, streamed_slots = min(window_size, num_windowed), min(window_size, 2, count["S"])
     hosted, home = len(kinds) - count["R"], shared_numel(layer, num_ranks) // num_ranks
 
-    device = {kind: each * (workload.end_params + params["R"]) for kind, each in at_home.items()}
-    device["weights"] += size * params["P"]
-    device["gradients"] -= 0 if clipping else size * params["R"]
+    # Both parts of ends on the host take turns in room for the larger one's weights and gradient.
+    ends_here, room = 0 if hosted_ends else workload.end_params, max(hosted_ends, default=0)
+    device = {kind: each * (ends_here + params["R"]) for kind, each in at_home.items()}
+    device["weights"] += size * (params["P"] + room)
+    device["gradients"] += size * room - (0 if clipping else size * params["R"])
     slots = size * (windowed_slots + num_gradients(kinds, window_size, waits=clipping is not None))
     slots += (states + (size if clipping else 0)) * streamed_slots
     device["buffers"] = slots * home * num_ranks
     num_kept = len(kinds) if activations == "device" else num_boundaries(len(kinds))
     boundary, small, device["activations"] = _activations(workload, num_kept)
 
-    at_home_numel = sum(params.values()) - params["R"] if num_ranks == 1 else hosted * home
+    at_home_numel = sum(params.values()) - params["R"] + sum(hosted_ends) if num_ranks == 1 else hosted * home
     host = {kind: each * at_home_numel for kind, each in at_home.items()}
     on_disk = at_home["optimizer"] * stored_numel(layer)
     host["optimizer"] -= at_home["optimizer"] * params["D"]
@@ -215,7 +230,7 @@ def placed_plan(
     if workload.dtype != "fp32":
         # Without a compiled kernel an update makes fp32 copies, while boundaries are in memory.
         each, block = UPDATE_COPIES[workload.dtype], block_numel(workload.dtype)
-        updates = [(each * min(block, max(workload.end_params, layer if count["R"] else 0)), boundary)]
+        updates = [(each * min(block, max(ends_here, layer if count["R"] else 0)), boundary)]
         below = max(kinds.rfind("S"), -1 if clipping else kinds.rfind("R"))
         if below >= 0:  # in the forward pass, or, ahead of the norm or without it, in the backward pass
             others = min(below, num_kept)
@@ -225,10 +240,10 @@ def placed_plan(
         if updated + kept + small > device["activations"]:
             device["gradients"] += updated
             device["activations"] = kept + small
-        host["gradients"] += each * min(CHUNK, home) if hosted - count["S"] else 0
+        host["gradients"] += each * min(CHUNK, max(home if hosted - count["S"] else 0, room))
 
-    if hosted:
-        host["optimizer"] += 512 + 4 * hosted  # numbers of steps, and the clip factor
+    if num_homes := hosted + len(hosted_ends):
+        host["optimizer"] += 512 + 4 * num_homes  # numbers of steps, and the clip factor
     waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient, out and in again
     moved = size * (2 * count["P"] + 3 * num_windowed - windowed_slots)
     moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed_slots
@@ -240,7 +255,7 @@ def placed_plan(
         "gathers": parts_sent(fetches * whole, num_ranks),
         "sums": parts_sent(num_windowed * whole, num_ranks) + alike,
     }
-    moved = moved * home + 2 * host.get("activations", 0)
+    moved = moved * home + 2 * size * sum(hosted_ends) + 2 * host.get("activations", 0)
     return Plan(device=device, host=host, disk=disk, moved_bytes=moved, exchanged=sent)
 
 

@@ -26,7 +26,14 @@ from typing import NamedTuple
 
 from harness.core.job import MEMORIES, Plan, Room, Workload
 from harness.core.rates import Rates
-from harness.forecast.resources import UPDATE_BYTES, Forecast, compute_seconds, device_update_seconds, seconds_of
+from harness.forecast.resources import (
+    UPDATE_BYTES,
+    Forecast,
+    compute_seconds,
+    device_update_seconds,
+    host_update_seconds,
+    seconds_of,
+)
 from methods.shared.memory_needs import state_bytes, stored_numel
 from methods.streaming.placement import spread
 
@@ -75,13 +82,15 @@ def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
     return {kind: Carried((sum(each.inbound), 0), (sum(each.outbound), 0)) for kind, each in found.items()}
 
 
-def rows(workload: Workload, rates: Rates, clipping: str | None, boundaries: int = 0) -> list[Row]:
+def rows(
+    workload: Workload, rates: Rates, clipping: str | None, boundaries: int = 0, ends: str = "device"
+) -> list[Row]:
     """Return the rows of every resource that bounds a step. `boundaries`: bytes of layers' inputs that go to the host
-    in the forward pass and come back in the backward pass."""
+    in the forward pass and come back in the backward pass; `ends`: home of embedding and head."""
     deferred = clipping == "deferred"
     ahead = rates.ahead_cost if clipping == "speculate" else 1.0
     forward, backward = compute_seconds(workload, rates)
-    on_device, ends = (
+    on_device, of_ends = (
         device_update_seconds(params, workload, rates) for params in (workload.layer_params, workload.end_params)
     )
     on_host = seconds_of("host cores", ahead * workload.layer_params, rates)
@@ -90,7 +99,7 @@ def rows(workload: Workload, rates: Rates, clipping: str | None, boundaries: int
     stored, last = stored_bytes(workload), FORWARD if deferred else BACKWARD
     on_disk = {"disk reads": stored, "disk writes": stored, "disk both ways": 2 * stored}
     found = [
-        Row("compute", last, forward + (0.0 if deferred else backward) + ends, updates),
+        Row("compute", last, forward + (0.0 if deferred else backward) + (0.0 if ends == "host" else of_ends), updates),
         *([Row("compute", BACKWARD, backward, {})] if deferred else []),
         Row("host cores", last, 0.0, dict.fromkeys("PWD", on_host)),
         *(Row(name, last, 0.0, {"D": seconds_of(name, size, rates)}) for name, size in on_disk.items()),
@@ -100,7 +109,24 @@ def rows(workload: Workload, rates: Rates, clipping: str | None, boundaries: int
         into, out = boundaries * (pool == BACKWARD), boundaries * (pool == last)
         always = {"link inbound": into, "link outbound": out, "link both ways": into + out, "host memory": into + out}
         found += _link_rows(workload, rates, clipping, pool, touched, always)
-    return found
+    return _with_hosted_ends(found, workload, rates, clipping) if ends == "host" else found
+
+
+def _with_hosted_ends(found: list[Row], workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
+    """Return the rows with the work of ends that are parked; and a row for the embedding, whose gradient is known last
+    and whose weights are needed first: while it goes home, is updated and returns, the device has no pass to make."""
+    parked = rows(workload, rates, clipping if clipping == "deferred" else None)  # ends are not updated ahead
+    share = workload.end_params / workload.layer_params
+    found = [
+        row._replace(seconds=row.seconds + share * layers.per_layer.get("P", 0.0))
+        for row, layers in zip(found, parked, strict=True)
+    ]
+    embedding = workload.anatomy.end_parts[0]
+    size, updated = workload.weight_bytes * embedding, max(host_update_seconds(embedding, workload, rates))
+    copied = seconds_of("link outbound", size, rates) + seconds_of("link inbound", size, rates)
+    compute = found[0]  # the compute of the last pool
+    passes = compute.seconds - share * parked[0].per_layer.get("P", 0.0)
+    return [*found, Row("the embedding's way home", compute.pool, passes + copied + updated, {})]
 
 
 def stored_bytes(workload: Workload) -> int:
@@ -142,7 +168,7 @@ def forecast(found: list[Row], counts: Counts) -> Forecast:
 
 def least_seconds(
     workload: Workload, rates: Rates, needs: Mapping[str, Counts], free: Counts, *, clipping: str | None, kinds: str,
-    boundaries: int = 0,
+    boundaries: int = 0, ends: str = "device",
 ) -> tuple[float, dict[str, float]] | None:  # fmt: skip
     """Return the lower bound of the step time over all placements, and the numbers of layers of each kind with the
     fewest copied bytes among those within SLACK of the bound. None if no placement fits or scipy is missing.
@@ -157,7 +183,7 @@ def least_seconds(
 
     pools = range(2 if clipping == "deferred" else 1)
     upper, limits = [], []
-    for row in rows(workload, rates, clipping, boundaries):
+    for row in rows(workload, rates, clipping, boundaries, ends):
         per_pool = [-1.0 if row.pool == pool else 0.0 for pool in pools]
         upper.append([row.per_layer.get(kind, 0.0) for kind in kinds] + per_pool)
         limits.append(-row.seconds)
@@ -179,16 +205,18 @@ def least_seconds(
     return float(fastest.fun), dict(zip(kinds, map(float, chosen), strict=False))
 
 
-def choose(workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None) -> dict[str, int] | None:
+def choose(
+    workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None, ends: str = "device"
+) -> dict[str, int] | None:
     """Return the numbers of layers of each kind that fit and have the shortest step by the rates; among those within
     SLACK of it, the numbers with the fewest copied bytes. None if no placement fits."""
     assert room.rates is not None
     boundaries = _boundaries(plan_of(workload, {**dict.fromkeys(kinds, 0), "R": workload.num_layers}))
-    found = rows(workload, room.rates, clipping, boundaries)
+    found = rows(workload, room.rates, clipping, boundaries, ends)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
     optional = kinds.replace("R", "")  # kinds tried in and out: buffers of a kind cost memory however few its layers
     for used in itertools.chain.from_iterable(itertools.combinations(optional, n) for n in range(len(optional) + 1)):
-        for some in _whole(workload, room, plan_of, "R" + "".join(used), clipping, boundaries):
+        for some in _whole(workload, room, plan_of, "R" + "".join(used), clipping, boundaries, ends):
             counts = dict.fromkeys(kinds, 0) | some
             plan = plan_of(workload, counts)
             if plan.shortfall(room) is None:
@@ -203,14 +231,16 @@ def choose(workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping
 
 
 def _whole(
-    workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None, boundaries: int
+    workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None, boundaries: int, ends: str
 ) -> Iterator[dict[str, int]]:
     """Return whole numbers of layers of each kind near the solution of the linear program."""
     assert room.rates is not None
     needs, free = _linear(workload, room, plan_of, kinds)
     if not may_fit(workload.num_layers, needs, free):
         return
-    solution = least_seconds(workload, room.rates, needs, free, clipping=clipping, kinds=kinds, boundaries=boundaries)
+    solution = least_seconds(
+        workload, room.rates, needs, free, clipping=clipping, kinds=kinds, boundaries=boundaries, ends=ends
+    )
     ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()] if solution else []
     for counts in itertools.product(*ranges):
         if sum(counts) == workload.num_layers:
@@ -272,9 +302,11 @@ def arranged(counts: Counts, clipping: str | None = "deferred") -> str:
     return "R" * bottom + spread(rest, "R", resident - bottom)
 
 
-def with_forecast(plan: Plan, workload: Workload, room: Room, counts: Counts, clipping: str | None) -> Plan:
+def with_forecast(plan: Plan, workload: Workload, room: Room, counts: Counts) -> Plan:
     """Return the plan with the lower bound of its step time, if rates are known."""
     if room.rates is None:
         return plan
-    found = forecast(rows(workload, room.rates, clipping, _boundaries(plan)), counts)
-    return replace(plan, step_seconds=found.seconds, binds=found.binds)
+    options = plan.options
+    found = rows(workload, room.rates, options.get("clipping"), _boundaries(plan), options.get("ends", "device"))
+    bound = forecast(found, counts)
+    return replace(plan, step_seconds=bound.seconds, binds=bound.binds)

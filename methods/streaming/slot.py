@@ -104,11 +104,8 @@ class GradientRoom:
         self.drained: Any = None  # event: the last gradient has left
 
     def backward(self, layer: LayerState, dys: list[Passed]) -> list[Passed]:
-        """Run the layer's backward pass and leave its gradients in this room. If they add to earlier ones, fetch those
-        first."""
-        if self.drained is not None:
-            # The copy home may still be reading the last gradient: wait for it, not for the device.
-            self.device.compute.wait_event(self.drained)
+        """Leave the gradients of a layer's backward pass in this room; fetch earlier ones first, to which they add."""
+        self.await_room()
         if layer.adds:
             # The earlier gradient came home before this room's last gradient left, and compute waits for the latter.
             free, pairs = self.device.compute.record_event(), [(self.slab[: len(layer.grads)], layer.grads)]
@@ -116,6 +113,11 @@ class GradientRoom:
         dxs = layer.backward(dys, self.slab)
         layer.sum_gradients()
         return dxs
+
+    def await_room(self) -> None:
+        """Make compute wait until the last gradient has left: the copy home may still be reading it."""
+        if self.drained is not None:
+            self.device.compute.wait_event(self.drained)
 
     def send_home(self, layer: LayerState) -> None:
         """Queue the copy of the gradient home."""

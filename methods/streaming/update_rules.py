@@ -21,6 +21,7 @@ from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
 from methods.shared.loss_scale import LossScale
 from methods.shared.terms import Terms
+from methods.streaming.embedding_and_head import AnyEnds
 from methods.streaming.layer_kinds import Hosted, Layer, ResidentLayer, Streamed
 from methods.streaming.layer_state import LayerState
 
@@ -44,7 +45,7 @@ SPECULATIVE = Timing(
 TIMINGS = {None: IMMEDIATE, "deferred": DEFERRED, "speculate": SPECULATIVE}
 
 
-def update_at_once(clip: Clip, ends: LayerState, layers: Sequence[LayerState], settings: Settings) -> bool:
+def update_at_once(clip: Clip, ends: AnyEnds, layers: Sequence[LayerState], settings: Settings) -> bool:
     """Complete the norm, update both ends and all layers, and wait for these updates. If the step is skipped instead,
     return True."""
     clip.add(ends.norms())
@@ -52,7 +53,7 @@ def update_at_once(clip: Clip, ends: LayerState, layers: Sequence[LayerState], s
     clip.send_home()
     if clip.overflows():
         return True
-    ends.update(settings, clip.factor)
+    ends.update(settings, clip)
     for layer in layers:
         layer.update(settings, clip.on_host())
     return False
@@ -63,7 +64,7 @@ class UpdateRule:
     as in Clip."""
 
     def __init__(
-        self, device: Device, terms: Terms, ends: LayerState, layers: list[Layer], clipping: str | None,
+        self, device: Device, terms: Terms, ends: AnyEnds, layers: list[Layer], clipping: str | None,
         order: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.device, self.clip_norm, self.order, self.ends, self.layers = device, terms.clip_norm, order, ends, layers
@@ -72,11 +73,11 @@ class UpdateRule:
         # not in the step after a clipped one.
         self.is_ahead = self.timing is IMMEDIATE
         self.scale = LossScale(terms)
-        self.sends_factor = self.scale.is_used or any(isinstance(layer, self.timing.by_factor) for layer in layers)
+        by_factor = any(isinstance(layer, self.timing.by_factor) for layer in layers)
+        self.sends_factor = self.scale.is_used or ends.is_hosted or by_factor
 
     def begin(self, settings: Settings) -> None:
-        """Begin a backward pass. Copies of the last step's clip factor have ended, because the forward pass has waited
-        for them."""
+        """Begin a backward pass: the forward pass has waited for the copies of the last step's clip factor."""
         self.settings, self.clip = settings, Clip(self.device, self.clip_norm, self.scale, self.order)
 
     def gradient_ready(self, layer: Layer) -> None:
@@ -96,7 +97,7 @@ class UpdateRule:
             for layer in self.layers:
                 layer.drop()
             return
-        self.ends.update(self.settings, self.clip.factor)
+        self.ends.update(self.settings, self.clip)
         for layer in self.layers:
             if isinstance(layer, self.timing.late):
                 layer.update(self.settings, self.clip)

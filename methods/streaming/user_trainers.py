@@ -29,6 +29,7 @@ from methods.offload.clip import Clip
 from methods.shared.loss_scale import LossScale
 from methods.shared.memory_needs import writable
 from methods.streaming.choose_placement import DEFAULT_WINDOW, PlacementChoice
+from methods.streaming.embedding_and_head import OnDevice
 from methods.streaming.layer_kinds import new_layers
 from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.placement import CLIPPINGS, UserSizes, parse
@@ -49,7 +50,8 @@ class WindowStream:
         speculates = clipping == "speculate"
         self.layers = new_layers(parts.device, parts.layers, kinds, window_size, disk, speculates=speculates)
         self.states = [layer.state for layer in self.layers]
-        self.rule = UpdateRule(parts.device, parts.layers.terms, parts.ends, self.layers, clipping, parts.order)
+        ends = OnDevice(parts.ends)
+        self.rule = UpdateRule(parts.device, parts.layers.terms, ends, self.layers, clipping, parts.order)
         self.scale = self.rule.scale
         self.window = Window(self.layers, kinds, window_size, self.rule)
         self.window.refill()
@@ -92,7 +94,7 @@ class OneLayerStream:
     """The body of the loop in methods/l2l.py: one layer at a time on the device."""
 
     def __init__(self, parts: Parts) -> None:
-        self.device, self.ends, self.order, layers = parts.device, parts.ends, parts.order, parts.layers
+        self.device, self.ends, self.order, layers = parts.device, OnDevice(parts.ends), parts.order, parts.layers
         every = zip(layers.modules, layers.prefixes, layers.groups, strict=True)
         self.states = layers.start(
             LayerState(parts.device, module, prefix, layers.terms, host=True, groups=groups)

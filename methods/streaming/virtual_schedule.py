@@ -58,9 +58,11 @@ def point(machine: str, num_layers: int, clipping: str | None) -> ScheduledStep 
     if shortfall:
         return shortfall
     counts = Counter(parse(plan.options["placement"], workload.num_layers))
-    found = rows(workload, rates, clipping)
-    bound, resident = forecast(found, counts), forecast(found, {"R": workload.num_layers})
-    clock = model_machine(workload, rates, counts, clipping)
+    ends = plan.options.get("ends", "device")
+    found = rows(workload, rates, clipping, ends=ends)
+    bound = forecast(found, counts)
+    resident = forecast(rows(workload, rates, clipping), {"R": workload.num_layers})
+    clock = model_machine(workload, rates, counts, clipping, ends)
     run = virtual_run(method.create(NAME, plan.options), scale_model(workload), clock, STEPS)
     schedule = run.last_step_seconds
     return ScheduledStep(plan.options["placement"], bound.seconds, bound.binds, schedule, resident.seconds, run)
@@ -74,13 +76,16 @@ def scale_model(workload: Workload) -> Workload:
     return dataclasses.replace(workload, hidden_size=MODEL_HIDDEN_SIZE, num_heads=2, batch_size=1, **ends)
 
 
-def model_machine(workload: Workload, rates: Rates, counts: Counts, clipping: str | None) -> VirtualMachine:
+def model_machine(
+    workload: Workload, rates: Rates, counts: Counts, clipping: str | None, ends: str = "device"
+) -> VirtualMachine:
     """Return the machine on which the scale model takes as long as the workload does with these rates. The time of all
     host memory traffic, copies included, is charged to the updates."""
     model = scale_model(workload)
     params = model.layer_params / workload.layer_params
     on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
-    carried = [row for row in rows(workload, rates, clipping) if row.name == "host memory"][-1].total(counts)
+    on_host += workload.end_params if ends == "host" else 0
+    carried = [row for row in rows(workload, rates, clipping, ends=ends) if row.name == "host memory"][-1].total(counts)
     host_seconds = max(seconds_of("host cores", 1, rates), carried / on_host if on_host else 0.0)
     return VirtualMachine(
         device_flops_per_second=executed_flops(model) / workload.flops_per_step * rates.device_flops_per_second,

@@ -30,7 +30,8 @@ class Window:
         self.rule, self.layers = rule, layers
 
     def refill(self) -> None:
-        """Fetch the first layers of the next step into their slots, each as soon as its update is over."""
+        """Fetch what the next step begins with into its slots: ends and layers, each as soon as its update is over."""
+        self.rule.ends.fetch()
         for layer in self.lowest:
             layer.fetch(self.slots[layer])
 

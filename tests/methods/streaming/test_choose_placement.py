@@ -27,14 +27,16 @@ RATES = Rates(1e9, inbound_bytes_per_second=1e9, outbound_bytes_per_second=1e9, 
 
 @functools.cache
 def every_need(workload: Workload, has_disk: bool) -> list[tuple[int, int, int]]:
-    """Bytes of device, host and disk of every mixture of kinds, in every window, with every clipping."""
+    """Bytes of device, host and disk of every mixture of kinds, in every window, with every clipping, and the ends on
+    either side."""
     found = set()
     kinds = [kind for kind in KINDS if kind != "Q" and (has_disk or kind != "D")]
     for some in itertools.combinations_with_replacement(kinds, workload.num_layers):
         placement = arranged({kind: some.count(kind) for kind in kinds})
-        for window, clipping in itertools.product((1, 2, 3), CLIPPINGS if workload.waits_for_norm else (None,)):
+        clippings = CLIPPINGS if workload.waits_for_norm else (None,)
+        for window, clipping, ends in itertools.product((1, 2, 3), clippings, ([], workload.anatomy.end_parts)):
             if clipping != "speculate" or "D" not in some:
-                plan = placed_plan(workload, placement, min(window, workload.num_layers), clipping)
+                plan = placed_plan(workload, placement, min(window, workload.num_layers), clipping, hosted_ends=ends)
                 found.add((plan.device_bytes, plan.host_bytes, plan.disk_bytes))
     return sorted(found)
 
