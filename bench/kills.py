@@ -33,7 +33,7 @@ WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 40 --
 KINDS = [("parent", signal.SIGKILL), ("worker", signal.SIGKILL), ("both", signal.SIGKILL), ("parent", signal.SIGTERM),
          ("parent", signal.SIGHUP), ("both", signal.SIGHUP)]  # fmt: skip
 LAST_SECONDS = 0.2
-END_SECONDS = 90.0  # after this time a worker without parent has written its record or was ended
+END_SECONDS = 90.0  # limit within which a worker without parent writes its record or is killed
 
 
 class Call:

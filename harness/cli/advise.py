@@ -39,7 +39,7 @@ CHOSEN = {  # what --help shows as the default of an option whose value the answ
     "facts",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Fact of the GPU, named as in machines.yaml, such as gpu_tflops=80; overrides the entry, if it has one.",
+    help="Fact of --gpu, named as in machines.yaml, such as gpu_tflops=80; overrides the file's value, if any.",
 )
 @click.option("--tokens", type=Amount(), help="Tokens to train on, such as 10B: adds how many hours that takes.")
 @options.results

@@ -164,7 +164,7 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
     "--where",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Make the figure from any records in the folder that have this value.",
+    help="With --extract or --draw: make the figure from the records in RESULTS whose NAME is VALUE.",
 )
 @options.probe
 @options.as_json

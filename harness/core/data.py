@@ -111,7 +111,7 @@ def _open_tokens(prefix: str) -> np.ndarray:
         dtype = np.dtype(INDEX_DTYPES[code])
         size = Path(f"{prefix}.bin").stat().st_size
         if not size:
-            raise ValueError(f"{prefix}.bin is empty: --data takes the prefix of a .bin/.idx pair")
+            raise ValueError(f"{prefix}.bin is empty: expected tokens")
         if size % dtype.itemsize:
             raise ValueError(f"{prefix}.bin is cut short: {size} bytes, {dtype.itemsize} for each token")
         tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")

@@ -77,11 +77,11 @@ def check_samples(config: dict[str, Any], seq_len: int) -> None:
     """Raise ValueError if the model does not see a whole sample."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is not None and window < seq_len:
-        raise ValueError(f"the model's window slides over {window} tokens: expected at most these in a sample, got"
-                         f" {seq_len}; try --seq {window}")  # fmt: skip
+        raise ValueError(f"expected samples of at most {window} tokens, the model's sliding window, got {seq_len};"
+                         f" try --seq {window}")  # fmt: skip
     most = config.get("max_position_embeddings")
     if most is not None and most < seq_len:
-        raise ValueError(f"the model has {most} positions: expected at most these in a sample, got {seq_len}; try"
+        raise ValueError(f"expected samples of at most {most} tokens, the model's positions, got {seq_len}; try"
                          f" --seq {most}")  # fmt: skip
 
 

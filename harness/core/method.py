@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """One step, that of the first model if several take turns. Tensors are scalars on the device, not synchronized."""
+    """The results of a step; of several models, the first one's. Tensors are scalars on the device: the host has not
+    waited for them."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None = None  # global, before clipping

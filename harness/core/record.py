@@ -74,7 +74,7 @@ class Record:
     reason: str = ""  # one line for people, if status is not ok
     evidence: Evidence = field(default_factory=dict)  # what the status rests on; if imported, facts of the log
     origin: str = "run"  # run, or imported: read from a log that another harness, or this one, printed
-    interval_steps: int = 1  # number of steps of which one value of losses and step_seconds is the mean
+    interval_steps: int = 1  # each value of losses and step_seconds is the mean over this many steps
     clock: str = "cpu"  # the clock that measured the seconds: cpu, cuda or sim; if imported, the log's
     is_timed: bool = True  # False: another untimed run shared the device, so the seconds do not count
     machine: MachineFacts = field(default_factory=dict)  # facts of the machine that ran the job

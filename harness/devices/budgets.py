@@ -51,8 +51,8 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
         if budget.host_bytes < least:
             each = " a rank" if world_size > 1 else ""
             raise ValueError(
-                f"--host-memory {gib(budget.host_bytes)} is too little: torch with an optimizer takes"
-                f" {gib(baseline_bytes(device))}{each} here, so the smallest budget is {-(-least // MIB)}MiB"
+                f"--host-memory {gib(budget.host_bytes)} is too little: torch's imports alone take"
+                f" {gib(baseline_bytes(device))}{each} here; the smallest budget is {-(-least // MIB)}MiB"
             )
 
 

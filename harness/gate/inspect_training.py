@@ -1,4 +1,4 @@
-"""Gathers evidence of a training that is small enough for a record: the kernels used, and how each tensor changed."""
+"""Gathers a training's evidence, small enough for a record: the kernels used, and how each tensor changed."""
 
 from __future__ import annotations
 

@@ -132,9 +132,9 @@ def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str
 
 
 def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
-    """Return the plan of stage 3. Page-locked memory holds a rank's part of the weights, the gradients of groups of
-    SUB_GROUP_PARAMS, all gradients again where they accumulate (buffers), and each weight's first copy, which torch's
-    cache keeps after it was freed."""
+    """Return the plan of stage 3. Page-locked memory holds a rank's part of the weights, its gradients by groups of
+    SUB_GROUP_PARAMS, a buffer in which all gradients accumulate, and the memory of the weights before they were
+    partitioned: they are freed, but torch's cache keeps their memory."""
     params, size = -(-workload.num_params // num_ranks), workload.weight_bytes
     gathered = -(-(2 * workload.num_layers * workload.layer_params + workload.end_params) // num_ranks)
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)

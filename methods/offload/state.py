@@ -58,7 +58,8 @@ def joined(state: State) -> Tensor:
 
 
 def keep_(state: State, values: Tensor) -> None:
-    """Store these values as the fp32 master, and renew the marks in a split state's second moment."""
+    """Store these values as the weights and the fp32 master. A split state keeps the master's 17th bit in the sign of
+    exp_avg_sq."""
     if values is not state.weights:
         state.weights.copy_(values)
     if state.master is None or not state.is_split:

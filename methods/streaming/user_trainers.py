@@ -73,7 +73,7 @@ class WindowStream:
 
     def finish(self, settings: Settings) -> Step:
         if self.rule.timing is not DEFERRED and settings != self.rule.settings:
-            raise ValueError("step: the optimizer's settings changed after the updates began, in the backward pass")
+            raise ValueError("step: the optimizer's settings changed after the backward pass had begun the updates")
         self.rule.settings = settings
         self.rule.finish()
         self.window.refill()

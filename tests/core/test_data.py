@@ -162,7 +162,7 @@ def test_index_of_floats_is_told_by_its_code(tmp_path: Path) -> None:
 
 def test_empty_corpus_is_told_so(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [], 8, "H")
-    assert told_of(prefix) == f"{prefix}.bin is empty: --data takes the prefix of a .bin/.idx pair"
+    assert told_of(prefix) == f"{prefix}.bin is empty: expected tokens"
 
 
 def test_corpus_below_one_sample_is_told_by_both_lengths(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from methods.pipeline.launch.folder import Folder, step_line
 from methods.pipeline.launch.machines import MachineLine, Remote, is_here, read_list
 from methods.pipeline.launch.pace import Pace
 
-POLL_SECONDS = 0.25  # seconds between reads of the list; a change must be seen twice, as lists are written in pieces
+# Seconds between reads of the list of machines. A change counts when two reads agree: a file may be half written.
+POLL_SECONDS = 0.25
 START_SECONDS = 60.0  # seconds that a launcher's first round waits for an agent; later ones wait for none
 STOP_SECONDS = 180.0  # seconds for the checkpoint that SIGUSR1 asks for
 END_SECONDS = 10.0  # seconds in which an agent that is told to end has ended its ranks

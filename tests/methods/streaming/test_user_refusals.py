@@ -170,7 +170,7 @@ def test_a_step_needs_a_backward_pass_and_settings_that_stay() -> None:
             trainer.step()
         model(*batch).backward()
         optimizer.param_groups[0]["lr"] = 1.0
-        with pytest.raises(ValueError, match="settings changed after the updates began"):
+        with pytest.raises(ValueError, match="settings changed after the backward pass had begun"):
             trainer.step()
 
 
