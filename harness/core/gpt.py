@@ -123,7 +123,7 @@ class HeadLoss(torch.autograd.Function):
             block = slice(start, start + at_once)
             loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens, scale, bend)
             total += loss
-            dx[block] = dlogits @ weight
+            torch.mm(dlogits, weight, out=dx[block])  # no memory beside it
             dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
             del dlogits  # free it before the next block
         ctx.gradients = dx, dweight
