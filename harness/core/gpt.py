@@ -123,7 +123,10 @@ class HeadLoss(torch.autograd.Function):
             block = slice(start, start + at_once)
             loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens, scale, bend)
             total += loss
-            torch.mm(dlogits, weight, out=dx[block])  # no memory beside it
+            if dlogits.dtype == weight.dtype == dx.dtype:
+                torch.mm(dlogits, weight, out=dx[block])  # no memory beside it
+            else:  # under autocast
+                dx[block] = dlogits @ weight
             dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
             del dlogits  # free it before the next block
         ctx.gradients = dx, dweight
