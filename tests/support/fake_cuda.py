@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -200,6 +200,8 @@ class FakeCuda:
         patch.setattr(streams.CudaStreams, "current", staticmethod(self.current_stream))
         patch.setattr(streams.CudaStreams, "use", staticmethod(self.use))
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.memory_of(tensor).recorded.add(stream))
+        # As it is for tensors: a mode of functions is off in the whole backward pass, recomputes included.
+        patch.setattr(torch.autograd, "backward", _without_modes(torch.autograd.backward))
         self._follow_threads(patch)
         return self
 
@@ -325,6 +327,14 @@ class _Told:
             self.now |= now
         if self.whole:
             self.whole.join(now)
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return called
 
 
 @functools.cache
