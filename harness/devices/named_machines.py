@@ -28,7 +28,7 @@ LEAST_END = 4  # fewest characters of a name's end that may stand for the whole 
 # Assumed shares of a datasheet's rates that a step achieves. The published V100 runs had 0.70, 0.55 and 0.73.
 ACHIEVED_FLOPS = {"fp32": 0.7, "bf16": 0.5, "fp16": 0.5}
 ACHIEVED_MEMORY, ACHIEVED_LINK = 0.7, 0.75
-# NCCL sends 370 of the 450 GB/s of NVLink 4 (one of its authors in issue 212 of NVIDIA/nccl-tests on GitHub).
+# NCCL sends 370 of the 450 GB/s of NVLink 4, as one of its authors says (GitHub, NVIDIA/nccl-tests, number 212).
 ACHIEVED_NVLINK = 0.8
 # Assumed for a machine without facts of its disk: an NVMe disk on four lanes of PCIe 3.0, whose peak is 3.9 GB/s. A
 # rate that is left out would count as infinite.

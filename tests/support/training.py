@@ -18,6 +18,7 @@ from torch import Tensor
 from harness.core.gpt import initial
 from harness.core.job import Room, Workload
 from harness.core.method import Method, Trained, create
+from harness.devices.memory_account import Tracker
 from harness.simulation.batches import token_batches
 
 STEPS = 20
@@ -39,6 +40,15 @@ def tiny(**changes: Any) -> Workload:
     """A model whose sizes fill no vector register evenly, at a learning rate that makes a stale weight show."""
     sizes = {"num_layers": 2, "hidden_size": 36, "num_heads": 3, "seq_len": 16, "batch_size": 2, "vocab_size": 101}
     return Workload(**{**sizes, "learning_rate": 1.0, **changes})
+
+
+def losses_free_and_at_the_peak(workload: Workload, **options: Any) -> tuple[list[float], list[float]]:
+    """STRONGHOLD's losses on sim without budgets, and within budgets of that training's very peaks."""
+    free, few_numbers = Tracker(), 64  # bytes that threads may or may not hold at the same moment
+    with free:
+        expected = train("stronghold", workload, 2, device="sim", **options).losses
+    with Tracker(free.stats()["device_peak"], free.stats()["host_peak"] + few_numbers):
+        return expected, train("stronghold", workload, 2, device="sim", **options).losses
 
 
 def small_bytes(workload: Workload) -> int:

@@ -11,7 +11,6 @@ from harness.core import named_models
 from harness.core.job import GIB, Room, Workload
 from harness.core.method import create
 from harness.devices import named_machines
-from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
 from harness.forecast.resources import compute_seconds, host_update_seconds
 from methods.offload import adamw_kernel
@@ -22,7 +21,7 @@ from tests.support.bugs import COMMITTED, overflow
 from tests.support.configured import configured
 from tests.support.planting import planted
 from tests.support.races import find_races
-from tests.support.training import overflowing, small_bytes, tiny, train, train_resident
+from tests.support.training import losses_free_and_at_the_peak, overflowing, small_bytes, tiny, train, train_resident
 
 STEPS = 6
 SIZES = {"num_layers": 3, "hidden_size": 32, "num_heads": 2}
@@ -132,13 +131,8 @@ def test_a_head_in_several_blocks_of_logits_stays_within_the_plan(ends: str) -> 
 
 
 def test_a_budget_of_the_peak_is_enough() -> None:
-    workload, options = model("llama"), {"placement": "R1P1W1", "window_size": 1, "ends": "host"}
-    free = Tracker()
-    with free:
-        expected = train("stronghold", workload, 2, device="sim", **options).losses
-    few_numbers = 64  # bytes that threads may or may not hold at the same moment
-    with Tracker(free.stats()["device_peak"], free.stats()["host_peak"] + few_numbers):
-        assert train("stronghold", workload, 2, device="sim", **options).losses == expected
+    free, held = losses_free_and_at_the_peak(model("llama"), placement="R1P1W1", window_size=1, ends="host")
+    assert held == free
 
 
 def test_bytes_by_kind_are_those_of_the_hand() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from harness.core.job import GIB, Room, Workload
 from harness.core.method import create
-from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
 from methods.offload import adamw_kernel
 from methods.offload.clip import BLOCK
@@ -19,7 +18,7 @@ from methods.streaming.placement import parse, placed_plan, rings, shrink, sprea
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED
 from tests.support.planting import planted
-from tests.support.training import answers_within, small_bytes, tiny, train, train_resident
+from tests.support.training import answers_within, losses_free_and_at_the_peak, small_bytes, tiny, train, train_resident
 
 MIXTURES = ["R5", "P5", "S5", "D5", "R1P1W2S1", "S2W1P1R1", "W1S1D1S1W1"]
 SMALL = {"num_layers": 5, "hidden_size": 32, "num_heads": 2}
@@ -252,14 +251,9 @@ def test_updates_wait_for_the_norm_however_much_room_the_host_has() -> None:
 
 
 def test_a_budget_of_the_peak_is_enough_for_every_place() -> None:
-    workload = tiny(**SMALL)
     options = {"placement": "R1P1W2S1", "clipping": "speculate", "window_size": 2}
-    free = Tracker()
-    with free:
-        expected = train("stronghold", workload, 2, device="sim", **options).losses
-    few_numbers = 64  # bytes that threads may or may not hold at the same moment
-    with Tracker(free.stats()["device_peak"], free.stats()["host_peak"] + few_numbers):
-        assert train("stronghold", workload, 2, device="sim", **options).losses == expected
+    free, held = losses_free_and_at_the_peak(tiny(**SMALL), **options)
+    assert held == free
 
 
 @pytest.mark.parametrize(
