@@ -278,11 +278,12 @@ class Sweep:
         extent = self.extent.or_more(_probed(whole))  # at least the extent of an earlier verdict
         left_out = Probe(untested=LEFT_OUT)
         # A search tries jobs beyond their plans. One that trained shows its plan to be too large, and its probe's, too.
-        is_beyond_plan = resolve(whole.job, self.folders)[2] is not None
-        found = train_probe(whole.job, number, extent, self._probe_runs(is_beyond_plan)) if extent else left_out
+        beyond = whole.job.method if resolve(whole.job, self.folders)[2] else None
+        found = train_probe(whole.job, number, extent, self._probe_runs(beyond)) if extent else left_out
         return with_probe(verdict, whole.models()[number], found)
 
-    def _probe_runs(self, is_beyond_plan: bool) -> probe.Runs:
+    def _probe_runs(self, beyond: str | None = None) -> probe.Runs:
+        """`beyond`: a method whose jobs run even if their plans do not fit."""
         if self._probe_records is None:
             folder, folders = own_folder(self.results / probe.FOLDER), (*self.folders, probe.METHODS)
             self._probe_records = Sweep(
@@ -292,11 +293,11 @@ class Sweep:
 
         def measure(job: Job) -> Record:
             resolved, role = resolve(job, records.folders)[0], {"role": "probe"}
-            path = records._tried(resolved, 1, role) if is_beyond_plan else records._measure(resolved, role)
+            path = records._tried(resolved, 1, role) if job.method == beyond else records._measure(resolved, role)
             return records.records[path]
 
         def why_not(job: Job) -> str | None:
-            return None if is_beyond_plan else resolve(job, records.folders)[2]
+            return None if job.method == beyond else resolve(job, records.folders)[2]
 
         return probe.Runs(measure, self._reference, self._most_layers, why_not, self._twin)
 

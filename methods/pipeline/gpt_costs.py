@@ -63,7 +63,9 @@ class GptCosts:
             if stage.is_last and self.schedule == "varuna":
                 passes["R"] = 0.0  # the last stage never recomputes: it keeps all that its backward pass needs
             sent = 0 if stage.is_last else self._sent_bytes(size)
-            copied = copy_seconds(2 * sent, self.rates) if self.rates and not self.rates.is_host else 0.0
+            copied = 0.0
+            if self.schedule == "varuna" and self.rates and not self.rates.is_host:  # torch's own schedules use NCCL
+                copied = copy_seconds(2 * sent, self.rates)
             found.append(StageCost(passes, count, update, sum(needs.values()), sent, copied))
         return found
 

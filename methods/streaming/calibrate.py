@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import mmap
+import os
 import statistics
 import sys
 import tempfile
@@ -247,13 +248,16 @@ def exchange(device_name: str) -> dict[str, float]:
         meeting = str(Path(folder) / "meeting")
         other = get_context("spawn").Process(target=sum_over_two, args=(meeting, 1))
         other.start()
-        seconds = sum_over_two(meeting, 0)
-        other.join()
+        try:
+            seconds = sum_over_two(meeting, 0)
+        finally:
+            other.join()
     return {"exchange": 2 * sum_sent(SUMMED_BYTES, 2) / seconds}
 
 
 def sum_over_two(meeting: str, rank: int) -> float:
     """Return the median seconds of a sum over two ranks, which meet at a file; each has a process of its own."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=60)  # until the other process has imported torch
     dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2, timeout=limit)
     summed, times = torch.zeros(SUMMED_BYTES // 4), []

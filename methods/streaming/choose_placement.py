@@ -193,7 +193,7 @@ class PlacementChoice:
     def _placed(self, kinds: str, window: int, clipping: str | None, workload: Sizes | None = None) -> Plan:
         workload = workload or self.workload
         options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
-        if self.ends == "host":
+        if self.ends is not None:
             options["ends"] = self.ends
         if "D" in kinds:
             options["disk"] = str(writable(self.disk))
@@ -222,5 +222,5 @@ def one_layer_plan(workload: Workload, room: Room, ends: str | None, num_ranks: 
     # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins.
     again = part.weight_bytes * shared_numel(part.layer_params, num_ranks)
     exchanged = {**plan.exchanged, "gathers": plan.exchanged["gathers"] + parts_sent(again, num_ranks)}
-    options = {"world_size": num_ranks} | ({"ends": "host"} if hosted else {})
+    options = {"world_size": num_ranks} | ({"ends": ends} if ends else {})
     return replace(plan, moved_bytes=plan.moved_bytes + again // num_ranks, exchanged=exchanged, options=options)

@@ -107,7 +107,7 @@ class HostedEnds(BothEnds):
 
     An untied head is a part of its own. It takes the embedding's slot after the look-up, which a backward pass needs no
     weights for, and its gradient goes home under the layers' backward pass. With `waits`, every copy and every update
-    is waited for, and nothing is fetched ahead.
+    is waited for, and the next step's embedding is not fetched ahead.
     """
 
     is_hosted = True

@@ -423,7 +423,7 @@ def test_a_run_beyond_its_plan_that_trained_is_probed_beyond_it(tmp_path: Path, 
 @pytest.mark.probe
 def test_a_reference_that_never_fits_leaves_nothing_to_probe_by(tmp_path: Path, in_process: None) -> None:
     sweep = Sweep(tmp_path)
-    runs = sweep._probe_runs(is_beyond_plan=False)._replace(fits=lambda reference: 0)
+    runs = sweep._probe_runs()._replace(fits=lambda reference: 0)
     tiny = dataclasses.replace(job(), budget=Budget(device_bytes=1))
     found = train_probe(tiny, 0, Extent(), runs)
     assert found == Probe((), "no probe in fp32: the reference does not fit at any depth")

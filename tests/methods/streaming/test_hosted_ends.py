@@ -130,6 +130,13 @@ def test_a_head_in_several_blocks_of_logits_stays_within_the_plan(ends: str) -> 
     assert 0 <= planned.device_bytes - predicted.device_bytes <= small_bytes(workload)
 
 
+@pytest.mark.parametrize("method", ["l2l", "stronghold"])
+def test_a_home_that_was_asked_for_is_kept_in_the_planned_options(method: str) -> None:
+    """A run plans again, from these options: on a device too small for them, it would take the other home."""
+    planned = create(method, {"ends": "device"}).plan(model("llama"), Room())
+    assert planned.options["ends"] == "device"
+
+
 def test_a_budget_of_the_peak_is_enough() -> None:
     free, held = losses_free_and_at_the_peak(model("llama"), placement="R1P1W1", window_size=1, ends="host")
     assert held == free
