@@ -1,5 +1,4 @@
-"""Compares predicted step times with measured ones: the prediction by a machine's rates, the measurement in its
-records."""
+"""Compares step times predicted from a machine's rates with the step times measured in its records."""
 
 from __future__ import annotations
 
@@ -35,9 +34,11 @@ class Error(NamedTuple):
 
 
 def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...] = ()) -> Error:
-    """Return the error of a method's forecasts for a machine. The error is known from the method's runs on that
-    machine; else from other methods' runs there; else from the method's runs elsewhere; else from other methods' runs
-    elsewhere."""
+    """Return the error of a method's forecasts for a machine, from the first of these that exists: the method's runs on
+    that machine, other methods' runs there, the method's runs elsewhere, other methods' runs elsewhere.
+
+    `there`: the accuracy of each method with runs on that machine.
+    """
 
     def told(worst: float) -> str:
         return f"took up to {abs(worst):.0%} {'more' if worst > 0 else 'less'} time than foretold"
@@ -55,9 +56,8 @@ def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...]
 
 
 def rates_of(record: Record) -> Rates | None:
-    """Return the rates of the machine of a record, or None if they are not known. Those of this machine come from its
-    calibration, those of imported logs from the published machine, those of another machine from the entry of its
-    GPU."""
+    """Return the rates of a record's machine, or None if they are not known. The rates of this machine come from its
+    calibration; those of another machine, or of the published one for imported logs, come from machines.yaml."""
     workload = record.job.workload
     if is_here(record):
         return machine.rates(record.job.device, workload)
@@ -73,16 +73,16 @@ def is_here(record: Record) -> bool:
 
 
 def entry_of(record: Record) -> str | None:
-    """Return the name in machines.yaml of the record's machine, found by its GPU; for imported logs, the published
-    machine's."""
+    """Return the name in machines.yaml of a record's machine: for imported logs the published machine, else the machine
+    with the record's GPU; None if no entry has that GPU."""
     if record.origin == "imported":
         return named_machines.PUBLISHED
     return named_machines.of_gpu(str(record.machine.get("gpu") or ""))
 
 
 def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None:
-    """Predict the step time of a run that trained. None if the run did not train, or if the machine's rates are not
-    known."""
+    """Return the predicted step time of a run. None if the run did not train, if its machine's rates are not known, or
+    if its method or an option no longer exists."""
     rates, job = rates_of(record) if record.samples_per_second else None, record.job
     if rates is None:
         return None
@@ -90,7 +90,7 @@ def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None
         trained = method.create(job.method, job.options, folders)
         room = dataclasses.replace(job.budget.share(job.world_size).room, rates=rates)
         return predicted(trained, job.workload, trained.plan(job.workload, room), rates, job.world_size)
-    except ValueError:  # a method or an option that no longer exists
+    except ValueError:  # the method or an option no longer exists
         return None
 
 
@@ -112,7 +112,7 @@ def measured_for(
     records: Iterable[Record], name: str, workload: Workload, gpu: str | None, on_disk: bool
 ) -> list[float]:
     """Return the step seconds of the runs that trained this workload by this method, on the GPU of this name or,
-    without a name, on this machine. `on_disk`: only runs with states on a disk, or only runs without."""
+    without a name, on this machine. `on_disk`: True for runs with states on a disk, False for runs without."""
 
     def is_there(record: Record) -> bool:
         return is_here(record) if gpu is None else plain(gpu) in plain(str(record.machine.get("gpu") or ""))

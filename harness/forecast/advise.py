@@ -1,7 +1,7 @@
-"""Which method should train on this GPU, and with which settings? The fastest plan of each method is found; the fastest
-of these that trains like the reference is the answer; then, what would change the answer.
+"""Answers which method should train on a GPU, with which settings, and which changes would make training faster.
 
-All is arithmetic: nothing is allocated, torch is not imported. Measured times stand beside the predicted ones.
+The answer is the fastest plan of any method that trains like the reference. Plans are arithmetic: nothing is allocated,
+torch is not imported. Measured times stand beside the predicted ones.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from harness.forecast.training_place import TrainingPlace, named_place, this_pla
 DISK = tempfile.gettempdir()
 WORTH = 1.1  # a change helps only if it gives more than this many times the tokens per second
 MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
-# If the sequence length may be chosen, the model's own is halved until a token takes at most LONGER times the
-# arithmetic that it takes in a sequence of SHORT_SEQ tokens.
+# The search for a sequence length halves the model's own until a token takes at most LONGER times the arithmetic of a
+# token in a sequence of SHORT_SEQ tokens.
 SHORT_SEQ, LONGER = 1024, 1.1
 SEARCHED = frozenset({"batch_size", "micro_batches", "seq_len"})
 
 
 class Remedy(NamedTuple):
-    """A change that might help. `method`: the fastest method after the change, None if the change would not help.
-    `times`: the speed after the change divided by the speed now, None if nothing fits now."""
+    """A change of machine or workload, such as more host memory. `method`: the fastest method after the change; None if
+    the change would not help. `times`: the speed after the change divided by the speed now; None if nothing fits
+    now."""
 
     change: str
     method: str | None = None
@@ -47,8 +48,9 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """`chosen`: the row with the smallest batch among those nearly as fast as the fastest (NEAR); None if no method
-    fits, or if no speed is known. `rows`: all rows, the chosen one first."""
+    """The answer to an Advice. `rows`: a row for each method, and a second one if the method can use a disk; the chosen
+    row is first. `chosen`: of the rows nearly as fast as the fastest (NEAR), the one with the smallest batch; None if
+    no method fits, or if no speed is known."""
 
     workload: Workload
     rows: list[dict[str, Any]]
@@ -62,10 +64,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Advice:
-    """A question; decision() is its answer.
+    """A question: how to train a workload at a place; decision() returns the answer.
 
-    `searched`: the fields of SEARCHED whose values the answer may choose. `options`: values of method options; each
-    goes to the methods that have the option.
+    `tokens`: the length of the whole training, for its hours. `searched`: the fields of SEARCHED whose values the
+    answer may choose. `options`: values of method options; each goes to the methods that have the option.
     """
 
     place: TrainingPlace
@@ -77,8 +79,8 @@ class Advice:
     options: dict[str, Any] = field(default_factory=dict)
 
     def decision(self, names: list[str]) -> Decision:
-        """Return the fastest settings. If the sequence length may be chosen, it is halved as long as that makes
-        training much faster (WORTH)."""
+        """Return the decision. A sequence length that may be chosen is halved as long as no method is chosen, or as
+        long as each halving makes training more than WORTH times as fast."""
         load, halves = self.workload, "seq_len" in self.searched
         load = self._affordable(load) if halves else load
         made = self._decide(names, load)
@@ -90,7 +92,7 @@ class Advice:
         return made
 
     def _affordable(self, load: Workload) -> Workload:
-        """Halve the sequence until a token costs little more arithmetic than in a short one."""
+        """Halve the sequence length until a token takes at most LONGER times its arithmetic at SHORT_SEQ tokens."""
 
         def cost(tokens: int) -> float:
             return replace(load, seq_len=tokens).flops_per_step / tokens
@@ -124,7 +126,7 @@ class Advice:
         return Decision(workload, [row | {"reason": _reason(row, chosen)} for row in rows], chosen)
 
     def _rows(self, name: str, workload: Workload) -> Iterator[dict[str, Any]]:
-        """Yield a method's row, and a second row with a disk if the plan then uses the disk."""
+        """Yield a method's row and, for a method that can keep states on a disk, the row of a plan that does so."""
         known = method.option_names(method.load(name, self.folders))
         asked = {option: value for option, value in self.options.items() if option in known}
         yield (row := self._row(name, workload, asked))
@@ -153,8 +155,8 @@ class Advice:
         }  # fmt: skip
 
     def _missing(self, name: str) -> str | None:
-        """Return what the method still needs to run here, and how to get it; None for another machine, of which that is
-        not known."""
+        """Return what the method still needs to run on this machine, and how to get it; None if it needs nothing, or if
+        the place is another machine."""
         return method.create(name, {}, self.folders).missing(self.place.device) if self.place.name is None else None
 
     def _fastest(
@@ -184,7 +186,7 @@ class Advice:
         return dict(zip(names, (seconds, found.step.binds, speed, hours, mfu), strict=True))
 
     def remedies(self, made: Decision) -> Iterator[Remedy]:
-        """Yield the changes that were tried: those that would change the decision, and those that would not."""
+        """Yield a remedy for each change that is tried, helpful or not."""
         able = [row for row in made.rows if is_usable(row)]
         place, load = self.place, made.workload
         host = place.room_for(load).host_bytes or 0
@@ -207,7 +209,8 @@ class Advice:
             yield helps(f"--seq {load.seq_len // 2}", place, replace(load, seq_len=load.seq_len // 2))
 
     def _first_gpu(self, rows: list[dict[str, Any]], load: Workload) -> Remedy:
-        """Return the remedy of another GPU: the one of least memory with which some method fits on the same host."""
+        """Return the remedy of another GPU on the same host: of the listed GPUs with more memory than this one, the
+        smallest on which a method fits."""
         asked = Budget(host_bytes=self.place.room_for(load).host_bytes, disk_bytes=self.place.asked.disk_bytes)
         sizes = {name: named_machines.load(name).room.device_bytes or 0 for name in named_machines.names()}
         here = self.place.room_for(load).device_bytes or 0
@@ -227,8 +230,8 @@ class Advice:
         self, chosen: dict[str, Any] | None, rows: list[dict[str, Any]], change: str, place: TrainingPlace,
         workload: Workload, options: dict[str, Any] | None = None,
     ) -> Remedy:  # fmt: skip
-        """Return the remedy of a change: the fastest of these rows' methods after it, if it helps. The search for a
-        batch begins at each row's own batch."""
+        """Return the remedy of a change, with the fastest method of these rows after the change if the change helps.
+        The search for a batch begins at each row's own batch."""
         found: list[tuple[dict[str, Any], Try]] = []
         for row in rows:
             least = row["batch_size"] * workload.seq_len // row["seq_len"] if row["fits"] else 1
@@ -249,8 +252,8 @@ class Advice:
 
 
 def of_records(records: Sequence[Record]) -> Advice | None:
-    """Return the advice on the machine of these records, for the workload and the budgets that most trained runs have.
-    None if no run trained, or if the machine is neither this one nor in machines.yaml."""
+    """Return the advice on the machine of these records, for the most common workload and budgets of the runs that
+    trained. None if no run trained, or if the machine is neither this one nor in machines.yaml."""
     trained = [record for record in records if record.samples_per_second and record.job.world_size == 1]
     if not trained:
         return None
@@ -265,7 +268,7 @@ def of_records(records: Sequence[Record]) -> Advice | None:
 
 
 def is_usable(row: dict[str, Any]) -> bool:
-    """True if the method trains this workload like the reference and, as far as that is known, can run at the place."""
+    """True if the method trains this workload like the reference, and is not known to lack anything at the place."""
     return "error" not in row and row["is_exact"] and not row["missing"]
 
 
@@ -284,13 +287,13 @@ def fits_text(row: dict[str, Any]) -> str:
 
 
 def off_text(row: dict[str, Any]) -> str:
-    """Return how far predictions of this method were off; an empty text if no run tells it."""
+    """Format the errors of predictions of this row's method; empty if no run measured them."""
     found = row["accuracy"]
     return f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({found['num_runs']} runs)" if found else ""
 
 
 def _reason(row: dict[str, Any], chosen: dict[str, Any] | None) -> str:
-    """Return why a row is not the decision, or that it is the decision."""
+    """Return a text on why a row was not chosen; `taken` for the chosen row."""
     if "error" in row:
         return row["error"]
     if row["missing"] or not row["fits"]:

@@ -1,5 +1,5 @@
-"""Finds, from plans alone, the batch and the micro-batches with which a method trains most tokens per second in given
-memories (a Room)."""
+"""Finds the batch and the number of micro-batches with which a method trains most tokens per second in given memories
+(a Room). It compares plans; nothing runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import Forecast, compute_seconds
 
 MOST_TOKENS = 2**18  # most tokens of a step, if the batch may be chosen
-NEAR = 0.97  # the smallest batch is taken that reaches this share of the highest speed of any batch
-MORE = 1.02  # twice as many micro-batches are taken if they are more than this many times as fast
+NEAR = 0.97  # the smallest batch with at least this share of the highest speed is taken
+MORE = 1.02  # the number of micro-batches is doubled if that is more than this many times as fast
 WITHOUT_RATES = (4, 2, 1)  # batches to try, if no speed can be predicted
 
 
@@ -36,18 +36,18 @@ class Try(NamedTuple):
 
     @property
     def of_bound(self) -> float:
-        """Return the step's speed as a share of the speed at which the device's arithmetic is the only limit; 0 if
-        unknown."""
+        """Return the device's seconds of arithmetic divided by the step's seconds: 1 if arithmetic is the only limit, 0
+        if unknown."""
         rates, num_ranks = self.room.rates, self.options.get("world_size", 1)
         return sum(compute_seconds(self.workload, rates)) / num_ranks / self.step.seconds if self.step and rates else 0
 
 
 def best(attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str], least: int = 1) -> Try:
-    """Return the try with the smallest batch among those nearly as fast as the fastest (NEAR). If none fits, return the
-    try with the smallest batch.
+    """Return the try with the smallest batch among those nearly as fast as the fastest (NEAR), or, if none fits, the
+    try with the smallest batch of all.
 
-    `attempt`: plans a workload. `searched`: which of batch_size and micro_batches may be chosen. `least`: the batch to
-    begin with.
+    `attempt`: plans a workload. `searched`: has batch_size and micro_batches if these may be chosen. `least`: the batch
+    to begin with.
     """
     if "batch_size" not in searched:
         return _in_parts(attempt, workload, searched)
@@ -66,7 +66,7 @@ def best(attempt: Callable[[Workload], Try], workload: Workload, searched: froze
         if now.lacks or _speed(now) < _speed(found[-1]):
             break
         found.append(now)
-    if found[-1].of_bound >= NEAR:  # the arithmetic limits it, and no smaller batch that was tried
+    if found[-1].of_bound >= NEAR:  # this batch is the first that is limited by arithmetic
         return found[-1]
     most = max(map(_speed, found))
     return next(each for each in found if _speed(each) >= NEAR * most)
@@ -77,8 +77,8 @@ def _speed(found: Try) -> float:
 
 
 def _in_parts(attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str]) -> Try:
-    """Double the number of micro-batches as long as the plan then lacks less memory or is faster; return the last such
-    try."""
+    """Double the number of micro-batches as long as each doubling makes the plan lack less memory or run faster; return
+    the last try that does."""
     now = attempt(workload)
     while (
         "micro_batches" in searched

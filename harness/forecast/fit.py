@@ -1,5 +1,4 @@
-"""Does a job fit, and up to which depth? The answer is arithmetic: a method's plan in the memories that a job has (a
-Room)."""
+"""Tells if a job fits the memories that it has (a Room), and up to which depth, by arithmetic on the method's plan."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ T = TypeVar("T")
 
 
 def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) -> tuple[Job, Plan, str | None]:
-    """Return the job with the plan's options, the plan, and the text of the shortfall, or None if the job fits. `room`:
-    the memories to fill; default: those of this machine. Raises ValueError for wrong options."""
+    """Return the job with the plan's options, the plan, and a text on the memory that the job lacks, or None if it
+    fits. `room`: the memories to fill; default: those of this machine. Raises ValueError for wrong options."""
     trained = method.create(job.method, job.options, folders)
     method.check(trained, job.workload, folders)
     if job.device == "cuda":
@@ -44,8 +43,8 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
 
 
 def _hint(job: Job, room: Room, folders: tuple[Path, ...]) -> str:
-    """Return a text with the largest depth that fits instead; if none fits with the placement, the largest without
-    it."""
+    """Return a text with the largest depth that fits; if no depth fits with --placement, the largest without
+    --placement."""
     asked = _asked(job, room, folders)
     depth, placement = largest(method.create(job.method, asked, folders), job, room), asked.pop("placement", None)
     if not depth and placement:
@@ -70,11 +69,11 @@ def _asked(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tuple[int, T] | None:
-    """Return the first size from this one that has a plan, and what `planned` makes of it; None if none of as many
-    sizes as there are ranks has one.
+    """Return the first of the `num_ranks` sizes from `size` up that has a plan, and the result of `planned` for that
+    size; None if no such size has a plan.
 
-    `planned` raises ValueError for a size without a plan: a window or a placement may be of more layers, and pipeline
-    stages, whose number divides that of the ranks, must divide the layers.
+    `planned` raises ValueError for a size without a plan: a window or placement may need more layers, and a number of
+    pipeline stages, which divides the number of ranks, must also divide the number of layers.
     """
     for each in range(size, size + num_ranks):
         with contextlib.suppress(ValueError):
@@ -83,8 +82,7 @@ def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tupl
 
 
 def largest(trained: method.Method, job: Job, room: Room) -> int:
-    """Return the number of layers of this job's deepest model that fits the room by the method's plan; 0 if none
-    fits."""
+    """Return the largest number of layers at which the method's plan of this job fits the room; 0 if none fits."""
 
     def fits(num_layers: int, unplanned: bool) -> bool:
         found = next_planned(lambda depth: trained.plan(job.workload.at_depth(depth), room), num_layers, job.world_size)

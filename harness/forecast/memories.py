@@ -1,4 +1,4 @@
-"""Describes the memories that plans fill, and the source of each number, in a line for people."""
+"""Describes the memories that plans fill, with the source of each number, in one line of text."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ ASSUMED_HOST_BYTES = 64 * GIB  # assumed if a named machine's entry has no host_
 
 
 def host_bytes(name: str, asked: Budget) -> int:
-    """Return a named machine's host memory: the call's; else that of the machine's entry; else an assumed one. A name
-    without an entry belongs to a GPU that the call describes by numbers."""
+    """Return the bytes of a named machine's host memory: by the call, else by its entry in machines.yaml, else assumed.
+    A machine that the call describes by numbers has no entry."""
     listed = named_machines.load(name).room.host_bytes if name in named_machines.names() else None
     return asked.host_bytes or listed or ASSUMED_HOST_BYTES
 
 
 def told(name: str | None, asked: Budget, fills: Room, device: str) -> str:
-    """Describe the memories of a named machine, or of this one. `asked`: the budgets that the call gives; `fills`: the
-    memories that plans fill."""
+    """Describe the memories of a named machine or, if `name` is None, of this one. `asked`: the budgets that the call
+    gives; `fills`: the memories that plans fill."""
     host = "not limited" if fills.host_bytes is None else gib(fills.host_bytes)
     return f"memories that plans fill: device {_device(name, asked, fills, device)}; host {host} ({_host(name, asked)})"
 
 
 def device_of(name: str) -> str:
-    """Tell the source of a named machine's device memory."""
+    """Return the source and the size of a named machine's device memory, as text."""
     size = named_machines.load(name).device_memory
     return f"{named_machines.source(name)}: {size}, less a reserve" if size else f"{named_machines.source(name)}: none"
 

@@ -1,5 +1,5 @@
-"""The verb `plan`: the bytes that each method needs at each size, by memory and kind; the memory that limits the depth;
-and the largest depth that should fit. All is arithmetic: nothing is allocated, torch is not imported."""
+"""The verb `plan`: prints the bytes that each method needs at each size, by memory and kind; the memory that limits the
+depth; and the largest depth that should fit. It only computes: nothing is allocated, torch is not imported."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
     workload = job.workload
     row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in (*SIZES, "num_params")}}
     try:
-        # On a GPU, attention with dropout has a kernel of its own, which needs no further memory: plan it as without
-        # dropout.
+        # Dropout needs no memory on a GPU, where attention with dropout has its own kernel: plan without dropout.
         kept = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
         room = machine.rank_room(dataclasses.replace(job, workload=kept))
         room = dataclasses.replace(room, page_locks=page_locks or room.page_locks)
@@ -48,7 +47,8 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
 
 
 def _binding(trained: method.Method, job: Job, room: Room, depth: int) -> str | None:
-    """Return the memory that a model of one layer more than `depth` would exceed; None if there is no such plan."""
+    """Return the memory that a model of one layer more than `depth` would exceed; None if it exceeds none or has no
+    plan."""
     try:
         return next(iter(trained.plan(job.workload.at_depth(depth + 1), room).lacks(room)), None)
     except ValueError:
@@ -120,7 +120,7 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
 
 
 def _title(row: dict[str, Any], sizes: list[str]) -> str:
-    """Return a row's method, depth, and those other sizes in which the rows of the table differ."""
+    """Return a row's method, its depth, and its other sizes from the list `sizes`."""
     others = [f"{SIZES[name]} {row[name]}" for name in sizes if name != "num_layers"]
     return ", ".join([row["method"], f"{row['num_layers']} layers", *others])
 

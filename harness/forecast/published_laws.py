@@ -6,8 +6,9 @@ layers' inputs; and a transient part, fitted to its log at 32 layers. The laws h
 methods have plans. The allocator reserved up to twice the bytes that it gave out, so the device's limit is stated both
 without and with those reserved bytes.
 
-A step's time is compute, and the updates on the host and copies that did not run behind it. The machine's rates are in
-machines.yaml; they come from three rows of the published runs (Megatron-LM, ZeRO-Infinity and L2L at 32 layers).
+A step's time is that of compute, plus that of host updates and copies that did not run behind compute. The machine's
+rates are in machines.yaml; they come from three rows of the published runs (Megatron-LM, ZeRO-Infinity and L2L at 32
+layers).
 
 Sources: published logs (allocated, max allocated, max reserved in MiB) and the memory report of DeepSpeed in them.
 """
@@ -29,7 +30,7 @@ PUBLISHED = Workload(num_layers=32)
 PAGEABLE_BYTES_PER_SECOND = 2.41e9  # the VM's pageable_link_gb_per_second in machines.yaml
 # DeepSpeed's report in the zero-offload log: 3.4 % of the VM's 90.4 GiB were in use before any training.
 HOST_TAKEN_BYTES = int(3.06 * GIB)
-EXTRA_BYTES = 2 * MIB  # masks and tokens: Megatron-LM's log has 26,195 MiB where 16 bytes a parameter are 26,193
+EXTRA_BYTES = 2 * MIB  # masks and tokens: Megatron-LM's log has 26,195 MiB, 16 bytes for each parameter are 26,193
 
 
 class PublishedLimits(NamedTuple):
@@ -56,7 +57,7 @@ class Law(NamedTuple):
     published_layers: int  # the largest depth of the method's published runs
     static_bytes: Callable[[Workload], int]  # on the device
     transient_mib: float  # MiB: maximum allocated - static - inputs, at 32 layers
-    reserved_per_allocated: float  # ratio of the two maxima in the log of the largest size
+    reserved_per_allocated: float  # maximum reserved / maximum allocated, in the log of the largest size
     host_bytes_per_param: float | None
     host_source: str = ""
     here: str = ""  # why this project's method of the same name needs other bytes
@@ -92,9 +93,9 @@ class Law(NamedTuple):
 
 
 def window_bytes(workload: Workload, window: int) -> int:
-    """Return the bytes that stayed allocated in the published STRONGHOLD: both ends and a window of layers with
-    gradients and moments (16 bytes a parameter); a second window of weights and gradients, into which layers are loaded
-    (8 bytes a parameter); and one layer's weights."""
+    """Return the bytes that stayed allocated in the published STRONGHOLD: weights, gradients and moments of both ends
+    and of one window of layers (16 bytes a parameter); weights and gradients of a second window, into which layers are
+    loaded (8 bytes a parameter); and one layer's weights."""
     layer, slots = workload.layer_params, 4 * window + 2 * min(window, workload.num_layers - window)
     return 16 * workload.end_params + 4 * layer * (slots + 1) + EXTRA_BYTES
 

@@ -1,9 +1,9 @@
 """Formulas for the seconds and bytes of one resource at a machine's rates. Every forecast is made of these formulas.
 
-A step has passes on the device, copies over the link, updates on the device or on the host, maybe states on a disk, and
-of several ranks exchanges over the link between their devices.
-These parts are put together by step.py for any plan, by methods/streaming/planner.py for layers of several kinds, by
-methods/pipeline/schedule.py for passes in an order, by published_laws.py for the published artifact.
+A step has passes on the device, copies over the link, and updates on the device or on the host. It may also have states
+on a disk and, with several ranks, exchanges over the link between devices.
+The parts of a step are added up by step.py for any plan, by methods/streaming/planner.py for layers of several kinds,
+by methods/pipeline/schedule.py for an order of passes, and by published_laws.py for the published artifact.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UPDATE_BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
 # Bytes that the optimizer keeps for one parameter: two moments and, in mixed precision, an fp32 master weight.
 MOMENT_BYTES = 8
 OPTIMIZER_BYTES = {"fp32": MOMENT_BYTES, "bf16": MOMENT_BYTES + 4, "fp16": MOMENT_BYTES + 4}
-# The rate that bounds each resource.
+# The field of Rates that bounds each resource.
 RATES = {
     "device memory": "device_bytes_per_second",
     "link inbound": "inbound_bytes_per_second",
@@ -78,26 +78,25 @@ def host_update_seconds(
 
 
 def copy_seconds(num_bytes: float, rates: Rates) -> float:
-    """Return the seconds of copies over the link, one after the other, with half of the bytes in each direction."""
+    """Return the seconds of copies over the link that run one after the other, half of the bytes in each direction."""
     return num_bytes / ((rates.inbound_bytes_per_second + rates.outbound_bytes_per_second) / 2)
 
 
 def exchange_seconds(num_bytes: float, rates: Rates) -> float:
-    """Return the seconds in which a device sends so many bytes to others, and receives as many."""
+    """Return the seconds in which a device sends `num_bytes` to other devices and receives as many."""
     return seconds_of("link between devices", num_bytes, rates)
 
 
 def parts_sent(num_bytes: float, num_ranks: int) -> float:
-    """Return the bytes that each rank sends while all gather a tensor of which each has a part, or while each gets the
-    sum of its part: all parts but one."""
+    """Return the bytes that each rank sends in an all-gather or a reduce-scatter of a tensor: all parts but one."""
     return num_bytes * (num_ranks - 1) / num_ranks
 
 
 def sum_sent(num_bytes: float, num_ranks: int) -> float:
-    """Return the bytes that each rank sends until all have the sum of a tensor: sums of its parts, then gathered."""
+    """Return the bytes that each rank sends in an all-reduce of a tensor: a reduce-scatter, then an all-gather."""
     return 2 * parts_sent(num_bytes, num_ranks)
 
 
 def disk_seconds(num_bytes: float, rates: Rates) -> float:
-    """Return the seconds of reading bytes from the disk and then writing them."""
+    """Return the seconds of reading `num_bytes` from the disk and then writing them back."""
     return num_bytes * (1 / rates.disk_read_bytes_per_second + 1 / rates.disk_write_bytes_per_second)

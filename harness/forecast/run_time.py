@@ -13,14 +13,12 @@ from harness.gate.probe import ROUNDINGS, Extent
 
 LONG_SECONDS = 600.0  # a run that should take longer prints its estimated time first
 SHORTER = "fewer --steps, smaller -l, -h, -b or --seq, or --scale fit, shorten it"
-# In this order: the seconds that any process takes for imports and the gate; the rates of fp32 arithmetic, on a CPU for
-# each core; of building and inspecting a model's state; of moving state between device and host and updating it on the
-# host.
-PROCESS_SECONDS = {"cpu": 4.0, "sim": 4.0, "cuda": 12.0}
-OPERATIONS_PER_SECOND = {"cpu": 2e10, "sim": 2e10, "cuda": 2e13}
-BUILT_BYTES_PER_SECOND = 2e9
+PROCESS_SECONDS = {"cpu": 4.0, "sim": 4.0, "cuda": 12.0}  # time of any process for imports and the gate
+OPERATIONS_PER_SECOND = {"cpu": 2e10, "sim": 2e10, "cuda": 2e13}  # rate of fp32 arithmetic; on a CPU, of each core
+BUILT_BYTES_PER_SECOND = 2e9  # rate at which a model's state is built and inspected
+# Rate at which state moves between device and host, and at which the host updates state.
 MOVED_BYTES_PER_SECOND = {"cpu": 2e9, "sim": 2e9, "cuda": 1.5e10}
-# Rates of the slowest honest run: a loaded machine of two cores is well above them.
+# Rates below those of any honest run: a loaded machine with two cores is well above them.
 SLOWEST_OPERATIONS_PER_SECOND, SLOWEST_BYTES_PER_SECOND = {"cpu": 2e8, "sim": 2e8, "cuda": 5e11}, 1e8
 STATE_BYTES_PER_PARAM = 64  # bytes that move if all states go to a slow disk and back
 FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0
@@ -56,12 +54,12 @@ def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -
 
 
 def deadline_seconds(job: Job) -> float:
-    """Return the time limit of a job without --timeout."""
+    """Return the time limit, in seconds, of a job without --timeout."""
     return FLOOR_SECONDS + 2 * job.steps * _slowest_step_seconds(job)
 
 
 def silence_seconds(job: Job) -> float:
-    """Return the longest time between two events, a step or a phase, of a job without --timeout."""
+    """Return the most seconds that may pass between two events (steps or phases) of a job without --timeout."""
     return SILENCE_SECONDS + 2 * _slowest_step_seconds(job)
 
 

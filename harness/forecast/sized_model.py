@@ -1,4 +1,4 @@
-"""Makes a GPT of about a given number of parameters, as --params asks for."""
+"""Makes a GPT with about the number of parameters that --params gives."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ GRADIENT_TOLERANCE = 1e-5  # largest relative difference of a gradient between t
 COUNTED = (64, 128)  # tokens of the two samples whose operations are counted
 MEASURED = 2**16  # tokens whose activations are measured: far more than a matrix has rows
 SAMPLE = 1024  # most tokens of one sample when activations are measured
-SHORT = 256  # the same where scores and masks of all pairs of tokens have memory
+SHORT = 256  # most tokens of such a sample if attention stores the scores and masks of all pairs of tokens
 
 
 def sketch(workload: Workload) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def sketch(workload: Workload) -> dict[str, Any]:
 
 
 def prefix_of(whole: nn.Module) -> str:
-    """Return what the names of all layers' tensors have in front of the layer's number."""
+    """Return the prefix of all layers' tensor names, which the layer's number follows."""
     (name,) = (name for name, module in whole.named_modules() if module is whole.layers)
     return f"{name}."
 
@@ -83,7 +83,7 @@ def prove(workload: Workload) -> dict[str, tuple[float, float]]:
     named = dict(whole.named_parameters())
     starts = {within(name, prefix): start(name, weight, whole) for name, weight in named.items()}
     for weight in named.values():
-        weight.data.add_(torch.randn_like(weight), alpha=0.1)  # norms and biases start alike, and must be told apart
+        weight.data.add_(torch.randn_like(weight), alpha=0.1)  # norms and biases start equal; the test needs them apart
     for names, part in parts.items():
         for name, _ in list(part.named_parameters()):
             owner, _, leaf = name.rpartition(".")
@@ -125,8 +125,8 @@ def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
 
 
 def work(workload: Workload) -> tuple[int, int]:
-    """Return a layer's operations for each token, and those of attention for each pair of tokens in a sample: causal
-    attention takes half of those of full attention, unless it is the plain one."""
+    """Return a layer's operations for each token, and attention's operations for each pair of tokens in a sample.
+    Causal attention takes half the operations of full attention, except for plain attention (is_plain)."""
     layer, each = model.new_layer(workload, 0), []
     for tokens in COUNTED:
         with FlopCounterMode(display=False) as counter:
@@ -142,7 +142,7 @@ def is_plain(workload: Workload) -> bool:
 
 
 def keeps_slopes(workload: Workload) -> int:
-    """Return 1 if the slopes of capped logits are kept beside them."""
+    """Return 1 if the slopes of capped logits are kept beside the logits, else 0."""
     bend = bend_of(parts_of(workload).base.config)
     return int(bend is not None and isinstance(bend(torch.zeros(1))[1], Tensor))
 
@@ -153,7 +153,7 @@ def measured(workload: Workload) -> dict[str, float]:
     most = min(config.get(name) or SAMPLE for name in ("sliding_window", "max_position_embeddings"))
     tokens = min(SHORT if is_plain(workload) else SAMPLE, most)
     at_all, pair = boundaries(workload, tokens), 0.0
-    if is_plain(workload):  # what grows with a sample's length is told apart, at two lengths
+    if is_plain(workload):  # a second length tells which part grows with a sample's length
         pair = (at_all - boundaries(workload, tokens // 2)) / (tokens - tokens // 2)
     given, given_pair = given_bytes(workload)
     return {
@@ -163,8 +163,9 @@ def measured(workload: Workload) -> dict[str, float]:
 
 
 def boundaries(workload: Workload, tokens: int) -> float:
-    """Return the most memory that a layer's recompute and backward pass on samples of so many tokens hold beside the
-    weights, as a multiple of the layer's input. Weight gradients are freed one by one, so at most one is counted."""
+    """Return the peak memory of a layer's recompute and backward pass, without the weights, as a multiple of the
+    layer's input. `tokens`: the length of a sample. Weight gradients are freed one by one, so at most one is
+    counted."""
     size, dtype = (MEASURED // tokens, tokens, workload.hidden_size), DTYPES[workload.dtype]
     layer = model.new_layer(workload, 0)
     with without_memory() as tracker:
@@ -218,7 +219,7 @@ def main() -> None:
     sizes = hub_config.sizes_of(config)
     try:
         print(json.dumps(sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))))
-    except (AssertionError, RuntimeError, Unlike) as error:  # also if a layer's code reads values, as experts do
+    except (AssertionError, RuntimeError, Unlike) as error:  # a layer that reads values, as experts do, raises, too
         print(json.dumps({"unlike": (str(error).splitlines() or [type(error).__name__])[0]}))
 
 

@@ -1,9 +1,9 @@
 """Predicts a step's seconds from a plan and a machine's rates.
 
-A plan that knows its schedule gives the seconds itself. Other plans tell how much work each resource has in a step. If
-all resources work at once, a step takes as long as the longest, which is a lower bound. The prediction sums the parts,
-one after the other, without those that the method says run behind compute. That is a model: accuracy.py compares it
-with measurements.
+A plan that knows its schedule gives the seconds itself. Other plans give the work of each resource in a step. The lower
+bound assumes that all resources work at once: a step takes as long as the busiest. The prediction assumes that they
+work one after the other, except for the work that the method says runs behind compute (Method.hides). accuracy.py
+compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ COMPUTE, ON_DEVICE, COPIES, ON_HOST, DISK, EXCHANGES = (
 
 
 def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates, num_ranks: int = 1) -> Forecast:
-    """Predict a step on one device, or of several ranks on one host. `plan`: that of one rank; each rank has its part
-    of the batch and of the host."""
+    """Predict a step of one rank. All ranks are on one host; each has its part of the batch and of the host's rates.
+    `plan`: one rank's plan."""
     if plan.step_seconds:
         return Forecast(plan.step_seconds, plan.binds)
     workload = replace(workload, batch_size=workload.batch_size // num_ranks)
@@ -61,9 +61,9 @@ def shared(rates: Rates, num_ranks: int) -> Rates:
 
 
 def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
-    """Return a lower bound of the step's seconds, which holds however well the parts overlap: both directions of the
-    link are full, the host's memory serves copies beside updates, and the disk reads while it writes. None if the
-    machine's rates are not known."""
+    """Return a lower bound of the step's seconds, or None if the machine's rates are not known. The bound assumes that
+    all resources work at once: both directions of the link are full, the host's memory serves copies beside updates,
+    and the disk reads while it writes."""
     if plan.step_seconds or rates is None:
         return plan.step_seconds
     at_host = _updated_on_host(workload, plan, resources.OPTIMIZER_BYTES[workload.dtype])

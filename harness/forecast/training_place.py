@@ -1,4 +1,4 @@
-"""A place to train: a machine by name, a GPU by its numbers, or this machine; and the memories that plans may fill
+"""A place to train (a machine by name, a GPU by its numbers, or this machine), with the memories that plans may fill
 there."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ HALVES = ("bf16", "fp16")  # 16-bit dtypes; the first one that the GPU can compu
 class TrainingPlace:
     """A place to train, and the budgets that the call gives for it.
 
-    `entry`: the machine's entry in machines.yaml. For this machine it is the entry of its GPU, if there is one; its
-    rates are used until rates are measured.
+    `entry`: the machine's entry in machines.yaml. This machine takes the entry of its GPU, if there is one; the entry's
+    rates hold until rates are measured.
     """
 
     name: str | None  # name of another machine; None: this machine
@@ -32,8 +32,8 @@ class TrainingPlace:
     entry: Machine | None = None
 
     def room_for(self, workload: Workload, num_ranks: int = 1) -> Room:
-        """Return the memories that the plan of each of several ranks on one host may fill. If nothing tells the host's
-        memory, a size is assumed."""
+        """Return the memories that one rank's plan may fill, of `num_ranks` ranks on one host. A host memory that
+        neither the call nor the entry gives is assumed."""
         asked, entry = self.asked, self.entry
         if self.name is None:
             room = machine.room(asked, self.device, workload, num_ranks)
@@ -64,8 +64,8 @@ class TrainingPlace:
 
 
 def named_place(name: str, asked: Budget, facts: dict[str, Any] | None = None) -> TrainingPlace:
-    """Return a machine of machines.yaml, or a GPU that it does not list, by its numbers. `facts`: numbers named as in
-    machines.yaml; they override the entry's. Raises ValueError if the numbers do not suffice."""
+    """Return the place of a machine in machines.yaml, or of a GPU that the call describes by numbers. `facts`: numbers
+    named as in machines.yaml; they override the entry's. Raises ValueError if a needed number is missing."""
     given = facts or {}
     if name in named_machines.names() or not given:
         try:
@@ -83,8 +83,7 @@ def named_place(name: str, asked: Budget, facts: dict[str, Any] | None = None) -
 
 
 def numbers() -> str:
-    """Return an example of the options that describe a GPU which machines.yaml does not list, with the numbers of a
-    desktop."""
+    """Return example options that describe a GPU missing from machines.yaml; the numbers are a desktop's."""
     examples = {"gpu_tflops": 80, "link_gb_per_second": 20, "host_adam_gparams_per_second": 2}
     return " ".join(f"--fact {fact}={examples[fact]}" for fact in NEEDED)
 
