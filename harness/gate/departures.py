@@ -1,7 +1,7 @@
 """Finds where a training departs from the reference's: first in losses, then in gradient norms, last in tensors.
 
-All are pure functions of records, and of the largest differences that honest rounding may cause (limits.py). A method
-that promises bit-equality must keep it on a CPU, both at the published learning rate and in the probe.
+The functions are pure: they compare records, within the largest differences that honest rounding may cause (limits.py).
+A method that promises bit-equality must keep it on a CPU, both at the published learning rate and in the probe.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from harness.gate.limits import (
 )
 from harness.gate.trial import Trial
 
-# Largest difference between the distance that a tensor moved and the distance that it moved in the reference, relative
-# to the latter.
+# Largest error of the distance that a tensor moved, relative to the distance that it moved in the reference.
 SIZE_TOLERANCE = 0.1
-# Smallest number of changed elements of a tensor, relative to that in the reference.
+# Largest shortfall in a tensor's number of changed elements, relative to the number in the reference.
 CHANGED_TOLERANCE = 0.1
-ROUNDED_AWAY = 1e-3  # error of the root of a difference of two squares in fp32, relative to the larger root
+ROUNDED_AWAY = 1e-3  # rounding error of sqrt(size**2 - moved**2) in fp32, relative to `moved`
 TELLING = 100.0  # a norm's error this many times the loss's means a wrong gradient, not wrong weights
 FORWARD = "the forward pass, the batch or the starting weights are not the reference's"
 GRADIENT = "the gradients, or the norm of them, are not the reference's"
@@ -41,7 +40,7 @@ UPDATE = "the first update, or when it takes effect, is not the reference's"
 LATER = "the update of step {} or the batch of step {} is not the reference's"
 UP_TO = "an update up to that of step {}, or the batch of step {}, is not the reference's"
 AS_FAINT = "; so little shows that it may be the forward pass, too"
-TENSORS = {  # For each compared fact of a tensor: the reason and the text of a failure.
+TENSORS = {  # the reason and the text of a failure, for each compared fact of a tensor
     "way": ("weights", "ends {:.1e} of its way from the reference's"),
     "exp_avg": ("gradient-scale", "has a first moment {:.1e} off the reference's"),
     "exp_avg_sq": ("gradient-scale", "has a second moment {:.1e} off the reference's"),
@@ -64,14 +63,14 @@ class Departure(NamedTuple):
 
 
 def of_run(record: Record, reference: Record) -> Departure | None:
-    """Find the departure of a run at the published learning rate; bits that differ by rounding are none."""
+    """Find the departure of a run at the published learning rate. A difference within rounding is no departure."""
     must_be_exact = evidence.promises_bits(record)
     limits = published(record, reference)
     if must_be_exact:
         limits = limits._replace(losses=[0.0] * len(limits.losses))
     found = in_steps(record, reference, limits)
     if found and found.reason in ("update", "later"):
-        # A fault that shows late at the published rate, beyond a tolerance, may have begun at any step before.
+        # The published rate is so small that a fault exceeds the tolerance late: it may have begun at any step before.
         found = _partial_update(record, reference) or (found if must_be_exact else Departure("loss", found.seen))
     found = found or _partial_update(record, reference) or _update_size(record, reference)
     return found or in_tensors(record, reference, limits) or _grown_keys(record)
@@ -86,7 +85,8 @@ def drops_nothing(record: Record, reference: Record, undropped: Record) -> bool:
 
 
 def beyond_dropout(record: Record, reference: Record, undropped: Record) -> Departure | None:
-    """Find where a run that drops other elements than the reference differs by more than dropout itself causes."""
+    """Find the departure of a run that drops other elements than the reference: a difference larger than dropout
+    causes."""
     return departure(record, reference, floor(reference, [undropped]).alike().times(DROPOUT_ALLOWED))
 
 
@@ -140,7 +140,7 @@ def departure(record: Record, reference: Record, limits: Limits) -> Departure | 
 def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | None:
     """Return the first step whose loss or gradient norm is beyond its limit.
 
-    A step's loss comes before its gradient, the gradient before the update: the first departure tells what went wrong.
+    A step computes its loss, then its gradient, then its update: the first departure tells which of them is wrong.
     """
     num = comparable_steps(record, reference)
     losses = differences(record.losses[:num], reference.losses)
@@ -157,7 +157,7 @@ def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | N
             ours, theirs = record.grad_norms[at], reference.grad_norms[at]
             told = _told("gradient norm", step, ours, theirs, norms[at], limits.told.format(limits.norms[at]))
             is_faint = norms[at] <= limits.faint * limits.norms[at]
-            # Wrong weights that do not show in the loss hardly change the gradient.
+            # Wrong weights change the loss, too, so a norm that is wrong alone means a wrong gradient.
             if step == 1 or not norms[at] <= TELLING * max(losses[at], limits.losses[at]):
                 cause = GRADIENT + AS_FAINT * is_faint
                 return Departure("gradient", f"{told}, where the loss still agrees", cause, step)
@@ -174,7 +174,8 @@ def _of_update(step: int, told: str, is_faint: bool) -> Departure:
 
 
 def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure | None:
-    """Return the departure of the final tensor that is beyond its limit, or of the median tensor."""
+    """Return the departure of the final tensor that is farthest beyond its limit; if none is beyond, that of the median
+    tensor, which has a limit of its own."""
     if comparable_steps(record, reference) < len(reference.losses):
         return None
     for part, (reason, text) in TENSORS.items():
@@ -205,7 +206,8 @@ def _partial_update(record: Record, reference: Record) -> Departure | None:
 
 
 def _update_size(record: Record, reference: Record) -> Departure | None:
-    """Return the departure of a tensor whose distance moved is wrong, or of all tensors, if all are wrong by less."""
+    """Return a departure if a tensor moved too far or not far enough, or if the median tensor did, by a stricter
+    limit."""
     ratios = evidence.ratios(record, reference, "moved")
     if not ratios:
         return None
@@ -216,8 +218,8 @@ def _update_size(record: Record, reference: Record) -> Departure | None:
 
 
 def _grown_keys(record: Record) -> Departure | None:
-    """Return the departure of a bias of attention keys that moved farther than AdamW can move an element. The gradient
-    of such a bias is rounding alone.
+    """Return the departure of a bias of attention keys that moved farther than AdamW can move it. The true gradient of
+    such a bias is 0: the computed one is rounding alone.
 
     The bias starts at 0. AdamW moves an element in a step by at most the learning rate times (1 - beta1) / sqrt(1 -
     beta2). Source: Kingma and Ba 2015, section 2.1.

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 from harness.core.job import Job
 from harness.core.record import Record
 
-LEAST = 1e-7  # smallest relative floor: one rounding in fp32
+LEAST = 1e-7  # smallest relative difference that counts: one rounding in fp32
 # Allowance, relative to a tensor's size, for a few elements that round in the other direction: at the published
 # learning rate a norm's weights, which are near 1, move by only a few units in the last place.
 ROUNDING = 2**-24 / 4
-SUMMED = 1e-6  # largest relative difference of a gradient norm if all bits are the same: engines agree to 1.2e-7
+SUMMED = 1e-6  # largest relative difference of the norms of bit-equal gradients: engines agree to 1.2e-7
 # Half the distance from 1 to the next larger float. A weight of 1 does not change by a shorter step up. AdamW's step is
 # often less than half its rate, so a step down does not change the weight, either.
 SMALLEST_STEP = 2**-24
@@ -37,13 +37,13 @@ class Flaw(NamedTuple):
 
 
 def flaw(record: Record) -> Flaw | None:
-    """Return a record's first flaw. If there is none, all steps ran, all numbers are finite, every tensor changed."""
+    """Return a record's first flaw, or None if all steps ran, all numbers are finite and every tensor changed."""
     for step, loss in enumerate(record.losses, start=1):
         if loss is not None and not math.isfinite(loss):
             return Flaw("not-finite", f"the loss is {loss} from step {step} on", {"step": step})
     if len(record.losses) != record.job.steps:
         return Flaw("incomplete", f"{len(record.losses)} of {record.job.steps} steps have a loss")
-    # In fp16 a wrong loss scale is found, and named, by the comparison of loss scales.
+    # The norm of a step that fp16 skips is not finite; other_scales() compares skipped steps with the reference's.
     if record.origin == "run" and record.job.workload.dtype != "fp16":
         for step, norm in enumerate(record.grad_norms, start=1):
             if norm is not None and not math.isfinite(norm):
@@ -74,15 +74,16 @@ def flaw(record: Record) -> Flaw | None:
 
 
 def untrained(record: Record, told: str = "") -> str:
-    """Return why a record shows no training to compare with; empty if it does. `told` is added to how it ended."""
+    """Return why a record shows no training to compare with; empty if it shows one. `told`: a text to append to the
+    record's status."""
     if record.status != "ok":
         return f"ended as {record.status}{told}"
     return found.text if (found := flaw(record)) else ""
 
 
 def unasked(record: Record) -> Flaw | None:
-    """Return a flaw if the record's further models are not those that its job asks for: its throughput counts the
-    samples of all models."""
+    """Return a flaw if the record's further models are not the ones that its job asks for. The throughput would be
+    wrong, because it counts the samples of all models."""
     asked, trained = record.job.options.get("num_models", 1), 1 + len(record.others)
     if trained != asked:
         return Flaw("models", f"{trained} models were trained, the job asks for {asked}")
@@ -95,8 +96,8 @@ def unasked(record: Record) -> Flaw | None:
 
 
 def elsewhere(record: Record) -> Flaw | None:
-    """Return a flaw if part of the training was done by something else than this run: by code that its key does not
-    cover, by other source code before a checkpoint, or in device memory that is not counted."""
+    """Return a flaw if the run did not do all of its training itself: it executed code that its key does not cover, it
+    resumed from a checkpoint of other source code, or it used device memory that is not counted."""
     if unlisted := record.software.get("unlisted"):
         told = f"it executed {some(unlisted)}, which its identity lacks"
         return Flaw("unlisted-code", f"{told}; import it by its name in the method's file")
@@ -113,8 +114,8 @@ def elsewhere(record: Record) -> Flaw | None:
 
 
 def least_device_bytes(job: Job) -> int:
-    """Return the least device memory that any training of this job takes: the tokens, which the worker puts there, and
-    the product of one sample with the largest matrix of a layer: the matrix, input and output.
+    """Return the least bytes of device memory that any training of this job takes: all tokens, which the worker puts
+    there, and the matrix, input and output of one sample's product with a layer's largest matrix.
 
     Ranks may each take a part of the product. A method needs less only if it cuts a matrix or a sample.
     """
@@ -139,7 +140,8 @@ def promises_bits(record: Record) -> bool:
 def is_same(record: Record, reference: Record) -> bool:
     """True if all losses and final weights are bit-equal. Gradient norms may differ by their own sum's rounding."""
     found = zip(differences(record.grad_norms, reference.grad_norms), reference.grad_norms, strict=False)
-    norms = [each for each, theirs in found if theirs is not None and math.isfinite(theirs)]  # fp16 skips the rest
+    # The reference's norm is not finite in a step that fp16 skipped.
+    norms = [each for each, theirs in found if theirs is not None and math.isfinite(theirs)]
     return (
         record.losses == reference.losses
         and all(norm <= SUMMED for norm in norms)
@@ -214,7 +216,7 @@ def has_moments(record: Record, moment: Moment) -> bool:
     return any(tensor.get(moment) is not None for tensor in record.tensors.values())
 
 
-# The compared facts of a tensor: each function returns their differences, relative to the reference.
+# The function that returns all tensors' relative differences from the reference, for each compared fact of a tensor.
 COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
     "way": distances,
     "exp_avg": partial(moment_differences, moment="exp_avg"),
@@ -223,7 +225,7 @@ COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
 
 
 def ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
-    """Return each tensor's ratio to the reference in the fact `key`: the share changed, or the distance moved."""
+    """Return, for each tensor, its fact `key` (such as the distance moved) divided by the reference's."""
     pairs = {
         name: (record.tensors[name].get(key), theirs.get(key))
         for name, theirs in reference.tensors.items()

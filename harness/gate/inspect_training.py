@@ -43,8 +43,8 @@ def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any
     """Compare each tensor with its seeded starting values: share of elements changed, distance moved, sizes of both
     moments."""
     cores = len(os.sched_getaffinity(0))
-    torch.get_num_threads()  # fixes torch's number before these threads change theirs, as in harness/devices/streams.py
-    room = threading.Semaphore(cores + 1)  # tensors may be made on demand: hold one for each core, and the next
+    torch.get_num_threads()  # this thread takes its number before the pool changes it, as in devices/streams.py
+    room = threading.Semaphore(cores + 1)  # tensors may be made on demand: hold one for each core, and one more
     found: dict[str, Future] = {}
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for state in tensors:

@@ -1,8 +1,7 @@
-"""Judges a record again by other records alone: results that others send in come from machines on which no run can be
-made.
+"""Judges a record that others sent in, by the records sent with it, because nothing can be run again on their machine.
 
-Reference, twin and probe are looked for among the records that were sent together. The verdict in a record is never
-taken over; it only tells which twin and which probe were used.
+Reference, twin and probe are looked for among these records. The verdict in a record is never trusted; it only tells
+which twin and which probe were used.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Beside(NamedTuple):
 
 
 def judge_anew(record: Record, beside: Beside) -> Gate:
-    """Return the verdict on a record by these records. Raises ValueError if the record's values contradict each
-    other."""
+    """Return the verdict on a record by the records beside it. Raises ValueError for a record with values that cannot
+    be judged."""
     if record.status != "ok":
         return Gate()
     try:
@@ -99,8 +98,8 @@ def _by_twin(record: Record, beside: Beside) -> Gate:
 
 
 def _trials(whole: Record, number: int, probes: Sequence[Record]) -> Iterator[Trial]:
-    """Yield the probe's trials by the same source of the method, each with all trainings that it is compared with; the
-    trial in fp32 first."""
+    """Yield the trials of the run's probe, fp32 first, each with all trainings that it is compared with. A probe counts
+    only if its source code is the run's."""
     named = whole.gate.evidence.get("probe")
     for dtype, key in sorted(named.items(), key=lambda pair: pair[0] != "fp32") if isinstance(named, dict) else ():
         trained = _newest(each for each in probes if each.key == key and _is_probe_of(whole, each, dtype))

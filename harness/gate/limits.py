@@ -1,10 +1,10 @@
-"""How far an honest training may be from the reference: constants at the published learning rate, measured floors in a
-probe.
+"""Limits how far an honest training may be from the reference: by constants at the published learning rate, by measured
+floors in a probe.
 
 The tolerances below bound rounding at the published rate, by device and dtype. A probe trains at a rate at which
 rounding errors grow. Its floor is the distance between the reference and the reference trained with other roundings; an
-honest training stays within a few times the floor. For a method that drops other elements than the reference, the
-change that dropout causes is the measure.
+honest training stays within a few times the floor. A method whose dropout drops other elements than the reference's is
+limited by the change that dropout causes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from harness.core.record import Record
 from harness.gate import evidence
 from harness.gate.evidence import COMPARED, LEAST
 
-# Largest relative difference of a step's loss. fp32: kernels that sum in another order differ by about 1e-6 after 20
-# steps; bf16 has 8 bits of mantissa, fp16 has 11. CUDA adds atomics and fused attention.
+# Largest relative difference of a step's loss. Kernels that sum in another order differ by about 1e-6 in fp32 after 20
+# steps; bf16 has 8 bits of mantissa, fp16 has 11. CUDA adds the rounding of atomics and fused attention.
 LOSS_TOLERANCE = {
     ("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 5e-3, ("cpu", "fp16"): 5e-4,
     ("cuda", "fp32"): 1e-4, ("cuda", "bf16"): 1e-2, ("cuda", "fp16"): 1e-3,
 }  # fmt: skip
-# Largest relative difference of a gradient norm: 2e-7, 1e-3 and 2e-4 were seen at 4 layers x 64, engines differ by 5e-7
-# in fp32.
+# Largest relative difference of a gradient norm. A model of 4 layers of hidden size 64 showed 2e-7 in fp32, 1e-3 in
+# bf16 and 2e-4 in fp16; engines differ by 5e-7 in fp32.
 NORM_TOLERANCE = {
     ("cpu", "fp32"): 1e-4, ("cpu", "bf16"): 5e-2, ("cpu", "fp16"): 1e-2,
     ("cuda", "fp32"): 1e-3, ("cuda", "bf16"): 1e-1, ("cuda", "fp16"): 2e-2,
@@ -55,12 +55,12 @@ DROPOUT_ALLOWED = 6.0
 # Limit of a probe, as a multiple of the floor, in any dtype. 324 honest runs of three sizes reached 6.2, planted faults
 # begin at 68 in fp32 (results/LOG.md); bench/gate_power.py tries the limit on further models and faults.
 ALLOWED = 20.0
-NAMING = 2.0  # multiple of the floor: in a failed probe, the first difference beyond it names the fault
-FAINT = 20.0  # times NAMING: below this the step named may be late, because slow faults begin earlier (results/LOG.md)
+NAMING = 2.0  # in a failed probe, the first difference beyond this multiple of the floor names the fault
+FAINT = 20.0  # below FAINT * NAMING times the floor the fault may have begun before the named step (results/LOG.md)
 FIRST = 5  # number of first steps that share a floor: at one step alone, two roundings may agree by chance
-# Relative error of a norm, as a multiple of the number of elements to the power 1.5. One fp32 sum of normally
-# distributed squares, as in the reference's norm on a CPU, is off by a twentieth of this; squares that differ more are
-# off by more (results/LOG.md).
+# Largest relative error of a norm, divided by the number of elements to the power 1.5. The reference's norm on a CPU is
+# one fp32 sum of squares. Its error is a twentieth of this for normally distributed elements, and larger for elements
+# that differ more (results/LOG.md).
 NORM_ROUNDING = 2e-13
 # Relative error of a second moment in an engine that rounds beta2 to fp32 before subtracting it from 1.
 BETA_ROUNDING = 2**-25 / (1 - BETAS[1])
@@ -136,8 +136,8 @@ def floor(reference: Record, others: Sequence[Record], wide: Sequence[Record] = 
 
 
 def _largest_so_far(series: list[list[float]], num: int) -> list[float]:
-    """Return, for each step, the largest difference of any series up to that step; the first `num` steps count as
-    one."""
+    """Return, for each of `num` steps, the largest difference of any series up to that step; the first FIRST steps
+    count as one."""
     ends = [max(FIRST, step) for step in range(1, num + 1)]
     return [max([LEAST, *(value for each in series for value in each[:end])]) for end in ends]
 

@@ -3,10 +3,10 @@ rounding.
 
 At the published rate twenty steps of the warm-up hardly move a weight, so many faults do not show. The probe's rate is
 0.5, under the same schedule: 1.6e-4 at the first step, 3.1e-3 at the twentieth. The method trains at this rate, and so
-does the reference: once plainly, and with other roundings. Honest rounding is the largest distance of these from the
-plain reference. By chance, the reference with one other rounding may end near the plain one in some tensor; so if the
-method is farther away, the reference is trained with the remaining roundings, too. In half precision the distance to
-the reference in fp32 counts, too, and the probe is repeated in fp32, in which rounding hides no fault.
+does the reference: once plainly, and once with another rounding. Honest rounding is the distance between these two
+references. By chance they may end near each other in some tensor; so if the method is farther away, the reference is
+trained with further roundings, and the largest distance counts. In half precision the distance to the reference in fp32
+counts, too, and the probe is repeated in fp32, in which rounding hides no fault.
 
 The trainings of a probe are jobs like any other, recorded in a folder of their own beside the records. A probe tests a
 method's code, not a size: it has the job's options, placement, micro-batches and dtype, but its own width, sequence and
@@ -33,8 +33,8 @@ LEARNING_RATE = 0.5
 LAYERS, STEPS = 4, 20
 MOST_STEPS = 60  # largest number of steps for which the limits of a probe are known to hold
 # The roundings of methods/shared/roundings.py with which the reference is trained for the floor. All but the first are
-# trained only if a departure remains with the first, because further roundings only raise the floor. In 279 of 281
-# probes of honest runs none remained; a training with the first takes no longer than the reference (results/LOG.md).
+# trained only if a departure remains with the first, because further roundings only raise the floor. No departure
+# remained in 279 of 281 probes of honest runs; the first takes no longer than the reference (results/LOG.md).
 ROUNDINGS = (
     ("plain-attention",),
     ("single-samples", "samples-reversed", "split-products", "ulp-of-norms", "head-in-blocks"),
@@ -45,7 +45,7 @@ METHODS = ROOT / "methods" / "probe"  # folder of methods that only the probe us
 # The largest sizes of a probe. With these sizes it finds all faults that bench/gate_power.py plants. A head keeps at
 # least 8 columns, because GPU kernels take multiples of 8.
 HIDDEN_SIZE, HEAD_SIZE, TOKENS, WORDS = 64, 8, 64, 512
-BATCH_TOKENS, FEWEST_TOKENS = 256, 8  # a batch has at most so many tokens, but each sample has at least so many
+BATCH_TOKENS, FEWEST_TOKENS = 256, 8  # most tokens of a batch, unless its samples then have less than the fewest
 
 
 class Extent(NamedTuple):
@@ -68,8 +68,8 @@ ALL_LAYERS = MOST_LAYERS
 
 
 class Probe(NamedTuple):
-    """The trials of a probe, the one in fp32 first, and a text for people of what could not be tested. `refused`: why
-    the method does not train at the probe's rate, although it trained at the job's."""
+    """The trials of a probe, the one in fp32 first. `untested`: what could not be tested, as text. `refused`: why the
+    method does not train at the probe's learning rate, although it trained at the job's."""
 
     trials: tuple[Trial, ...] = ()
     untested: str = ""
@@ -77,8 +77,9 @@ class Probe(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """How a probe's jobs are made and run. `measure` returns a job's record; `reference_of`, the job of its reference;
-    `fits`, the most layers at which a job fits; `why_not`, what is wrong with a job, if anything."""
+    """The functions that make and run a probe's jobs. `measure` runs a job and returns its record; `reference_of`
+    returns the job of its reference; `fits`, the most layers at which it fits; `why_not`, why it cannot run, or None;
+    `twin_of`, the job at another number of layers."""
 
     measure: Callable[[Job], Record]
     reference_of: Callable[[Job], Job]
@@ -88,8 +89,8 @@ class Runs(NamedTuple):
 
 
 class NoTrial(NamedTuple):
-    """The reason, in a text, why there is no trial. A trial at the size of the run differs from the run in its rate
-    alone."""
+    """Why there is no trial, as text, and whether the trial would have had the run's size. Such a trial differs from
+    the run in its learning rate alone."""
 
     why: str
     is_of_the_size_that_trained: bool
@@ -125,7 +126,7 @@ def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Tri
 
 
 def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
-    """Return the records of a trial at this size. Raises NoTrial with the reason if there is none."""
+    """Return the records of a trial at this size, or a NoTrial with the reason."""
     probed = dataclasses.replace(job, workload=load, steps=extent.steps, warmup=0, trace=None, save=None)
     small, depth, why = _deep_enough(dataclasses.replace(probed, budget=_budget(job, extent)), extent, runs)
     if why:
@@ -157,8 +158,8 @@ def _budget(job: Job, extent: Extent) -> Budget:
 
 
 def _deep_enough(job: Job, extent: Extent, runs: Runs) -> tuple[Job, int, str]:
-    """Return the job with the probe's number of layers, or with the next larger number that the method can train, and
-    that number; if none works, the reason."""
+    """Return the job at the probe's number of layers, or at the next larger one tried that the method can train; that
+    number; and an empty text, or the reason why no number works."""
     most = min(job.workload.num_layers, runs.fits(runs.reference_of(job)))
     depth, why = min(most, extent.layers), "the reference does not fit at any depth"
     while depth >= 1:

@@ -1,10 +1,10 @@
-"""The gate: does a record show the same training as the reference? A verdict with evidence, from records alone.
+"""The gate: does a record show the same training as the reference? judge() returns a verdict, from records alone.
 
-A record's own flaws come first (evidence.py): all steps ran, all losses are finite, every tensor changed. Then the
-comparison (departures.py): losses and gradient norms step by step, and for each tensor the share that changed, the
-distance moved, where it ended and the size of its moments, within what rounding may amount to (limits.py). The probe
-(probe.py) comes last; it trains at a learning rate at which faults show. The first departure names the reason of a
-failure; a departure of the probe is named before one of the run.
+First evidence.py looks for flaws of the record alone: a missing step, a loss that is not finite, a tensor that did not
+change. Then departures.py compares losses and gradient norms step by step, and for each tensor the share that changed,
+the distance moved, its final values and the size of its moments, within rounding (limits.py). Last comes the probe
+(probe.py), which trains at a learning rate at which faults show. The first departure names the reason of a failure; a
+departure of the probe is named before one of the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.gate.limits import DROPOUT_ALLOWED, LOSS_TOLERANCE
 from harness.gate.probe import NONE, Probe, extent_of
 from harness.gate.trial import Trial
 
-SMALLEST_DECAY = 2**-25  # of learning rate times weight decay: a smaller product is lost when it is subtracted from 1
+SMALLEST_DECAY = 2**-25  # a smaller product of learning rate and weight decay is lost when it is subtracted from 1
 UNPROBED = "a run whose probe did not train has no throughput; --no-probe judges without one, and says so"
 # Reasons found in the run itself that are as certain as a reason found by a probe, because they name what is missing.
 CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
@@ -33,9 +33,9 @@ def judge(
     record: Record, reference: Record | None = None, twins: tuple[Record, Record] | None = None,
     peers: Sequence[Record] = (), undropped: Record | None = None,
 ) -> Gate:  # fmt: skip
-    """Return the verdict on a run by itself, and its evidence; with_probe() adds a probe's.
+    """Return the verdict on a run, without its probe, which with_probe() adds.
 
-    `reference`: the record of the same workload trained by the reference; of a run by the reference, the record itself.
+    `reference`: the record of the same workload trained by the reference; for a run by the reference, `record` itself.
     If the reference does not fit, `twins` are the records of this method and of the reference at the largest depth that
     fits, and `peers` are other methods' records of the same workload. `undropped`: the reference's record without
     dropout, if the method drops other elements: the change that dropout causes measures how far the two may differ.
@@ -56,7 +56,7 @@ def judge(
 
 
 def unasked(record: Record) -> Gate | None:
-    """Return the verdict on a run whose models are not those that its job asks for, before any of them is judged."""
+    """Return a failed verdict if the run's models are not those that its job asks for, else None."""
     return _of_flaw(flaw) if (flaw := evidence.unasked(record)) else None
 
 
@@ -129,7 +129,7 @@ def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequen
 
 
 def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
-    """Return the verdict on a run with its probe: what the probe found, if anything, and what was not tested."""
+    """Return the verdict on a run, with the findings of its probe and a text on what was not tested."""
     if verdict.verdict == "untested":
         return verdict
     rests = {**verdict.evidence, "probe": {trial.dtype: trial.record.key for trial in probe.trials}}
@@ -149,7 +149,7 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
             untested.append(ended)
             continue
         if (found := departures.of_trial(trial)) and verdict.reason not in CERTAIN:
-            itself = verdict.text.removesuffix(f": {found.cause}")  # the text says it once
+            itself = verdict.text.removesuffix(f": {found.cause}")  # _told() says the cause already
             also = "" if verdict.passed else f"; the run itself: {itself}"
             return _failed(found.reason, _told(trial, found) + also, {**rests, "step": found.step})
         num = evidence.comparable_steps(trial.record, trial.reference)
@@ -176,7 +176,8 @@ def _smaller(probed: Workload, whole: Workload) -> str:
 
 
 def _told_by(record: Record, probe: Probe) -> tuple[list[str], list[str]]:
-    """Tell what a method returns of its training, and what therefore was not tested."""
+    """Return names of the facts that the method returns of its training, and texts on the facts that it does not
+    return, which were not tested."""
     records = (record, *(trial.record for trial in probe.trials))
     has_norms = all(len(each.grad_norms) == len(each.losses) for each in records)
     has = {name: evidence.has_moments(record, moment) for name, moment in MOMENTS.items()}
