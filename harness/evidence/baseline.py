@@ -1,8 +1,8 @@
-"""`compare --baseline`: do two commits, or two folders of results, train the same, and which is faster?
+"""`compare --baseline`: tells if two commits, or two folders of results, train the same, and which is faster.
 
 Each point of the baseline (method, options, workload, setting) is compared with the newest runs of the same point. The
 two trainings are compared as the gate compares a run with the reference, within the limits of rounding, because another
-commit may sum in another order. The gate's verdict on each is in its record.
+commit may sum in another order. The gate's verdict on each training is in its record.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def run(baseline: str, new: str, results: Path, as_json: bool) -> tuple[list[Hel
 
 
 def _same_point(point: pd.Series, points: pd.DataFrame, others: pd.DataFrame) -> list[Record] | None:
-    """Return the newest repeats of the same point, in the same setting if there are any. If a method's options changed,
-    and each side has only one point of the method, these two count as the same point."""
+    """Return the newest repeats among `others` of a point of the baseline, in the same setting if possible; None if
+    there are none. Two points with different options count as the same if each is its side's only one of the method."""
     own, theirs = (side[side["workload"] == point["workload"]] for side in (points, others))
     named = theirs[theirs["name"] == point["name"]]
     if named.empty:

@@ -28,7 +28,7 @@ FOLDER = ROOT / "claims"
 PAPER_MACHINE = named_machines.PUBLISHED
 MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # machines on which a claim holds
 REGISTRY = Registry("claim", FOLDER)  # added claims replace this project's
-AXES = ("num_layers", "window_size")  # fields that the axis of a shape may be
+AXES = ("num_layers", "window_size")  # fields of a point that may be the axis of a shape
 EXTREMES = ("largest", "smallest")  # names for the largest and the smallest of the measured windows
 IDENTIFIER = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
 
@@ -159,8 +159,7 @@ class Plateau:
 class Shape:
     """A claim on the shape of values along an axis: a power law, fitted to at least four points, or a plateau.
 
-    A plateau is made of at least the last `num_points` points; none of them gains more than `gain` over the first of
-    them.
+    A plateau consists of at least the last `num_points` points, of which none gains more than `gain` over the first.
     """
 
     of: Point
@@ -234,7 +233,7 @@ COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}  # f
 
 
 def load(*places: Path) -> list[Claim]:
-    """Return the claims of these files and folders; without any, the added claims; without those, this project's.
+    """Return the claims of these files and folders; by default the added claims or, if none were added, this project's.
     Raises ValueError with one line of text for an invalid file."""
     claims: dict[str, Claim] = {}
     for path, claim in (pair for place in places or REGISTRY.added or [FOLDER] for pair in _of_place(place)):

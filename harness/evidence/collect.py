@@ -1,8 +1,8 @@
 """The verb `case`: runs what is missing for one figure or all, writes tables, draws figures.
 
-Before each run the missing runs are planned again from the records and the time left, so an interrupted call loses
-nothing. When time is short, runs of the methods with most claims go first, and among these the quickest. The time of a
-run and of its reference is a rough estimate from the bytes and operations of the plan.
+The missing runs are planned again before each run, from the records and the time left, so an interrupted call loses
+nothing. Runs of the methods with most claims go first if time is short, and among these the quickest. The time of a run
+and of its reference is a rough estimate from the bytes and operations of the plan.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class PlannedRun:
     plan: Plan
     is_search: bool
     missing: int  # runs still to make
-    is_guess: bool = False  # True: the size is one that a search will still find
+    is_guess: bool = False  # True: the size is a guess at the answer of a search that is not over
     num_claims: int = 0  # number of claims that name the job's method
     probe_seconds: float = 0.0  # time of the method's probe, which the method's first run here includes
-    is_taken: bool = True  # False: left out for want of time
+    is_taken: bool = True  # False: left out, because the time is too short
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the missing runs, of a reference for each model, which repeats share, and of the
-        method's probe."""
+        """Return the seconds of the missing runs, of their references and of the method's probe. Repeats share their
+        references; a search needs its own for each run."""
         job, run = self.job, run_seconds(self.job, self.plan)
         num_models = int(job.options.get("num_models", 1))
         references = self.missing if self.is_search else min(1, self.missing)
@@ -97,8 +97,8 @@ class Campaign:
             todo = [point for point in points if point.missing and point.is_taken and not point.is_guess]
             if not todo:
                 return
-            # Searches go first, because sizes depend on them; then all jobs take turns, so that repeats are spread over
-            # time.
+            # Searches go first, because the sizes of other jobs depend on them. Then all jobs take turns, so that
+            # repeats are spread over time.
             first = min(todo, key=lambda point: (not point.is_search, -point.missing))
             done = len(self.finished)
             self._advance(first, {"index": done + 1, "total": done + len(todo)})
@@ -206,8 +206,9 @@ def main(
     number: str, profile: str | None, machine: str | None, seconds: float | None, repeats: int | None, results: Path,
     out: Path | None, only: str | None, as_json: bool, where: Sequence[str] = (), probe: Extent | None = None,
 ) -> list[Record]:  # fmt: skip
-    """Run the verb; return the records of the runs that it made. A table or a figure alone is made from any records if
-    there is no record of a profile. Raises ValueError for an unknown case, profile or machine."""
+    """Run the verb; return the records of the runs that it made. `only`: extract makes the table alone, draw the figure
+    alone; both accept any records if there is none of a profile. Raises ValueError for an unknown case, profile or
+    machine."""
     there = [*map(str, case.numbers()), overlap.NAME]
     if number not in ("all", *there):
         raise ValueError(f"expected a case of {', '.join(there)}, or all, got {number!r}")
@@ -268,8 +269,8 @@ def _write(
     number: int, used: CaseProfile | None, records: list[Record], results: Path, out: Path, only: str | None,
     is_one: bool, where: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Write the table and the figure of a case, from the records of a profile or from any records. If one of several
-    cases has no record, only a line is printed."""
+    """Write the table and the figure of a case, from the records of a profile or from any records. Raises ValueError if
+    there is no record; with several cases, prints a line instead."""
     try:
         path = Path(f"{case_files.stem(number, used.name if used else any_runs.NAME, out)}.csv")
         if only != "draw":
@@ -287,8 +288,8 @@ def _write(
 
 
 def _write_added(number: int, used: CaseProfile, results: Path, out: Path, only: str | None) -> None:
-    """Write a table and a figure of the records that others sent in. Each machine has its own figure, in a folder of
-    its own."""
+    """Write a table and a figure of the records that others sent in, for each folder of such records in a folder of its
+    own."""
     for folder in added_folders(results):
         records = records_of(folder)
         with contextlib.suppress(ValueError):  # these results have no record of this case

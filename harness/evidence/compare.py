@@ -28,8 +28,8 @@ SIMULATED = ("sim", "virtual")  # devices whose clock is simulated
 METRIC = "samples_per_second"
 COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")  # a + at the end: the checkout's files differ from the commit
 CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")  # fields of a record
-# Compared runs should agree in the workload and in all of these fields. If no two runs do, the first field is ignored,
-# then the next.
+# Compared runs should agree in the workload and in all of these fields. The first field is ignored if no two runs do,
+# then the second, then the third.
 SETTING = ["machine", "budget", "device"]
 Pair = tuple[list[Record], list[Record]]
 
@@ -172,7 +172,7 @@ def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
 
 
 def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
-    """Return both sides' points in each setting in which both sides have runs: of each name, the newest point."""
+    """Return, for each setting in which both sides have runs, both sides' points: of each name, the newest point."""
     for dropped in range(len(SETTING) + 1):
         keys = ["workload", *SETTING[dropped:]]
         ours, theirs = (
@@ -184,7 +184,7 @@ def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFram
 
 
 def _with_throughput(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the points with a throughput; if there are none, only the last run, whose end tells why."""
+    """Return the points with a throughput; if there are none, only the point that was run last, to report its end."""
     rows = [row_of(METRIC, repeats) for repeats in points["repeats"]]
     able = points[[row.valid and row.has_number for row in rows]]
     return points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]] if able.empty else able
@@ -223,7 +223,7 @@ def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[
 
 
 def side(repeats: list[Record]) -> dict[str, Any]:
-    """Return one side, with its measurement, as JSON values."""
+    """Return one side of a comparison, with its measurement, as JSON values."""
     made, newest = row_of(METRIC, repeats), repeats[-1]
     shown = made if made.valid else None
     return {
@@ -236,7 +236,8 @@ def side(repeats: list[Record]) -> dict[str, Any]:
 
 
 def show(comparison: Comparison, as_json: bool, folders: tuple[Path, Path], names_machines: bool = False) -> None:
-    """Print a comparison. `folders`: those of A's records and of B's, for the printed calls that measure again."""
+    """Print a comparison. `folders`: the folders of A's and of B's records, for the printed calls that measure
+    again."""
     data = comparison.to_dict()
     if as_json:
         print(json.dumps(data))

@@ -20,7 +20,7 @@ class Answer(NamedTuple):
 
 def examine(expected: Expected, rows: list[FigureRow]) -> Answer:
     """Examine a claim. `rows`: the rows that the claim names, in the claim's order; for a shape, the series along its
-    axis. Each has a number."""
+    axis. Each row has a number."""
     match expected:
         case Order():
             return _order(expected, rows)
@@ -55,8 +55,8 @@ def _decide(low: float, high: float, least: float, most: float) -> str:
 
 
 def _order(expected: Order, rows: list[FigureRow]) -> Answer:
-    """Compare each point with each point of the next group. If one pair is broken, the claim is broken, even if others
-    are open."""
+    """Compare each point with each point of the next group. One broken pair breaks the claim, even if others are
+    open."""
     by_point = dict(zip(expected.named, rows, strict=True))
     numbers, notes = [], []
     for upper, lower in zip(expected.points, expected.points[1:], strict=False):
@@ -70,7 +70,7 @@ def _order(expected: Order, rows: list[FigureRow]) -> Answer:
 
 
 def _value(expected: Value, row: FigureRow) -> Answer:
-    """Judge a value by its interval. Without an interval, the value alone decides, because the claim's tolerance is
+    """Judge a value by its interval. The value alone decides if it has no interval, because the claim's tolerance is
     itself a margin."""
     low, high = (row.low, row.high) if row.has_interval else (row.value, row.value)
     assert low is not None and high is not None and row.value is not None

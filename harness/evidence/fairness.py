@@ -37,11 +37,11 @@ def _version(record: Record) -> str:
 
 
 def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return, for each column, its different values (answers), each with the methods that have it: no page has room for
-    all columns side by side.
+    """Return, for each column, its different values (answers), each with the methods that have it, because no page has
+    room for all columns side by side.
 
-    A method's options are named only if its answer depends on them. The last answer of a column lists the methods
-    without a value.
+    A method's options are named only if its answer depends on them. The last entry lists the methods that lack a value
+    in some column.
     """
     import pandas as pd
 

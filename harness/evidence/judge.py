@@ -48,10 +48,11 @@ class Finding:
 
 
 def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> Finding:
-    """Judge a claim by the first table that has all rows the claim needs; tables of the best profile come first.
+    """Judge a claim by the first of its case's tables that has all rows the claim needs. Tables whose rows are final,
+    and were measured on a machine that the claim is about, come before all others.
 
-    Tables are preferred whose rows are final and were measured on a machine that the claim is about. `is_there`: tells
-    whether a row was measured on such a machine.
+    `tables`: a table for each profile, the best profile first. `is_there`: tells if a row was measured on such a
+    machine.
     """
     tables = {profile: [row for row in rows if row.metric == claim.metric] for profile, rows in tables.items()}
     found: dict[str, list[FigureRow]] = {}
@@ -80,8 +81,8 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
 
 
 def _untrained_point(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> list[FigureRow]:
-    """Return the rows of the claim's first point for which no run trained. Another run of the case would not help,
-    because the case measures no other method at that size."""
+    """Return the rows of the claim's first point that has rows, none of which trained and none of which another run of
+    the case could change. Empty if there is no such point."""
     for rows in tables.values():
         for point in claim.expected.named:
             found = _matching(point, rows)

@@ -1,7 +1,7 @@
 """The contract of a method, as checks that run: the tests apply them to every method, `check-method` to one file.
 
-A check returns a text of what it saw. If the method breaks the contract, the check raises Broken with what the contract
-asks for.
+A check returns a text on what it saw. It raises Broken, with the requirement that is not met, if the method breaks the
+contract.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from harness.forecast.fit import resolve
 from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep
 
-# At this rate each step moves the weights by more than their rounding.
+# The learning rate is so high that each step moves the weights by more than their rounding.
 TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)
-GRADIENT_TOLERANCE = 1e-3  # relative distance of a first moment in fp32 after the first wrong step
+GRADIENT_TOLERANCE = 1e-3  # a larger relative error of a first moment in fp32 means a wrong gradient
 SHOWN = 4  # most tensors that a message names
-STATE_BYTES = 12  # of each parameter with AdamW, in all memories: weight and both moments, without gradients
+STATE_BYTES = 12  # a parameter's weight and both AdamW moments, over all memories, without its gradient
 
 
 class Broken(Exception):
@@ -127,8 +127,8 @@ def _outcomes(subject: Subject) -> Iterator[tuple[str, bool, str]]:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[Subject]:
-    """Yield the method in a new folder, of links to its file and to the files _name.py beside it, which methods import:
-    no other method of its folder is there."""
+    """Yield the method in a new folder, without the other methods of its own folder. The new folder has links to the
+    method's file and to the files _name.py beside it, which methods import."""
     file, folder = file.resolve(), Path(tempfile.mkdtemp(prefix="check-method-")).resolve()
     name = file.stem.replace("_", "-")
     try:
@@ -175,8 +175,8 @@ def _judged(subject: Subject, record: Record) -> str:
 
 
 def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
-    """Name the tensors with wrong gradients at the first wrong step; the text is empty if none stands out. After that
-    step, a tensor's first moment is wrong by the fraction with which it takes in the gradient."""
+    """Name the tensors with wrong gradients at the first wrong step; the text is empty if none stands out. A gradient
+    is judged by its tensor's first moment after that step, because records hold no gradients."""
     short = dataclasses.replace(job, steps=step, warmup=0)
     reference = dataclasses.replace(short, method=method.reference(subject.folders), options={})
     jobs = [resolve(each, subject.folders)[0] for each in (short, reference)]
@@ -185,7 +185,7 @@ def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
     )
     moments = {name: (ours.get(name, {}).get("exp_avg"), each.get("exp_avg")) for name, each in theirs.items()}
     ratios = {name: mine / other for name, (mine, other) in moments.items() if mine and other}
-    clip = statistics.median(ratios.values() or [1.0])  # one wrong norm scales all tensors
+    clip = statistics.median(ratios.values() or [1.0])  # a wrong clip factor scales all tensors' moments alike
     off = [name for name, ratio in ratios.items() if abs(ratio / clip - 1) > GRADIENT_TOLERANCE]
     if not off:
         return ""

@@ -147,8 +147,8 @@ def _grounds(finding: Finding) -> str:
 
 
 def closing_lines(found: list[Finding]) -> list[str]:
-    """Return a line for each verdict, with its claims. Claims on runs that did not train have lines by what their
-    numbers alone would give."""
+    """Return a line for each verdict, with its claims. Claims that rest on runs that did not train are grouped by the
+    verdict that the numbers alone would give."""
     untrained = "FAIL, rests on a run that did not train, whose numbers by themselves {}"
     groups: dict[str, list[str]] = {told: [] for told in (*VERDICTS, *map(untrained.format, NUMBERS_WORDS.values()))}
     for one in found:
