@@ -1,4 +1,4 @@
-"""Gives a training in this process the same batches as the worker's, as a list."""
+"""Returns the batches of a training in this process as a list: the same batches as the worker makes."""
 
 from __future__ import annotations
 

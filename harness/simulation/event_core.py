@@ -1,11 +1,11 @@
 """Simulates units of work in virtual time; the same core runs the schedules of shards and of pipelines.
 
-A worker does one unit at a time. Either all workers share one queue (`run_pool`: the shards of models in turn), or each
-has its own queue, and waits for what its neighbors in a line send (`run_lines`: the stages of pipelines). Plans and
-figures use the same core. In a line, worker s has three units for each item: F (forward), after the message of worker s
-- 1 has arrived; B (backward), after the message of worker s + 1 has; and R (recompute) between them. No worker's choice
-depends on later events at others, so each sweep over all workers advances every worker whose next unit is known: a
-million units take about a second, whatever the number of workers.
+A worker does one unit at a time. Either all workers share one queue (`run_pool`: models' shards in turn), or each has
+its own queue and waits for messages from its neighbors in a line (`run_lines`: stages of pipelines). Plans and figures
+use the same core. In a line, worker s has three units for each item: F (forward), after the message of worker s - 1 has
+arrived; B (backward), after the message of worker s + 1 has arrived; and R (recompute) between them. No worker's choice
+depends on later events at other workers, so each sweep over all workers advances every worker whose next unit is known:
+a million units take about a second, for any number of workers.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def run_lines(
     below, above = np.full((num_workers, most + 1), np.inf), np.full((num_workers, most + 1), np.inf)
     exists = np.arange(most + 1) < num_items[:, None]
     below[exists & is_first[:, None]] = above[exists & is_last[:, None]] = 0.0
-    links = np.zeros((2, num_workers, sends_at_once or 0))  # times at which each of the link's places is free
+    links = np.zeros((2, num_workers, sends_at_once or 0))  # when each place of a link is free, in each direction
     done = {F: np.zeros(num_workers, int), R: np.zeros(num_workers, int), B: np.zeros(num_workers, int)}
     place, ahead = np.zeros(num_workers, int), np.zeros(num_workers, int)
     free, busy, least = np.zeros(num_workers), np.zeros(num_workers), np.zeros(num_workers)
@@ -162,7 +162,7 @@ def run_lines(
         from_below, from_above = below[rows, done[F]], above[rows, done[B]]
         is_unsure = None
         if is_any_choosing:
-            # `least`: no worker's next unit begins earlier, so a message that is not sent yet arrives later than that.
+            # `least`: a time before which a worker's next unit does not begin, so its next message arrives later.
             below_least, above_least = np.roll(least, 1), np.roll(least, -1)
             may = (kind == R) & chooses & (from_above > free)
             comes = may & (from_above == np.inf) & (above_least < free)

@@ -48,7 +48,7 @@ class Clock(Protocol):
     def load(self, thread: Agent) -> float: ...  # a pool gives work to the thread of the smallest load
     def queued(self, thread: Agent, op: Op) -> None: ...  # the thread puts the op on a stream
     def ran(self, agent: Agent, op: Op) -> None: ...  # the agent has run the op
-    def freed(self, agent: Agent, now: Any, memory: Memory) -> None: ...  # from `now` on, its stream may reuse it
+    def freed(self, agent: Agent, now: Any, memory: Memory) -> None: ...  # from `now` on, the agent may reuse memory
 
 
 @dataclass(eq=False)
@@ -60,8 +60,8 @@ class HostThread:
 
 @dataclass(eq=False)
 class Event:
-    """Stands for a recorded torch.cuda.Event. Also stands for a future whose work has been done, while the streams that
-    it used may end later."""
+    """Stands for a recorded torch.cuda.Event, or for a future. The future's work has run, but by the clock the streams
+    that it used may end later."""
 
     streams: FakeStreams
     now: Any
@@ -76,15 +76,14 @@ class Event:
 
 @dataclass(eq=False)
 class Stream:
-    """Stands for torch.cuda.Stream. Queued work runs after everything that the thread which queues it has waited
-    for."""
+    """Stands for torch.cuda.Stream. Work runs after all that the thread which queued the work had waited for."""
 
     streams: FakeStreams
     name: str
     now: Any
 
     def reached(self) -> None:
-        """Make the stream wait until now on the calling thread, which is about to queue work."""
+        """Make the stream wait for the calling thread's `now`, because that thread is about to queue work."""
         self.streams.wait(self, self.streams.thread.now)
 
     def wait_event(self, event: Event) -> None:
@@ -122,7 +121,7 @@ class Pool:
 
 
 class FakeStreams:
-    """The CPU's entry in STREAMS while code is watched; knows the current thread and every memory."""
+    """The CPU's entry in STREAMS while code is watched. It knows the current thread and every memory."""
 
     def __init__(self, clock: Clock, num_workers: int = 1) -> None:
         self.clock, self.num_workers, self.taking = clock, num_workers, nullcontext
@@ -226,7 +225,7 @@ def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
 def _install(streams: FakeStreams, stack: ExitStack) -> None:
     """Put the streams into STREAMS until the stack ends; until then, mark host memory and name objects as they are
     made."""
-    # Modules as loaded now, because tests plant bugs in modules loaded anew.
+    # These modules are imported here, because tests plant bugs in modules that they load anew.
     names = ("layer_state", "disk", "slot", "boundaries")
     state, disk, slot, boundaries = (importlib.import_module(f"methods.streaming.{name}") for name in names)
 

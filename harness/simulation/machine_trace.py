@@ -15,7 +15,7 @@ HOUR = 3600.0
 
 
 class MachineChange(NamedTuple):
-    """From this moment on, so many machines are present."""
+    """The number of machines present from a moment on."""
 
     seconds: float
     num_machines: int
@@ -24,7 +24,7 @@ class MachineChange(NamedTuple):
 class MachineSpan(NamedTuple):
     start: float
     end: float
-    samples_per_second: float  # only samples whose steps are not lost later
+    samples_per_second: float  # counts only samples whose steps are not lost later
 
 
 def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[MachineChange]:
@@ -53,11 +53,11 @@ def through(
     trace: Sequence[MachineChange], end: float, speed: Callable[[int], float], *, checkpoint_seconds: float,
     pause_seconds: float, tells: bool,
 ) -> list[MachineSpan]:  # fmt: skip
-    """Return the spans of a job on a trace.
+    """Return the spans of time in which a job trains on the machines of a trace.
 
     `speed`: gives the samples per second on a number of machines. `pause_seconds`: the time from a change until steps
-    go on. `tells`: True if the state is saved when machines change, and new machines are used at once. Otherwise all
-    steps after the last checkpoint are repeated when a machine leaves, and new machines are used only then.
+    go on. `tells`: True if the job saves its state when machines change, and uses new machines at once. Otherwise it
+    repeats all steps after the last checkpoint when a machine leaves, and uses new machines only then.
     """
     if not tells:
         trace = [trace[0], *(then for now, then in itertools.pairwise(trace) if then.num_machines < now.num_machines)]

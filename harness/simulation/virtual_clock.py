@@ -1,14 +1,15 @@
 """Computes the duration of a method's step in virtual time, on a machine of given rates, with all overlap that the
 method's code allows.
 
-Every op takes time of the agent that runs it. On the device, it is the time of the FLOPs or of the bytes, whichever is
-longer; between device and host, that of the bytes over the link, in each direction separately; on the host, that of the
-bytes. An op on the device also takes launch time of the calling thread. An agent's `now` is the time at which it is
-free, so a wait takes the later of two times. The schedule is that of the method's own code, the rates are the
-machine's; no number here was measured.
+Every op takes time of the agent that runs it. An op on the device takes the time of its FLOPs or of its bytes,
+whichever is longer, and launch time of the calling thread. A copy between device and host takes the time of its bytes
+over the link, whose directions do not slow each other. An op on the host takes the time of its bytes. An agent's `now`
+is the time at which it is free, so a wait takes the later of two times. The schedule comes from the method's own code,
+the rates are the machine's; no number here was measured.
 
-A method of several ranks runs as one of them; the others are alike, so an exchange begins when this rank is ready. It
-takes the time of the bytes that a rank sends over the link between devices, which carries one exchange at a time.
+Only one rank of a method of several ranks runs here. The others are like it, so an exchange begins when this rank is
+ready. An exchange takes the time of the bytes that a rank sends over the link between devices, which carries one
+exchange at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 UPDATES = {"_fused_adamw_": "self", "adamw": "grads"}  # kernels of AdamW, and their argument that holds the parameters
-# What ranks exchange, and the bytes that each sends for a tensor.
+# The collectives by which ranks exchange a tensor, each with the function that returns the bytes that a rank sends.
 EXCHANGES = {"_allgather_base_": parts_sent, "_reduce_scatter_base_": parts_sent, "allreduce_": sum_sent}
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # ops that launch no kernel and take no time
 
@@ -94,7 +95,7 @@ class VirtualRun:
 
 
 class VirtualTime:
-    """An agent's `now`: the time in seconds at which it is free."""
+    """The clock by which an agent's `now` is the time, in seconds, at which the agent is free."""
 
     zero = 0.0
 
@@ -146,14 +147,14 @@ class VirtualTime:
 
 
 class DeviceLink:
-    """The link between devices: it carries an exchange in the first gap that is long enough. Exchanges are added in the
-    order of the program, where one may be ready later than the next."""
+    """The link between devices, which carries each exchange in the first gap that is long enough. Exchanges are added
+    in the order of the program, which may differ from the order in which they are ready."""
 
     def __init__(self) -> None:
         self.busy: list[tuple[float, float]] = []  # starts and ends, in order
 
     def carry(self, ready: float, seconds: float) -> float:
-        """Return when an exchange ends that is ready at this time."""
+        """Add an exchange that may begin at the time `ready`; return the time at which it ends."""
         start = ready
         for begun, ended in self.busy:
             if start + seconds <= begun:
@@ -249,7 +250,7 @@ class VirtualWorkers(Pool):
 
 @contextmanager
 def one_of(num_ranks: int) -> Iterator[None]:
-    """Let this process be the first of so many ranks, with which it exchanges nothing."""
+    """Let this process be the first of `num_ranks` ranks. The other ranks do not exist: collectives move no data."""
     if num_ranks == 1:
         yield
         return
@@ -263,7 +264,7 @@ def one_of(num_ranks: int) -> Iterator[None]:
 
 
 def virtual_run(method: Method, workload: Workload, machine: VirtualMachine, steps: int = 3) -> VirtualRun:
-    """Train some steps in the virtual time of this machine, by a method of several ranks as one of them."""
+    """Train `steps` steps in the virtual time of this machine. Only one rank of a method of several ranks trains."""
     training = method.settled(method.plan(workload, Room())).train(workload, token_batches(workload, steps), DEVICE)
     num_ranks = getattr(method, "world_size", 1)
     clock = VirtualTime(machine, num_ranks)

@@ -17,7 +17,7 @@ from unittest import mock
 
 from torch import Tensor
 
-# What ranks exchange; these ops' schemas do not mark the arguments that they write.
+# Collectives, each with the argument that it writes, which its schema does not mark as written.
 COLLECTIVES = {"_allgather_base_": "output_tensor", "_reduce_scatter_base_": "output_tensor", "allreduce_": "tensors"}
 OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}  # in-place ops that do not read their target
 
@@ -82,7 +82,7 @@ class Memories:
     def __init__(self, on_free: Callable[[Memory], None]) -> None:
         self._on_free = on_free
         self._alive: dict[int, tuple[weakref.ref, Memory]] = {}
-        self._fresh_is_host: bool | None = None  # None: decide by what the op reads
+        self._fresh_is_host: bool | None = None  # where ops allocate; None: on the host if they read only host memory
 
     def of(self, tensor: Tensor, made_by: str = "another") -> Memory:
         storage = tensor.untyped_storage()
@@ -92,8 +92,8 @@ class Memories:
         return self._alive[key][1]
 
     def allocating(self, *, host: bool | None) -> AbstractContextManager:
-        """Count all allocations in this context as host memory (True) or as device memory (False); None: decide by what
-        the allocating op reads."""
+        """Count all allocations in this context as host memory (True) or as device memory (False); None: as host memory
+        if the allocating op reads only host memory."""
         return mock.patch.object(self, "_fresh_is_host", host)
 
     def forget(self) -> None:
@@ -134,8 +134,8 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield an object's attributes by name. The slabs of a state have their own names; in front of those of the spare
-    state stands "spare"."""
+    """Yield an object's attributes by name. A state (a named tuple) yields its slabs instead, by the slab's name; for
+    the spare state, "spare" precedes the name."""
     for attribute, value in vars(owner).items():
         if not hasattr(value, "_asdict"):
             yield attribute, value
