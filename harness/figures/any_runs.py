@@ -1,8 +1,8 @@
-"""A case's figure of any records in a folder: runs made by hand, of any sizes, and imported logs.
+"""Makes a case's figure from any records in a folder: runs made by hand, of any sizes, and imported logs.
 
-All runs of a figure have the same machine, device, dtype, size of a step and budget. If records differ in one of these,
-nothing is drawn: the error tells what differs, and how to choose. The case's pick(rows) selects the rows that a figure
-shows. If a method ran with several windows, a case about other options shows only the published window.
+All runs of a figure have the same machine, device, dtype, size of a step and budget. Nothing is drawn if records differ
+in one of these: the error tells what differs, and how to choose. The case's pick(rows) selects the rows that a figure
+shows. A case about other options than the window shows only the published window of a method that ran with several.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NAME = "folder"  # takes the place of a profile's name in the names of files
 OF_WORKLOAD = ("dtype", "hidden_size", "num_heads", "batch_size", "micro_batches", "seq_len", "vocab_size", "dropout")
-ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")  # the same in all runs of figures
+ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")  # the same in a figure's runs
 CHOICES = (*ALIKE, "window_size", "num_layers", "method", "steps")  # names that --where takes
 
 
@@ -46,7 +46,8 @@ def _memory(size: float) -> str:
 
 
 def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> list[FigureRow]:
-    """Return the rows of a case. Raises ValueError if there are none, or if the runs differ in a column of ALIKE."""
+    """Return the rows of a case from the records that `where` (NAME=VALUE) selects. Raises ValueError if there are
+    none, or if the runs differ in a column of ALIKE."""
     its, chosen = case.load(number), dict(map(_choice, where))
     if not its.picks:
         raise ValueError(

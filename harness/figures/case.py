@@ -64,7 +64,7 @@ class Case(ABC):
         """Return the case's measured rows, in the figure's order."""
         return measurements.rows(self.metric, self.jobs(used, {}), records)
 
-    def measure(  # noqa: B027  most have nothing beside runs
+    def measure(  # noqa: B027  most cases measure nothing besides runs
         self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
     ) -> None:
         """Measure what the figure shows besides training runs, unless the folder of results has it already."""
@@ -78,7 +78,7 @@ class Case(ABC):
         return ()
 
     def simulated(self, rows: Sequence[FigureRow]) -> Sequence[FigureRow]:
-        """Return computed rows beside the measured ones."""
+        """Return computed rows, to be shown beside the measured ones."""
         return ()
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
@@ -120,14 +120,14 @@ def numbers_of_all() -> list[int]:
 
 
 def call(number: int, profile_name: str = "") -> str:
-    """Return the command that runs a case, with its file if that is elsewhere."""
+    """Return the command that runs a case, with --cases if its file is not in cases/."""
     words = profile.call(number, profile_name) if profile_name else f"./run.sh case {number}"
     folder = REGISTRY.files()[number].parent
     return words if folder == REGISTRY.own else f"{words} --cases {shlex.quote(str(folder))}"
 
 
 def load(number: int) -> Case:
-    """Return the case of a number. Raises ValueError that names what the file lacks, or why it does not load."""
+    """Return the case of a number. Raises ValueError if its file does not load, or lacks a part of a case."""
     path = REGISTRY.files()[number]
     found: type[Case] | None = REGISTRY.class_in(path, Case)
     if found is None:
@@ -170,8 +170,8 @@ def is_of(used: CaseProfile, job: Job) -> bool:
 
 
 def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Record]:
-    """Return the runs of a profile that a case may read, oldest first. If a method has runs by its present code, only
-    those count. Raises ValueError if the runs are of several machines."""
+    """Return the runs of a profile that a case may read, oldest first. Only runs by a method's present code count, if
+    there are any. Raises ValueError if the runs are of several machines."""
     its = load(number).profiles(used)
     own = [record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)]
     fresh = {record.job.method for record in own if measurements.is_current(record)}
@@ -193,7 +193,7 @@ def measured(number: int, used: CaseProfile, records: Sequence[Record]) -> list[
 @functools.cache
 def published(number: int) -> list[FigureRow]:
     """Return the published rows of a case. A row's value is the median of iterations 11 to 50 in the log of one
-    process; the run that was killed logged one interval only, which is its value."""
+    process, except for one run that was killed: its log has a single interval, which is the value."""
     import pandas
 
     frame, found = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), []
@@ -210,8 +210,8 @@ def published(number: int) -> list[FigureRow]:
 
 
 def table(number: int, used: CaseProfile, records: Sequence[Record], results: Path | None = None) -> list[FigureRow]:
-    """Return our rows of a case; `results`: the folder that the records are in. Raises ValueError if there are none, or
-    if they would mix machines or windows."""
+    """Return our rows of a case. `results`: the folder of the records, for rows from other files in it. Raises
+    ValueError if there is no row, or if rows would mix machines or windows."""
     its, found = load(number), measured(number, used, records)
     if not found:
         raise ValueError(f"no record of profile {used.name} here; try {call(number, used.name)} first")

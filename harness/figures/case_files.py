@@ -39,8 +39,8 @@ def extract(number: int, used: CaseProfile, records: Sequence[Record], out: Path
 
 
 def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> Path:
-    """Write a CSV of these rows, then the published ones; return its path. `name`: a profile's, or another part of the
-    file's name."""
+    """Write a CSV of these rows and, after them, the published ones; return its path. `name`: the profile's name, or
+    the word that replaces it in the file's name."""
     import pandas
 
     found = [*rows, *case.published(number)]
@@ -58,7 +58,7 @@ def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> 
 
 
 def _check(line: Mapping[str, str]) -> str:
-    """Return a hash of a line's cells, which shows whether a line of a CSV is as it was written."""
+    """Return a hash of a line's cells, by which read_csv() finds lines that were changed after they were written."""
     cells = [f"{name}={text}" for name, text in line.items() if name != "check"]
     return hashlib.sha256("\n".join(cells).encode(errors="replace")).hexdigest()[:12]
 

@@ -26,7 +26,7 @@ JOB = [
     *(f"budget_{name}" for name in BUDGETS), "steps", "warmup",
 ]  # fmt: skip
 SPEEDS = ("samples_per_second", "median_step_seconds")  # filled only if the gate passed
-# Columns in which values may be missing, even all of them.
+# Types of the columns whose values may all be missing, so that pandas cannot infer the type.
 TYPES = {
     **dict.fromkeys((*SPEEDS, "first_step_seconds", "load_average", *(f"budget_{name}" for name in BUDGETS)), "float"),
     "is_reference": "bool", "is_result": "bool", "started": "datetime64[us, UTC]",

@@ -28,9 +28,9 @@ def is_current(record: Record) -> bool:
 
 
 def repeats(job: Job, records: Sequence[Record]) -> list[Record]:
-    """Return the records of a job that have the newest record's key. They have the job's options, and maybe further
-    ones. If any record is a result, interrupted attempts are left out; if any run was started, refusals by plan are
-    left out."""
+    """Return the records of a job that have the newest record's key. A record of the job has the job's options, and
+    maybe further ones. Interrupted attempts are left out if any record is a result, and refusals by plan if any run was
+    started."""
     same = [
         record
         for record in records
@@ -55,13 +55,13 @@ def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Re
     best = [record for record in depths.get(answer.largest, []) if record.status == "ok"]
     failed = depths[answer.failed_above] if answer.failed_above else []
     if not depths:
-        failed = probes  # the last one tells why there is no answer
+        failed = probes  # the last record tells why there is no answer
     return repeats(best[-1].job, best) if best else [], failed[-1:]
 
 
 def is_searched(name: str, records: Sequence[Record]) -> bool:
-    """True if a search is over: all up to the largest depth trained, and the next one failed, or was not run because
-    by plan it takes more host memory than the machine has."""
+    """True if a search is over: no depth up to the largest trained one failed, and the next depth failed, or was not
+    run because its plan takes more host memory than the machine has."""
     depths, answer = _search(_probes(name, records))
     if answer.failed_above is None:
         best = depths.get(answer.largest)
@@ -85,14 +85,14 @@ def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], SizeAnsw
 
 
 def _is_refused_beyond(record: Record) -> bool:
-    """True if one more layer would by plan take more host memory than the machine of the record has."""
+    """True if the plan of one more layer takes more host memory than the machine of the record has."""
     job, have = record.job, record.machine.get("host_bytes")
     if have is None or job.method not in method.names():
         return False
     try:
         deeper = job.workload.at_depth(job.workload.num_layers + 1)
         plan = method.create(job.method, job.options).plan(deeper, job.budget.room)
-    except ValueError:  # options of another state of the code
+    except ValueError:  # the code no longer has these options
         return False
     return plan.host_bytes + (0 if job.device == "cuda" else plan.device_bytes) > have
 

@@ -223,7 +223,7 @@ def _fit(axes: Axes) -> None:
 
 
 def _shown_scale(axes: Axes, rows: Sequence[FigureRow]) -> float:
-    """Return the number that all lines of a panel divide their values by, to show them in the axis's unit."""
+    """Return the number by which all values of a panel are divided to show them in the axis's unit."""
     named = [scale for scale, unit in SCALES[rows[0].metric] if axes.get_ylabel().endswith(f"({unit})")]
     return named[0] if named else scale_of(rows)[0]
 
@@ -235,8 +235,8 @@ def tilt(axes: Axes) -> None:
 
 
 def scale_of(rows: Sequence[FigureRow]) -> tuple[float, str]:
-    """Return the number to divide these rows' values by, and the unit of the quotients, so that they are easy to
-    read."""
+    """Return the number by which to divide these rows' values, so that they are easy to read, and the quotients'
+    unit."""
     if not rows:
         return 1.0, ""
     scales = SCALES[rows[0].metric]
@@ -250,7 +250,7 @@ def axis_text(name: str, rows: Sequence[FigureRow]) -> str:
 
 
 def number(value: float) -> str:
-    """Format three significant digits, so that the numbers of a panel have equally many; all digits from 1000 on."""
+    """Format a number with three significant digits, or as an integer from 1000 on."""
     return f"{value:.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
@@ -332,7 +332,8 @@ def svg(made: Figure) -> str:
 def _error(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
     if row.value is None or row.low is None or row.high is None:
         return
-    middle, half = (row.low + row.high) / 2, (row.high - row.low) / 2  # interval of the mean; the point is the median
+    # The interval is that of the mean, while the drawn value is the median.
+    middle, half = (row.low + row.high) / 2, (row.high - row.low) / 2
     axes.errorbar([x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
 
 

@@ -2,8 +2,8 @@
 
 A row comes from the records of one job (its repeats), or is a published number. Figures, claims and reports read rows
 and nothing else. Two rows count as different only if the bounds of their ratio exclude 1. Processes are repeats; the
-steps of one process are not, because another program's load slows neighboring steps together. If either row has fewer
-than three processes, a margin replaces the interval. The margin assumes that the median of a whole process is as
+steps of one process are not, because another program's load slows neighboring steps together. A margin replaces the
+interval if either row has fewer than three processes. The margin assumes that the median of a whole process is as
 uncertain as one step, whose scatter is known.
 """
 
@@ -20,7 +20,7 @@ from harness.core.record import Record
 FEWEST_FOR_INTERVAL = 3  # fewest processes that give an interval
 FEWEST_TIMED_STEPS = 5  # a bar of a time with fewer timed steps is hatched
 CONFIDENCE = 0.95
-LEAST_MARGIN = 0.05  # relative margin of a ratio, at least, if a row has too few runs for an interval
+LEAST_MARGIN = 0.05  # smallest relative margin of a ratio, if a row has too few runs for an interval
 STANDARD_ERRORS = 2  # distance from a ratio to the end of its margin, in standard errors
 COUNTED = ("params",)  # metrics without noise: any difference counts
 Metric = Callable[[Record], float | None]
@@ -72,7 +72,7 @@ class FigureRow:
     num_steps: int | None = None  # number of timed steps, over all processes
     steps: tuple[float, ...] = ()  # each timed step, in the metric's unit
     load: float | None = None  # the highest load average at the start of a run
-    num_cores: int | None = None  # of the machine that ran it
+    num_cores: int | None = None  # cores of the machine that made the runs
     values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # one for each process; not in tables
 
     @property
@@ -95,7 +95,7 @@ class FigureRow:
 
 
 def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
-    """Return the row that the repeats of one job give."""
+    """Return the row of a job, made from the records of its repeats."""
     last = repeats[-1]
     values = [value for record in repeats if (value := METRICS[metric](record)) is not None and math.isfinite(value)]
     low, high = interval(values)
@@ -134,8 +134,8 @@ def _option(record: Record, name: str) -> str:
 
 
 def machine_of(record: Record) -> str:
-    """Return the GPU, or else the CPU, the number of cores, and the variables that change kernels or threads: records
-    that differ in this never mix."""
+    """Return a text on a record's machine: the GPU or else the CPU, the number of cores, and the environment variables
+    that change kernels or threads. Records with different texts never mix."""
     name = str(record.machine.get("gpu") or record.machine.get("cpu") or "")
     cores = record.machine.get("cores")
     parts = (name, f"{cores} cores" if name and cores else "", record.machine.get("environment"))
@@ -146,8 +146,8 @@ def scatter(repeats: Sequence[Record]) -> float | None:
     """Return the largest relative standard deviation found: of the steps within a run, or half the range of the runs'
     medians. None if there is one run, of one timed step.
 
-    That of the steps comes from the interquartile range, which is robust to outliers: it is 1.349 standard deviations
-    of a normal distribution.
+    The deviation of the steps is estimated from the interquartile range, which is robust to outliers. In a normal
+    distribution that range is 1.349 standard deviations.
     """
     found = []
     for record in repeats:

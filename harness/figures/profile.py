@@ -50,8 +50,8 @@ class CaseProfile:
 
     @property
     def room(self) -> Room:
-        """Return the memories that plans may fill, which are the same on any machine. On a GPU the profile's stated
-        context is taken off the budget."""
+        """Return the memories that plans may fill: the budgets, a GPU's less the assumed size of a context. They do not
+        depend on the machine on which the profile runs."""
         room = self.budget.room
         if self.device != "cuda" or room.device_bytes is None:
             return room
@@ -68,8 +68,8 @@ class CaseProfile:
         return min(self.window, num_layers)
 
     def job(self, name: str, num_layers: int, **options: Any) -> Job:
-        """Return the job of a timed run. The plan fills in the options that are numbers, so that the record can be
-        found again; the machine that runs the job chooses the kernels."""
+        """Return the job of a timed run. The plan sets the options that are numbers here, so that the record can be
+        found again. The machine that runs the job sets the others, such as the kernels."""
         workload, have = self.workload.at_depth(num_layers), self.room.device_bytes
         room = dataclasses.replace(self.room, device_bytes=have and int(ROOM * have))
         plan = method.create(name, options).plan(workload, room)
@@ -89,7 +89,7 @@ class CaseProfile:
         )
 
     def is_of(self, job: Job) -> bool:
-        """True if a job is of this profile, at any depth and of any method."""
+        """True if a job, at any depth and of any method, has this profile's workload, budget, device and steps."""
         mine = (self.workload, self.budget, self.device)
         steps = ((self.steps, self.warmup), (PROBE["steps"], PROBE["warmup"]))
         return (job.workload.at_depth(1), job.budget, job.device) == mine and (job.steps, job.warmup) in steps
@@ -114,8 +114,8 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
     (harness/devices/machine.py, or a record's). Raises ValueError for a wrong name or machine, or if a GPU is missing.
 
     `paper` has the published widths, and `quick` a quarter of them. `fit` has the published widths at the depths
-    planned for this machine; without a GPU, it has a sixteenth of the widths and runs on sim. `methods`: those of all
-    cases.
+    planned for this machine; without a GPU, it has a sixteenth of the widths and runs on sim. `methods`: those that any
+    case searches for the largest depth.
     """
     if name not in NAMES:
         raise ValueError(f"no profile {name!r}: choose one of {', '.join(NAMES)}")
@@ -174,6 +174,6 @@ def _shrunk(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, B
 
 
 def call(number: int | str, profile: str) -> str:
-    """Return the command of a case in a profile; fit_v100-vm is fit on that machine."""
+    """Return the command of a case in a profile; the profile fit_v100-vm is `fit` with the memories of v100-vm."""
     kind, _, on = profile.partition("_")
     return f"./run.sh case {number} --profile {kind}" + (f" {named_machines.words(on)}" if on else "")
