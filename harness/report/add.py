@@ -2,7 +2,7 @@
 one's own records.
 
 Only records, logs of runs and trainings of probes are taken over; figures and reports are made anew. Everything is read
-and checked before anything is written. Each verdict is judged again from the records of the same archive.
+and checked before anything is written. Each run is judged again by the records of the same archive.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TAKEN = re.compile(rf"(?:{probe.FOLDER}/)?log_[\w .,+=@~-]+\.json|log_[\w .,+=@~
 
 
 def add(source: Path, results: Path) -> Iterator[str]:
-    """Write the new records of an archive or folder beside those of `results`; yield a line for each record, and each
-    folder made.
+    """Write the new records of an archive or folder into folders in `results`; yield a line for each record, and the
+    path of each new folder.
 
     Raises ValueError, before anything is written, if a file is not as this project writes it, or if no record is new.
     """

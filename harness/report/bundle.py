@@ -35,7 +35,7 @@ from harness.report.redact import Names
 from harness.run import timeline
 
 FOLDER, MANIFEST, ABOUT = "bundle", "MANIFEST.sha256", "README.txt"
-NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}  # for archived files
+NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}  # of every archived file
 TEXT = (Path(__file__).parent / "bundle_readme.txt").read_text()
 
 
@@ -103,7 +103,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
         chosen = verify.of_one_machine(records, name if part else None)
         for used, number, _ in page.tables(chosen, results):
             for path in case.load(number).kept(used, results):
-                if path.resolve() == path and [*_listable([path])]:  # no link leads out of the folder
+                if path.resolve() == path and [*_listable([path])]:  # a link could lead out of the folder
                     _put_text(path, stage / path.relative_to(results.resolve()), names)
             case_files.draw(number, case_files.extract(number, used, chosen, stage / "figures" / part, results))
         for profile, shown in page.traces(chosen, stage):
@@ -114,7 +114,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
 
 
 def _fill_probes(stage: Path, probes: Path, names: Names) -> None:
-    """Write the trainings of the gate's probes, which the receiver of the archive needs to judge the records again."""
+    """Write the records of the gate's probes, by which the receiver of the archive judges the runs again."""
     if probes.is_symlink():
         print(f"left out: {probes}: expected a folder, got a symbolic link", file=sys.stderr)
         return

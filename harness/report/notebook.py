@@ -18,11 +18,11 @@ from harness.report import tables
 from harness.run import scratch
 
 FOLDER = ROOT / "notebooks"
-DRAWN = ("figures", "report", "traces", "probes")  # folders beside the records
+DRAWN = ("figures", "report", "traces", "probes")  # folders beside the records, which clean_up() can remove
 
 
 def show_case(number: int, profile: str | None, machine: str | None, results: Path) -> None:
-    """Run the jobs of one figure that have no record yet; then show the figure, and its table with the published
+    """Run the jobs of a case that have no record yet; then show its figure, and its table with the published
     numbers."""
     from IPython.display import Image, display
 

@@ -218,12 +218,12 @@ def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list
 
 
 def _profiles(records: Sequence[Record]) -> Iterator[CaseProfile]:
-    """Return every profile of these records, with the memories of every named machine."""
+    """Yield each profile to which a run of these records belongs, with or without the memories of a named machine."""
     runs = [record for record in records if record.origin == "run"]
     wanted = itertools.product(scaled.NAMES, (None, *named_machines.names()))
     seen: list[CaseProfile] = []
     for used in case.possible(wanted, runs[-1].machine if runs else {}):
-        nameless = dataclasses.replace(used, name=used.kind)  # the same as the profile without a named machine
+        nameless = dataclasses.replace(used, name=used.kind)  # two machines may give the same profile
         if nameless not in seen and any(case.is_of(used, record.job) for record in runs):
             seen.append(nameless)
             yield used
@@ -258,7 +258,7 @@ def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[st
 
 
 def lasting(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return those facts, of a machine or its software, that stay the same from run to run."""
+    """Return the facts of a machine or its software that stay the same from run to run."""
     return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
 
 

@@ -52,8 +52,8 @@ GPU = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 
 @dataclass(frozen=True)
 class Names:
-    """The replacements of folders, which apply anywhere, and of names, which apply to whole words that are not in
-    `known`."""
+    """The names to replace, each with its replacement. `folders` are replaced anywhere in a text; `words` only as whole
+    words, and not as part of a word in `known`."""
 
     words: Mapping[str, str] = field(default_factory=dict)
     folders: Mapping[str, str] = field(default_factory=dict)
@@ -94,8 +94,8 @@ def _longest_first(names: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
-    """Return the names to remove: of this machine, its users, this checkout and `others`, further hosts. Words in
-    `known` stay."""
+    """Return the names to remove: those of this machine, its users and this checkout, and the hosts in `others`. Words
+    in `known` stay."""
     host = socket.gethostname()
     words = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
     words |= dict.fromkeys(_users(), USER) | dict.fromkeys(others, HOST)

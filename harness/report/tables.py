@@ -112,8 +112,7 @@ class Entry:
 
 
 def _run_again(record: Record) -> str:
-    """Return the call that measures a record's job once more. If the method is not this project's, the call names its
-    folder."""
+    """Return the call that measures a record's job once more; it names the folder of a method that was added."""
     file = method.REGISTRY.files().get(record.job.method)
     added = [] if file is None or file.parent == method.REGISTRY.own else ["--methods", str(file.parent)]
     return f"{again(record)} {shlex.join([*added, '--rerun'])}"
@@ -124,7 +123,7 @@ def _joined(*parts: str) -> str:
 
 
 def pairs(facts: Mapping[str, Any]) -> str:
-    """Return facts in a line, bytes in readable units."""
+    """Format facts in one line, with bytes in readable units."""
     sizes = {name: gib(value) for name, value in facts.items() if name.endswith("_bytes") and isinstance(value, int)}
     told = {name.removesuffix("_bytes"): value for name, value in {**facts, **sizes}.items()}
     return ", ".join(f"{name} {value}" for name, value in told.items() if value not in (None, "", {}, []))
@@ -180,7 +179,7 @@ def record_row(entry: Entry) -> dict[str, Cell | str]:
 
 
 def row_table(caption: str, rows: Sequence[FigureRow], entries: Sequence[Entry]) -> DataFrame:
-    """Return a table of a figure's rows, ours and the published, without those of metrics that no claim is about."""
+    """Return a table of a figure's rows, ours and the published ones, without rows whose metric is not in METRICS."""
     return table(caption, [_row(row, entries) for row in rows if row.metric in METRICS])
 
 
