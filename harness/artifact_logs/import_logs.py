@@ -81,13 +81,13 @@ def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], d
     the reason why it is no log."""
     records, complaints = {}, {}
     beside: set[Path] = set()
-    with contextlib.suppress(OSError):  # a folder may allow to open its files but not to list them
+    with contextlib.suppress(OSError):  # files of a folder may be readable although the folder cannot be listed
         beside = {item for item in folder.iterdir() if NAME.fullmatch(item.name)}
     for path in sorted({*paths, *beside}):
         try:
             if not path.is_file():
                 raise NotALog("not a file")
-            records[path] = Record.from_dict(to_record(read(path), path.name).to_dict())  # as read from its file
+            records[path] = Record.from_dict(to_record(read(path), path.name).to_dict())  # checked like a read record
         except (OSError, ValueError) as error:
             complaints[path] = str(getattr(error, "strerror", None) or error)
     return records, complaints
@@ -105,7 +105,7 @@ def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> 
 
 
 def _free(results: Path, record: Record, log: Path) -> Path:
-    """Return a free file name in the published pattern. If the name is taken, its time is a second later."""
+    """Return a free file name in the published pattern. Its time moves on by a second while the name is taken."""
     for second in itertools.count(int(record.started)):
         stem = log_stem(record.job, record.evidence["named_window"], second)
         taken = [results / f"{stem}{suffix}" for suffix in (".json", *SUFFIXES)]

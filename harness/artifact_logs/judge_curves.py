@@ -1,8 +1,8 @@
 """Judges imported records by their loss curves: did the logged run train the same as the reference?
 
 A log has no weights, so the best verdict here is `tolerance`. The reference is the log of a resident training in the
-same folder, at the same depth, else the nearest. The unit of distance between two curves is the fall of the reference's
-loss from the first logged interval to the last: a curve that does not fall is 100 % away.
+same folder, at the same depth or else at the nearest. The unit of distance between two curves is the fall of the
+reference's loss from the first logged interval to the last: a curve that does not fall is 100 % away.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Sequence
 
 from harness.core.record import Gate, Record
 
-# Largest distance at equal depth, as a share of the fall of the reference's loss. The published logs of a resident and
-# a ZeRO-Offload run at 32 layers (dropout 0.1, other kernels, another Megatron) differ by at most 0.6 %, that of
-# ZeRO-Infinity, whose training is wrong, by 32 %.
+# Largest distance at equal depth, as a share of the fall of the reference's loss. At 32 layers the published log of
+# ZeRO-Offload (dropout 0.1, other kernels, another Megatron) is 0.6 % from the resident one; that of ZeRO-Infinity,
+# whose training is wrong, is 32 % away.
 ALLOWED = 0.05
 # Further distance allowed for each doubling of depth between log and reference: ZeRO-Offload's 48 layers differ by 8.6
 # % from the resident 32, so 15 % for a doubling.
 ALLOWED_PER_DOUBLING = 0.2
-# Largest ratio of depths, in doublings: beyond it, the allowance would be as large as the distance of a wrong training.
+# Largest ratio of depths, in doublings. At a larger ratio the allowance would reach the distance of a wrong training.
 FARTHEST_DOUBLINGS = 1.0
-# Smallest fall of a log's loss, as a share of the reference's fall: below it, the run has learned nothing, as one that
-# logged a loss of 11.21 five times.
+# Smallest fall of a log's loss, as a share of the reference's fall. A run with a smaller fall has learned nothing, such
+# as one that logged a loss of 11.21 five times.
 LEAST_LEARNED = 0.1
 # Smallest fall of a reference's loss, as a share of the loss: a smaller one may be noise, because dropout and data move
 # an interval's mean by 0.12 %.
@@ -31,9 +31,11 @@ LEAST_TELLING_FALL = 0.01
 
 
 def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate]:
-    """Return a verdict on each log of one folder. `references`: methods that may be the reference, best first. If no
-    reference ran at a record's depth, the record is also compared with two kinds of runs: its method's run at a depth
-    with a reference, and runs of its size by methods that agree with the reference at such a depth."""
+    """Return a verdict on each log of one folder. `references`: methods that may be the reference, best first.
+
+    A record without a reference at its own depth is also compared with two kinds of records: its method's at a depth
+    with a reference, and those of its size by methods that agree with the reference at such a depth.
+    """
     anchors = [record for name in references for record in records if record.job.method == name]
     judged = [(record, _judge(record, anchors)) for record in records]
     return [_hold_to_others(record, gate, judged) for record, gate in judged]
@@ -123,12 +125,13 @@ def compare(record: Record, other: Record) -> Gate:
 
 
 def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> Gate:
-    """Judge a record for whose depth there is no reference, by records for whose depth there is one."""
+    """Judge a record without a reference at its depth by its twins at other depths, and by other methods' records of
+    its size."""
     if "reference_layers" not in gate.evidence or _is_at_depth(record, gate):
         return gate
     twins = [(twin, verdict) for twin, verdict in judged if twin is not record and _is_twin(record, twin)]
     for twin, verdict in twins:
-        of_itself = "reference_layers" not in verdict.evidence  # without a reference: a loss is not finite, for example
+        of_itself = "reference_layers" not in verdict.evidence  # judged alone, as by an infinite loss
         if gate.verdict != "failed" and verdict.verdict == "failed" and (of_itself or _is_at_depth(twin, verdict)):
             text = f"its twin at {twin.job.workload.num_layers} layers: {verdict.text}"
             return Gate("failed", verdict.reason, text, gate.evidence)

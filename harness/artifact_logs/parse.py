@@ -24,8 +24,8 @@ NAME = re.compile(
     r"log_(?P<method>[A-Za-z0-9.+-]+)_l-(?P<num_layers>\d{1,9})_hs?-(?P<hidden_size>\d{1,9})_bs?-(?P<batch_size>\d{1,9})"
     r"_ws?-(?P<window>\d{1,9})(?:_(?P<day>\d{4}-\d\d-\d\d)(?:\.(?P<unix>\d{1,12}))?)?\.(?:txt|log)"
 )
-# What terminals and launchers add to a line: colors; or a time, a rank or a host, such as [2024-01-02 03:04:05]
-# worker-0:
+# Matches what terminals and launchers add to a line: colors; or a time, a rank or a host, such as
+# [2024-01-02 03:04:05] worker-0:
 COLOR = re.compile(r"\x1b\[[\d;]{0,20}m")
 PREFIX = re.compile(r"(?:\[[\d :.,/TZ+-]{8,40}\] ?|\[\w{1,20}\d\]: |(?:[A-Za-z][\w.-]{0,40})?\d: )*")
 ARGUMENT = re.compile(r"^ {2}(\w+) \.+ (.+)$")

@@ -1,5 +1,5 @@
-"""Turns a raw log into a record: the job from the log's name and lines, the end of the run from the lines that tell of
-it, every number as printed.
+"""Turns a raw log into a record. The job comes from the log's name and lines, the run's end from the lines about the
+end; every number stays as printed.
 
 Name and lines may disagree, and lines may be missing: the record's evidence lists the decisions under `doubts`, and the
 workload's unlogged fields under `unsaid`.
@@ -34,7 +34,7 @@ SPEEDS = {
     "cumulative": "mean of all steps so far but the first two, without data loading",
 }
 LARGEST_MB = 1e9  # a larger number of MB is taken as garbled
-FLOPS_PER_PARAMETER = 8  # FLOPs for each parameter and token by which the artifact computed its Tera Flops
+FLOPS_PER_PARAMETER = 8  # FLOPs per parameter and token in the formula of the artifact's Tera Flops
 
 
 def to_record(log: RawLog, name: str) -> Record:
@@ -120,7 +120,7 @@ def _is_like(value: Any, default: Any) -> bool:
 
 
 def _options(log: RawLog) -> dict[str, Any]:
-    """Return the logged options; if there are none, the window in the log's name, if the method has one."""
+    """Return the logged options; if none are logged, the window in the log's name, for a method that has windows."""
     if log.own:
         return dict(log.own["options"])
     known = log.name["method"] in method.names() and method.option_names(method.load(log.name["method"]))
