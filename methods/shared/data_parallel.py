@@ -1,4 +1,4 @@
-"""A batch split over ranks that train one model: each takes an equal part, and the gradients are averaged."""
+"""Splits a batch over ranks that train one model: each rank takes an equal part, and the gradients are averaged."""
 
 from __future__ import annotations
 

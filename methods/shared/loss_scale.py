@@ -1,10 +1,10 @@
 """The loss scale of fp16: a power of two that keeps gradients from being rounded to zero.
 
-All methods use this rule. The scale starts at 2^16. If any gradient of a step is not finite the step is skipped:
-weights, moments and the number of updates stay, and the scale is halved, down to 1. After 1000 steps in a row without a
-skip it is doubled. The learning rate follows the number of the step, skipped or not.
+All methods use this rule. The scale starts at 2^16. A step with a gradient that is not finite is skipped: weights,
+moments and the number of updates stay, and the scale is halved, down to 1. The scale is doubled after 1000 steps in a
+row without a skip. The learning rate follows the number of the step, skipped or not.
 
-Source: Micikevicius et al. 2018; with DeepSpeed's numbers, without hysteresis.
+Source: Micikevicius et al. 2018. The numbers are DeepSpeed's, without its hysteresis.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LossScale:
         self.num_good = 0  # steps in a row without a skip
 
     def overflows(self, norm: Tensor) -> bool:
-        """True if the global gradient norm is not finite. With a scale in use, this waits for the norm."""
+        """Wait for the global gradient norm; return True if it is not finite. Without a scale return False at once."""
         return self.is_used and not math.isfinite(float(norm))
 
     def step(self, loss: Tensor, norm: Tensor | None, *, is_skipped: bool = False) -> Step:
@@ -56,7 +56,7 @@ class LossScale:
 
 class ChosenLossScale(LossScale):
     """A loss scale that a user's script chooses. `start`: the first value; None: no scale is used. `least`: the lowest
-    value. If not `is_dynamic`, the first value stays."""
+    value. `is_dynamic`: False if the first value stays."""
 
     def __init__(self, start: float | None, least: float = 1.0, *, is_dynamic: bool = True) -> None:
         self.is_used, self.value, self.num_good = start is not None, start or 1.0, 0

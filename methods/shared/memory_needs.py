@@ -11,13 +11,13 @@ from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import OPTIMIZER_BYTES
 
 CHUNK = 2**18  # elements of a layer that a host thread updates at once: few, so that all threads end together
-BLOCK = 2**23  # elements whose gradient is fp32 at once on the device, in fp16
-# Bytes for each of these elements that an update by torch's kernels takes beside the state: an fp32 gradient and, of a
-# master in halves, its copy in one piece and the marks.
+BLOCK = 2**23  # elements that a device updates at once in fp16, by an fp32 copy of their gradient
+# Bytes per element that an update by torch's kernels takes beside the state: 4 for an fp32 gradient and, in bf16, 4 for
+# the master joined from its halves and 2 for the bits that mark ties.
 UPDATE_COPIES = {"bf16": 10, "fp16": 4}
 
-VECTOR = 16  # elements: cuts at multiples of it keep the bits of torch's AdamW kernel
-ALIGNMENT = 64  # bytes: every tensor of a slab starts where an allocation would
+VECTOR = 16  # elements: cuts at multiples of VECTOR keep the bits of torch's AdamW kernel
+ALIGNMENT = 64  # bytes: every tensor of a slab starts at a multiple, as an allocation does
 NUM_BUFFERS = 3  # buffers on the host for states on the disk: one read, one updated, one written
 
 
@@ -26,21 +26,21 @@ def aligned(size: int, alignment: int = ALIGNMENT) -> int:
 
 
 def shared_numel(numel: int, num_ranks: int) -> int:
-    """Return the elements of a slab that is split over ranks: the same number for each rank, cut where updates of the
-    parts have the bits of an update of the whole."""
+    """Return the number of elements of a slab that is split over ranks. All ranks have the same number, a multiple of
+    VECTOR, so that updates of the parts have the bits of an update of the whole."""
     return numel if num_ranks == 1 else aligned(numel, VECTOR * num_ranks)
 
 
 def stored_numel(numel: int) -> int:
-    """Return the elements of a layer on the disk: whole pages in any dtype, so that reads can bypass the system's
-    cache."""
+    """Return the number of elements of a layer on the disk: whole pages in any dtype, so that reads can bypass the
+    system's cache."""
     return aligned(numel, 2048)
 
 
 def writable(disk: str | None) -> Path:
     """Return the named folder, or the system's temporary one. Raises ValueError if the folder is not writable."""
     folder = Path(disk or tempfile.gettempdir())
-    try:  # try to write: permissions are not enough for root or network folders
+    try:  # try to write, because permissions tell too little about root and network folders
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
@@ -48,14 +48,14 @@ def writable(disk: str | None) -> Path:
 
 
 def block_numel(dtype: str) -> int:
-    """Return the elements that the device updates at once without this project's kernel: fewer for dtypes whose update
-    makes larger copies."""
+    """Return the number of elements that the device updates at once without this project's kernel: fewer in bf16, whose
+    update makes larger copies."""
     return CHUNK // 4 if dtype == "bf16" else BLOCK
 
 
 def state_bytes(workload: Workload) -> dict[str, int]:
-    """Return the bytes per parameter at home, by kind. Mixed precision keeps an fp32 master; in bf16 the weights are
-    one half of the master. Temporary fp32 copies of an update are not counted."""
+    """Return the bytes per parameter of a layer's home on the host, by kind. Mixed precision keeps an fp32 master; in
+    bf16 the weights are one half of the master. Temporary fp32 copies of an update are not counted."""
     size, kept = workload.weight_bytes, OPTIMIZER_BYTES[workload.dtype]
     return {"weights": size, "gradients": size, "optimizer": kept - (2 if workload.dtype == "bf16" else 0)}
 
@@ -67,13 +67,13 @@ def page_locked(size: int, room: Room) -> int:
 
 
 def each_page_locked(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
-    """Return the bytes of one tensor for each weight, with elements of `size` bytes, each split over ranks and
-    page-locked by itself."""
+    """Return the bytes of a rank's parts of tensors, one for each weight, that are page-locked one by one. `size`:
+    bytes of an element."""
 
     def locked(shape: Shape) -> int:
         return page_locked(size * -(-math.prod(shape) // num_ranks), room) if len(shape) > 1 else 0
 
-    small = num_small(workload)  # biases and norms, whose rounding does not count
+    small = num_small(workload)  # biases and norms are counted as one tensor: rounding each up adds little
     return workload.anatomy.total(workload.num_layers, locked) + page_locked(size * -(-small // num_ranks), room)
 
 

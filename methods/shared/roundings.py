@@ -1,8 +1,7 @@
 """Honest roundings: other ways to compute the same gradients, none of them wrong.
 
-The gate's probe trains the reference by some of them: how far these are from the reference is what rounding amounts to
-there (ROUNDINGS in harness/gate/probe.py). bench/gate_power.py tries the gate on the others. To add one is to write one
-function.
+The gate's probe trains the reference by some of them (ROUNDINGS in harness/gate/probe.py): their distance from the
+reference measures rounding. bench/gate_power.py tries the gate on the others. A new rounding takes one function.
 
 Shapes: B batch, T tokens, D hidden, N rows.
 """
@@ -27,7 +26,8 @@ BLOCK_LOGITS = 2**14
 
 
 class Backward(Protocol):
-    """The mean loss of inputs and targets, (B, T), detached; leaves its gradients, summed over parts of the batch."""
+    """Computes the mean loss of inputs and targets, (B, T), and its gradients, summed over `num_parts` parts of the
+    batch. Returns the detached loss."""
 
     def __call__(self, inputs: Tensor, targets: Tensor, num_parts: int = 1) -> Tensor: ...
 
@@ -37,7 +37,7 @@ ROUNDINGS: dict[str, Rounding] = {}
 
 
 def named(name: str) -> Rounding:
-    """Return the roundings of these names. Raises ValueError for an unknown name."""
+    """Return the rounding of this name. Raises ValueError for an unknown name."""
     if name not in ROUNDINGS:
         raise ValueError(f"no rounding {name!r}: {did_you_mean(name, ROUNDINGS)}choose some of {', '.join(ROUNDINGS)}")
     return ROUNDINGS[name]
@@ -49,8 +49,8 @@ def _add(rounding: Rounding) -> Rounding:
 
 
 def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a rounding from a function that replaces a function of torch.nn.functional; it gets the original as its
-    first argument."""
+    """Make a rounding from a function that replaces function `name` of torch.nn.functional. The new function gets the
+    original one as its first argument."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         def rounding(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ def split_products(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bia
 
 @_kernel("linear")
 def ulp_of_norms(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Add noise of up to an ulp of fp32 to each product, of the backward pass, too, relative to the product of its
-    factors' norms: any order of the product's sum stays within that."""
+    """Add noise to each product, also in the backward pass. The noise is at most ULP times the product of the factors'
+    norms, a bound that the rounding of any order of summation keeps."""
     product: Tensor = Noisy.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
     product = product.view(*x.shape[:-1], -1)
     return product if bias is None else product + bias
@@ -152,8 +152,8 @@ def attention_in_double(
 def plain_norm(
     norm: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor, bias: Tensor, epsilon: float
 ) -> Tensor:
-    """Normalize in fp32, by the mean of squares minus the squared mean, instead of the mean square of the differences
-    from the mean."""
+    """Normalize in fp32. The variance is the mean of squares minus the squared mean, instead of the mean square of the
+    differences from the mean."""
     wide = x.float()
     mean = wide.mean(-1, keepdim=True)
     variance = (wide * wide).mean(-1, keepdim=True) - mean * mean

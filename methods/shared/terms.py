@@ -24,5 +24,6 @@ class Terms(NamedTuple):
 
     @property
     def waits_for_norm(self) -> bool:
-        """True if no update may start during a backward pass: Workload.waits_for_norm, or more gradients may come."""
+        """True if no update may start during a backward pass, because clipping or fp16 needs the norm of all gradients
+        first, or because further backward passes add to them."""
         return self.clip_norm > 0 or self.dtype == "fp16" or self.accumulates
