@@ -49,8 +49,8 @@ class Piece(NamedTuple):
 
 
 class AdamStep(NamedTuple):
-    """The settings of an update and its number, counted from 1; the number is also there as a tensor in the memory of
-    the state."""
+    """The settings of an update and its number, counted from 1. `steps`: the number as a tensor in the state's
+    memory."""
 
     settings: Settings
     number: int
@@ -105,8 +105,8 @@ def update(
 
 
 def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings, list[int]]:
-    """Return the tables of the kernel's calls. All pieces of one call share their settings and weight decay, except
-    that pieces without decay may join a call with the same other settings."""
+    """Return the table of each call of the kernel, by the call's settings. Pieces without weight decay join a call with
+    decay if all other settings agree, because the table tells which pieces decay."""
     calls: dict[AdamSettings, list[int]] = {}
     alike = {each._replace(weight_decay=0.0): each for each in settings if each.weight_decay}
     first = runs[0][0].start

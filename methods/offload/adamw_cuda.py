@@ -38,7 +38,7 @@ def _load(device_index: int) -> Any:
     import torch
     from torch.utils import cpp_extension
 
-    # As on the host, the compiler fuses no operations by itself.
+    # The compiler must not fuse operations by itself, as on the host.
     options: dict[str, Any] = {"cuda_include_dirs": [str(BODY.parent)], "nvcc_options": ["--fmad=false", "--std=c++17"]}
     toolkit = cpp_extension.CUDA_HOME
     # torch refuses to compile without a toolkit's headers, but this source needs none.
@@ -57,7 +57,7 @@ def run(
     grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int],
     settings: Sequence[float], number: int, num_threads: int, deadline: int,
 ) -> None:  # fmt: skip
-    """Queue on the current stream what adamw_kernel.run() does on the host; same arguments."""
+    """Queue an update on the current stream; the arguments are those of adamw_kernel.run()."""
     pieces = _on_device(tuple(table), grads.device)
     longest = max(stop - start for start, stop in zip(table[::3], table[1::3], strict=True))
     load()(

@@ -2,8 +2,8 @@
 
 It takes one pass where torch's kernels take several: in mixed precision, for updates from one state into another, and
 with a gradient that must be scaled by the clip factor. One call updates a whole layer and divides the work among the
-kernel's own threads. These never take Python's interpreter lock, so they do not delay the Python threads that launch
-the device's work.
+kernel's own threads. The kernel's threads never take Python's interpreter lock, so they do not delay the Python threads
+that launch the device's work.
 """
 
 from __future__ import annotations

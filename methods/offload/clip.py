@@ -19,8 +19,8 @@ BLOCK = 2**16  # elements of a block
 
 
 def norms_of(grads: Sequence[Tensor], *, in_blocks: bool = False) -> list[Tensor]:
-    """Return the norm of each gradient, fp32, on its device. `in_blocks`: computed from the norms of blocks of the
-    gradient.
+    """Return the norm of each gradient, in fp32, on the gradient's device. `in_blocks`: compute each norm from the
+    norms of blocks of its gradient.
 
     A CPU's core sums all squares of a tensor in one fp32 number for each vector lane, so the norm of a large embedding
     was off by 1e-3 (results/LOG.md). A GPU sums in a tree, which is more exact.
@@ -44,10 +44,10 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class Clip:
-    """A step's global gradient norm, gathered layer by layer in the order of the backward pass, and its clip factor,
-    which also undoes the loss scale. Without a limit and a loss scale there is no factor, and nothing waits for it.
-    `order`: for each parameter of the model its index among the gathered norms, where the group added last comes first;
-    None: the gathered norms are in the model's order."""
+    """A step's global gradient norm, gathered layer by layer in the order of the backward pass, and the clip factor,
+    which also undoes the loss scale. With neither a limit nor a loss scale there is no factor, and nothing waits for
+    one. `order`: for each parameter of the model, its index among all norms, which begin with those added last; None:
+    the norms in this order are in the model's order."""
 
     def __init__(
         self, device: Device, max_norm: float, scale: LossScale | None = None, order: Sequence[int] | None = None
@@ -84,7 +84,7 @@ class Clip:
         norm = global_norm([norms[place] for place in self.order] if self.order else norms)
         self.total = self.device.ranks.norm(norm)
         if self.unclipped is not None:
-            self.total = self.total * self.unclipped  # powers of two, so no bit is lost
+            self.total = self.total * self.unclipped  # a power of two, so no bit is lost
         if self.max_norm:
             self.factor = clip_factor(self.total, self.max_norm)
         if self.unclipped is not None:
@@ -109,7 +109,7 @@ class Clip:
         return factor is None or float(factor) == (self.unclipped or 1)
 
     def overflows(self) -> bool:
-        """Return True if a gradient is not finite; only in fp16, and after a wait for the factor."""
+        """Wait for the factor; return True if a gradient is not finite. Without a loss scale return False at once."""
         return self.unclipped is not None and math.isnan(float(self.on_host()))  # type: ignore[arg-type]
 
     def _send(self, value: Tensor) -> tuple[Tensor, Any]:

@@ -14,7 +14,7 @@ from methods.shared.memory_needs import ALIGNMENT, aligned
 
 
 class SlabPlace(NamedTuple):
-    """A tensor's elements [start, stop) of a slab; its bytes [start, stop) if the tensor has a dtype of its own."""
+    """A tensor's place in a slab: elements [start, stop) or, for a tensor with a dtype of its own, bytes."""
 
     start: int
     stop: int
@@ -67,6 +67,6 @@ def layout_of(module: nn.Module) -> Layout:
 
 
 def install(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Make the tensor the module's parameter of that name, which may have dots."""
+    """Set the module's parameter called `name`, which may have dots, to `parameter`."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)

@@ -2,9 +2,9 @@
 
 The fp32 master of a bf16 weight is split: the weight is its upper half, so 12 bytes a parameter hold weight, master and
 moments. The weight is the master rounded to nearest, ties to even, as torch rounds; the master's low 16 bits are stored
-beside it. At a tie these two match two masters, one rounded up and one rounded down; a 17th bit tells which: the sign
-of the second moment, which is never negative. No bit of the master is lost. An fp16 weight is no part of its master,
-whose exponent may be beyond fp16's: that is stored whole, 14 bytes a parameter.
+beside the weight. At a tie the two halves match two masters, one rounded up and one rounded down. A 17th bit tells
+which one it is: the sign of the second moment, which is never negative. No bit of the master is lost. An fp16 weight is
+no part of its master, whose exponent may exceed fp16's, so the master is stored whole: 14 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from methods.shared.memory_needs import CHUNK
 class State(NamedTuple):
     """Flat slabs of equal length: weights in the workload's dtype, moments in fp32, and the master.
 
-    The master is None for fp32 weights; fp32; or int16, the low half that bf16 weights lack.
+    The master is None for fp32 weights, fp32 for fp16 weights, and int16 for bf16 weights, which lack this low half.
     """
 
     weights: Tensor
@@ -52,8 +52,8 @@ def joined(state: State) -> Tensor:
     low, high = _halves(master)
     low.copy_(state.master)
     high.copy_(state.weights.view(torch.int16))
-    high.add_(state.master.bitwise_right_shift(15))  # less 1 where the low half, as a signed number, is negative
-    high.sub_(_halves(state.exp_avg_sq)[1].bitwise_right_shift(15))  # and 1 more where it is marked
+    high.add_(state.master.bitwise_right_shift(15))  # 1 less where the low half, as a signed number, is negative
+    high.sub_(_halves(state.exp_avg_sq)[1].bitwise_right_shift(15))  # 1 more where the second moment marks a tie
     return master
 
 
@@ -68,7 +68,8 @@ def keep_(state: State, values: Tensor) -> None:
         return
     low, high = _halves(values)
     state.master.copy_(low)
-    rest = state.master.bitwise_right_shift(15)  # the high half as joined() computes it, minus the right one
+    # `rest` becomes the high half that joined() finds without a mark, minus the true one: -1 where a mark is needed.
+    rest = state.master.bitwise_right_shift(15)
     rest.add_(state.weights.view(torch.int16)).sub_(high)
     _halves(state.exp_avg_sq.abs_())[1].bitwise_or_(rest.eq_(-1).bitwise_left_shift_(15))
 

@@ -30,7 +30,7 @@ def reserve(file: Tensor, num_bytes: int) -> None:
     try:
         os.posix_fallocate(file.tolist()[0], 0, num_bytes)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # such file systems reserve space on writing
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # raised by file systems that reserve when written
             error.strerror = f"{error.strerror}: {gib(num_bytes)} of states"
             raise
 

@@ -16,8 +16,8 @@ Result = TypeVar("Result")
 def queue(
     device: Device, track: str, work: str, of: str, after: Iterable[Any], do: Callable[[], Result]
 ) -> tuple[Result, Any]:
-    """Call do() on the device's stream `track`, after the events in `after` (None are skipped). Return the result of
-    do() and the event of its end. `work` and `of`: names for a trace, the kind of work and the part of the model."""
+    """Call do() on the device's stream `track`, after the events in `after`, where None is skipped. Return the result
+    of do() and the event of its end. `work` and `of`: the kind of work and the part of the model, for a trace."""
     stream = getattr(device, track)
     with device.streams.use(stream):
         for event in after:
