@@ -1,5 +1,5 @@
-"""Trains the harness's model with a DeepSpeed engine that is configured from the job. DeepSpeed 0.19.8. Comments at odd
-settings name the behaviour that they avoid.
+"""Trains the harness's model with an engine of DeepSpeed 0.19.8 that is configured from the job. Comments at odd
+settings name the behavior that they avoid.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def train(
 ) -> Training:  # fmt: skip
     """Train with the engine of deepspeed.initialize(); each rank trains on its part of every batch.
 
-    `reentrant`: use torch's older recompute. `extra`: further entries of the configuration. `needed`: a context that is
-    closed after all trained tensors, which are made one by one, have been read.
+    `reentrant`: use torch's older recompute. `extra`: further entries of the configuration. `needed`: a context that
+    stays open until all trained tensors, which are made one by one, have been read.
     """
     if adam == "deepspeed" and not is_built("cpu_adam"):
         raise Unavailable(lacks_to_build("cpu_adam") or "DeepSpeed's cpu_adam is not compiled: ./run.sh setup")
@@ -83,7 +83,7 @@ def train(
     engine = _engine(deepspeed, workload, config, device, adam, reentrant)
     for step, (inputs, targets) in enumerate(batches, start=1):
         for group in _groups(engine):
-            group["lr"] = workload.learning_rate_at(step)  # before SuperOffload updates inside the backward pass
+            group["lr"] = workload.learning_rate_at(step)  # before the backward pass, in which SuperOffload updates
         scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
         loss = engine(inputs.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank], scale)
         engine.backward(loss / scale)  # the engine multiplies by the scale again
@@ -110,7 +110,7 @@ def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {
         "LOCAL_RANK": "0",  # DeepSpeed selects the GPU of this number; each rank sees one GPU
-        # Set as DeepSpeed's launcher does: on a CPU it would start numactl several times a step.
+        # DeepSpeed's launcher sets LOCAL_SIZE, without which DeepSpeed on a CPU starts numactl several times a step.
         "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # the folder of ninja
@@ -154,10 +154,11 @@ def use_built_kernel_in_superoffload() -> None:
 
 
 def superoffload_worker(tasks: Any, results: Any, config: Any, max_grad_numel: int, pin_memory: bool = True) -> None:
-    """Run SuperOffload's optimizer process with the compiled kernel; when it is told to end, answer with the states of
-    its sub-groups, which nobody else has.
+    """Run SuperOffload's optimizer process with the compiled kernel. At its end, send the states of its sub-groups,
+    which no other process has.
 
-    Its buffer takes gradients from the host's memory: to lock its pages gains nothing, and would take a CUDA context.
+    The process's buffer is not page-locked: it gets gradients from the host's memory, so locking its pages would gain
+    nothing, and would make a CUDA context.
     """
     from deepspeed.runtime.superoffload import superoffload_utils
 
@@ -172,12 +173,12 @@ def superoffload_worker(tasks: Any, results: Any, config: Any, max_grad_numel: i
     with mock.patch.object(superoffload_utils, "DeepSpeedCPUAdam", KeptAdam):
         superoffload_utils.superoffload_optimizer_worker(tasks, results, config, max_grad_numel, pin_memory=False)
     results.put({number: dict(state) for number, state in made[0].state.items()})
-    tasks.get()  # the tensors' memory is this process's until the reader has mapped it
+    tasks.get()  # wait until the reader has mapped the tensors, whose memory would go with this process
 
 
 def _fetch_superoffloads_states(optimizer: Any) -> None:
-    """Ask SuperOffload's process, and its optimizer of the device, for the states, and put them where stage 3 looks for
-    them."""
+    """Get the states from SuperOffload's process, and from its optimizer for the device; put them where stage 3 looks
+    for states."""
     process = optimizer.superoffload_cpu_optimizer
     process.param_queue.put(None)
     found = process.result_queue.get()
@@ -187,9 +188,9 @@ def _fetch_superoffloads_states(optimizer: Any) -> None:
 
 
 def build(kernel: str) -> None:
-    """Compile one of DeepSpeed's kernels into EXTENSIONS: minutes, one build at a time. Removes the locks of an
-    interrupted build, because DeepSpeed would wait for them forever. Raises Unavailable if a compiler or a library is
-    missing."""
+    """Compile one of DeepSpeed's kernels into EXTENSIONS, for which one process at a time builds. Removes the locks of
+    an interrupted build, because DeepSpeed would wait for them forever. Raises Unavailable if a compiler or a library
+    is missing."""
     import_deepspeed("cpu")
     from deepspeed.accelerator import get_accelerator
 
@@ -212,10 +213,10 @@ def build(kernel: str) -> None:
 
 @contextmanager
 def _compiled_as_one_file() -> Iterator[None]:
-    """Compile an extension's sources as one file, without debug symbols: torch's headers are most of a file's
-    compilation.
+    """Compile an extension's sources as one file, without debug symbols, because most of the time for each file goes to
+    torch's headers.
 
-    The sources of `common`, which include no torch headers and repeat each other's constants, stay apart.
+    Sources in the folder `common` stay apart: they include no torch headers and repeat each other's constants.
     """
     from torch.utils import cpp_extension
 
@@ -270,7 +271,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
         model = whole(workload).to_empty(device="cpu")  # Init cannot make this model, but partitions an existing one
         assert isinstance(model, HubModel)
         model.recompute(reentrant=reentrant)
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # dtype of the configuration, as below
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # the configuration decides the dtype, as below
     elif is_partitioned:
         # The configuration decides the dtype, because Init's dtype argument makes bf16 of fp32 on a CPU.
         with deepspeed.zero.Init(config_dict_or_path=config), undrawn():
@@ -303,7 +304,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
         optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)
     if workload.dtype != "fp32":
-        # Main weights begin at the fp32 starting value, which exists only now, not at its rounding.
+        # The fp32 main weights, which exist only now, begin at the starting values before rounding.
         for parameter, value in drawn():
             start(parameter, value)
             safe_set_full_fp32_param(parameter, value)
@@ -322,7 +323,7 @@ def undrawn() -> Iterator[None]:
 
 
 def _groups(engine: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, and those of the one by which SuperOffload updates sub-groups on the device."""
+    """Return the optimizer's groups, and those of SuperOffload's second optimizer, which updates on the device."""
     backup = getattr(engine.optimizer, "backup_optimizer", None)
     return [*engine.optimizer.param_groups, *(backup.param_groups if backup else [])]
 
@@ -332,7 +333,7 @@ def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        # Stage 2 links the moments after its first group has stepped, when the second group has none yet.
+        # Stage 2 links the moments when the second group has none yet, after the first group's step: link them again.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     if hasattr(engine.optimizer, "superoffload_cpu_optimizer"):

@@ -25,7 +25,8 @@ ADAMS = {  # by option: the host's Adam, as named in the fairness table
     "published": "torch AdamW, op by op",  # as in the published artifact
 }
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
-KERNELS = {"cpu_adam": ("CPUAdamBuilder", 25), "async_io": ("AsyncIOBuilder", 35)}  # and build seconds on a 2-core EPYC
+# Kernels, each with DeepSpeed's builder and the seconds of its build on a 2-core EPYC.
+KERNELS = {"cpu_adam": ("CPUAdamBuilder", 25), "async_io": ("AsyncIOBuilder", 35)}
 HEADERS = {"Python.h": "python3-dev", "libaio.h": "libaio-dev"}  # headers and their Debian packages
 
 
@@ -102,7 +103,8 @@ def group_params(workload: Workload) -> tuple[int, int]:
 
 
 def sub_groups(workload: Workload) -> list[int]:
-    """Parameters of each of stage 3's sub-groups, in its order: whole tensors, until SUB_GROUP_PARAMS are reached."""
+    """Return the number of parameters in each of stage 3's sub-groups, in stage 3's order. A sub-group takes whole
+    tensors until it has at least SUB_GROUP_PARAMS."""
     tensors = [*workload.anatomy.ends.values(), *(workload.num_layers * [*workload.anatomy.layer.values()])]
     found = []
     for has_vectors in (False, True):
@@ -133,8 +135,8 @@ def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str
 
 def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
     """Return the plan of stage 3. Page-locked memory holds a rank's part of the weights, its gradients by groups of
-    SUB_GROUP_PARAMS, a buffer in which all gradients accumulate, and the memory of the weights before they were
-    partitioned: they are freed, but torch's cache keeps their memory."""
+    SUB_GROUP_PARAMS, and a buffer in which all gradients accumulate. It also has the memory of the weights before they
+    were partitioned, which torch's cache keeps after they are freed."""
     params, size = -(-workload.num_params // num_ranks), workload.weight_bytes
     gathered = -(-(2 * workload.num_layers * workload.layer_params + workload.end_params) // num_ranks)
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)
@@ -150,8 +152,9 @@ def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
 
 
 def stage_3_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
-    """Return the bytes that a rank sends in a step: its parts of the layers' weights for both passes, of both ends' for
-    one, and others' parts of all gradients, in the weights' dtype."""
+    """Return the bytes that a rank sends in a step, in the weights' dtype: for `gathers`, its part of the layers'
+    weights in each of both passes, and of both ends' weights once; for `sums`, the other ranks' parts of all
+    gradients."""
     params = 2 * workload.num_layers * workload.layer_params + workload.end_params
     sent = {"gathers": params, "sums": workload.num_params}
     return {kind: parts_sent(workload.weight_bytes * count, num_ranks) for kind, count in sent.items()}

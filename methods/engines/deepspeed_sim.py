@@ -1,6 +1,6 @@
 """DeepSpeed's accelerator class for the simulated device, which has the CPU's kernels but limited memory.
 
-DeepSpeed 0.19.8 flattens tensors on the device or on the host, depending on the device's memory.
+DeepSpeed 0.19.8 asks for the device's memory, to decide if it flattens tensors on the device or on the host.
 """
 
 from __future__ import annotations

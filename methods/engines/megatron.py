@@ -2,7 +2,7 @@
 Megatron's shapes and to each rank's part, and, without CUDA, replaces the few CUDA calls of Megatron's data-parallel
 buffers and optimizer.
 
-megatron-core 0.16.1; docstrings name the lines that make these calls.
+The version is megatron-core 0.16.1; docstrings name the lines that make these calls.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ with warnings.catch_warnings():
 def joined(name: str, ours: Sequence[Tensor], sizes: Sizes) -> Tensor:
     """Return the whole tensor of GPTModel that holds these tensors of the harness. In GPTModel the rows of the fused
     QKV are ordered by groups of heads: a group's queries, its key, its value. In the harness all queries come first,
-    then all keys, then all values; for the GPT they are one tensor. Each rank has its parts of an MLP's first two
-    matrices one after the other."""
+    then all keys, then all values; for the GPT they are one tensor. In the fused first two matrices of an MLP, each
+    rank's part of the first matrix is followed by its part of the second."""
     if QKV in name:
         parts = ours if len(ours) == 3 else ours[0].chunk(3)
         rows = [part.reshape(sizes.num_groups, -1, *part.shape[1:]) for part in parts]
@@ -86,12 +86,13 @@ def whole_of(name: str, shard: Tensor) -> Tensor:
 
 def mark_shard(name: str, parameter: Tensor) -> None:
     """Tell Megatron that this parameter is split over ranks. Megatron marks only parameters that it initializes itself;
-    without the mark its gradient norm would count the first rank's part alone."""
+    without the mark Megatron's gradient norm would count the first rank's part alone."""
     parameter.tensor_model_parallel = shared_dim(name) is not None  # type: ignore[attr-defined]
 
 
 def inverse_frequencies(workload: Workload) -> Tensor:
-    """Return the rotary angle per token of each pair of a head's elements, as transformers computes it."""
+    """Return the angle by which rotary embedding turns each pair of a head's elements per token, as transformers
+    does."""
     buffers = dict(new_ends(workload).named_buffers())
     return next(buffer.clone() for name, buffer in buffers.items() if name.endswith("rotary_emb.inv_freq"))
 
@@ -114,7 +115,7 @@ def forward_and_backward(model: Any, parts: Sequence[tuple[Tensor, Tensor]]) -> 
 
     def mean_of(losses: Tensor) -> tuple[Tensor, Tensor]:
         mean = losses.float().mean()
-        return mean, mean.detach().clone()  # Megatron divides the first one, in place, by the number of micro-batches
+        return mean, mean.detach().clone()  # Megatron divides the first mean, in place, by the number of micro-batches
 
     def forward(pairs: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
         inputs, targets = next(pairs)
@@ -136,7 +137,8 @@ def range_of(optimizer: Any, parameter: Any) -> Any:
 
 
 def set_main(optimizer: Any, parameter: Any, start: Tensor) -> None:
-    """Set the fp32 main weight; with the distributed optimizer only the part that this rank holds, if any."""
+    """Set a parameter's fp32 main weight to `start`; with the distributed optimizer, only the part that this rank
+    holds, if any."""
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not isinstance(each, DistributedOptimizer):
             parameter.main_param.data.copy_(start)
@@ -146,8 +148,8 @@ def set_main(optimizer: Any, parameter: Any, start: Tensor) -> None:
 
 
 def states_of(optimizer: Any, parameter: Any) -> list[Tensor]:
-    """Return the weight and both moments of a rank's parameter, in fp32. With the distributed optimizer all ranks must
-    call this."""
+    """Return the weight and both moments of a rank's parameter, in fp32. All ranks must call this if the optimizer is
+    distributed."""
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     if not isinstance(optimizers[0], DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)
@@ -205,8 +207,8 @@ class FusedAttention(MegatronModule):
 
 
 class _OtherForCuda(TorchFunctionMode):
-    """device='cuda' makes tensors on this device, .cuda() leaves them there, .type() says torch.cuda.*: assumed by
-    param_and_grad_buffer.py:806, optimizer.py:473 and 671, clip_grads.py:90 and 167."""
+    """Redirects CUDA to this device: device='cuda' makes tensors here, .cuda() leaves tensors here, .type() says
+    torch.cuda.*. The calls are in param_and_grad_buffer.py:806, optimizer.py:473 and 671, clip_grads.py:90 and 167."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -226,7 +228,7 @@ class _OtherForCuda(TorchFunctionMode):
 
 @contextmanager
 def cuda_questions_answered(device: str) -> Iterator[None]:
-    """Within this context, without CUDA, Megatron's optimizer finds this device where it looks for a CUDA device."""
+    """Let Megatron's optimizer, inside the context, find this device where it looks for a CUDA device."""
     if device == "cuda":
         yield
         return

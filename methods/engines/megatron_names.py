@@ -1,8 +1,8 @@
 """Maps the harness's tensors to those of megatron-core's GPTModel: which of the harness's tensors each tensor of
 GPTModel holds, and along which dimension tensor parallel ranks split it; standard library only.
 
-For the published GPT each tensor is one tensor of Megatron. For Llama, Mistral, Qwen2 and Qwen3 Megatron fuses query,
-key and value, and also the first two matrices of the MLP.
+Each tensor of the published GPT is one tensor of Megatron. Megatron fuses query, key and value of Llama, Mistral, Qwen2
+and Qwen3, and also the first two matrices of their MLPs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Sizes:
 
 
 def check(workload: Workload) -> None:
-    """Raise ValueError for a model whose weights have no place in GPTModel, or which computes otherwise there."""
+    """Raise ValueError for a model that GPTModel has no weights for, or that it would compute differently."""
     if workload.config is None:
         return
     config = hub_config.parsed(workload.config)
@@ -138,7 +138,7 @@ def is_of_first_stage(name: str) -> bool:
 
 
 def rank_numel(held: dict[str, tuple[str, ...]], shapes: Shapes, num_ranks: int) -> int:
-    """Return how many elements of these tensors each of the tensor parallel ranks has."""
+    """Return the number of elements of these tensors on each of `num_ranks` tensor parallel ranks."""
     return sum(
         -(-math.prod(shapes[name]) // (1 if shared_dim(theirs) is None else num_ranks))
         for theirs, names in held.items()
