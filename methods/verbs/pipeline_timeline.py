@@ -12,12 +12,11 @@ from methods.pipeline.simulate import PipelineRun
 
 COLORS = {"F": "#A9D3BA", "R": "#E3B23C", "B": "#2E8B57"}
 NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
-MOST_BOXES = 20_000  # boxes of a panel: as many as can be seen, and drawn within seconds
+MOST_BOXES = 20_000  # most boxes of a panel: more could not be seen, and would take long to draw
 
 
 def timeline(runs: Mapping[str, PipelineRun], note: str) -> plot.Figure:
-    """Draw a panel for each schedule, all with the same scale of time. Raises ValueError if there are too many passes
-    to draw."""
+    """Draw a panel for each schedule, all on one scale of time. Raises ValueError for too many passes to draw."""
     from matplotlib.patches import Patch
 
     with plot.empty(7.6, 0.6 + 1.5 * len(runs)) as made:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from methods.pipeline.auto_config import AutoConfig, ConfigRow
 
 DOES_NOT_FIT = 4
-MOST_PASSES = 10**8  # passes of a simulated schedule: these take some minutes
+MOST_PASSES = 10**8  # most passes of a simulated schedule; so many take some minutes
 SECONDS = Finite(0, 1e9)  # up to 30 years
-MOST_ROWS = 20  # rows of the table that is printed
-LARGEST_CHUNK = 64  # samples of the largest micro-batch that is predicted by rates
+MOST_ROWS = 20  # most rows of the printed table
+LARGEST_CHUNK = 64  # samples of the largest micro-batch whose time is predicted by rates
 EXAMPLES = """\b
 Examples:
   ./run.sh varuna profile -l 8 -h 256 --ranks 2
@@ -70,9 +70,10 @@ def varuna(context: click.Context) -> None:
 @click.option("--micro-batches", "sizes", type=Numbers(), default="1,2,4,8", help="Samples of each measured size.")
 @click.option("--out", "folder", type=FOLDER, default="profile", help="Folder of the profile.")
 def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> None:
-    """Measure the published GPT on this machine: sections, their updates, messages and sums, in seconds and bytes.
+    """Measure the published GPT on this machine: sections, their updates, messages and all-reduces, in seconds and
+    bytes.
 
-    Models of your own are measured by Profiler.
+    Profiler measures models of your own.
     """
     if words["num_layers"] is None:
         raise ValueError("expected -l and -h, or --model NAME")
@@ -100,7 +101,7 @@ def configure(
     folder: Path | None, num_gpus: int, gpus_per_vm: int, batch_size: int, capacity: int | None, as_json: bool,
     **words: Any,
 ) -> None:  # fmt: skip
-    """Choose stages and micro-batches by a profile, and show the best that there are. Exit code 4: nothing fits."""
+    """Choose stages and micro-batches by a profile, and show the best choices. Exit code 4: nothing fits."""
     from methods.pipeline.auto_config import AutoConfig
     from methods.pipeline.gpt_costs import GptCosts
     from methods.pipeline.profile import Profile, read
@@ -138,7 +139,7 @@ def configure(
 
 
 def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
-    """Return the best configurations as text, with the part that limits each."""
+    """Print the best configurations, with the part that limits each."""
     names = ("stages", "replicas", "micro-batch", "step, s", "samples/s", "memory of a device", "limited by")
     cells = [
         (row.num_stages, row.num_replicas, row.chunk_size, f"{row.step_seconds:.4g}",
@@ -227,7 +228,7 @@ def simulate(
 
 
 def _told(seconds: list[dict[str, float]]) -> str:
-    """Return the seconds of the passes as text, or their range if stages differ."""
+    """Format the seconds of each kind of pass, or their range if stages differ."""
     names, found = ("forward", "recompute", "backward"), []
     for name, kind in zip(names, SLOTS, strict=True):
         each = sorted({f"{passes[kind]:.3g}" for passes in seconds}, key=float)
