@@ -1,4 +1,5 @@
-"""Devices that run units: one in this process, or several in a process each; the processes share the slabs at home."""
+"""Devices that run units: one device in this process, or several, each in a process of its own. The processes share the
+slabs at home."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import torch.multiprocessing  # connections then take tensors in shared memory
+import torch.multiprocessing  # lets connections send tensors in shared memory
 
 from harness.base import fork_server
 from harness.base.child_process import child_environment
@@ -27,23 +28,23 @@ from methods.sharding.device_worker import Worker
 from methods.sharding.shard import Shard, split
 from methods.sharding.unit import Result, Unit
 
-HOST = re.compile("sim (host|pinned)")  # messages of the simulated device when the host's memory ran out
+HOST = re.compile("sim (host|pinned)")  # matches the simulated device's errors when the host's memory ran out
 
 
 class UnitFailure(NamedTuple):
-    """A unit's failure, with the traceback. is_memory: the unit ran out of the device's memory."""
+    """A unit's failure. `text`: the traceback; `is_memory`: the unit ran out of the device's memory."""
 
     text: str
     is_memory: bool = False
 
 
 class Here:
-    """The device of this process. `is_alone`: it trains one model; it queues the units without waiting, and raises
-    their failures, except for lack of device memory."""
+    """The device of this process. `is_alone`: True if it trains a single model; it then queues units without waiting,
+    and raises their failures, except a lack of device memory."""
 
     connection = None
     told = 0
-    peaks: dict[str, int] = {}  # noqa: RUF012 the harness reads this process's own
+    peaks: dict[str, int] = {}  # noqa: RUF012 the harness reads this process's own peaks
 
     def __init__(self, worker: Worker, *, is_alone: bool = False) -> None:
         self.worker, self.is_alone = worker, is_alone
@@ -61,11 +62,11 @@ class Here:
 
 
 class Elsewhere:
-    """A device in a process of its own, whose worker `make_worker` makes from `given`. On a CPU the number of threads
-    changes the rounding of sums: runs compared bit by bit need the same number."""
+    """A device in a process of its own, which makes its worker by make_worker(*given). On a CPU the number of threads
+    changes the rounding of sums, so runs that are compared bit by bit need the same number."""
 
     def __init__(self, make_worker: Callable[..., Any], *given: Any, num_threads: int = 1) -> None:
-        # Tells the process where to find the classes of the caller's script, and the key to shared memory.
+        # `told` has what the process needs to find the classes of the caller's script, and the key to shared memory.
         told = spawn.get_preparation_data("device")
         if num_threads > 1:  # waiting threads of one process must not keep cores from another's
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -87,7 +88,7 @@ class Elsewhere:
             raise RuntimeError(failure.text)
 
     def start(self, unit: Unit, following: Unit | None, splits: Sequence[tuple[int, int]]) -> None:
-        # Sent by value: boundaries are small beside weights, which are shared.
+        # Units are sent by value: their boundaries are small, and the large weights are in shared memory.
         self.connection.send_bytes(pickle.dumps((unit, following, splits)))
 
     def reply(self) -> Any:
@@ -103,8 +104,8 @@ class Elsewhere:
 def start_processes(
     names: Sequence[str], models: list[list[Shard]], options: dict[str, Any], stack: ExitStack, num_threads: int = 1
 ) -> list[Any]:
-    """Start a process with a worker for each of these devices, by torch's names. Leaving the stack closes them. Each
-    may take its share of a GPU's memory.
+    """Start a process with a worker for each device in `names`, which are torch's names. The processes end with the
+    stack. A process on a GPU may take its share of the GPU's memory, by shares().
     """
     devices = [
         Elsewhere(make_worker, name, models, options, share, num_threads=num_threads)
@@ -118,9 +119,9 @@ def start_processes(
 
 
 def shares(names: Sequence[str]) -> list[float]:
-    """Return the share of each device's memory that its process may take: as much as this process may take, on this
-    process's own GPU less what this process needs itself. Without a context here return 1.0 for each: a question to
-    torch would make a context.
+    """Return the share of each device's memory that its process may take: the share that this process may take; on this
+    process's own GPU, less the memory that this process needs. Return 1.0 for each device if this process has no CUDA
+    context, because asking torch for its share would make one.
     """
     if not (names[0].startswith("cuda") and torch.cuda.is_initialized()):
         return [1.0] * len(names)
@@ -134,13 +135,13 @@ def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any], s
     if device.name.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share)
         homes = (slab.untyped_storage() for shards in models for shard in shards for slab in shard.slabs.values())
-        for home in {home.data_ptr(): home for home in homes}.values():  # one for the slabs of a model
+        for home in {home.data_ptr(): home for home in homes}.values():  # all slabs of a model share one storage
             device.page_lock(home)
     return Worker(device, models, **options)
 
 
 def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
-    """Return for each kind of peak the largest value over the devices that are separate processes."""
+    """Return, for each kind of peak, the largest value over the devices in processes of their own."""
     names = {name for device in devices for name in device.peaks}
     return {name: max(device.peaks.get(name, 0) for device in devices) for name in names}
 
@@ -148,7 +149,7 @@ def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
 def main() -> None:
     """Entry point of a device's process. The descriptor of its connection comes on standard input."""
     connection, this = Connection(int(sys.stdin.readline())), multiprocessing.current_process()
-    this._inheriting = True  # type: ignore[attr-defined]  # else a script without a main guard would run again
+    this._inheriting = True  # type: ignore[attr-defined]  # without it, a script without a main guard would run again
     spawn.prepare(connection.recv())
     del this._inheriting  # type: ignore[attr-defined]
     num_threads, make_worker, given = connection.recv()
@@ -179,7 +180,7 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
 
 
 def run_unit(worker: Any, unit: Unit, following: Unit | None, is_alone: bool = False) -> Result | UnitFailure:
-    """Run a unit to its end; returns its result or failure. `is_alone` as in Here."""
+    """Run a unit to its end; return its result or failure. `is_alone`: as in Here."""
     try:
         left = worker.run(unit, following)
         return left if is_alone else worker.finished(left)

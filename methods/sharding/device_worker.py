@@ -56,8 +56,8 @@ class Worker:
         self.rehearses = rehearses
 
     def prefetch(self, unit: Unit) -> None:
-        """Queue copies of the parts that a unit needs, into a slot that the running unit does not use. If there is no
-        such slot, copy nothing; but if both units need the same shard, copy its states.
+        """Queue copies of the parts that a unit needs, into a slot that the running unit does not use. A unit of the
+        running unit's shard gets only the states, in the same slot. Copy nothing if there is no other slot.
         """
         shard, parts = self.models[unit.model][unit.shard], parts_of(unit)
         shard.name = f"model {unit.model} shard {unit.shard}"
@@ -121,8 +121,8 @@ class Worker:
             torch.cuda.set_rng_state(state[1], self.device.name)
 
     def to_host(self, tensors: Tensors) -> Tensors:
-        """Return the tensors on the host. A GPU's are copied to page-locked memory, which lives until the copy has
-        ended; a CPU's are returned without a copy.
+        """Return the tensors on the host. Tensors of a GPU are copied to page-locked memory, which lives until the copy
+        has ended; tensors of a CPU are returned without a copy.
         """
         return map_tensors(lambda t: t.to("cpu", non_blocking=self.is_cuda), tensors)
 
@@ -214,7 +214,8 @@ class Worker:
             self.device.moved_bytes += num_bytes(pairs)
 
     def _end(self, dy: Tensors) -> Result:
-        """Send the gradients home if the update comes later, else update by them now. Return the unit's result."""
+        """Send the gradients home if the update is a later unit, else update the shard now. Return the unit's
+        result."""
         norms = norms_of([self.slot.view(name, "grads") for name in self.shard.trained])
         if self.unit.update == "later":
             self._offload(["grads"], self.shard.lenders)
@@ -267,8 +268,7 @@ class Worker:
         def pack(tensor: Tensor) -> Any:
             if tensor.untyped_storage()._cdata == weights._cdata:
                 return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-            # A tensor that is on the host already stays there: the backward pass of a GPU's attention reads its seeds
-            # there.
+            # A tensor on the host stays there, such as the seeds of a GPU's attention, which its backward pass reads.
             return self.to_host((tensor,)) if tensor.device.type == self.device.name.type else tensor
 
         def unpack(packed: Any) -> Tensor:
@@ -302,7 +302,7 @@ def key_of(unit: Unit) -> tuple[int, int, int | None]:
 
 
 def differentiate(roots: Sequence[Any], dy: Tensors) -> None:
-    """Run the backward pass from those tensors or edges of a graph that have a gradient."""
+    """Run the backward pass from the roots (tensors or edges of a graph) that have a gradient in `dy`."""
     pairs = [(root, grad) for root, grad in zip(roots, dy, strict=True) if root is not None and grad is not None]
     if pairs:
         torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])

@@ -1,5 +1,4 @@
-"""The dispatcher: gives each free device a unit of the waiting model that the policy picks, and a hint of the next
-unit.
+"""The dispatcher gives each free device a unit of the waiting model that the policy picks, and a hint of the next unit.
 
 A single device runs in this process; several run in processes that share the slabs at home. A hint only prefetches: a
 free device still takes the waiting model that the policy picks. So the schedule is a list schedule, for which Graham's
@@ -52,7 +51,7 @@ class Dispatcher:
         self.hints: dict[Any, Task] = {}
         self.timeline: list[Turned] = []
         self.chains: dict[Task, list[float]] = {}  # seconds of each task's units
-        self.room = math.inf  # most bytes of a slot for a shard that can be halved
+        self.room = math.inf  # most bytes that a shard may take in a slot before it is halved
         self.splits = list(splits)  # shards that were halved: model and index
 
     def run(self) -> Iterator[tuple[Task, Step]]:
@@ -82,8 +81,8 @@ class Dispatcher:
 
     def _release(self) -> None:
         """Start the next minibatch of the tasks that are not too far ahead, and let every task that has a unit wait for
-        a device. A task without batches left reads the shared data once more only when no model is behind it, because
-        the end of the data ends the training.
+        a device. A task whose batches are done reads the shared data once more only when no model is behind it, because
+        the training ends when the data ends.
         """
         slowest = self.rounds
         for task in list(self.held):

@@ -1,5 +1,5 @@
-"""The workload's model as an ordered list of layers: embedding, blocks, and the head with its loss; embedding and head
-may share a tensor, by name.
+"""The workload's model as an ordered list of layers: embedding, blocks, and the head with its loss. A tensor that
+embedding and head share has the same name in both.
 
 Shapes: B batch, T tokens, D hidden.
 """
@@ -23,7 +23,7 @@ from methods.sharding.task import Task
 
 
 def layers(workload: Workload) -> list[NamedLayer]:
-    """Return the model's layers without memory; a shard gives them some."""
+    """Return the model's layers on the meta device; a shard binds them to memory."""
     anatomy = workload.anatomy
     names = [anatomy.layer_name(index) for index in range(workload.num_layers)]
     pairs = zip(new_chain(workload), [anatomy.ends_prefix, *names, anatomy.ends_prefix], strict=True)
@@ -76,7 +76,7 @@ def random_state(workload: Workload, device: str) -> Any:
 
 
 def device_names(device: str, number: int) -> list[str]:
-    """Return torch's names of so many devices. Raises Unavailable if there are fewer."""
+    """Return torch's names of `number` devices. Raises Unavailable if there are fewer."""
     if device == "sim":
         raise Unavailable("sim is one device: use --devices 1, or --device cpu, whose devices are processes")
     if device == "cuda" and torch.cuda.device_count() < number:
@@ -85,7 +85,7 @@ def device_names(device: str, number: int) -> list[str]:
 
 
 def raise_failures(tasks: Sequence[Task]) -> None:
-    """Raise the failure of the first model that failed; called when all others are done."""
+    """Raise the failure of the first model that failed, if any; called when all models have ended."""
     failed = [task for task in tasks if task.failure]
     if failed:
         kind = torch.OutOfMemoryError if failed[0].lacks_memory else RuntimeError

@@ -24,7 +24,7 @@ def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], 
         parameters[name] = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device="meta"))
         parameters[name].grad = torch.empty_like(parameters[name])
     optimizer = make_optimizer(list(parameters.values()))
-    for group in optimizer.param_groups:  # these variants refuse the meta device
+    for group in optimizer.param_groups:  # fused, foreach and capturable steps refuse the meta device
         group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})
     optimizer.step()
     found = {}
@@ -59,9 +59,9 @@ def step(
 
 
 def with_numbers_on_host(optimizer: torch.optim.Optimizer, states: list[States]) -> list[States]:
-    """Return the states with single numbers, such as Adam's count of steps, on the host: there torch makes those of an
-    optimizer that is neither fused nor capturable, and reads each when it steps. All come by one copy, because to read
-    one from a device is to wait for the device.
+    """Return the states with single numbers, such as Adam's count of steps, on the host. An optimizer that is neither
+    fused nor capturable makes these numbers on the host and reads each in a step. One copy brings all of them, because
+    each read from a device waits for the device.
     """
     found = [dict(each) for each in states]
     if any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
@@ -75,8 +75,8 @@ def with_numbers_on_host(optimizer: torch.optim.Optimizer, states: list[States])
 
 
 def _keep(made: States, states: States) -> None:
-    """Copy a parameter's states into the slot, unless they are there already. The optimizer's own are then freed."""
+    """Copy a parameter's states into the slot, unless they are there already; the copied ones are then freed."""
     with torch.no_grad():
         for key, value in made.items():
             if value is not states[key]:
-                states[key].copy_(value, non_blocking=not value.dim())  # the driver takes a number of the host at once
+                states[key].copy_(value, non_blocking=not value.dim())  # the driver reads a host's number at once

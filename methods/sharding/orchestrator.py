@@ -53,10 +53,10 @@ class ModelTask:
     epochs: int = 1
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD  # function of parameters and lr
     max_norm: float = 0.0  # clip gradients to this norm; 0: do not
-    clipping: str = "global"  # by the norm of all gradients, exact; or "shard": each shard by its own norm
+    clipping: str = "global"  # global: by the norm of all gradients, exact; shard: each shard by its own norm
     shards: Sequence[int] | None = None  # layers of each shard; None: as many as fit the device
     schedule: Callable[[int], float] | None = None  # learning rate of a step, counted from 1
-    seed: int = 0  # of the model's own random numbers, for dropout
+    seed: int = 0  # seed of the model's own random numbers, for dropout
     losses: list[float] = field(default_factory=list, init=False)
     begun: Any = field(default=None, init=False)  # set by first_batch(): that batch, and the iterator of the rest
     failure: str = field(default="", init=False)  # the traceback that ended the task
@@ -96,8 +96,8 @@ class ModelTask:
 
 
 def _names_itself(init: Callable[..., None]) -> Callable[..., None]:
-    """Let a task be made without a name, as in the original's documentation: model, criterion,
-    dataloader, lr, epochs.
+    """Let a task be made without a name, as the original's documentation does: ModelTask(model, criterion, dataloader,
+    lr, epochs).
     """
     numbers = itertools.count()
 
@@ -197,7 +197,8 @@ class ModelOrchestrator:
         return found
 
     def _longest(self) -> int | None:
-        """Return the model whose batches are halved: with more devices than models, the longest."""
+        """Return the number of the model whose batches are halved: the longest one, if there are more devices than
+        models; else None."""
         if not self.hybrid or len(self.tasks) >= len(self.devices):
             return None
         able = [number for number, task in enumerate(self.tasks) if task.update != "clipped"]
@@ -219,7 +220,7 @@ class ModelOrchestrator:
         alone = [[shard_sizes(shard) for shard in shards] for shards in singles]
 
         def runs(*rooms: int) -> list[list[int]]:
-            """Return the runs of layers that fit the room for each model's shards."""
+            """Return the lengths of each model's shards. `rooms`: the most bytes of a shard, for each model."""
             rows = zip(self.tasks, alone, rooms, strict=True)
             return [list(task.shards) if task.shards else longest_runs(layers, room) for task, layers, room in rows]
 
@@ -248,9 +249,9 @@ class ModelOrchestrator:
         return foretold_bytes(self._cut(lengths), batches, self.words, **self.options)
 
     def train_models(self) -> Report:
-        """Train every model to its end. Its weights and losses equal those of training it alone. A failure ends only
-        its own model. On devices with their own memory, limited by `device_memory`, shards are rehearsed first, and
-        halved if they do not fit. Raises torch.OutOfMemoryError if a single layer does not fit.
+        """Train every model to its end. A model's weights and losses equal those of training it alone. A failure ends
+        only its own model. On devices with their own memory, limited by `device_memory`, shards are rehearsed first,
+        and halved if they do not fit. Raises torch.OutOfMemoryError if a single layer does not fit.
         """
         if not self.models:
             self.generate()
@@ -289,9 +290,9 @@ class ModelOrchestrator:
         return Task(*given, **words)
 
     def _random(self, seed: int) -> Any:
-        """Return a model's random state: the CPU's and, with GPUs, the GPU's. The GPU's is written here as seed and
-        offset, because torch's generator would make a context of this process on the first GPU, whose memory another
-        process needs.
+        """Return a model's random state: the CPU's and, with GPUs, the GPU's. The GPU's is made here from its bytes,
+        seed and offset, because torch's generator would make a context for this process on the first GPU, whose memory
+        another process needs.
         """
         on_gpu = None
         if any(name.startswith("cuda") for name in self.devices):
@@ -300,7 +301,8 @@ class ModelOrchestrator:
 
 
 class _Progress:
-    """Prints a line every ten seconds, and one at the end: steps of all models, and the last one's loss."""
+    """Prints a line every ten seconds, and one at the end: the steps of all models, and the loss of the model that
+    stepped last."""
 
     def __init__(self, tasks: Sequence[ModelTask]) -> None:
         self.tasks, self.told = tasks, time.monotonic()

@@ -20,7 +20,7 @@ MOMENTS = 2  # number of AdamW's moments, in fp32
 
 
 def longest_runs(layers: Sequence[Sizes], room: int) -> list[int]:
-    """Return the number of layers of each shard, none larger than `room`, which every layer fits."""
+    """Return the number of layers of each shard. No shard is larger than `room`, which must fit every single layer."""
     lengths: list[int] = []
     held: Sizes = {}
     for sizes in layers:
@@ -67,8 +67,8 @@ class ModelShard(NamedTuple):
 
 
 def model_shards(workload: Workload, num_blocks: int) -> list[tuple[int, ModelShard]]:
-    """Return longest_runs() of a workload's model by arithmetic: the number of each kind of shard, in order. A shard
-    has room for `num_blocks` blocks, and for either end."""
+    """Return the number of each kind of shard, in order, as longest_runs() cuts a workload's model. The room of a shard
+    is that of `num_blocks` blocks, or of the larger end if that is larger."""
     block = ModelShard(False, 1, False).num_bytes(workload)
     ends = [ModelShard(*kind).num_bytes(workload) for kind in ((True, 0, False), (False, 0, True))]
     room = max(num_blocks * block, *ends)

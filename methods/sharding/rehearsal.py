@@ -1,7 +1,8 @@
-"""Rehearses training: two minibatches, whose updates are dropped, show whether it fits the device.
+"""Rehearses training: two minibatches, whose updates are dropped, show if the training fits the device.
 
-In the second minibatch the optimizer has its states from the start. Shards that run out of memory are halved for good,
-and the rehearsal is repeated. On tensors without memory the same rehearsal predicts the peak. Sizes in bytes.
+The second minibatch differs from the first: the optimizer then has its states from the start. Shards that run out of
+memory are halved for good, and the rehearsal is repeated. On tensors without memory the same rehearsal predicts the
+peak. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def rehearse(
 
 
 def _tasks(models: Sequence[list[Shard]], batches: Sequence[Any], words: Words) -> list[Task]:
-    """Return tasks that train on one batch and send nothing home."""
+    """Return a task for each model, which trains on one batch NUM_MINIBATCHES times and sends nothing home."""
     return [
         Task(number, shards, [], [batch] * NUM_MINIBATCHES, NUM_MINIBATCHES, rehearses=True, **given)
         for number, (shards, batch, given) in enumerate(zip(models, batches, words, strict=True))
@@ -54,8 +55,8 @@ def _tasks(models: Sequence[list[Shard]], batches: Sequence[Any], words: Words) 
 
 
 def foretold_bytes(models: list[list[Shard]], batches: Sequence[Any], words: Words, **options: Any) -> int | None:
-    """Return the peak bytes of a device that trains these models by turns, predicted without memory; None if their code
-    does not run without memory. `options`: arguments of the worker."""
+    """Return the predicted peak bytes of a device that trains these models in turns; None if their code does not run on
+    tensors without memory. `options`: arguments of the worker."""
     try:
         with without_memory() as tracker, Device("sim") as device:
             every = [shard for shards in models for shard in shards]
@@ -70,7 +71,7 @@ def foretold_bytes(models: list[list[Shard]], batches: Sequence[Any], words: Wor
             for _ in dispatcher.run():
                 pass
             return None if any(task.failure for task in dispatcher.tasks) else tracker.stats()["device_peak"]
-    except Exception:  # users' code may read numbers, which do not exist here
+    except Exception:  # users' code may read a tensor's values, which do not exist here
         return None
 
 

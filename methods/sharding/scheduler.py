@@ -2,12 +2,12 @@
 
 A model in training is a chain: its units (forward, backward or update of one shard) run one after another, each on any
 device, without interruption. Sharded-LRTF gives a free device to the waiting model with the longest remaining time. It
-is a list schedule, so Graham's bound holds; for equal units it is Hu's rule, which is optimal. Standard library only:
-the clock here is virtual, the dispatcher uses the same policies under the real one.
+is a list schedule, so Graham's bound holds; for equal units it is Hu's rule, which is optimal. This file has a virtual
+clock and imports only the standard library; the dispatcher uses the same policies under the real clock.
 
-Times in any unit, the same throughout. Sources: Nagrecha and Kumar 2021, arXiv:2110.08633 (Hydra); Graham 1969, SIAM J.
-Appl. Math. 17 (list schedules); Hu 1961, Oper. Res. 9; McNaughton 1959, Manage. Sci. 6 (the lower bound can be reached
-if units may be interrupted).
+Times may have any unit, if all have the same. Sources: Nagrecha and Kumar 2021, arXiv:2110.08633 (Hydra); Graham 1969,
+SIAM J. Appl. Math. 17 (list schedules); Hu 1961, Oper. Res. 9; McNaughton 1959, Manage. Sci. 6 (the lower bound can be
+reached if units may be interrupted).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLICIES: dict[str, Key] = {
 
 
 def key_of(policy: str) -> Key:
-    """Return the policy of that name. Raises ValueError listing all."""
+    """Return the policy of this name. Raises ValueError, with all names, for an unknown one."""
     if policy not in POLICIES:
         raise ValueError(f"no policy {policy!r}: choose one of {', '.join(POLICIES)}")
     return POLICIES[policy]
@@ -42,16 +42,16 @@ class UnitSchedule(NamedTuple):
 
 
 def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int = 0) -> UnitSchedule:
-    """Simulate the policy's schedule under a virtual clock. `seed`: of the random policy. Raises ValueError for an
-    unknown policy, no device, or a time that is not positive."""
+    """Simulate the policy's schedule under a virtual clock. `seed`: the seed of the random policy. Raises ValueError
+    for an unknown policy, no device, or a time that is not positive."""
     _check(chains, num_devices)
     units = run_pool(chains, num_devices, key_of(policy), random.Random(seed).random)
     return UnitSchedule(max(unit.end for unit in units), units)
 
 
 def lower_bound(chains: Chains, num_devices: int) -> float:
-    """Return a time that no schedule can beat: the larger of the time with all devices always busy and the longest
-    model's time without a pause.
+    """Return a time that no schedule can beat: the time with all devices always busy, or the time of the longest model
+    without a pause, whichever is larger.
     """
     _check(chains, num_devices)
     times = [sum(chain) for chain in chains]

@@ -32,8 +32,8 @@ class Version(NamedTuple):
 
 
 class NamedLayer(NamedTuple):
-    """A layer, and the model's name of each parameter by the layer's own. Layers with a common name share that
-    parameter.
+    """A layer. `names`: for each parameter's name in the layer, its name in the model. Layers whose parameters have the
+    same name in the model share that parameter.
     """
 
     module: nn.Module
@@ -49,7 +49,7 @@ class Shard:
         self.named, self.layers = list(layers), [layer.module for layer in layers]
         self.lenders, self.make_optimizer, self.mixed = lenders, make_optimizer, mixed
         self.name = ""
-        self.sites: dict[str, list[tuple[int, str]]] = {}  # by parameter: each layer's index, and its name there
+        self.sites: dict[str, list[tuple[int, str]]] = {}  # by parameter: the index of each layer, and the name there
         found: dict[str, nn.Parameter] = {}
         for index, layer in enumerate(layers):
             for local, name in layer.names.items():
@@ -193,7 +193,7 @@ def _part(whole: Shard, layers: list[NamedLayer], lenders: dict[str, Shard]) -> 
 
 def settle(shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None, *, in_halves: bool = False) -> None:
     """Allocate the shards' slabs at home. `in_halves`: also a slab for the gradients of each batch's second half.
-    `room`: returns a zeroed slab of so many bytes; None: all slabs lie in one memory that processes share.
+    `room`: returns a zeroed slab of a given number of bytes; None: all slabs lie in one memory that processes share.
     """
     parts = (*PARTS, "seconds") if in_halves else PARTS
     sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in parts]
@@ -266,7 +266,7 @@ class ShardSlot:
         shard, done = self.shard, self.device.compute.record_event()
         assert shard is not None
         homes = (shard, *shard.lenders.values())
-        # A prefetch that came too early to be of use may still be reading these slabs.
+        # A prefetch that began before this update, and so is useless, may still be reading these slabs at home.
         after = (done, *(home.fetched for home in homes))
         own = [self._own(part, grads if part == "grads" else part) for part in parts]
         borrowed = [(self.view(name, "grads"), shard.at_home(name, grads)) for name in names]

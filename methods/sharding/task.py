@@ -35,7 +35,7 @@ class Task:
         self.max_norm, self.update, self.learning_rate_at = max_norm, update, learning_rate_at
         self.random, self.keeps_graphs, self.rehearses = random_state, keeps_graphs and len(shards) > 1, rehearses
         self.batches_left: float = math.inf if num_batches is None else num_batches
-        self.per_round, self.num_done = per_round, 0  # this model's minibatches: in a round, and finished
+        self.per_round, self.num_done = per_round, 0  # numbers of minibatches: in a round, and finished so far
         self.updates = [0] * len(shards)
         self.script, self.position = self._script(), 0
         self.seconds = {
@@ -48,15 +48,15 @@ class Task:
         self.lacks_memory = False  # True: it failed because the device ran out of memory
         self.can_split = not self.keeps_graphs
         self.twin: Any = None  # the task that trains the other half of this task's batches
-        self.loss: Any = None  # the last minibatch's loss, norms by parameter name, their norm, clip factor
-        self.norms: dict[str, Tensor] = {}
-        self.norm: Tensor | None = None
-        self.factor: Tensor | None = None
+        self.loss: Any = None  # loss of the last minibatch, to which the next three belong, too
+        self.norms: dict[str, Tensor] = {}  # gradient norms by parameter name
+        self.norm: Tensor | None = None  # of all gradients
+        self.factor: Tensor | None = None  # clip factor
 
     @property
     def remaining(self) -> float:
-        """Return the seconds of all units that have not started, as last measured; only of this round if the number of
-        rounds is unknown."""
+        """Return the seconds, as last measured, of all units that have not started; if the number of rounds is unknown,
+        of this round's units alone."""
         whole = sum(self.seconds[each] for each in self.script)
         batches = self.per_round - self.num_done % self.per_round
         batches_left = batches if math.isinf(self.batches_left) else self.batches_left
@@ -67,13 +67,14 @@ class Task:
         return self.num_done // self.per_round
 
     def _script(self) -> list[tuple[str, int]]:
-        """Return the units of a minibatch: kind and shard."""
+        """Return the units of a minibatch, in order, as pairs of kind and shard."""
         last = len(self.shards) - 1
         turn = [(FORWARD, i) for i in range(last)] + [(LOSS, last)] + [(BACKWARD, i) for i in reversed(range(last))]
         return turn + [(UPDATE, i) for i in range(last + 1) if self.update == "later"]
 
     def split(self, index: int) -> None:
-        """Halve a shard between two units. The task's next unit is then one of the half that is still to be done."""
+        """Halve a shard between two units. If the next unit was of that shard, it becomes one of the half that its pass
+        reaches first."""
         kind, shard = self.script[self.position]
         size = max(1, self.shards[index].num_bytes("weights"))
         split(self.shards, index)
@@ -91,8 +92,8 @@ class Task:
             self.next_unit = self._unit()
 
     def hint(self, ahead: int = 0) -> Unit | None:
-        """Return the next unit, or the one `ahead` units after it, without its tensors: enough to prefetch its shard.
-        None if there may be no such unit.
+        """Return the next unit, or the unit `ahead` places after it, without its tensors, which a prefetch of its shard
+        does not need. None if there may be no such unit.
         """
         place = self.position + ahead
         if place == len(self.script) and self.batches_left <= 1:
@@ -109,7 +110,7 @@ class Task:
     def begin(self, inputs: Any, targets: Any, part: int | None = None) -> None:
         """Begin a minibatch with these inputs and targets, or with one part of a batch."""
         self.part, self.targets = part, targets
-        self.passed: Tensors = (inputs,)  # a layer's output in the forward pass, its input's gradient in the backward
+        self.passed: Tensors = (inputs,)  # output of the last forward unit, input gradient of the last backward unit
         self.kept: list[Kept] = []  # one for each layer that is still to be differentiated
         self.next_unit = self._unit()
 
@@ -127,7 +128,8 @@ class Task:
         )  # fmt: skip
 
     def advance(self, result: Result, seconds: float) -> Step | None:
-        """Process the unit's result. Return the step after the last unit of a minibatch; then call start()."""
+        """Process the unit's result. Return the step if the unit was the minibatch's last; the caller then calls
+        start()."""
         kind, index = self.script[self.position]
         shard, self.seconds[kind, index] = self.shards[index], seconds
         self.position += 1

@@ -1,4 +1,4 @@
-"""Trains one model on two devices: halves of each batch are two chains of units, which join before the updates.
+"""Trains one model on two devices: the halves of each batch are two chains of units, which join before the updates.
 
 The host adds the second half's gradients to the first's. If the criterion is a mean over the batch, the result has the
 bits of training on two micro-batches whose losses are halved. The second half has random numbers of its own. A batch of
@@ -64,5 +64,5 @@ class Second(Task):
 
     def _join(self) -> None:
         self._next()
-        if self.twin.next_unit is None:  # this half waits for the other
+        if self.twin.next_unit is None:  # the first half is done, and waited for this one
             self.twin._join()

@@ -1,7 +1,7 @@
 """A unit: the forward pass, the backward pass or the update of one shard.
 
-A unit reads the shard at home and its arguments, and writes home only at its end, so a failed one can be repeated on
-any device. With `checkpointed` the host keeps each layer's input and the random state before it, and the layer is
+A unit reads its arguments and the shard at home, and writes home only at its end, so a failed unit can be repeated on
+any device. With `checkpointed` the host keeps each layer's input and the random state before the layer, which is
 recomputed. With `saved` the host keeps the tensors that autograd saves, except the weights, which the backward pass
 finds in the shard's slot.
 
@@ -44,13 +44,13 @@ class Unit(NamedTuple):
     random: Any = None  # the model's random state
     factor: Tensor | None = None  # clip factor of the update
     learning_rate: float | None = None  # None: the learning rate that the optimizer has
-    update: str = "later"  # later: a unit of its own; now: in the backward unit; clipped: so, too, by the shard's norm
+    update: str = "later"  # later: a unit of its own; now: in the backward unit; clipped: as now, by the shard's norm
     rehearses: bool = False  # True: copies nothing home
-    part: int | None = None  # half of the batch, 0 or 1; each half's gradients have a slab of their own at home
+    part: int | None = None  # half of the batch, 0 or 1, with its own slab of gradients at home; None: the whole batch
 
 
 class Result(NamedTuple):
-    """A unit's result for the model's next unit. Tensors are on the host; loss and norms on the device."""
+    """A unit's result, for the model's next unit. Loss and norms are on the device, other tensors on the host."""
 
     y: Tensors = ()  # output of a forward pass, or the input's gradient of a backward pass
     kept: Any = None

@@ -14,7 +14,7 @@ from methods.shared.memory_needs import aligned
 
 
 class WithLoss(nn.Module):
-    """The last layer with the criterion: from the layer's inputs and the targets to the loss."""
+    """The last layer with the criterion: computes the loss from the layer's inputs and the targets."""
 
     def __init__(self, layer: nn.Module, criterion: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -25,7 +25,8 @@ class WithLoss(nn.Module):
 
 
 def Model(model: nn.Module) -> nn.Module:
-    """Return the model itself. The original's documentation wraps a model in this; no wrapper is needed here."""
+    """Return the model itself, unchanged: the original wraps a model in a class of this name, which is not needed
+    here."""
     return model
 
 
@@ -82,7 +83,7 @@ def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
 
 
 def shard_sizes(shard: Shard) -> dict[str, int]:
-    """Return the bytes in a slot by parameter name: weight, gradient, states."""
+    """Return, for each parameter by name, its bytes in a slot: weight, gradient and states."""
     found = {}
     for name in shard.sites:
         states = [shard.states_at.places[f"{name} {key}"] for key in shard.states_of.get(name, ())]
