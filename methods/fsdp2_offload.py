@@ -1,8 +1,8 @@
 """FSDP2 with CPU offload (Zhao et al. 2023; torch.distributed.fsdp): torch's own way to train beyond the device.
 
-Each layer is sharded over the ranks and lives on the host; it is gathered to the device for its forward pass, again for
-its recompute and backward pass, and its gradient goes back to the host, where torch's AdamW steps after the whole
-backward pass. All of this is torch's code; this file only wraps the harness's model.
+torch shards each layer over the ranks and keeps it on the host. It gathers the layer on the device for the forward
+pass, and again for the recompute and the backward pass. Gradients go back to the host, where torch's AdamW steps after
+the whole backward pass. This file only wraps the harness's model.
 
 Each rank trains on its part of every batch; torch averages the gradients.
 """
@@ -34,7 +34,7 @@ class Fsdp2Offload(Method):
         # States and the batch are split over the ranks. Gathered weights and their gradients are whole on each rank.
         params = -(-workload.num_params // self.world_size)
         size = workload.weight_bytes
-        at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, a layer, the next
+        at_once = workload.end_params + 2 * workload.layer_params  # gathered weights: both ends, one layer and the next
         home = each_page_locked(4, workload, room, self.world_size)
         gathered = 2 * workload.num_layers * workload.layer_params + workload.end_params
         sent = {"gathers": size * gathered, "sums": 4 * workload.num_params}  # gradients are summed in fp32
@@ -70,7 +70,7 @@ class Fsdp2Offload(Method):
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         num_ranks = self.world_size
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **(alone if num_ranks == 1 else {}))  # torchrun's variables name the rest
+        dist.init_process_group(backend, **(alone if num_ranks == 1 else {}))  # else torchrun's variables name ranks
         rank = dist.get_rank()
         try:
             mesh = init_device_mesh(device, (num_ranks,))

@@ -25,14 +25,14 @@ from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe, page_locked
 
-ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of one gradient norm on a device; number of other scalars on a device
-MOST_TURNS = 2000  # most units of the timeline that a record keeps: the latest
-SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a layer, as a multiple of its input's; rehearsals check it
+ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of a scalar on a device; number of scalars beside the norms
+MOST_TURNS = 2000  # a record keeps at most this many units of the timeline, the latest ones
+SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a layer, over its input's bytes; rehearsals check this
 CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
 
 
 def __getattr__(name: str) -> object:
-    """Return the classes for users' models, which import torch, unlike this module."""
+    """Return a class for users' models; import it only now, because it imports torch and this module does not."""
     if name not in ("Model", "ModelOrchestrator", "ModelTask"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from methods.sharding import orchestrator, user_model
@@ -42,14 +42,14 @@ def __getattr__(name: str) -> object:
 
 @dataclass(frozen=True)
 class Hydra(Method):
-    shard_layers: int | None = None  # layers of a shard, or one end; None: as many as fit
+    shard_layers: int | None = None  # layers of a shard, each end counted as one; None: as many as fit
     double_buffer: bool = True  # True: a second slot, for the next shard
-    intermediates: str = "checkpointed"  # checkpointed: layers are recomputed; or "saved": activations go to the host
-    num_models: int = 1  # each with its own learning rate; the first has the workload's
-    num_batch_sizes: int = 1  # batch sizes for each learning rate: the workload's, its half, its quarter, ...
+    intermediates: str = "checkpointed"  # checkpointed: recompute layers; or "saved": send activations to the host
+    num_models: int = 1  # models, each with its own learning rate; the first has the workload's
+    num_batch_sizes: int = 1  # number of batch sizes for each learning rate: the workload's, half of it, ...
     num_devices: int = 1  # number of GPUs, or of processes on a CPU
-    hybrid: bool = True  # with more devices than models, split the first model's batches over two devices
-    partitioner: str = "exact"  # rehearse shards, and halve what does not fit; or "presharded": shard_layers as given
+    hybrid: bool = True  # split the first model's batches over two devices if devices outnumber models
+    partitioner: str = "exact"  # exact: halve shards that do not fit in a rehearsal; presharded: never
     policy: str = "lrtf"  # longest remaining time first; or srtf, fifo, random
 
     label = "Hydra"
@@ -61,15 +61,16 @@ class Hydra(Method):
 
     @property
     def bit_exact(self) -> bool:  # type: ignore[override]
-        """False if a batch is split over devices: its gradients are summed in another order."""
+        """False if batches are split over devices, because gradients are then summed in another order."""
         return not self._halves(0.0)
 
     def _halves(self, dropout: float) -> bool:
-        """True if the first model's batches are halved; not with dropout, whose random numbers would differ."""
+        """True if the first model's batches are split over two devices; never with dropout: its random numbers would
+        differ."""
         return self.hybrid and self.num_devices > self.num_models and not dropout
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """Plan shards of as many layers as fit the device. Without a limit of its memory, plan shards of one layer."""
+        """Plan shards of as many layers as fit on the device; of one layer if the device's memory has no limit."""
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected {' or '.join(choices)}, got {getattr(self, name)!r}")
@@ -131,11 +132,12 @@ class Hydra(Method):
             if is_shared:
                 found = gpt.device_names(device, self.num_devices)
                 devices = start_processes(found, models, options, stack, torch.get_num_threads())
-            else:  # with several models wait for each unit: the policy uses measured times
+            else:  # with several models, wait for each unit, because the policy uses measured times
                 devices = [Here(Worker(gpu, models, **options), is_alone=is_alone)]
             splits: list[tuple[int, int]] = []
             if self.partitioner == "exact" and device != "cpu":
-                # Every process that reads a tensor on a GPU would make a context on that GPU.
+                # Batches for several processes stay on the CPU: a process that reads a tensor on a GPU makes a context
+                # there.
                 rows = [gpt.batch(mine, "cpu" if is_shared else device) for mine in own]
                 devices, splits = rehearse(models, rows, [words] * len(own), devices)
             tasks: list[Task] = []
@@ -174,9 +176,9 @@ class Hydra(Method):
         shards = model_shards(workload, num_layers)
         num_shards, largest = sum(count for count, _ in shards), max(each.num_bytes(workload) for _, each in shards)
         boundary = workload.boundary_bytes
-        at_home = page_locked(boundary, room)  # torch locks the pages of each copy that does not block
+        at_home = page_locked(boundary, room)  # torch page-locks host memory of each non-blocking copy
         device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
-        if self.num_devices > 1 and room.page_locks:  # GPUs, each with a process; this one has a context, too
+        if self.num_devices > 1 and room.page_locks:  # one process for each GPU; this one has a context, too
             device["buffers"] += cuda_budget.LEADING_BYTES
         if self.intermediates == "saved":
             device["activations"] = max(workload.head_bytes, workload.layer_bytes - 9 * boundary)
@@ -184,8 +186,8 @@ class Hydra(Method):
         else:
             device["activations"] = workload.working_bytes + (shards[-1][1].num_layers + 1) * boundary
             activations = (workload.num_layers + 3) * at_home
-        # An update begins after the activations are freed. The first update makes a parameter's moments; with mixed
-        # precision each update makes a shard's gradients in fp32.
+        # Activations are freed before an update begins. A parameter's first update allocates its moments; in mixed
+        # precision every update allocates its shard's gradients in fp32.
         updated = 8 * anatomy.largest_numel
         if size < 4:
             updated += max(each.num_bytes(workload, lambda numel, _: 4 * numel) for _, each in shards)
@@ -202,7 +204,7 @@ class Hydra(Method):
     def _moved_bytes(self, workload: Workload, num_params: int, num_shards: int) -> int:
         """Return the bytes moved in a step, for shards of equal size. Forward and backward pass fetch all weights,
         updates fetch weights and gradients; a shard that is still in a slot is not fetched."""
-        hits = 1 + self.double_buffer  # shards still in a slot at a turn from forward to backward, or to the updates
+        hits = 1 + self.double_buffer  # shards still in a slot when the backward pass begins, or the updates
         fetched = max(0, 2 * num_shards - hits)
         home = 1
         if workload.clip_norm:

@@ -1,7 +1,7 @@
 """L2L (Pudipeddi et al. 2020): one layer at a time on the device, the rest and the optimizer on the host.
 
 The device holds a single layer, the embedding and the loss. A layer is fetched for its forward pass and again for its
-backward pass, its gradient goes home, the host updates it; every copy and every update is waited for.
+backward pass; then its gradient goes to the host, which updates the layer. Every copy and every update is waited for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from methods.streaming.choose_placement import one_layer_plan
 
 
 def __getattr__(name: str) -> object:
-    """Return the class for users' models, which imports torch, unlike this module."""
+    """Return the class for users' models; import it only now, because it imports torch and this module does not."""
     if name != "L2LTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from methods.streaming import user_trainers
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> object:
 @dataclass(frozen=True)
 class L2L(Method):
     world_size: int = 1  # ranks
-    ends: str | None = None  # home of embedding and head: device, or host where the device is too small for them
+    ends: str | None = None  # home of embedding and head: device, or host if the device is too small for them
 
     label = "L2L"
     color = "#E7D6EF"
@@ -41,7 +41,7 @@ class L2L(Method):
 
     @property
     def bit_exact(self) -> bool:  # type: ignore[override]
-        """False with several ranks: their gradients are summed in another order."""
+        """False with several ranks, because gradients are then summed in another order."""
         return self.world_size == 1
 
     bit_exact_in_half = bit_exact  # type: ignore[assignment]

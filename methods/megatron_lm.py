@@ -1,11 +1,13 @@
-"""Megatron-LM (Shoeybi et al. 2019): the fast way to train what fits, on one device or several; megatron-core's own
-GPT.
+"""Megatron-LM (Shoeybi et al. 2019): megatron-core's own GPT, the fast way to train a model that fits on one device or
+several.
 
-GPTModel with its own layers, gradient buffers and optimizer with fp32 main weights; every layer recomputed. Upstream
-code but for attention, which is torch's fused kernel, and on a CPU a few answers about CUDA (engines/megatron.py).
-Groups of `tensor_parallel` ranks share each matrix; `pipeline_parallel` such groups, each with as many layers, are the
-stages of a pipeline, through which micro-batches flow by megatron-core's schedule (1F1B); several pipelines take a part
-of every batch each.
+GPTModel has its own layers, gradient buffers, and an optimizer with fp32 main weights; every layer is recomputed. All
+of this is upstream code, except that attention is torch's fused kernel and that, on a CPU, questions about CUDA get an
+answer (engines/megatron.py).
+
+`tensor_parallel` ranks form a group that shares each matrix. `pipeline_parallel` such groups, with equally many layers,
+are the stages of a pipeline, through which micro-batches flow by megatron-core's schedule (1F1B). Each of several
+pipelines takes a part of every batch.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.
 class MegatronLM(Method):
     world_size: int = 1  # ranks
     tensor_parallel: int = 1  # ranks that share each matrix
-    sequence_parallel: bool = False  # these ranks also split the sequence between the matrices
-    pipeline_parallel: int = 1  # stages of a pipeline, each with as many layers
+    sequence_parallel: bool = False  # ranks of a group also split the sequence, in the ops between matrices
+    pipeline_parallel: int = 1  # stages of a pipeline, with equally many layers
     distributed_optimizer: bool = False  # ranks with the same weights split the optimizer's states
 
     label = "Megatron-LM"
@@ -43,7 +45,7 @@ class MegatronLM(Method):
     drops_alike = False
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """Plan the memory of a rank of the stage that needs most, and the exchanges of one that sends most."""
+        """Plan a rank's memory for the stage that needs most, and a rank's exchanges for the stage that sends most."""
         num_pipelines = self._num_pipelines(workload)
         part = rank_part(workload, num_pipelines)
         needs = [self._stage_bytes(part, stage, num_pipelines) for stage in range(self.pipeline_parallel)]
@@ -53,8 +55,8 @@ class MegatronLM(Method):
         return Plan(max(needs, key=lambda need: sum(need.values())), stages=stages, exchanged=exchanged)
 
     def _num_pipelines(self, workload: Workload) -> int:
-        """Return how many pipelines share each batch. Raises ValueError if ranks, model or batch do not divide, or for
-        a model that megatron-core does not have."""
+        """Return how many pipelines share each batch. Raises ValueError if the ranks or the model's sizes do not
+        divide, if megatron-core lacks the model, or for dropout on several ranks."""
         megatron_names.check(workload)
         shared, stages, ranks = self.tensor_parallel, self.pipeline_parallel, self.world_size
         if shared < 1 or ranks % shared:
@@ -92,7 +94,7 @@ class MegatronLM(Method):
         stepped = -(-params // num_pipelines) if self.distributed_optimizer else params
         main = 0 if size == 4 else 4  # fp32 main weights
         optimizer, activations = (8 + main) * stepped, self._activation_bytes(part, stage)
-        if 4 * stepped > activations:  # torch's AdamW updates all tensors at once, with one more fp32 copy
+        if 4 * stepped > activations:  # torch's AdamW updates all tensors at once, for which it makes an fp32 copy
             optimizer, activations = optimizer + 4 * stepped, 0
         states = {"weights": size * params, "gradients": 4 * params, "optimizer": optimizer}  # fp32 sums of gradients
         return {**states, "activations": activations}
@@ -100,9 +102,10 @@ class MegatronLM(Method):
     def _exchanged(self, part: Workload, stage: int, num_pipelines: int) -> dict[str, float]:
         """Return the bytes that a rank of this stage sends in a step, by kind.
 
-        Pipelines sum their gradients, or parts of them, and then gather weights. Ranks that share matrices sum a
-        layer's activations twice in the forward pass, in its recompute and in the backward pass, and once at each end
-        of the model. Stages pass activations up and their gradients down, and sum the gradients of a tied embedding.
+        Pipelines sum their gradients; with the distributed optimizer each rank gets one part of the sum, and gathers
+        the weights after the update. Ranks that share matrices sum a layer's activations twice in each of forward pass,
+        recompute and backward pass, and once at each end of the model. Stages pass activations up and their gradients
+        down; the first and the last stage sum the gradients of a tied embedding.
         """
         num_stages, shared, params = self.pipeline_parallel, self.tensor_parallel, self._stage_params(part, stage)
         gradients = 4 * params  # in fp32
@@ -121,8 +124,8 @@ class MegatronLM(Method):
         return {"gathers": gathers, "sums": sums, "messages": messages}
 
     def _stage_params(self, workload: Workload, stage: int) -> int:
-        """Return the parameters of a rank: its part of each matrix and of the embedding, which both ends have where it
-        is tied, and all norms, the biases after a sum and the positions."""
+        """Return the number of parameters of a rank: its part of each matrix and of the embedding, and the whole of
+        norms, of biases after a sum, and of positions. The first and the last stage both have a tied embedding."""
         anatomy, last = workload.anatomy, self.pipeline_parallel - 1
         is_tied, num_ranks = megatron_names.sizes_of(workload).is_tied, self.tensor_parallel
         ends = {
@@ -142,7 +145,7 @@ class MegatronLM(Method):
         # Megatron's loss overwrites the logits; in bf16 it needs an fp32 copy of them, too.
         normed = 3 * boundary + int(part.anatomy.head_boundaries * boundary)
         head = normed + max(4 * logits + embedding, (4 if size == 4 else 6) * logits)
-        # A tied embedding has two gradients and their sum, at the end.
+        # At the end of the backward pass, a tied embedding has two gradients and their sum.
         num_embeddings = 3 if num_stages == 1 and megatron_names.sizes_of(part).is_tied else 1
         ends = num_embeddings * embedding + 2 * boundary if stage == 0 else 0
         ahead = min(num_stages - stage, num_parts)  # micro-batches whose inputs a stage keeps at once
@@ -209,7 +212,8 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 
 
 def _build(method: MegatronLM, workload: Workload, device: str):
-    """Return a GPTModel with the harness's weights in Megatron's gradient buffers, and Megatron's optimizer."""
+    """Return a GPTModel with the harness's starting values and Megatron's gradient buffers, and Megatron's
+    optimizer."""
     import torch
     import torch.nn.functional as F
     from megatron.core import parallel_state, tensor_parallel
@@ -291,10 +295,10 @@ def _build(method: MegatronLM, workload: Workload, device: str):
         [model],
     )  # fmt: skip
     for group in optimizer.param_groups:
-        # Megatron's scheduler would apply the multiplier (0 for biases and norms); the harness has its own schedule.
+        # Apply the multiplier (0 for biases and norms) here: Megatron's scheduler, which would do so, is not used.
         group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
     if is_mixed:
-        # Main weights begin at the fp32 starting value, not at its rounding.
+        # Main weights begin at the fp32 starting values, not at values rounded to 16 bits.
         for name, parameter in _named(method, workload, model):
             megatron.set_main(optimizer, parameter, starts[name])
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
@@ -325,8 +329,8 @@ def _stage_of_end(method: MegatronLM, name: str) -> int:
 
 
 def _named(method: MegatronLM, workload: Workload, model):
-    """Yield each parameter of this rank with its name in the whole GPTModel: a stage numbers its layers from 0, and its
-    head may be the tied embedding."""
+    """Yield the name in the whole GPTModel, and the parameter, of each of this rank's parameters. Names differ because
+    a stage numbers its layers from 0, and because the head may be the tied embedding."""
     from methods.engines import megatron
 
     first_layer, is_tied = megatron.stage() * _num_layers(method, workload), megatron_names.sizes_of(workload).is_tied
@@ -339,8 +343,8 @@ def _named(method: MegatronLM, workload: Workload, model):
 
 
 def _tensors(method: MegatronLM, workload: Workload):
-    """Yield each tensor of the whole GPTModel: its name, its stage (of the tied embedding the first), and the shapes of
-    those of ours that it holds, by name."""
+    """Yield for each tensor of the whole GPTModel its name, its stage, and the shapes of the harness's tensors that it
+    holds, by name. The stage of a tied embedding is the first."""
     anatomy = workload.anatomy
     for name, ours in megatron_names.end_tensors(workload).items():
         yield name, _stage_of_end(method, name), {each: anatomy.ends[each] for each in ours}
@@ -353,7 +357,8 @@ def _tensors(method: MegatronLM, workload: Workload):
 
 
 def _states(method: MegatronLM, workload: Workload, model, optimizer):
-    """Yield the harness's tensors on rank 0, to which the stages send them; yield none on other ranks."""
+    """Yield the harness's tensors on rank 0, which receives them from all stages. Other ranks yield none, and must
+    iterate to the end, too."""
     import torch
     import torch.distributed as dist
 

@@ -46,7 +46,7 @@ class Resident(Method):
 
 
 class ReferenceModel:
-    """A model with its optimizer. If a rounding is given, it computes the gradients."""
+    """A model with its optimizer. `rounding`: another way to compute the same gradients; None: plain PyTorch's."""
 
     def __init__(self, workload: Workload, device: str, rounding: Rounding | None = None) -> None:
         import torch
@@ -78,7 +78,7 @@ class ReferenceModel:
         else:
             loss = self._backward(inputs, targets, parts)
         _take_gradients(self.masters, self.weights, self.scale)
-        # With another rounding the norm is also summed otherwise: in parts.
+        # A rounding also changes how the norm is summed: in blocks.
         norm = global_norm(norms_of([p.grad for p in self.masters], in_blocks=parts > 1 or self.rounding is not None))
         if self.workload.clip_norm:
             torch.nn.utils.clip_grads_with_norm_(self.masters, self.workload.clip_norm, norm)
@@ -109,8 +109,9 @@ class ReferenceModel:
 
 
 def _backward(model: Model, inputs: Tensor, targets: Tensor, num_parts: int, scale: float) -> Tensor:
-    """Return the mean loss over micro-batches, detached; leave the sum of their gradients. The gradients of the tied
-    embedding are summed in the order of layer-by-layer training: first all of the head's, then all of the look-up's."""
+    """Return the mean loss over micro-batches, detached; leave the sum of their gradients in the parameters. A tied
+    embedding's gradients are summed in the order of layer-by-layer training: first the head's of all micro-batches,
+    then the look-up's."""
     import torch
 
     if num_parts == 1:
@@ -130,7 +131,8 @@ def _backward(model: Model, inputs: Tensor, targets: Tensor, num_parts: int, sca
 
 
 def _take_gradients(masters: Sequence[Tensor], weights: Sequence[Tensor], scale: LossScale) -> None:
-    """Move the weights' gradients to their fp32 masters, which in fp32 are the weights, and take out the loss scale."""
+    """Move the weights' gradients to the fp32 masters, and divide them by the loss scale. In fp32 the masters are the
+    weights."""
     import torch
 
     for master, weight in zip(masters, weights, strict=True):

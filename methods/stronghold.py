@@ -1,13 +1,15 @@
 """STRONGHOLD (Sun et al. 2022): a window of layers slides over the model, the host's Adam runs beside the device.
 
-The device holds the layers being computed and the next ones on their way; the others live on the host, which updates
-each of them while the device computes. Layers leave the window in the order in which they will be needed last, so the
-turn from forward to backward fetches nothing; the first layers of the next step are fetched as soon as the host has
-updated them. With micro-batches all of them go through a layer at each visit, so it travels no more than for one.
+The device holds the layers being computed, and the next layers on their way. The other layers live on the host, which
+updates each of them while the device computes. The layer that is needed last leaves the window first, so the turn from
+forward to backward pass fetches nothing. The next step's first layers are fetched as soon as the host has updated them.
+All micro-batches of a step go through a layer at each visit, so the layer travels no more often than for one
+micro-batch.
 
-Beyond the paper, each layer has a place of its own (streaming/placement.py): resident on the device, all of it or its
-weights alone; in the window; or in a second window, whose layers bring their states along for the device to update.
-Which place is choose_placement.py's, what a layer does there layer_kinds.py's, when it is updated update_rules.py's.
+Beyond the paper, each layer has a place of its own (streaming/placement.py): on the device, whole or its weights alone;
+in the window; or in a second window, whose layers bring their states along, so that the device updates them.
+choose_placement.py chooses the places, layer_kinds.py says what a layer does in each place, and update_rules.py decides
+when it is updated.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from methods.streaming.placement import parse, shrink, text_of
 
 
 def __getattr__(name: str) -> object:
-    """Return the class for users' models, which imports torch, unlike this module."""
+    """Return the class for users' models; import it only now, because it imports torch and this module does not."""
     if name != "StrongholdTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from methods.streaming import user_trainers
@@ -35,18 +37,18 @@ def __getattr__(name: str) -> object:
 @dataclass(frozen=True)
 class Stronghold(Method):
     window_size: int | None = None  # slots of the window; None: chosen by plan()
-    resident_layers: int | None = None  # bottom layers that never leave the device; None: all that the device holds
-    placement: str | None = None  # a letter a layer, as R2W5S1 or R2W; None: resident_layers, the rest windowed
-    clipping: str | None = None  # deferred, which is the default where gradients are clipped, or speculate
-    ends: str | None = None  # home of embedding and head: device, or host where the device is too small for them
-    disk: str | None = None  # folder for states on the disk; None: the system's temporary one, if placement says D
-    activations: str | None = None  # memory where boundaries wait for the backward pass: device, the default, or host
+    resident_layers: int | None = None  # bottom layers that never leave the device; None: as many as fit
+    placement: str | None = None  # letters of the layers' kinds, as R2W5S1; None: by resident_layers, others windowed
+    clipping: str | None = None  # deferred, the default if gradients are clipped, or speculate
+    ends: str | None = None  # home of embedding and head: device, or host if the device is too small for them
+    disk: str | None = None  # folder for states on the disk; None: the system's temporary folder, if a layer is D
+    activations: str | None = None  # memory that keeps boundaries for the backward pass: device, the default, or host
     world_size: int = 1  # ranks
 
     label = "STRONGHOLD"
     color = "#A05CFF"
     paper = "Sun et al., SC 2022"
-    hides = ("copies", "updates", "gathers")  # of a plan without rows of its own: of several ranks
+    hides = ("copies", "updates", "gathers")  # used only for plans without step_seconds, those of several ranks
     can_rehearse = True
     takes_config = True
     accumulates = True
@@ -56,7 +58,7 @@ class Stronghold(Method):
 
     @property
     def bit_exact(self) -> bool:  # type: ignore[override]
-        """False with several ranks: their gradients are summed in another order."""
+        """False with several ranks, because gradients are then summed in another order."""
         return self.world_size == 1
 
     bit_exact_in_half = bit_exact  # type: ignore[assignment]
@@ -65,7 +67,8 @@ class Stronghold(Method):
         return PlacementChoice(workload, room, **asdict(self)).plan()
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        """Return the options of the same mixture of layers; a window that slides in the model slides in its twin."""
+        """Return the options of the same mixture of kinds for a shallower twin. The twin's window slides if the model's
+        does."""
         options, resident = asdict(self), self.resident_layers or 0
         kinds = parse(self.placement, num_layers) if self.placement else "R" * resident + "W" * (num_layers - resident)
         twin = shrink(kinds, twin_layers)
@@ -116,10 +119,10 @@ class Stronghold(Method):
                 rule.begin(published_settings(workload.learning_rate_at(step)))
                 for layer in reversed(layers):
                     dxs = layer.backward(dxs)  # recomputes
-                    rule.gradient_ready(layer)  # its norm, its way home, maybe its update
+                    rule.gradient_ready(layer)  # adds its norm, sends it home, may update
                     window.slide_down(layer)  # its slot fetches the next one below
                 ends.backward(dxs)
-                del dxs  # before the next step's, which are larger than a small device has to spare
+                del dxs  # the next step does not need them, and a small device lacks their room
                 rule.finish()  # updates that have waited for the norm start here
                 window.refill()  # with the next step's first layers
                 yield rule.step(loss)

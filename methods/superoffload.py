@@ -1,6 +1,7 @@
-"""SuperOffload (Lian et al. 2026): optimizer steps on the host as soon as gradients arrive. DeepSpeed, stage 3, CUDA.
+"""SuperOffload (Lian et al. 2026): the host steps the optimizer as soon as gradients arrive. DeepSpeed's stage 3, CUDA
+only.
 
-With clipping on, DeepSpeed 0.19.8 steps after the backward pass, as ZeRO-Infinity does.
+If gradients are clipped, DeepSpeed 0.19.8 steps only after the backward pass, as in ZeRO-Infinity.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from methods.engines.deepspeed_config import stage_3, stage_3_plan, sub_groups
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
 GPU_ONLY = "DeepSpeed runs SuperOffload on NVIDIA GPUs only: on a CPU take zero-infinity"
-HOST_SHARE = 0.9  # of the sub-groups, rounded up: the host updates these, as in DeepSpeed's examples
+HOST_SHARE = 0.9  # share of the sub-groups that the host updates, rounded up, as in DeepSpeed's examples
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,9 @@ class SuperOffload(DeepSpeedMethod):
     paper = "Lian et al., ASPLOS 2026, arXiv:2509.21271; DeepSpeed"
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """Add to stage 3's the first sub-groups, which stay on the device, and what the optimizer's process takes: a
-        copy of a sub-group's gradients, and all of them in memory that it shares, beside the page-locked ones."""
+        """Return stage 3's plan with two changes: the first sub-groups stay on the device, and the optimizer runs in a
+        process of its own. That process needs a copy of one sub-group's gradients and, beside the page-locked
+        gradients, shared memory for those of all sub-groups on the host."""
         plan, numels = stage_3_plan(workload, room), sub_groups(workload)
         kept = sum(numels[: int((1 - HOST_SHARE) * len(numels))])
         home = plan.host

@@ -1,12 +1,12 @@
 """Varuna (Athlur et al. 2022): the model is cut into stages on different ranks, through which micro-batches flow.
 
-Between ranks go only the activations at a cut, and their gradients: little enough for a common network. A stage keeps
-of each micro-batch its input alone, and recomputes the rest when the gradient is about to arrive. The order of passes
-follows fixed rules, but where a gradient is late the stage does another forward pass meanwhile. Further ranks hold
-replicas of the pipeline, which share each batch.
+Ranks exchange only the activations at a cut and their gradients, little enough for a common network. A stage keeps only
+its input of each micro-batch, and recomputes the rest just before the gradient arrives. The order of passes follows
+fixed rules, but a stage whose gradient is late does another forward pass meanwhile. Further ranks hold replicas of the
+pipeline, which share each batch.
 
-The training is exact: gradients are summed over micro-batches, replicas, and the embedding's two stages; the norm is
-taken over all stages. `schedule=gpipe` and `1f1b` run by torch's own pipelines.
+The training is exact: gradients are summed over micro-batches, over replicas, and over the two stages that share a tied
+embedding; the norm is taken over all stages. torch's own pipelines run `schedule=gpipe` and `1f1b`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ __path__ = [str(Path(__file__).with_name("pipeline") / "launch")]  # python -m m
 
 
 def __getattr__(name: str) -> object:
-    """The classes for users' models, most of which import torch, unlike this module."""
+    """Return a class for users' models; import it only now, because most of them import torch and this module does
+    not."""
     if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"methods.pipeline.{CLASSES[name]}"), name)
@@ -45,14 +46,14 @@ def __getattr__(name: str) -> object:
 
 @dataclass(frozen=True)
 class VarunaMethod(Method):
-    num_stages: int | None = None  # stages of a pipeline; the other ranks are replicas; None: the plan chooses
+    num_stages: int | None = None  # stages of a pipeline; None: the plan chooses; further ranks are replicas
     chunk_size: int | None = None  # samples of a micro-batch; None: the plan chooses
     schedule: str = "varuna"  # or 1f1b, gpipe
     world_size: int = 1  # ranks
     peer_seconds: int = 1800  # seconds to wait for another rank
     checkpoint: str | None = None  # folder of checkpoints, written while training goes on
     checkpoint_every: int = 10  # steps between two checkpoints
-    resume: str | None = None  # folder with checkpoints, of any stages and replicas
+    resume: str | None = None  # folder of checkpoints to resume from, saved with any stages and replicas
 
     label = "Varuna"
     verbs = "methods.verbs.varuna"
@@ -62,9 +63,9 @@ class VarunaMethod(Method):
     scales_loss = True
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """Plan a rank. Without num_stages or chunk_size choose the fastest configuration that fits, by the machine's
-        rates; if these are unknown, as many stages as ranks, and the smallest micro-batches. If none fits, plan the one
-        that needs least."""
+        """Plan a rank. If num_stages or chunk_size is None, choose the fastest configuration that fits, by the
+        machine's rates; if no rates are known, choose the most stages and the smallest micro-batches. If no
+        configuration fits, plan the one that needs the least memory."""
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule: expected {' or '.join(SCHEDULES)}, got {self.schedule!r}")
         for name in ("world_size", "num_stages", "chunk_size", "peer_seconds", "checkpoint_every"):
@@ -152,14 +153,14 @@ class VarunaMethod(Method):
         return Trained(whole.of_model(model.leave()), schedule={"stages": [str(stage) for stage in stages], **before})
 
     def _begins_there(self) -> bool:
-        """True if the folder to resume from is the one that this job writes to, which has nothing complete yet."""
+        """True if the job resumes from the folder that it writes to, and this folder has no complete checkpoint yet."""
         if self.checkpoint is None or self.resume is None:
             return False
         folder = Path(self.resume).resolve()
         return folder == Path(self.checkpoint).resolve() and not complete_steps(folder)
 
     def _check(self, workload: Workload, num_stages: int) -> None:
-        """Raise ValueError if the job cannot be cut into so many stages, or its batch not into the micro-batches."""
+        """Raise ValueError if the model cannot be cut into this many stages, or the batch into these micro-batches."""
         if num_stages > workload.num_layers:
             raise ValueError(f"num_stages: expected 1 to {workload.num_layers}, the number of layers, got {num_stages}")
         samples = _samples(workload, num_stages, self.world_size)
@@ -184,7 +185,7 @@ class VarunaMethod(Method):
             stage_bytes(workload, stage, (number, len(stages)), row.chunk_size, row.num_replicas, self.schedule)
             for number, stage in enumerate(stages)
         ]
-        # A rank in a container has another working folder.
+        # Make folders absolute, because a rank in a container has another working folder.
         names = [name for name in ("checkpoint", "resume") if getattr(self, name)]
         folders: dict[str, Any] = {name: str(Path(getattr(self, name)).resolve()) for name in names}
         chosen = dataclasses.replace(self, num_stages=row.num_stages, chunk_size=row.chunk_size, **folders)
@@ -198,7 +199,7 @@ class VarunaMethod(Method):
 
 
 def _samples(workload: Workload, num_stages: int, world_size: int) -> int:
-    """Return the number of samples of a replica."""
+    """Return the number of samples of a replica. Raises ValueError if the ranks or the batch do not divide."""
     if world_size % num_stages:
         raise ValueError(
             f"num_stages: expected a divisor of the {world_size} ranks, got {num_stages}; try"

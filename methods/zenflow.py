@@ -1,7 +1,8 @@
-"""ZenFlow (Lan et al. 2025): the largest gradients step on the device at once, the others on the host, later.
+"""ZenFlow (Lan et al. 2025): the device applies the largest gradients at once, the host the others later.
 
-DeepSpeed, stage 2. Stale by design, so the gate fails it; in fp32 it already fails at the first loss, because DeepSpeed
-0.19.8 stores every matrix transposed when it starts. In mixed precision the weights are set after that.
+DeepSpeed's stage 2. Updates are late by design, so the gate fails the method. In fp32 the first loss is wrong already,
+because DeepSpeed 0.19.8 stores every matrix transposed when it starts. In mixed precision the weights are set after
+that.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class ZenFlow(DeepSpeedMethod):
             "update_interval": self.update_interval,
             "select_strategy": "step",
             "select_interval": 2 * self.update_interval,
-            "overlap_step": False,  # one process: a helper process would train outside of the measured time
+            "overlap_step": False,  # no helper process, because it would train outside of the measured time
             "full_warm_up_rounds": 0,
         }
         return {**stage_2(workload, on_gpu), "zenflow": zenflow}

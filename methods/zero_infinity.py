@@ -1,5 +1,5 @@
-"""ZeRO-Infinity (Rajbhandari et al. 2021): weights, gradients and optimizer on the host, a layer at a time on the
-device. DeepSpeed, stage 3 with both offloads."""
+"""ZeRO-Infinity (Rajbhandari et al. 2021): weights, gradients and optimizer live on the host; one layer at a time is on
+the device. DeepSpeed's stage 3 with both offloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO-Infinity with weights and optimizer on a folder of the disk. DeepSpeed, stage 3, its asynchronous I/O.
+"""ZeRO-Infinity with weights and optimizer in a folder on the disk, by DeepSpeed's stage 3 and its asynchronous I/O.
 
 Each run has a subfolder of its own and removes it at its end; the next run removes those of killed runs.
 """
@@ -28,8 +28,8 @@ NUM_BUFFERS = 8  # buffers for parameters
 @dataclass(frozen=True)
 class ZeroInfinityNvme(DeepSpeedMethod):
     disk: str | None = None  # folder of the states; None: the system's temporary one
-    pipelined: bool | None = None  # read and write during the update; None: if the host has room for the buffers
-    reentrant: bool = True  # recompute; torch's newer way gives wrong gradients here (DeepSpeed 0.19.8 on a CPU)
+    pipelined: bool | None = None  # True: read and write during the update; None: if the host has room for buffers
+    reentrant: bool = True  # recompute by torch's older way: the newer gives wrong gradients with DeepSpeed 0.19.8
     world_size: int = 1  # ranks
 
     label = "ZeRO-Infinity (NVMe)"
@@ -96,22 +96,24 @@ def on_disk(workload: Workload, num_ranks: int) -> dict[str, int]:
 
 
 def num_state_buffers(pipelined: bool) -> int:
-    """Return the number of buffers for states: with fewer the swapper runs out of them.
+    """Return the number of buffers for states, the fewest that DeepSpeed's swapper can do with.
 
-    Pipelined, a step took 2.2 instead of 2.4 s and 0.3 GiB more of the host (8 layers x 512, a disk in the page cache).
+    With `pipelined`, a step took 2.2 instead of 2.4 s and 0.3 GiB more host memory (8 layers, hidden size 512, files in
+    the page cache).
     """
     return 12 if pipelined else 4
 
 
 def sub_group_params(workload: Workload) -> int:
-    """Return the number of parameters that step at once: each state of theirs is a file, so the buffers hold a fraction
-    of the states."""
+    """Return the number of parameters of a sub-group, which steps at once. DeepSpeed keeps each state of a sub-group in
+    a file and reads it into a buffer, so the buffers hold only a fraction of the states."""
     return max(1_000_000, workload.num_params // 32)
 
 
 @contextmanager
 def swap_folder(parent: Path, need: int) -> Iterator[Path]:
-    """A folder of this process below `parent`, removed at the end. Raises OSError(ENOSPC) if there is no room."""
+    """Make a folder for this process in `parent`, and remove it at the end. Raises OSError(ENOSPC) if the disk has less
+    than `need` bytes free."""
     for left in parent.glob(f"{PREFIX}*"):
         if not Path(f"/proc/{left.name.removeprefix(PREFIX)}").exists():
             shutil.rmtree(left, ignore_errors=True)
