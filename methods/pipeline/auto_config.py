@@ -1,11 +1,12 @@
-"""Chooses stages and micro-batches by a profile: predicts the step of every configuration by the rules of the schedule;
+"""Chooses stages and micro-batches by a profile: predicts the step time of every configuration by the schedule's rules;
 standard library only.
 
     num_stages, chunk_size, step_seconds = AutoConfig(16, 4, 512, "profile").get_min()
 
-Sections are grouped into stages by their time. The predicted time of a step has three parts: the passes in Varuna's
-order, where each message takes as long as one at the slowest cut; the slowest stage's sum of gradients over replicas;
-and its update. A profile of one process has no times of messages and sums; these then count as zero.
+Sections, the parts of a model between its CutPoints, are grouped into stages by their time. The predicted time of a
+step has three parts: the passes in the schedule's order, with each message as slow as at the slowest cut; the longest
+sum of gradients over replicas; and the longest update. A single process measures no messages and sums; without their
+times they count as zero.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class ConfigRow:
     send_seconds: float
     sum_seconds: float
     update_seconds: float
-    crowding: float = 1.0  # time of a pass while all ranks of a machine compute, over its time alone
-    eased: float = 0.0  # share of waiting time by which other ranks' passes get faster
+    crowding: float = 1.0  # time of a pass while all ranks of a machine compute, over the time of the pass alone
+    eased: float = 0.0  # for each second that the average rank waits: seconds by which a step gets shorter
     schedule: str = "varuna"
     step_seconds: float = nan  # predicted; nan until it is computed
 
@@ -63,8 +64,8 @@ class ConfigRow:
 
     @property
     def least_seconds(self) -> float:
-        """Return a lower bound of the step time: a stage waits for the stages below, runs its passes, and then the
-        stages below finish."""
+        """Return a lower bound of the step time: each stage waits for its first input from the stages below, runs all
+        its passes, and then the stages below finish."""
         waits, found = 0.0, 0.0
         for passes in self.passes:
             found = max(found, waits + self.num_micro_batches * sum(passes.values()))
@@ -85,8 +86,8 @@ class ConfigRow:
 
 
 def predict(rows: Sequence[ConfigRow]) -> list[float]:
-    """Return the predicted step of each configuration in seconds; all must have the same schedule. Once the pipeline is
-    full, each further micro-batch takes the same time, so large numbers are extrapolated."""
+    """Return the predicted seconds of a step for each configuration; all configurations must have the same schedule.
+    Large numbers of micro-batches are extrapolated: each further one takes the same time once the pipeline is full."""
     numbers: list[list[int]] = []
     for row in rows:
         many = max(2 * row.num_stages, 64)
@@ -108,10 +109,11 @@ def predict(rows: Sequence[ConfigRow]) -> list[float]:
 
 
 class AutoConfig:
-    """Of `num_gpus` devices, `gpus_per_vm` on a machine, for a global batch. `gpu_memory_capacity`: bytes that tensors
-    may fill on a device; None: of those profiled; CPUs' has no limit. `num_stages`: the numbers to choose from, None:
-    all; `takes_all`: no device is left over, and micro-batches are equal. Raises ValueError, one line, for what is no
-    number or profile."""
+    """All configurations for `num_gpus` devices, `gpus_per_vm` of them on each machine, and a global batch of
+    `batch_size` samples. `gpu_memory_capacity`: bytes that tensors may fill on a device; None: as profiled, without
+    limit on CPUs. `num_stages`: the numbers of stages to choose from; None: all. `takes_all`: leave no device idle, and
+    make all micro-batches equal. Raises ValueError, one line, for a number below 1, a bad profile, or a batch smaller
+    than all sizes profiled."""
 
     def __init__(
         self, num_gpus: int, gpus_per_vm: int, batch_size: int, profile_folder: str | Path | Profile | GptCosts,
@@ -174,8 +176,8 @@ class AutoConfig:
         return replace(found, step_seconds=predict([found])[0]) if self.costs.is_timed else found
 
     def why_not(self) -> str:
-        """Return a text that says how much memory is missing for the smallest configuration; for the case that nothing
-        fits."""
+        """Return the reason why nothing fits, in one line: the memory that the smallest configuration lacks, and what
+        to try."""
         least, capacity = self.least(), self.capacity or 0
         tries = ["more devices" if least.num_stages == self.num_gpus else "more CutPoints"]
         tries += ["smaller micro-batches"] * (least.chunk_size > min(row.chunk_size for row in self._rows))
@@ -224,8 +226,8 @@ class AutoConfig:
         )  # fmt: skip
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:
-        """Return the seconds of a sum over `num_ranks` replicas, computed from the most similar ring that was measured
-        by the bytes that each rank sends."""
+        """Return the seconds of a sum over `num_ranks` replicas: those of the measured ring nearest in size, in
+        proportion to the bytes that each rank sends."""
         sums = self.costs.sums
         if num_ranks == 1 or not sums:
             return 0.0
@@ -235,25 +237,24 @@ class AutoConfig:
 
 
 def _seconds_and_size(row: ConfigRow) -> tuple[float, int]:
-    """Sort key: rounded seconds, then the size of micro-batches, so that of equally fast rows the one with the largest
-    comes first."""
+    """Return a sort key: the rounded seconds, then the size of micro-batches, largest first."""
     return float(f"{row.step_seconds:.9g}"), -row.chunk_size
 
 
 def _is_below(seconds: float, best: ConfigRow) -> bool:
-    """Return whether a row whose step takes at least so many seconds may still be sorted before the best."""
+    """Return whether a row may be sorted before `best` if its step takes at least `seconds`."""
     return float(f"{seconds:.9g}") <= _seconds_and_size(best)[0]
 
 
 def _shape(row: ConfigRow) -> tuple[int, int]:
-    """Return the stages and micro-batch size to sort by when no times are known. A single stage gains nothing from
-    small micro-batches."""
+    """Return a key whose maximum is chosen if no times are known: the most stages, then the smallest micro-batches; for
+    a single stage, which gains nothing from small ones, the largest."""
     return row.num_stages, -row.chunk_size if row.num_stages > 1 else row.chunk_size
 
 
 def _at(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
-    """Return the seconds for this many bytes, interpolated between measured points, and in proportion to the bytes
-    beyond the last point."""
+    """Return the seconds for this many bytes: interpolated between measured points; beyond the last point in proportion
+    to the bytes."""
     below = max((point for point in points if point[0] <= num_bytes), default=None)
     above = min((point for point in points if point[0] > num_bytes), default=None)
     if below is None or above is None:

@@ -24,8 +24,8 @@ def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> li
 
 
 def split(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Split a batch into micro-batches. Tensors whose first dimension is 1, and values that are not tensors, go to each
-    micro-batch."""
+    """Split a batch into micro-batches. Tensors whose first dimension is 1, and values that are not tensors, go whole
+    to each micro-batch."""
     total = sum(sizes)
     micro_batches: list[dict[str, Any]] = [{} for _ in sizes]
     for name, value in inputs.items():

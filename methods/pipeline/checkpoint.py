@@ -1,7 +1,7 @@
 """Checkpoints of a pipeline, by torch.distributed.checkpoint: one folder for each saved step.
 
-Pipelines with any number of stages and replicas can read it, and so can a single process. Each weight is stored under
-its name in the whole model, with its optimizer states and options; each replica writes a share.
+Pipelines with any numbers of stages and replicas, and single processes, can read a checkpoint. Each weight is stored
+under its name in the whole model, with its optimizer states and options. The replicas of a stage share the writing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Kind: TypeAlias = tuple[torch.Size, torch.dtype] | None
 
 
 def read(folder: str | Path, step: int | None = None) -> dict[str, Any]:
-    """Read a whole checkpoint in one process: `weights.NAME`, `optimizer.NAME.STATE`, and as JSON `options.NAME` and
-    `progress`."""
+    """Read a whole checkpoint in one process. The keys are `weights.NAME`, `optimizer.NAME.STATE` and, with values in
+    JSON, `options.NAME` and `progress`."""
     path, _ = choose(folder, step)
     return _read(path, list(_metadata(path)))
 
@@ -40,8 +40,9 @@ def read(folder: str | Path, step: int | None = None) -> dict[str, Any]:
 class Checkpoints:
     """Writes one rank's share of each checkpoint, and reads this rank's part.
 
-    `names`: the names of this stage's weights, in the same order on all its replicas. `masters` and `optimizer` hold
-    the values. `other_names`: further names of shared weights. All ranks must make this object together.
+    `masters` and `optimizer`: hold the values. `names`: the names of this stage's weights, in the same order on all its
+    replicas. `place`: stage, replica, number of replicas. `other_names`: the other name of each shared weight. All
+    ranks must make this object together.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Checkpoints:
         stage, replica, num_replicas = place
         self.written = names[replica::num_replicas]
         self.is_first = stage == 0 and replica == 0
-        # A process group for the thread that writes, whose messages must not mix with those of training.
+        # The writing thread has a process group of its own, because its messages must not mix with those of training.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.under_way: Future | None = None
 
@@ -84,10 +85,11 @@ class Checkpoints:
 
     def load(self, folder: str | Path, form: type[T], step: int | None = None) -> tuple[int, T]:
         """Read this stage's values into place; return the step, and the progress that save() was given. Raises
-        ValueError, with nothing changed, if the checkpoint is of another model or no Checkpoints wrote it."""
+        ValueError, with nothing changed, if the checkpoint is of another model or was not written by this class."""
         path, chosen = choose(folder, step)
         there = _metadata(path)
-        # When the checkpoint was written, a shared weight may have been one parameter, under one of its names.
+        # The checkpoint has a shared weight under one name only if it was one parameter when the checkpoint was
+        # written.
         stored = {name: name if f"weights.{name}" in there else self.other_names.get(name, "") for name in self.masters}
         if missing := [name for name, other in stored.items() if f"weights.{other}" not in there]:
             raise ValueError(f"{path}: it has no weights of {', '.join(missing[:3])}: it is of another model")
@@ -136,7 +138,7 @@ class Checkpoints:
                 raise ValueError(f"{key} of {name} is {_told(_kind(kind))}, here {_told(here)}")
 
     def _options(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the optimizer's options from the checkpoint, after comparing the kind of each with the
+        """Return the optimizer's options from the checkpoint. Raises ValueError if one is of another type than the
         current option."""
         options, group = json.loads(found[f"options.{name}"]), self._group_of(master)
         for key, value in options.items():
@@ -146,7 +148,8 @@ class Checkpoints:
 
     def _take_state(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> None:
         if state := _of(f"optimizer.{name}.", found):
-            # The step count stays on the device where the optimizer made it: the host, unless the optimizer is fused.
+            # The number of steps goes where torch's optimizers keep it: to the device if they are fused, else to the
+            # host.
             self.optimizer.state[master] = {key: self._placed(value, master) for key, value in state.items()}
 
     def _placed(self, value: Any, master: nn.Parameter) -> Any:
@@ -205,6 +208,6 @@ def _read(path: Path, wanted: list[str]) -> dict[str, Any]:
         kind = _kind(there[name])
         state[name] = torch.empty(kind[0], dtype=kind[1]) if kind else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # each rank reads only its own part
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that one process reads alone, as each rank does here
         checkpoint_reader.load(path, state)
     return state

@@ -1,6 +1,6 @@
 """Lists the checkpoints in a folder, and finds the complete ones; standard library only.
 
-torch writes the file `.metadata` last: a checkpoint without it is incomplete, and never read.
+torch writes the file `.metadata` last: a checkpoint without this file is incomplete, and never read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads torch's distributed checkpoints without running anything that is in them.
 
 torch pickles a checkpoint's table of contents and all values that are not tensors, and torch's reader runs code that
-such a pickle contains. Here the table may name only the classes that describe a table, and other values are loaded as
-plain values.
+such a pickle contains. This reader allows a table only the classes of which tables consist, and loads other values only
+if they are plain.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Unpickler(pickle._Unpickler):  # the version in Python: opcodes of the ve
         return super().find_class(module, name)
 
     def load_build(self) -> None:
-        """Set attributes of an object, but refuse a class or function, which would then be changed for the whole
+        """Set attributes of a dataclass instance. Refuse classes and functions, whose change would affect the whole
         process."""
         built = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(built, type) or not dataclasses.is_dataclass(built):
@@ -97,7 +97,7 @@ def metadata(path: Path) -> Metadata:
         if told > there:
             raise ValueError(f"its table tells of {told} bytes of tensors, its files have {there}")
         found.storage_meta = found.storage_meta or StorageMeta()
-    except Exception as error:  # a pickle of other bytes may raise anything
+    except Exception as error:  # reading damaged or foreign bytes may raise anything
         raise unreadable(path, error) from error
     return found
 
@@ -129,10 +129,10 @@ def load(path: Path, state: dict[str, Any]) -> None:
 
 
 def unreadable(path: Path, error: BaseException) -> ValueError:
-    """Return a ValueError of one line, with the original cause from the error that torch has wrapped."""
+    """Return a ValueError of one line that tells the original cause, even if torch has wrapped it in another error."""
     cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     told = (str(cause).splitlines() or [""])[0] or type(cause).__name__
-    if told.startswith("Weights only load failed"):  # and torch's advice to load with code
+    if told.startswith("Weights only load failed"):  # leave out torch's advice to allow running code
         named = re.search(r"GLOBAL (\S+)", str(cause))
         told = f"an item names {named[1]}, which is no plain value" if named else "an item is no plain value"
     return ValueError(f"{path}: expected a checkpoint, got damaged or foreign files: {told}; try an older step")

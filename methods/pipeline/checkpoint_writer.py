@@ -1,7 +1,7 @@
 """Writes torch's distributed checkpoints on several ranks, without running code that another rank sends.
 
 torch's own save() gathers plans and results as pickles, and runs code that these contain. Here each rank plans and
-writes its own file, and reads the tables of contents of other ranks as if they were from an untrusted checkpoint.
+writes its own file, and trusts other ranks' tables of contents no more than those of a foreign checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
     """Write this rank's state to a file; return the table of contents of this file."""
     planner, writer = DefaultSavePlanner(), dcp.FileSystemWriter(path)
     planner.set_up_planner(state, is_coordinator=True)
-    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)  # so that the file is named by the rank
+    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)  # makes torch name the file by the rank
     [plan], found = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     [plan] = writer.prepare_global_plan([plan])
     results = writer.write_data(planner.finish_plan(plan), planner).value()
@@ -43,7 +43,7 @@ def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
 
 
 def _complete(path: Path, tables: list[bytes]) -> bytes:
-    """Write the table of contents of all files; this comes last."""
+    """Write the table of contents of all files, after all of them: the table marks the checkpoint as complete."""
     whole, results = Metadata({}, planner_data={}), list[WriteResult]()
     for found in map(table, tables):
         whole.state_dict_metadata |= found.state_dict_metadata
@@ -54,7 +54,7 @@ def _complete(path: Path, tables: list[bytes]) -> bytes:
 
 
 def _together(work: Callable[[], bytes], path: Path, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Call work() on each rank and return the result; if it raises on one rank, raise on all."""
+    """Call work() on each rank, and return the results of all ranks. If work() raises on one rank, raise on all."""
     error, own = None, b""
     try:
         own = b"." + work()

@@ -1,8 +1,8 @@
 """Cuts a user's model into stages at its CutPoints.
 
-torch.fx traces the modules that hold a CutPoint; all others stay as they are, so their code may do anything. A stage is
-the part of the trace between two active cuts. Values that depend on the batch's inputs alone, such as a mask made from
-them, each stage computes for itself; other values that a later stage needs are sent with the cut's own tensor.
+torch.fx traces the modules that hold a CutPoint. All other modules stay as they are, so their code may do anything. A
+stage is the part of the trace between two active cuts. Each stage computes for itself the values that depend on the
+batch's inputs alone, such as a mask. Other values that a later stage needs are sent with the cut's own tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOSS_SCALE = "loss_scale"  # argument of a forward pass: the factor of the loss'
 class CutPoint(nn.Module):
     """An identity that marks a possible cut: `x = self.cutpoints[3](x)`.
 
-    Each is used once, in a forward pass over tensors whose first dimension is the batch.
+    A forward pass uses each CutPoint once. The first dimension of x is the batch.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Part:
 
 
 def cut_here(x: Any) -> Any:
-    """Replace a CutPoint in a trace."""
+    """Return x; a trace calls this function in place of a CutPoint."""
     return x
 
 
@@ -104,8 +104,8 @@ def num_cuts(graph: fx.Graph) -> int:
 
 
 def cut(model: nn.Module, graph: fx.Graph, active: Sequence[int]) -> list[Part]:
-    """Return the model's parts between the active cuts, counted from 0 in the order of the forward pass. They share the
-    model's parameters, by the same names."""
+    """Return the model's parts between the active cuts, counted from 0 in the order of the forward pass. The parts
+    share the model's parameters, under the same names."""
     stage_of, passed, number = {}, 0, 0
     for node in graph.nodes:
         stage_of[node] = passed
@@ -165,7 +165,7 @@ def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list
 
 
 def probe(parts: Sequence[Part], inputs: Mapping[str, Any]) -> Iterator[tuple[Sequence[Any], int]]:
-    """Run the parts on tensors without memory; return the result and the FLOPs of each part."""
+    """Run the parts, one after the other, on tensors without memory; yield each part's result and FLOPs."""
     received: Sequence[Any] = ()
     for number, part in enumerate(parts):
         leaves = [_leaf(value) for value in received]
@@ -194,11 +194,11 @@ def _leaf(value: Any) -> Any:
 
 
 def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages: int) -> list[int]:
-    """Choose the active cuts that make the longest stage as short as can be; every stage but the last recomputes its
-    forward pass.
+    """Choose the active cuts that make the longest stage as short as possible. Every stage but the last also recomputes
+    its forward pass.
 
-    `flops`: those of a forward pass between one cut and the next. Raises ValueError if a stage would have no
-    parameters.
+    `flops`, `has_parameters`: of each run of modules between neighboring cuts, for a forward pass. Raises ValueError if
+    a stage would have no parameters.
     """
     num_runs = len(flops)
     if num_stages > num_runs:

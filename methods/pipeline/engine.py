@@ -1,8 +1,8 @@
-"""Runs a step of one stage in Varuna: the passes in the order of the rules, with an exception if a gradient is late.
+"""Runs a step of one stage in Varuna: its passes in a fixed order, unless a gradient is late.
 
-If the order says recompute, but the gradient has not arrived, the next forward pass goes first, if there is one. On a
-slow network this keeps stages busy. It does not change the result: forward passes, and backward passes, are each taken
-in the order of micro-batches. Source: Athlur et al. 2022.
+The next forward pass, if there is one, goes before a recompute whose gradient has not arrived. This keeps stages busy
+on a slow network, and does not change the result: forward passes still run in the order of micro-batches, and so do
+backward passes. Source: Athlur et al. 2022.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from methods.pipeline.schedule import Pass, orders
 from methods.pipeline.stage import Spec, Stage
 from methods.pipeline.transport import Transport
 
-# Takes the kind of a pass and the number of its micro-batch; returns a context for the work of the pass.
+# A function from the kind of a pass and the number of its micro-batch to a context in which the pass runs.
 Note = Callable[[str, int], AbstractContextManager[None]]
 
 
@@ -76,7 +76,8 @@ class Engine:
         self.transport.finish()
 
     def _goes_first(self) -> bool:
-        """Return whether the next forward pass should run first, because the gradient has not arrived."""
+        """Return whether the next forward pass should run before a recompute: its input has arrived, the gradient has
+        not."""
         above, below = self.transport.gradients_in, self.transport.activations_in
         if not self.is_opportunistic or above is None or above.has_arrived():
             return False

@@ -43,7 +43,7 @@ class GptCosts:
         return [Message(False, num_bytes, num_bytes / self.network)] if math.isfinite(self.network) else []
 
     def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
-        """Return for each number of stages the cuts that make the longest stage as short as possible. A CutPoint
+        """Return, for each number of stages, the cuts that make the longest stage as short as possible. A CutPoint
         follows each layer."""
         possible = range(1, self.workload.num_layers + 2)  # at most one stage for each layer, and one for the head
         found = {number: gpt_stages(self.workload, number) for number in numbers if number in possible}

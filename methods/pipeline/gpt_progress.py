@@ -1,4 +1,4 @@
-"""The data on past steps that a checkpoint of the published GPT contains."""
+"""The data on past steps in a checkpoint of the published GPT."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class GptProgress(Progress):
 
     @staticmethod
     def notes(workload: Workload, steps: Sequence[Step], source: str) -> dict[str, Any]:
-        """Return the notes, beside Progress, of a checkpoint after these steps. `steps`: all steps since the job's
-        first."""
+        """Return what a checkpoint after these steps notes beside Progress. `steps`: all of the job's steps so far."""
         norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
         return {
             "workload": asdict(workload), "loss": [float(step.loss) for step in steps], "grad_norm": norms,

@@ -1,9 +1,10 @@
 """Reduces a step's gradients over all ranks: sums over replicas and over shared weights, and the global norm.
 
 Each micro-batch's loss is weighted by its share of the global batch, so only sums are needed. The norm is taken over
-all stages, with each shared weight once. Every rank has the same bits of the norm, so in fp16 it is also the vote on an
-overflow: if any gradient anywhere is not finite, no rank's norm is. One process adds gradients in fp16, ranks add them
-in fp32: so a sum that fp16 cannot hold counts as not finite here, too, and ranks skip the same steps as one process.
+all stages, with each shared weight once. Every rank gets the same bits of the norm, so in fp16 all ranks agree on an
+overflow: one gradient that is not finite makes the norm not finite on every rank. A single process adds gradients in
+fp16, ranks add them in fp32. A sum that fp16 cannot hold therefore counts as not finite here, so that ranks skip the
+same steps as a single process.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Groups:
                 self.pairs[pair] = self._mine(groups)
 
     def _mine(self, groups: list[list[int]]) -> Any:
-        """Return this rank's group; None if the rank is alone in it, or in none."""
+        """Make a process group for each list of ranks; return this rank's group, None if the rank is alone or in no
+        list."""
         mine = None
         for members in groups:
             if len(members) > 1:
@@ -75,7 +77,7 @@ class Gradients:
         """Leave the whole gradient, divided by the loss scale, in the masters; return the global batch's loss, and the
         norm.
 
-        loss: (), the sum over the micro-batches of this rank; 0 but on the last stage.
+        loss: (), the sum over the micro-batches of this rank; 0 on all stages but the last.
         """
         for master in self.masters.values():
             if master.grad is None:
@@ -115,8 +117,8 @@ class Gradients:
             all_reduce(mine.grad, self.groups.pairs[pair])
 
     def _norm(self, loss: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return a vector with the gradient norm of each weight, in the model's order, and the loss. Each element is
-        set on one rank only, so the sum over the stages adds zeros to it."""
+        """Return the global batch's loss and the norm. Both come from one vector, summed over stages: the gradient norm
+        of each weight, in the model's order, and the loss. Each element is zero on all stages but one."""
         grads = self._counted_gradients()
         whole = torch.zeros(self.num_names + 1, device=loss.device)
         if grads:

@@ -8,14 +8,14 @@ from math import inf
 
 
 def group(below: Sequence[float], last: Sequence[float], has_parameters: Sequence[bool]) -> list[list[int] | None]:
-    """Return, for 1, 2, ... stages, the active cuts, counted from 0, that make the longest stage as short as can be;
+    """Return, for 1, 2, ... stages, the active cuts, counted from 0, that make the longest stage as short as possible;
     None if a stage would have no parameters.
 
-    below: each section's cost in any stage but the last; last: in the last stage.
+    below: each section's cost in a stage that is not the last; last: its cost in the last stage.
     """
     num_sections = len(below)
     costs, last_costs, weighing = ([0, *accumulate(each)] for each in (below, last, map(int, has_parameters)))
-    # For the sections before `end`, grouped into the stages before the last: the longest stage, and the end of each
+    # best[end]: of the sections before `end`, grouped into so many stages, the longest stage's cost and the starts
     best: list[tuple[float, list[int]]] = [(0.0, []), *[(inf, [])] * num_sections]
     found: list[list[int] | None] = []
 

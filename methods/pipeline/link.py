@@ -1,8 +1,8 @@
 """The link between a rank and its launcher: it brings orders to the rank, and reports of each step to the launcher.
 
 SIGUSR1 asks the ranks to save a checkpoint and end. The signal reaches the ranks at different moments, perhaps during
-an update. Therefore it stays blocked, and at the beginning of each step the ranks agree whether any of them has
-received it. If so, the script's handler runs then, so that it runs in all ranks between the same two steps.
+an update. Therefore the signal stays blocked, and at the beginning of each step the ranks agree whether any of them has
+received it. If one has, the script's handler runs on all ranks, between the same two steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 VARIABLE = "VARUNA_LINK"  # set by methods/pipeline/launch/agent.py
-ALIVE_SECONDS = 5.0  # between two messages that show the launcher that a rank lives
+ALIVE_SECONDS = 5.0  # seconds between two messages that show the launcher that a rank lives
 
 
 @functools.cache
@@ -33,15 +33,16 @@ def link() -> Link | None:
 
 
 class Link:
-    """A rank's end of the link. `descriptor`: of the pipe to the agent. `folder`: of checkpoints. `checkpoint_every`:
-    most steps to repeat after a rank died. `cuts`: those that the launcher chose; None: the model chooses."""
+    """A rank's end of the link. `descriptor`: file descriptor of the pipe to the agent. `folder`: of checkpoints.
+    `checkpoint_every`: most steps to repeat after a rank has died. `cuts`: the launcher's choice; None: the model
+    chooses."""
 
     def __init__(
         self, descriptor: int, folder: str, checkpoint_every: int | None, cuts: list[int] | None, rank: int, round: int
     ) -> None:
         self.descriptor, self.folder, self.checkpoint_every, self.cuts = descriptor, folder, checkpoint_every, cuts
         self.place = {"rank": rank, "round": round}
-        self.saved: int | None = None  # step of the newest checkpoint in the folder that this process knows
+        self.saved: int | None = None  # step of the checkpoint in the folder that this process saved or loaded last
         self.is_stopping = False
         self.told_alive = 0.0
 
@@ -55,8 +56,8 @@ class Link:
             self.tell("alive")
 
     def at_boundary(self, model: Any) -> None:
-        """Between two steps: run the script's handler if any rank has received the signal, else save a checkpoint if
-        one is due."""
+        """Run the script's handler if any rank has received the signal; else save a checkpoint if one is due. Called
+        between two steps."""
         if self.is_stopping:
             return
         seen = torch.tensor([float(signal.SIGUSR1 in signal.sigpending())])
@@ -67,7 +68,7 @@ class Link:
             signal.raise_signal(signal.SIGUSR1)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the handler runs here
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        # Each checkpoint is durable when the next begins, so a death costs at most two of these intervals.
+        # A checkpoint is surely on disk when the next one begins, so a rank's death costs at most two such intervals.
         elif (every := self.checkpoint_every) and model.num_steps and model.num_steps % max(1, every // 2) == 0:
             pending = model.checkpoint()
             if every == 1:
@@ -83,7 +84,7 @@ class Link:
 
 
 def digest(inputs: Mapping[str, Any]) -> list[int]:
-    """Return the sum of a hash of each sample, over all its values; this sum does not depend on how replicas split a
+    """Return a hash of each sample, over all its values. The sum of all hashes does not depend on how replicas split a
     batch."""
     split = [(name, value) for name, value in sorted(inputs.items()) if isinstance(value, Tensor) and value.ndim]
     size = max((value.shape[0] for _, value in split), default=0)

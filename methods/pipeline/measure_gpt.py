@@ -40,14 +40,15 @@ def measure(order: dict[str, Any]) -> None:
     profiler.initialize(get_batch)
     profile = profiler.profile_all(get_batch, order["sizes"], out_folder=order["folder"])
     if profiler.rank == 0:
-        # With bf16, too, a rank keeps an fp32 master of each weight.
+        # A rank keeps an fp32 master of each weight in bf16, too, so it needs the same bytes as in fp16.
         dataclasses.replace(profile, fp16=workload.dtype != "fp32").write(order["folder"])
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def measure_as_rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
-    """Measure as one of several ranks; return the exit code, and send the error to `tells` if the code is not 0."""
+    """Measure as one of several ranks; return the exit code 0. Write an error to the file descriptor `tells`, and raise
+    it."""
     os.environ |= environment
     try:
         measure(order)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 def give_memory(model: nn.Module, made: Mapping[str, Tensor]) -> None:
     """Replace the model's tensors without memory by the values in `made`, rounded to the model's dtypes."""
-    places: dict[int, list[tuple[dict[str, Any], str, str]]] = {}  # of each tensor: all modules that have it
+    places: dict[int, list[tuple[dict[str, Any], str, str]]] = {}  # for each tensor, by id: all places that hold it
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for leaf, tensor in table.items():

@@ -10,7 +10,7 @@
             optimizer.step()
 
 The model's forward pass takes the dictionary's items as keyword arguments, and returns the mean loss over the samples.
-After step() each process has the gradient of its stage's weights that one process would compute on the global batch.
+After step() each process has its stage's gradients, equal to those that one process would compute on the global batch.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Varuna(nn.Module):
     the last one may be smaller. `shared_weights`: pairs of names of parameters that share one weight. `cuts`: the
     CutPoints to cut at, counted from 0 in the order of the forward pass, as in AutoConfig's table; None: those that
     balance the stages' FLOPs. `fp16`, `bf16`: train in that dtype, with fp32 masters; bf16 needs no loss scale.
-    `schedule`: `varuna`, or torch's `1f1b` or `gpipe`, which recompute nothing. `init_weights`: for a model on torch's
-    meta device, fills the named tensors in place; each process makes only its own stage. Raises ValueError, one line,
-    if the model cannot be cut so, and LostPeer if a process does not come.
+    `schedule`: `varuna`, or torch's `1f1b` or `gpipe`, which recompute nothing. `init_weights`: fills the named tensors
+    in place, for a model on torch's meta device; each process then allocates only its own stage. Raises ValueError, one
+    line, if the model cannot be cut so, and LostPeer if a process does not come.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Varuna(nn.Module):
             model.to(self.dtype)
         returned = self._probe(parts, sample, chunk_size)
         give_memory(model, starts)
-        # One part for each mode, because a trace fixes a module's use of self.training.
+        # Trace the part once for each mode, because a trace fixes the value of self.training.
         self.modes = {is_training: self._part(model, sample, is_training) for is_training in (False, True)}
         mine = self.part.to(self.device)
         masters = {name: start.to(self.device) for name, start in starts.items()} if self.dtype else None
@@ -118,10 +118,10 @@ class Varuna(nn.Module):
         self._groups = Groups(self.ranks, self.rank, shared, limit_seconds)
         self._gradients = Gradients(self._masters.trained(), [*self.weight_shapes], self._groups, shared, self.dtype)
         self._passes = self._make_passes(returned, schedule, limit_seconds)
-        self._losses: list[Tensor] = []  # of the last stage: each micro-batch's part of the global batch's loss
+        self._losses: list[Tensor] = []  # on the last stage: each micro-batch's part of the global batch's loss
         self.scale: LossScale = ChosenLossScale(None)
         self.grad_norm = torch.zeros(())  # gradient norm of the last step, before clipping
-        self.num_steps = 0  # steps taken, those that overflow included
+        self.num_steps = 0  # steps taken, including those that overflowed
         self.progress: Any = None  # Progress of the checkpoint that was loaded
         self._same_weights(shared)
 
@@ -149,7 +149,7 @@ class Varuna(nn.Module):
 
     def _starts(self, module: nn.Module, init_weights: InitWeights | None) -> dict[str, Tensor]:
         """Return this stage's weights before rounding, in fp32; none if they are not rounded. If the model is on the
-        meta device, return all weights and buffers that init_weights() makes here.
+        meta device, return instead all weights and buffers, filled by init_weights().
         """
         named: dict[str, Tensor] = dict(module.named_parameters())
         if not any(weight.is_meta for weight in named.values()):
@@ -165,8 +165,8 @@ class Varuna(nn.Module):
         return made
 
     def _probe(self, parts: Sequence[Part], sample: Inputs, chunk_size: int) -> dict[int, list[Any]]:
-        """Return each part's result, by size of micro-batch. Every process checks all cuts: if a value cannot be sent,
-        all processes raise, and none waits for another.
+        """Return each part's result and FLOPs, by size of micro-batch. Every process checks all cuts, so that all
+        processes raise if a value cannot be sent, and none waits for another.
         """
         chunks = {size: resized(sample, size) if size != chunk_size else sample for size in set(self.sizes)}
         returned = {size: [*probe(parts, cast(each, self.dtype))] for size, each in chunks.items()}
@@ -185,7 +185,7 @@ class Varuna(nn.Module):
     def _make_passes(
         self, returned: Mapping[int, Sequence[Any]], schedule: str, limit_seconds: float
     ) -> Engine | TorchSchedule:
-        """Return the engine that runs a step's passes. `returned`: each part's result, by size of micro-batch."""
+        """Return the engine that runs a step's passes. `returned`: as from _probe()."""
         stage, last, pipeline = self.stage, self.ranks.num_stages - 1, self.ranks.pipeline(self.replica)
         self._sent: list[list[Spec]] = []
         received: list[list[Spec]] = []
@@ -198,7 +198,7 @@ class Varuna(nn.Module):
                 self._sent.append(specs_of(tensors, stage))
                 gradients.append(specs_of([tensor for tensor in tensors if tensor.requires_grad], stage))
         needs_grad = [tensor.requires_grad for tensor in returned[self.sizes[0]][stage - 1][0]] if stage else []
-        if schedule != "varuna" and last:  # with one stage all schedules are the same
+        if schedule != "varuna" and last:  # all schedules are the same with one stage
             from methods.pipeline.torch_schedules import TorchSchedule  # its imports take a second
 
             if len(set(self.sizes)) > 1:
@@ -223,7 +223,7 @@ class Varuna(nn.Module):
         span: Any = streams.span
         if span is None:
             return UNNOTED
-        if work in ("forward", "recompute", "backward"):  # queued on a stream; messages occupy the thread
+        if work in ("forward", "recompute", "backward"):  # passes run on a stream, messages in this thread
             return span(streams.current(), "compute", work, f"micro-batch {number}")
         return span(None, "messages", work, f"micro-batch {number}")
 
@@ -247,7 +247,7 @@ class Varuna(nn.Module):
                       init_loss_scale: float = 2.0**20, min_loss_scale: float = 1.0) -> None:  # fmt: skip
         """Take an optimizer of this model's parameters(). In fp16 and bf16 it will update their fp32 masters.
 
-        `loss_scale`: `dynamic`, a number, which stays as it is, or a LossScale, which applies in any dtype.
+        `loss_scale`: `dynamic`; a number, which then never changes; or a LossScale, which applies in any dtype.
         """
         mine = {id(weight): self._masters.by_name[name] for name, weight in self._masters.weights.items()}
         for group in optimizer.param_groups:
@@ -275,9 +275,9 @@ class Varuna(nn.Module):
     # ---- Training
 
     def step(self, inputs: Inputs, clip_grad_max_norm: float | None = None) -> tuple[float, bool]:
-        """Run a step, except for the update, on this process's share of the batch. Return the loss of the global batch
-        and, in fp16, True if a gradient is not finite: then the optimizer must not step. `last_step` has both as
-        tensors.
+        """Run a step, except for the update, on this process's share of the batch. Return the loss of the global batch,
+        and whether a gradient is not finite in fp16: the optimizer must then not step. `last_step` is the same as a
+        Step.
         """
         if not hasattr(self, "optimizer"):
             raise ValueError("step: expected an optimizer; try set_optimizer(optimizer) before")
@@ -288,7 +288,7 @@ class Varuna(nn.Module):
         self._masters.zero_grad()
         waited = self._passes.waited_seconds
         self._passes.step()
-        if self._link:  # the first stage's last backward passes may only be queued yet
+        if self._link:  # the first stage's last backward passes may still be queued
             STREAMS[self.device.type].current().synchronize()
         busy = time.monotonic() - began - (self._passes.waited_seconds - waited)
         loss, norm = self._gradients.reduce(self._taken_loss(), self.scale.value)
@@ -341,8 +341,8 @@ class Varuna(nn.Module):
 
     def _compute(self, number: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run one micro-batch through this stage. In the last stage the loss's gradient is multiplied by the loss scale
-        and by the micro-batch's share of the global batch. A model whose forward pass takes `loss_scale` multiplies by
-        it itself, before fp16 rounds the gradient to zero.
+        and by the micro-batch's share of the global batch. A model whose forward pass takes `loss_scale` makes this
+        product itself, before fp16 rounds the gradient to zero.
         """
         if self._link:
             self._link.alive()
@@ -366,12 +366,12 @@ class Varuna(nn.Module):
         self, folder: str | Path | None = None, step: int | None = None, notes: Mapping[str, Any] | None = None
     ) -> Future:
         """Save a checkpoint: copy the state now, and write the copy while training goes on. All processes call this
-        after an update. The checkpoint is on disk when the returned future is done. `step`: its number; default: the
-        number of steps taken. `folder`: default: the launcher's. `notes`: further values of the script, which JSON can
-        hold."""
+        after an update. The checkpoint is on disk when the returned future is done. `step`: the checkpoint's number, by
+        default the number of steps taken. `folder`: by default the launcher's. `notes`: the script's own values to
+        store, of types that JSON has."""
         step = self.num_steps if step is None else step
         if folder is None and self._link:
-            if self._link.saved == step:  # writing it again would leave no complete one meanwhile
+            if self._link.saved == step:  # a second write would leave no complete checkpoint meanwhile
                 return self._checkpoints.under_way or done()
             self._link.saved = step
         progress = Progress(self.num_steps, self.scale.value, self.scale.num_good)
@@ -379,8 +379,9 @@ class Varuna(nn.Module):
 
     def saved(self, step: int | None = None) -> None:
         """Tell the launcher that the script has saved its state by itself, and that the files are on disk. All
-        processes call this. The launcher then restarts from that step, and gives it to the script as --resume_step. The
-        script sets `num_steps` to it after it has loaded its state. `step`: default: the number of steps taken.
+        processes call this. The launcher then restarts from that step, and gives its number to the script as
+        --resume_step. The script loads its state, then sets `num_steps` to this number. `step`: by default the number
+        of steps taken.
         """
         if self._link:
             self._link.tell("saved", step=self.num_steps if step is None else step)
@@ -388,9 +389,9 @@ class Varuna(nn.Module):
     def load_checkpoint(
         self, folder: str | Path | None = None, step: int | None = None, form: type[Progress] = Progress
     ) -> int:
-        """Load the complete checkpoint of a step, default: the newest, and return its step. It may have been saved with
-        other numbers of stages and replicas. `form`: Progress, or a subclass with fields for the notes; `progress` is
-        then one of these.
+        """Load a complete checkpoint, saved with any numbers of stages and replicas, and return its step. `step`: by
+        default the newest. `form`: class of the attribute `progress`: Progress, or a subclass with fields for the
+        notes.
         """
         chosen, progress = self._checkpoints.load(self._folder(folder), form, step)
         if folder is None and self._link:
@@ -406,9 +407,9 @@ class Varuna(nn.Module):
         return folder if folder is not None else self._link.folder  # type: ignore[union-attr]
 
     def leave(self) -> Iterator[TensorState]:
-        """Wait for the last checkpoint, and return an iterator. Rank 0's yields each weight of the whole model with its
-        moments, which the first replica's ranks send. All ranks must iterate to the end, where the process group
-        closes.
+        """Wait until the last checkpoint is written, and return an iterator. On rank 0 it yields each weight of the
+        whole model with its moments, sent by the ranks of the first replica. All ranks must iterate to the end, where
+        the process group closes.
         """
         self._checkpoints.wait()
         return self._sent_tensors()

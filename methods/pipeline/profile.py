@@ -1,5 +1,5 @@
-"""The cost of a model's sections, messages and sums on a kind of machine: one JSON file; standard library only, but for
-the check of the file. Sections are grouped into stages by their time."""
+"""A profile: the costs of a model's sections, messages and sums on a kind of machine, in one JSON file. Sections are
+grouped into stages by their time. Only the check of the file needs more than the standard library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from methods.pipeline.partition import BUCKET_BYTES
 
 FILE = "profile.json"
 GRADIENT_BYTES = 4  # bytes of a gradient that replicas sum
-# Bytes of a parameter: its weight, gradient, and Adam's state.
+# Bytes for each parameter: its weight, gradient, and Adam's state.
 STATE_BYTES = {dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, size in (("fp32", 4), ("fp16", 2))}
 
 
@@ -31,7 +31,7 @@ class StageCost(NamedTuple):
     update_seconds: float
     device_bytes: int
     sent_bytes: int  # tensors at the cut above
-    copy_seconds: float  # of these, to the host and back
+    copy_seconds: float  # seconds to copy these tensors to the host and back
 
 
 class NotNegative:
@@ -47,7 +47,7 @@ class SectionCost(NotNegative):
 
     size: int
     forward_seconds: float
-    recompute_seconds: float  # a forward pass that keeps the backward pass's needs
+    recompute_seconds: float  # forward pass that keeps what the backward pass needs
     backward_seconds: float
     copy_seconds: float  # copy of the tensors at the cut above, to the host and back
     saved_bytes: int  # kept between recompute and backward pass
@@ -59,7 +59,7 @@ class SectionCost(NotNegative):
 class Section(NotNegative):
     num_params: int
     update_seconds: float  # the optimizer's update of its parameters
-    costs: list[SectionCost]  # by size, up to the last one before memory ran out
+    costs: list[SectionCost]  # by size of micro-batch, up to the size at which memory ran out
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,13 @@ class Sum(NotNegative):
 @dataclass(frozen=True)
 class Profile:
     fp16: bool
-    device_bytes: int | None  # that tensors may fill on a device; None for a CPU, whose memory the ranks share
+    device_bytes: int | None  # bytes that tensors may fill on a device; None for a CPU, whose memory ranks share
     sections: list[Section]  # the model's parts between neighboring CutPoints
     messages: list[Message]  # empty if one rank measured
     sums: list[Sum]
-    # Passes are timed as of a rank that has a core. `num_ranks` of a machine's ranks that compute at once take
-    # `crowding` times as long; the machine's cores serve `num_served` ranks. None: each rank has a device of its own.
+    # The times of passes leave out waits for a core. `num_ranks` ranks of a machine that compute at once take
+    # `crowding` times as long. `num_served`: ranks that the machine's cores serve at once; None: each rank has its own
+    # device.
     crowding: float = 1.0
     num_ranks: int = 1
     num_served: float | None = None
@@ -113,8 +114,8 @@ class Profile:
         return [next(cost for cost in section.costs if cost.size == size) for section in self.sections]
 
     def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
-        """Return the cuts by which the longest of so many stages is as short as can be, for each of these numbers for
-        which there are any."""
+        """Return, for each number of stages, the cuts that make the longest stage as short as possible. Numbers of
+        stages without possible cuts are left out."""
         costs = self.at(size)
         below = [cost.forward_seconds + cost.recompute_seconds + cost.backward_seconds for cost in costs]
         last = [cost.recompute_seconds + cost.backward_seconds for cost in costs]
@@ -129,7 +130,8 @@ class Profile:
         for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(costs)], strict=True)):
             sections, own = self.sections[start:end], costs[start:end]
             num_params, is_last = sum(section.num_params for section in sections), end == len(costs)
-            # The last stage completes each micro-batch at once; the first one keeps the whole batch.
+            # A stage keeps what it has received of all micro-batches; the last stage completes each at once, so it
+            # keeps one.
             received = costs[start - 1].activation_bytes * (1 if is_last else num_micro_batches) if number else 0
             summed = min(BUCKET_BYTES, GRADIENT_BYTES * num_params) if num_replicas > 1 else 0
             state = STATE_BYTES["fp16" if self.fp16 else "fp32"] * num_params
@@ -150,7 +152,7 @@ def _passes(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
     forward, recompute, backward = (
         sum(getattr(cost, f"{name}_seconds") for cost in costs) for name in ("forward", "recompute", "backward")
     )
-    # The last stage keeps at once all that its backward pass needs.
+    # The last stage's forward pass keeps all that the backward pass needs, so it costs as much as a recompute.
     return {"F": recompute, "R": 0.0, "B": backward} if is_last else {"F": forward, "R": recompute, "B": backward}
 
 
@@ -165,7 +167,7 @@ def _graph_bytes(costs: Sequence[SectionCost]) -> int:
 
 
 def read(folder: str | Path) -> Profile:
-    """Raises ValueError, one line, for what is no profile."""
+    """Read the profile in this folder. Raises ValueError, one line, if there is none or if it is not valid."""
     path = Path(folder) / FILE
     try:
         data: Any = read_json(path)

@@ -152,8 +152,8 @@ class Profiler:
                 if (number, size) in self._too_large:
                     break
                 values = self._values(number, size, batch)
-                # Run about as many samples at each size: on busy cores only a short pass ends before another process
-                # takes the core.
+                # Run about as many samples at each size: on busy cores, a single short pass often ends before another
+                # process takes the core, and would seem faster.
                 passes = [self._timed(module, values) for _ in range(max(1, min(MOST_REPEATS, max(batches) // size)))]
                 self._seconds[number, size].append([statistics.mean(each) for each in zip(*passes, strict=True)])
                 if (number, size) not in self._bytes:
@@ -192,7 +192,8 @@ class Profiler:
         return Values(received, inputs, grads)
 
     def _drawn(self, like: Tensor) -> Tensor:
-        """Return a random tensor (zeros if it holds integers) in place of one that another section would send."""
+        """Return a random tensor, or zeros if it holds integers, in place of a tensor that another section would
+        send."""
         if not like.is_floating_point():
             return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
         return torch.randn(like.shape, dtype=like.dtype, device=self.device).requires_grad_(like.requires_grad)
@@ -218,7 +219,7 @@ class Profiler:
         return found, seconds - waited
 
     def _waited_seconds(self) -> float:
-        """Return the seconds for which this thread has waited for a core so far. 0.0 on a GPU, and on a system without
+        """Return the seconds for which this thread has waited for a core so far; 0.0 on a GPU, and on a system without
         schedstat.
         """
         with suppress(OSError, IndexError):
@@ -275,9 +276,7 @@ class Profiler:
         return list(map(json.loads, gathered(json.dumps(own).encode(), group, self.device)))
 
     def _crowding(self) -> tuple[float, int, float | None]:
-        """Return the fields `crowding`, `num_ranks` and `num_served` of the profile. `num_ranks`: those on rank 0's
-        machine.
-        """
+        """Return the profile's fields `crowding`, `num_ranks` (ranks on rank 0's machine) and `num_served`."""
         hosts = self._gathered(socket.gethostname())
         crowded, alone = (sum(each) for each in zip(*self._gathered((self._crowded, self._alone)), strict=True))
         num_served = len(os.sched_getaffinity(0)) / torch.get_num_threads() if self.device.type == "cpu" else None

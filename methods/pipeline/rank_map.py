@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankMap:
-    """ranks[stage][replica]. Raises ValueError if the ranks make no map."""
+    """`ranks[stage][replica]`: a rank's number. Raises ValueError unless stages have equally many ranks, each rank
+    once."""
 
     ranks: tuple[tuple[int, ...], ...]
 

@@ -1,14 +1,14 @@
 """The order of passes on each stage of a pipeline, by the rules of three schedules; torch is not imported.
 
-A stage has three passes of a micro-batch: F forward, R recompute of the forward pass with what the backward pass needs,
-B backward. Stages meet in the order of micro-batches: in each schedule every stage takes its forward passes in that
-order, and so its backward passes.
+A stage has three passes of a micro-batch: F is the forward pass, R its recompute, which keeps what the backward pass
+needs, and B the backward pass. In each schedule every stage runs its forward passes in the order of micro-batches, and
+so its backward passes.
 
 - gpipe: all forward passes, then all backward passes.
 - 1f1b: stage s of P begins with P - s forward passes; then backward and forward passes alternate.
-- varuna: by rules on a clock of slots (F and R take one, B two). A free stage prefers B to R to F. R begins when the
-  stage above has done half of its B, so that it ends when the gradient arrives. The last stage keeps what its forward
-  pass made, and goes back at once.
+- varuna: by rules on a clock of slots (F and R take one, B two). A free stage prefers B to R, and R to F. R begins when
+  the stage above has done half of its B, so that R ends when the gradient arrives. The last stage keeps what its F
+  made, and runs B at once.
 
 Source: Huang et al. 2019 (GPipe); Narayanan et al. 2019 (1F1B); Athlur et al. 2022 (Varuna).
 """
@@ -30,13 +30,14 @@ SLOTS = {"F": 1, "R": 1, "B": 2}
 
 
 class Pass(NamedTuple):
-    """F, R or B of a micro-batch; micro-batches count from 0."""
+    """F, R or B of a micro-batch; micro-batches are counted from 0."""
 
     kind: str
     micro_batch: int
 
 
-# Seconds of F, R and B on each stage; micro-batches; seconds of a message, one for all cuts or one for each.
+# A pipeline: the seconds of F, R and B on each stage; the number of micro-batches; the seconds of a message, as one
+# number for all cuts or one for each cut.
 Pipeline = tuple[Sequence[Mapping[str, float]], int, float | Sequence[float]]
 
 
@@ -52,7 +53,7 @@ def lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: boo
 
 
 def step_seconds(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[float]:
-    """Return the step of each pipeline alone, with any number of messages under way."""
+    """Return the seconds of a step of each pipeline, with any number of messages under way at once."""
     found = run_lines(lines(schedule, pipelines, is_opportunistic=is_opportunistic))
     return [float(run.ended.max()) for run in found]
 
@@ -68,7 +69,8 @@ def orders(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[tupl
 
 
 def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
-    """Return, for each number of stages and of micro-batches, every stage's F, R and B in order, padded with 0."""
+    """Return, for each pair of numbers of stages and of micro-batches, every stage's F, R and B in order, padded with
+    0."""
     import numpy as np
 
     if schedule == "varuna":
@@ -84,7 +86,7 @@ def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
 
 
 def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
-    """Return Varuna's order: every stage's choices, slot by slot, of all pipelines at once."""
+    """Return Varuna's order of all pipelines, computed at once: every stage's choices, slot by slot."""
     import numpy as np
 
     sizes = [num_stages for num_stages, _ in shapes]
@@ -97,14 +99,14 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
     now = 0
     while (backward < number).any():
         is_free = free <= now
-        # Passes begun in slots before this one, and ended.
+        # The passes that have ended: those that have begun, less the one that still runs.
         ended_forward, ended_backward = forward - (~is_free & (runs == F)), backward - (~is_free & (runs == B))
         from_below = np.where(is_first, number, np.roll(ended_forward, 1))
         from_above = np.where(is_last, number, np.roll(ended_backward, -1))
         # A stage waits between R and its B, because it keeps only one micro-batch's intermediates.
         holds = ~is_last & (recomputed > backward)
         goes_back = is_free & (np.where(is_last, forward, recomputed) > backward) & (from_above > backward)
-        half_done = np.roll(backward, -1)  # the stage above began at least one slot ago
+        half_done = np.roll(backward, -1)  # the stage above began its B at least one slot ago
         recomputes = is_free & ~is_last & ~holds & (half_done > recomputed) & (forward > recomputed)
         goes_on = is_free & ~holds & ~goes_back & ~recomputes & (from_below > forward) & (forward < number)
         for kind, chosen, count in ((F, goes_on, forward), (R, recomputes, recomputed), (B, goes_back, backward)):

@@ -1,4 +1,4 @@
-"""Finds the parameters that two stages share, or one stage has under two names."""
+"""Finds the parameters that two stages share, or that one stage has under two names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from methods.pipeline.cut import Part
 
 
 class Shared(NamedTuple):
-    """A weight of two stages, or of one stage under two names: a name for each. The first one is counted."""
+    """A weight that two stages share, or that one stage has under two names. The norm counts only the first name."""
 
     name: str
     other: str
@@ -20,8 +20,8 @@ class Shared(NamedTuple):
 
 
 def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[str, str]]) -> list[Shared]:
-    """The pairs, with their stages. Raises ValueError for one that does not exist, and for a parameter on both sides of
-    a cut that is in no pair."""
+    """Return the pairs with their stages. Raises ValueError for a name that the model lacks, and for a parameter on
+    both sides of a cut that is in no pair."""
     whole = dict(model.named_parameters(remove_duplicate=False))
     stages: dict[str, list[int]] = {}
     for number, part in enumerate(parts):

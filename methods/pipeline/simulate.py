@@ -1,4 +1,4 @@
-"""A step of pipelines under a virtual clock: stages, messages on links between them, and the sums of replicas.
+"""Simulates a step of pipelines under a virtual clock: stages, messages on links between them, and replicas' sums.
 
     simulate("varuna", [{"F": 1, "R": 1, "B": 2}] * 4, 16, Network(send_seconds=0.5, jitter=0.3)).step_seconds
 
@@ -25,11 +25,11 @@ LEAST = 0.05  # smallest share of a nominal duration that jitter leaves
 @dataclass(frozen=True)
 class Network:
     send_seconds: float = 0.0  # a message between neighbors on a machine
-    long_send_seconds: float | None = None  # a message between machines; None: as within one
+    long_send_seconds: float | None = None  # a message between machines; None: as within a machine
     stages_per_machine: int = 1
     jitter: float = 0.0  # standard deviation of a message's time, relative to it
-    sends_at_once: int = IN_FLIGHT  # messages on a link in each direction; the next message waits
-    sum_seconds: float = 0.0  # sum of the gradients over replicas, after a stage's last pass in all of them
+    sends_at_once: int = IN_FLIGHT  # most messages on a link in each direction; others wait
+    sum_seconds: float = 0.0  # sum of gradients over replicas, after a stage's last pass in all replicas
 
     def sends(self, num_stages: int) -> list[float]:
         """Return the seconds of a message at each cut."""
@@ -39,10 +39,11 @@ class Network:
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """starts, ends: (F R B, stages, micro-batches) of the first replica, in seconds; NaN if there is no such pass."""
+    """The times of a step. starts, ends: (F R B, stages, micro-batches), seconds of the first replica's passes; NaN for
+    a pass that does not exist."""
 
     step_seconds: float
-    bubble: float  # share of all stages' time, until the last pass, that is waiting
+    bubble: float  # share of the stages' time, until the last pass, in which they wait
     starts: Array | None
     ends: Array | None
 
@@ -52,7 +53,7 @@ def simulate(
     num_replicas: int = 1, is_opportunistic: bool = True, pass_jitter: float = 0.0, seed: int = 0,
     keeps_units: bool = False,
 ) -> PipelineRun:  # fmt: skip
-    """Simulate one step. `seconds`: of F, R and B on each stage."""
+    """Simulate one step. `seconds`: those of F, R and B on each stage."""
     import numpy as np
 
     network = network or Network()

@@ -1,7 +1,7 @@
 """One rank's stage of a pipeline: the passes of single micro-batches.
 
-A forward pass keeps only the stage's inputs, and the state of the random numbers; the recompute makes the backward
-pass's needs, with the same random numbers. The last stage runs its backward pass at once, without a recompute.
+A forward pass keeps only the stage's inputs, and the state of the random numbers; the recompute makes what the backward
+pass needs, with the same random numbers. The last stage runs its backward pass at once, without a recompute.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Compute = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Stage:
-    """The passes of a stage. `compute`: on the last stage it returns a loss whose gradient is weighted; `needs_grad`:
-    of each tensor received."""
+    """The passes of a stage. `compute`: on the last stage it returns the loss, whose gradient is already weighted by
+    the micro-batch's share. `needs_grad`: True for each received tensor that needs a gradient."""
 
     def __init__(self, compute: Compute, needs_grad: Sequence[bool], *, is_last: bool, device: str = "cpu") -> None:
         self.compute, self.needs_grad, self.is_last = compute, needs_grad, is_last
@@ -43,8 +43,8 @@ class Stage:
             self.ready = self._with_graph(number, inputs)
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Run the backward pass from the gradients of the outputs that need one; return those of the inputs that do,
-        none for token ids."""
+        """Run the backward pass from the gradients of the outputs that need one; return the gradients of the inputs
+        that need one (token ids do not)."""
         assert self.ready is not None
         (inputs, outputs), self.ready = self.ready, None
         if self.is_last:
@@ -56,7 +56,7 @@ class Stage:
         return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in found]
 
     def forget(self) -> None:
-        """Forget a micro-batch that gets no backward pass."""
+        """Forget all micro-batches, which get no backward pass."""
         self.kept, self.ready = {}, None
 
     def _with_graph(self, number: int, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
@@ -70,7 +70,8 @@ class Stage:
 
     @contextmanager
     def _random_state_of(self, states: list[Tensor]) -> Iterator[None]:
-        """Restore the random numbers of that moment within this context; afterwards they continue where they were."""
+        """Continue the random numbers from these states within this context; afterwards restore their present
+        states."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else [], device_type="cuda"):
             torch.set_rng_state(states[0])
             if len(states) > 1:

@@ -1,6 +1,6 @@
 """GPipe and 1F1B by torch.distributed.pipelining: torch's own engine and messages.
 
-A stage keeps what its forward pass made, unless its modules recompute it.
+A stage keeps all that its backward pass needs, unless its modules recompute.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class NotedStage(PipelineStage):
 
 
 class TorchSchedule:
-    """GPipe or 1F1B of torch, over micro-batches of one size. `place`: the stage's number, the number of stages, and
-    that of micro-batches; `received`, `sent`: tensors like those at the cuts, of any memory, none at an end."""
+    """torch's GPipe or 1F1B, over micro-batches of one size. `place`: the stage's number, the number of stages, the
+    number of micro-batches. `received`, `sent`: tensors of the shapes and dtypes at the cuts; empty at an end of the
+    pipeline."""
 
-    waited_seconds = 0.0  # torch's waits are not told
+    waited_seconds = 0.0  # torch does not tell how long it waits
 
     def __init__(self, schedule: str, compute: Compute, place: tuple[int, int, int], received: Sequence[Tensor],
                  sent: Sequence[Tensor], group: Any, device: torch.device, note: Note = unnoted) -> None:  # fmt: skip
@@ -60,7 +61,7 @@ class TorchSchedule:
             output_args=tuple(map(_like, sent or [LOSS])), group=group or dist.group.WORLD,
         )  # fmt: skip
         self.stage.note = note  # type: ignore[method-assign]
-        # Gradients are weighted already, so the sum over micro-batches is all.
+        # Losses are weighted already, so torch only has to sum the micro-batches' gradients.
         self.schedule = SCHEDULES[schedule](
             self.stage, self.num_micro_batches, loss_fn=lambda found, _: found[0], scale_grads=False
         )

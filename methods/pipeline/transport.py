@@ -1,8 +1,8 @@
 """Messages between neighboring stages: activations up, gradients down, over gloo, each with a tag of its own.
 
-Passes are ordered as they run, so no fixed order of messages could be agreed on. A thread for each direction receives
-messages, several under way at once; so a stage can ask if one has arrived. Tensors go through the host's memory. All
-ranks know the messages beforehand: shapes and dtypes are fixed before training.
+Stages choose the order of passes while they run, so neighbors cannot agree on an order of messages beforehand. A thread
+for each direction receives several messages at once, so a stage can ask if one has arrived. Tensors go through the
+host's memory. All ranks know the shapes and dtypes of all messages before training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ACTIVATION, GRADIENT = 0, 1
 
 
 class LostPeer(RuntimeError):
-    """A rank has not sent what it should have sent."""
+    """Another rank did not come, or has not sent what it should have sent."""
 
 
 def tag_of(kind: int, number: int, index: int) -> int:
@@ -48,14 +48,15 @@ class Inbox:
         self.thread.start()
 
     def expect(self, messages: list[tuple[int, list[Spec]]]) -> None:
-        """Receive these messages: numbers of micro-batches, and each one's tensors."""
+        """Receive these messages: pairs of a micro-batch's number and the shapes and dtypes of its tensors."""
         self.expected.put(messages)
 
     def has_arrived(self) -> bool:
         return not self.arrived.empty()
 
     def take(self) -> list[Tensor]:
-        """Wait for the next message. Raises LostPeer after the limit of time, or the error of its receipt."""
+        """Wait for the next message, and return its tensors. Raises LostPeer after the time limit, or the thread's
+        error."""
         began = time.monotonic()
         try:
             found = self.arrived.get(timeout=self.limit_seconds)
@@ -90,7 +91,7 @@ class Inbox:
                 ])  # fmt: skip
             message = under_way.popleft()
             for _, work in message:
-                # longer than any pause of a healthy peer: take() has reported a lost one long before.
+                # A day is longer than any pause of a healthy peer; take() reports a lost peer long before.
                 work.wait(timedelta(days=1))
             self.arrived.put([tensor for tensor, _ in message])
 
@@ -152,9 +153,9 @@ class Transport:
 
 
 def place(limit_seconds: float, device: torch.device) -> tuple[int, int]:
-    """Return this process's rank and the number of ranks, after it has met the others that torchrun's variables name;
-    without them a process is alone. Raises ValueError for a process group of the script's own that sends no memory of
-    the host."""
+    """Return this process's rank and the number of ranks, after all ranks that torchrun's variables name have met. A
+    process without these variables is alone. Raises ValueError if the script's own process group cannot send host
+    memory."""
     if not dist.is_initialized():
         if "WORLD_SIZE" not in os.environ:
             return 0, 1
@@ -187,8 +188,7 @@ def join(timeout_seconds: float, backend: str = "gloo") -> None:
 
 
 def leave() -> None:
-    """Leave the other ranks, if this one is still among them: a process that ends without it may abort in torch's
-    threads."""
+    """Leave the process group, if there is one. A process that ends without this call may abort in torch's threads."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -209,8 +209,8 @@ def _store(rank: int, limit: timedelta) -> Any:
 
 
 def gathered(own: bytes, group: dist.ProcessGroup | None, device: str | torch.device = "cpu") -> list[bytes]:
-    """What each rank of the group tells, in their order; bytes, for torch unpickles the objects that it gathers. Alone
-    without a group."""
+    """Return the bytes of each rank of the group, in the ranks' order; without a group only `own`. These are bytes,
+    because torch unpickles the objects that it gathers."""
     if group is None:
         return [own]
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]

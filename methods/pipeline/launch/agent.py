@@ -1,8 +1,8 @@
 """The agent of one machine: in each round it starts this machine's ranks as the launcher orders, and reports how they
 end.
 
-Orders come as lines of JSON on standard input. When that closes, the launcher is gone, and the agent ends its ranks.
-The ranks' reports, and how they end, go to standard output.
+Orders come as lines of JSON on standard input. When standard input closes, the launcher is gone, and the agent ends its
+ranks. The ranks' reports and exit codes go to standard output.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from methods.pipeline.launch.folder import WORKERS_LOCK
 
 ERROR_BYTES = 3000  # most bytes of a traceback in a report, which must be written as one line of a pipe
 ALIVE_SECONDS = 2.0
-# Modules that ranks use; torch imports torch._dynamo when a tensor is first used under one of its counters, without
-# compiling.
+# Modules that ranks use. torch imports torch._dynamo at the first op under one of torch's counters, even if nothing is
+# compiled.
 IMPORTS = ("methods.pipeline.pipeline", "torch.distributed.checkpoint", "torch._dynamo")
 
 
@@ -135,12 +135,12 @@ def run_script(script: dict[str, Any], mine: dict[str, Any], told: int) -> int:
 
 
 def main() -> None:
-    with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered: takes no byte of the next order
+    with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered: reads no byte of the next order
         order = json.loads(orders.readline())
     output = os.dup(1)
     os.set_inheritable(output, False)
     os.dup2(2, 1)
-    lock = open(Path(order["folder"]) / WORKERS_LOCK)  # noqa: SIM115  held until the last rank is gone, too
+    lock = open(Path(order["folder"]) / WORKERS_LOCK)  # noqa: SIM115  ranks inherit the lock, and hold it to their end
     fcntl.flock(lock, fcntl.LOCK_SH)
     fork_server.import_all(IMPORTS)
     agent, code = MachineAgent(output, order), 0

@@ -28,7 +28,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class SpreadChoice:
-    """The user's settings: `num_stages` and `chunk_size`, or a profile. Raises ValueError if neither is given."""
+    """The user's settings: either `num_stages` and `chunk_size`, or a profile. Raises ValueError if neither or both are
+    given."""
 
     batch_size: int
     per_machine: int
@@ -49,8 +50,8 @@ class SpreadChoice:
     def spread(self, num_workers: int) -> Spread:
         """Spread a job over at most this many workers.
 
-        Fewer workers than stages make fewer stages; the number of replicas divides the batch. Raises ValueError if
-        nothing fits.
+        With fewer workers than `num_stages` there are fewer stages. The number of replicas divides the batch. Raises
+        ValueError if nothing fits.
         """
         if self.profile:
             row = AutoConfig(num_workers, self.per_machine, self.batch_size, self.profile).best()

@@ -2,9 +2,9 @@
 
 - job.json: what is trained, and how it ended
 - steps.jsonl: each step once, in order
-- lost_steps.jsonl: steps that were done again, because what they had changed was lost
+- lost_steps.jsonl: steps that were trained again, because their updates were lost
 - events.jsonl: rounds, and what ended them
-- checkpoints, logs: folders; slow_machines.txt: ranks slower than those of their stage
+- checkpoints, logs: folders; slow_machines.txt: ranks slower than others of their stage
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Folder:
         self.locks = [open(path / name, "a+") for name in (LOCK, WORKERS_LOCK)]  # noqa: SIM115
         self._lock(self.locks[0], "a launcher", 0.0)
         self._lock(self.locks[1], "ranks of an earlier launcher", TAKEOVER_SECONDS)
-        self.locks.pop().close()  # the agents hold the lock, too
+        self.locks.pop().close()  # free it: from now on the agents hold this lock
         held = path / "job.json"
         there = _read(read_text(held), str(held)) if held.exists() else {}
         other = [name for name, value in job.items() if there and there.get(name) != value]
@@ -154,7 +154,7 @@ class Folder:
                     shutil.rmtree(path, ignore_errors=True)
 
     def newest_log(self, name: str) -> str:
-        """Return the last line that an agent printed, if any."""
+        """Return the last line of an agent's log, "" if there is none."""
         with contextlib.suppress(OSError):
             lines = (self.path / "logs" / name).read_text(errors="replace").split("\n")
             return next((line.strip() for line in reversed(lines) if line.strip()), "")

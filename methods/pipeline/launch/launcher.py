@@ -31,7 +31,7 @@ from methods.pipeline.launch.pace import Pace
 POLL_SECONDS = 0.25
 START_SECONDS = 60.0  # seconds that a launcher's first round waits for an agent; later ones wait for none
 STOP_SECONDS = 180.0  # seconds for the checkpoint that SIGUSR1 asks for
-END_SECONDS = 10.0  # seconds in which an agent that is told to end has ended its ranks
+END_SECONDS = 10.0  # most seconds that an agent takes to end its ranks when told to end
 RETRY_SECONDS = 30.0  # seconds until a lost machine is tried again; doubled each time
 MOST_CRASHES = 3  # number of crashes in a row, without progress, that end the job
 PRUNE_SECONDS = 2.0
@@ -70,7 +70,7 @@ class Round:
     codes: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # reports by step and rank
-    saved: dict[int, set[int]] = field(default_factory=dict)  # ranks by the step that their script has saved itself
+    saved: dict[int, set[int]] = field(default_factory=dict)  # by step: the ranks whose script has saved it by itself
     is_seated: bool = False  # True: the ranks run and can receive signals
     is_stopping: bool = False  # True: the ranks have agreed to stop
     asked_to_stop: float | None = None
@@ -86,7 +86,7 @@ class Launcher:
         self.listed: list[MachineLine] = read_list(job.machine_list)
         self.seen: list[MachineLine] | None = None
         self.polled = self.pruned = 0.0
-        self.retry: dict[MachineLine, tuple[float, float]] = {}  # of a lost machine: when, and the wait after that
+        self.retry: dict[MachineLine, tuple[float, float]] = {}  # lost machines: time of the next try, wait after it
         self.round: Round | None = None
         self.num_rounds = 0
         self.crashes, self.furthest = 0, folder.last_step()
@@ -389,7 +389,7 @@ class Launcher:
 
     def _after_failure(self, running: Round) -> int | None:
         is_lost = any(agent.is_lost for agent in running.machines)
-        codes = dict(running.codes)  # a copy, because ranks that _end() kills are no cause
+        codes = dict(running.codes)  # a copy, because ranks that _end() kills did not fail by themselves
         self._end(running)
         failed = {rank: code for rank, code in codes.items() if code}
         own = {rank: code for rank, code in failed.items() if not CONSEQUENCE.search(running.errors.get(rank, ""))}
@@ -445,8 +445,8 @@ class Launcher:
         return INTERRUPTED
 
     def _tell_unsaved(self) -> None:
-        """Warn if the ranks ended after SIGUSR1 without a checkpoint of their last step, because then their script
-        saves its state by itself but does not call saved()."""
+        """Warn if the ranks ended at SIGUSR1 without a checkpoint of their last step: the script's handler saved none,
+        or saved the state by itself without calling saved()."""
         saved = max(self.folder.saved_steps(), default=0)
         if saved < self.furthest:
             lost = f"the steps after {saved} are trained again"

@@ -87,8 +87,8 @@ def command(address: str) -> list[str]:
 
 
 class Remote:
-    """The launcher's connection to one agent. Pairs of the agent and a report go to `told`; the report is None when the
-    agent has ended."""
+    """The launcher's connection to one agent. `told`: a queue that gets pairs of this connection and a report; the
+    report is None when the agent has ended."""
 
     def __init__(self, line: MachineLine, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any]) -> None:
         self.line, self.log = line, log
@@ -125,7 +125,7 @@ class Remote:
         """Make the agent end its ranks and then itself."""
         with contextlib.suppress(BrokenPipeError):
             self.orders.close()
-        self.thread.join(CLOSE_SECONDS if self.pid else 0)  # an agent that is not forked yet ends at once when it is
+        self.thread.join(CLOSE_SECONDS if self.pid else 0)  # an agent not forked yet ends as soon as it is forked
         if self.thread.is_alive() and self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

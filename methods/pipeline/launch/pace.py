@@ -10,8 +10,8 @@ from typing import NamedTuple
 from methods.pipeline.launch.choose import Spread
 from methods.pipeline.rank_map import RankMap
 
-STEPS = 5  # a rank's time is the median of this many
-SLOW = 1.15  # a rank is slow above so many times the median of its stage
+STEPS = 5  # a rank's time is the median of this many steps
+SLOW = 1.15  # a rank is slow if it takes more than this many times the median of its stage
 
 
 class Slow(NamedTuple):

@@ -60,7 +60,7 @@ def launch(
     if held.state["end"] == "done":
         print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one")
         sys.exit(OK)
-    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # to the launcher as to ranks: save a checkpoint, end
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # as Ctrl-C: let ranks save a checkpoint and end
     sys.exit(Launcher(job, held, lambda line: print(line, flush=True)).run())
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except click.Abort:  # before there was anything to end
+    except click.Abort:  # Ctrl-C before the launcher ran
         sys.exit(INTERRUPTED)
 
 
