@@ -1,7 +1,8 @@
 """Measures the rates that the planner uses, in a process of its own: compute, copies, updates, the disk, exchanges.
 
-It reads one JSON object (workload, device, folder) from standard input and writes one with the raw numbers and the
-rates to standard output. It times the code that trains: the model's layer, harness/devices/streams.py, layer_state.py.
+The process reads one JSON object (workload, device, folder) from standard input, and writes one with the raw numbers
+and the rates to standard output. It times the code that trains: the model's layer, harness/devices/streams.py,
+layer_state.py.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -45,7 +46,7 @@ from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw
 
-CPU_LAYER_FLOPS = 1.5e10  # on a CPU, the most FLOPs of a timed forward pass: 0.2 s on two cores
+CPU_LAYER_FLOPS = 1.5e10  # most FLOPs of a timed forward pass on a CPU: 0.2 s on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # bytes of a timed copy: more than any cache holds
 UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates are timed: 200 MiB each
 FILE_BYTES = 256 * 2**20
@@ -56,14 +57,14 @@ ENOUGH_SECONDS = 1.0  # calls are repeated for about this long for each number
 
 
 def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
-    """Return all raw numbers by name: seconds, bytes a second, for updates parameters a second; of a GPU the context's
-    bytes.
+    """Return all raw numbers by name: times in seconds, rates in bytes a second, rates of updates in parameters a
+    second and, on a GPU, the context's bytes.
     """
     free_bytes = gpu_free_bytes() if device_name == "cuda" else None
     with Device(device_name) as device:
         found: dict[str, Any] = {"compute": compute(workload, device), "copies": copies(device)}
     found |= {"updates": updates(workload, device_name), "disk": disk(folder), **exchange(device_name)}
-    # Last, because by now the libraries have loaded the kernels of a training.
+    # Measure the context last: by now the libraries have loaded the kernels that training uses.
     context = context_since(free_bytes) if device_name == "cuda" else None
     return found if context is None else {**found, "context_bytes": context}
 
@@ -98,8 +99,8 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
 
 
 def computable(workload: Workload, device: str) -> Workload:
-    """Return the workload to time: on a CPU with so few tokens that a layer's forward pass ends soon. The time for each
-    token is assumed to stay the same.
+    """Return the workload to time. On a CPU it has so few tokens that a layer's forward pass ends soon; the time for
+    each token is assumed to stay the same.
     """
     for size, least in (("batch_size", 1), ("seq_len", 64)):
         while device != "cuda" and workload.layer_flops > CPU_LAYER_FLOPS and getattr(workload, size) > least:
@@ -238,8 +239,9 @@ def under_copies(device: Device, layers: list[LayerState], layer_params: int) ->
 
 
 def exchange(device_name: str) -> dict[str, float]:
-    """Return the rate of exchanges between devices, in bytes a second: of all ranks on a CPU together, measured by sums
-    over two; of a GPU its datasheet's, as there may be one alone. Empty if neither is known."""
+    """Return the rate of exchanges between devices, in bytes a second. On a CPU it is that of all ranks together,
+    measured by sums over two ranks. For a GPU it is the datasheet's, because the machine may have one GPU alone; an
+    unknown GPU gets an empty dictionary."""
     if device_name == "cuda":
         known = named_machines.of_gpu(facts()["gpu"])
         rates = named_machines.load(known).rates("fp32") if known else None

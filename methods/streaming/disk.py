@@ -2,8 +2,8 @@
 
 A visit reads a layer's state into a buffer, updates it there and writes it back. While one layer is updated, the next
 one is read and the last one is written. A file holds one kind of state of all layers. The whole file is reserved before
-the first step, so that a disk that is too small fails then. It is unlinked as soon as it is open, so that no run leaves
-it behind.
+the first step, so that a disk that is too small fails before training. A file is unlinked as soon as it is open, so
+that no run leaves one behind.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Disk:
         self.writer = device.threads(1)
         # A buffer is written back while the others are read and updated.
         self.visitors = device.threads(max(1, len(self.buffers) - 1))
-        self.visits: list[Any] = [None] * len(self.buffers)  # the last visit of each buffer
+        self.visits: list[Any] = [None] * len(self.buffers)  # for each buffer, its last visit
         self.turns = itertools.cycle(range(len(self.buffers)))
 
 
@@ -115,8 +115,7 @@ class Shelf:
 
 
 def shelves(device: Device, num_layers: int, folder: str | None, numel: int, dtype: str) -> Iterator[Shelf]:
-    """Return a shelf for each layer, with its states in files of this folder. Raises OSError if the disk
-    has no room."""
+    """Yield a shelf for each layer; its states are in files of this folder. Raises OSError if the disk has no room."""
     if num_layers:
         disk = Disk(device, writable(folder), num_layers, numel, dtype)
         yield from (Shelf(disk, place) for place in range(num_layers))

@@ -1,8 +1,8 @@
-"""The two ends of the model: the embedding, and the head with the loss. They are resident on the device or, where it is
-too small for their states, at home on the host, which then updates them.
+"""The two ends of the model: the embedding, and the head with the loss. They are resident on the device or, if the
+device is too small for their states, at home on the host, which then updates them.
 
-Shapes: B samples of a micro-batch, T tokens, D hidden, V vocabulary. A batch comes in whole; this rank's part of it is
-passed on as a list of micro-batches, each a tuple of one tensor.
+Shapes: B samples of a micro-batch, T tokens, D hidden, V vocabulary. The ends take a whole batch, and pass on this
+rank's part as a list of micro-batches, each a tuple of one tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAST = 2**30  # a deadline after those of all layers
 
 
 class OnDevice:
-    """What a model has beside its layers, on the device, as the rules of updates see it."""
+    """All that a model has beside its layers, resident on the device, with the methods that update rules call."""
 
     is_hosted = False
 
@@ -44,8 +44,8 @@ class OnDevice:
 
 
 class BothEnds:
-    """The passes through both ends, trained where the activations are. `embedding` and `head` are one state if they
-    share a tensor; `slab` takes their gradients."""
+    """The passes through both ends, whose weights are on the device. `embedding` and `head` are one state if they share
+    a tensor; `slab` takes the gradients of both."""
 
     device: Device
     embedding: LayerState
@@ -79,7 +79,8 @@ class BothEnds:
         return total, dxs
 
     def backward(self, dxs: list[Passed]) -> None:
-        """Add the embedding look-up's share to the gradients; afterwards they are the gradients of the whole batch."""
+        """Add the look-up's gradient to the embedding's, and sum over ranks; the gradient is then that of the whole
+        batch."""
         with self.device.span("compute", "backward", self.embedding.prefix):
             for edge, (dx,) in zip(self.embedded, dxs, strict=True):
                 torch.autograd.backward([edge], [dx])
@@ -103,11 +104,11 @@ class ResidentEnds(BothEnds, OnDevice):
 
 
 class HostedEnds(BothEnds):
-    """The same at home on the host, with weights and gradient in room on the device for the larger of its parts.
+    """Both ends at home on the host. The device has room for the weights and the gradient of the larger part.
 
-    An untied head is a part of its own. It takes the embedding's slot after the look-up, which a backward pass needs no
-    weights for, and its gradient goes home under the layers' backward pass. With `waits`, every copy and every update
-    is waited for, and the next step's embedding is not fetched ahead.
+    An untied head is a part of its own. The head takes the embedding's slot after the look-up, whose backward pass
+    needs no weights. The head's gradient goes home during the layers' backward passes. `waits`: wait for every copy and
+    every update, and do not fetch the next step's embedding ahead.
     """
 
     is_hosted = True
@@ -121,7 +122,7 @@ class HostedEnds(BothEnds):
         self.num_parts = workload.micro_batches
         draw(self.states, workload)
         largest = max(self.states, key=lambda state: state.layout.numel)
-        # As parked layers do, ends return by a thread of their own: the next step begins with them.
+        # Like parked layers, the ends return by a separate thread, because the next step begins with the embedding.
         self.slot, self.gradients = Slot(largest, device.returner), GradientRoom(largest)
         self.slab = self.gradients.slab
 

@@ -1,14 +1,14 @@
 """The kinds of layers (R, P, W, S and D of placement.py) as classes with the same methods for the parts of a step.
 
-    fetch, fetch_state  queue the copy of its weights, or of the rest of its state, into its slot
-    forward, backward   compute, after what was fetched has arrived
-    send_gradient       queue the copy of its gradient home: the update waits for the global norm
-    update_now          start the update: nothing is clipped, no norm is waited for
-    update_ahead        the same into the spare state, as if nothing were clipped, and send the gradient home
-    update              after the norm is known: start the update, or commit what was made ahead of it
-    drop                skip this step's update (fp16 overflow), and discard what was made ahead of it
+    fetch, fetch_state  queue the copy of the weights, or of the rest of the state, into the layer's slot
+    forward, backward   compute, after the fetched weights have arrived
+    send_gradient       queue the copy of the gradient home, for an update that waits for the global norm
+    update_now          start the update without a norm, because nothing is clipped
+    update_ahead        start an update into the spare state, as if nothing were clipped; send the gradient home
+    update              start the update when the norm is known, or commit the update made ahead
+    drop                skip this step's update (fp16 overflow), and discard an update made ahead
 
-The window (window.py) gives a layer its slot and takes it away.
+The window (window.py) gives a layer its slot, and takes the slot away.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from methods.streaming.starting_values import draw
 
 class ResidentLayer:
     """R: a layer wholly on the device, updated there. If updates wait for the norm, the layer keeps its gradient until
-    the norm is known; otherwise it is updated at once, from a gradient room that it leaves to the next layer."""
+    the norm is known; otherwise the layer is updated at once, from a gradient room that the next layer then takes."""
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
         self.state, self.rooms = state, rooms
@@ -112,7 +112,7 @@ class Hosted:
 
 
 class Streamed:
-    """S: a layer that brings its state to the slot, where the device updates it: before the next forward pass if the
+    """S: a layer whose state is fetched into the slot, where the device updates it: before the next forward pass if the
     update has waited for the norm (`due`), else after the backward pass (`has_state`)."""
 
     slot: Slot
@@ -207,8 +207,7 @@ def model_layers(workload: Workload) -> LayerSource:
 def new_layers(
     device: Device, layers: LayerSource, kinds: str, window_size: int, disk: str | None, *, speculates: bool
 ) -> list[Layer]:
-    """Return the layers, each of the kind that the placement gives it, bottom first. Raises OSError if the disk has no
-    room."""
+    """Return the layers, bottom first, each of its letter's kind in `kinds`. Raises OSError if the disk has no room."""
     numels, waits = [layout_of(module).numel for module in layers.modules], layers.terms.waits_for_norm
     stored = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
     on_disk = shelves(device, len(stored), disk, max(stored, default=0), layers.terms.dtype)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from methods.streaming.disk import Shelf
 
 
-DRAWN = 2**14  # elements drawn at once for a part of a layer: few, because the host's memory is nearly full by then
+DRAWN = 2**14  # elements drawn at once for a rank's part of a layer: few, because the host's memory is then nearly full
 Passed = tuple[Any, ...]  # tensors that one layer passes to the next, for one micro-batch; a gradient of None is zero
 
 
@@ -48,17 +48,18 @@ class Speculation(NamedTuple):
 
 class LayerState:
     """A layer's state in its memory: the host, or the device if resident. Weights and gradient have the training's
-    dtype. Layers are made in the order of the forward pass, the order of their updates' deadlines if none is given.
+    dtype. `deadline`: orders the updates of layers; None: the order in which layers are made, that of the forward pass.
 
-    `spare` is a second state, into which an update before the clip factor is known writes; a commit exchanges both
+    `spare` makes a second state, into which an update writes before the clip factor is known; a commit exchanges both
     states. `streamed` layers live on the host and are updated on the device, in a slot. Without `has_gradient` the home
     has no memory for the gradient: the device updates the layer right after its backward pass. With a `shelf` the whole
-    state but the weights is on the disk. `groups`: a parameter's group of AdamW's settings, by its name; None: the
+    state but the weights is on the disk. `groups`: by a parameter's name, the index of its AdamW settings; None: the
     groups of published_settings(). A `bare` layer is never updated: it has no optimizer's state, and on the host no
     gradient.
 
-    With several ranks a layer on the host is shared: this home is the rank's part of it, the elements from `first` on
-    of a slab on the device of `whole_numel`. A resident layer is whole on every rank, and all update it alike.
+    With several ranks a layer on the host is split: this home is the rank's part, which begins at element `first` of
+    the whole slab of `whole_numel` elements. A resident layer is whole on every rank, and each rank makes the same
+    update.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class LayerState:
         groups: Mapping[str, int] | None = None, bare: bool = False, deadline: int | None = None,
     ) -> None:  # fmt: skip
         self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
-        self.updater = "update" if host else "compute"  # track that update() has in a trace
+        self.updater = "update" if host else "compute"  # row of update() in a trace
         self.terms, self.adds = terms, False  # adds: the next backward pass adds to the gradient at home
         self.deadline = device.next_place() if deadline is None else deadline
         ranks, dtype, numel = device.ranks, DTYPES[terms.dtype], self.layout.numel
@@ -84,7 +85,7 @@ class LayerState:
         self.grads = device.room(numel, dtype, host=host) if self.has_gradient else torch.empty(0, dtype=dtype)
         self.num_updates = 0
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
-        # A compiled kernel takes a whole layer at once, the host's by threads of its own.
+        # A compiled kernel takes a whole layer at once; the host's kernel has threads of its own.
         block = block_numel(terms.dtype) if streamed or not host else CHUNK
         by_kernel = takes_one_pass(self.current, self.steps.device.type)
         self.chunks = chunks(self.pieces, numel if by_kernel else block)
@@ -93,7 +94,7 @@ class LayerState:
         self.updated.set_result(None)
         self.speculation: Speculation | None = None
         self.landed: Any = None  # event: the gradient has arrived at home
-        self.boundary: Boundary | None = None  # where its inputs wait for the backward pass; None: on the device
+        self.boundary: Boundary | None = None  # keeps the layer's inputs for the backward pass; None: all on the device
         # For each micro-batch the layer's inputs, and where the gradients of its outputs enter the graph.
         self.saved: list[tuple[Passed, list[GradientEdge]]] = []
         self._rooms: dict[str, Tensor] = {}  # where each parameter's gradient goes
@@ -107,12 +108,13 @@ class LayerState:
         return cls(device, new_layer(workload, index), name, Terms.of(workload), **place)
 
     def state_of(self, kept: list[Tensor]) -> State:
-        """Return the current state: the weights, with these slabs, which may be longer than the layer."""
+        """Return the state of the current weights and these slabs of the optimizer, which may be longer than the
+        layer."""
         return _state(self.current.weights, [slab[: self.layout.numel] for slab in kept])
 
     def to_draw(self, state: State) -> Iterator[tuple[str, Tensor]]:
-        """Return by name the tensors that take the starting values; for a split master they lie in the first moment's
-        slab."""
+        """Return, by name, the tensors to fill with starting values. If the master is split, they lie in the first
+        moment's slab."""
         names = (self.prefix + name for name in self.layout.names)
         return zip(names, self.layout.views(state.exp_avg if state.is_split else joined(state)), strict=True)
 
@@ -126,8 +128,8 @@ class LayerState:
         return self.updated
 
     def draw_part(self, workload: Workload) -> None:
-        """Draw the starting values of a home that is one rank's part, from whole tensors that are drawn
-        block by block."""
+        """Draw the starting values of one rank's part of a layer: whole tensors are drawn block by block, and only this
+        part's elements are kept."""
         part = self.current.exp_avg if self.current.is_split else joined(self.current)
         for name, place in self.layout.places.items():
             if place.start >= self.first + len(part) or place.stop <= self.first:
@@ -156,8 +158,8 @@ class LayerState:
         return parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, name))
 
     def forward(self, xs: list[Passed]) -> list[Passed]:
-        """Return the layer's outputs; keep only its inputs for backward(), which returns the gradients of the inputs
-        that require one.
+        """Return the layer's outputs; keep only the layer's inputs for backward(), which returns the gradients of those
+        inputs that require one.
 
         Source: Chen et al. 2016, sublinear memory, by torch's checkpoint, which keeps the random state for dropout and
         stops the recompute where nothing more is needed.
@@ -225,8 +227,8 @@ class LayerState:
             self.adamw(grads, self.current, self.current, self.chunks, self.next_step(settings), factor)
 
     def update_when_landed(self, settings: Settings, clip: Clip) -> None:
-        """Queue the update on the host's threads, after the gradient and the clip factor; only the layer's next
-        prefetch waits for it. If the factor is 1, commit a complete speculation instead."""
+        """Queue the update on the host's threads; it starts when the gradient and the clip factor are there, and only
+        the layer's next prefetch waits for its end. If the factor is 1, commit a complete speculation instead."""
         landed, spare, ahead = self.landed, self.spare, self.speculation
         step = ahead.step if ahead else self.next_step(settings)
 
@@ -237,7 +239,7 @@ class LayerState:
                 if ahead is not None and spare is not None:
                     ahead.done.result()
                     if not ahead.skipped and clip.is_one():
-                        self.current, self.spare = spare, state  # every chunk ends in the same state
+                        self.current, self.spare = spare, state  # each chunk's call sets the same states
                         return
                 with self.device.span("update", "update", self.prefix):
                     self.adamw(self.grads, state, state, self.chunks[first:last], step, factor)

@@ -1,4 +1,4 @@
-"""Placements: one letter for each layer, written as runs (R2W5S1), and the bytes that a placement needs; torch is not
+"""Placements (one letter for each layer, written as runs: R2W5S1) and the bytes that a placement needs; torch is not
 imported.
 """
 
@@ -35,7 +35,7 @@ BY_HOST = "PWD"  # kinds of layers that the host updates
 BY_RANKS = "RW"  # kinds of layers that several ranks can have
 CLIPPINGS = ("deferred", "speculate")
 MEMORIES_OF_BOUNDARIES = ("device", "host")
-BOUNDARY_SLOTS = 2  # of boundaries on the host: the one in use, and the one that goes or comes
+BOUNDARY_SLOTS = 2  # slots of boundaries on the host: for the one in use and the one on its way
 HOMES = ("device", "host")  # of embedding and head
 
 
@@ -67,7 +67,7 @@ def text_of(kinds: str) -> str:
     """Format a placement: RRWWW as R2W3, RRSSW as R2W1~S2, RRSRSW as R1W1~S2~R2."""
     bottom = len(kinds) - len(kinds.lstrip("R"))
     letter, below, above = "S", bottom, kinds[bottom:].count("R")
-    if above:  # the first of those that are spread look like some that were at the bottom before
+    if above:  # the first of the spread layers look like further bottom layers
         letter, below = "R", bottom - math.ceil(above / max(1, len(kinds) - bottom - above - 1))
     rest = kinds[max(below, 0) :].replace(letter, "")
     number = len(kinds) - below - len(rest)
@@ -160,7 +160,7 @@ def num_boundaries(num_layers: int) -> int:
 
 
 def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
-    """Return the parameters of all layers of each kind."""
+    """Return, for each kind, the number of parameters of all its layers."""
     if isinstance(workload, UserSizes):
         pairs = [*zip(kinds, workload.numels, strict=True)]
         return {kind: sum(numel for own, numel in pairs if own == kind) for kind in KINDS}
@@ -168,8 +168,8 @@ def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
 
 
 def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> list[int]:
-    """Return the parameters of the ends' parts if their home is the host, else none. Raises ValueError for an unknown
-    home, and for one that several ranks do not support."""
+    """Return the number of parameters of each part of the ends if their home is the host; else an empty list. Raises
+    ValueError for an unknown home, and for the host with several ranks."""
     if home not in (None, *HOMES):
         raise ValueError(f"ends: expected {' or '.join(HOMES)}, got {home!r}; try --option ends=host")
     if home == "host" and num_ranks > 1:
@@ -181,14 +181,13 @@ def placed_plan(
     workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred", num_ranks: int = 1,
     activations: str = "device", hosted_ends: Sequence[int] = (),
 ) -> Plan:  # fmt: skip
-    """Return the plan with each layer as placed, and with embedding and head on the device or, if their parts have
-    parameters in `hosted_ends`, on the host. With `clipping` None, updates do not wait for the norm. Of several ranks,
-    each keeps its part of every layer that is not resident; `workload` is that of one rank. With `activations` "host",
-    the layers' inputs wait there for the backward pass. Raises ValueError if the part of some rank would consist of
-    padding alone.
+    """Return the plan of layers of these kinds. `workload`: that of one rank; each of several ranks keeps its part of
+    every layer that is not resident. `clipping`: if None, updates do not wait for the norm. `activations`: the memory
+    that keeps the layers' inputs for the backward pass. `hosted_ends`: parameters of the parts of embedding and head
+    that live on the host; empty: both are on the device. Raises ValueError if some rank's part would be padding alone.
 
-    A travelling layer's weights are fetched twice a step, except in layers that are still in a slot when the backward
-    pass begins. Its gradient goes home once; in S only if its update may have to wait for the norm.
+    The weights of a travelling layer are fetched twice a step, but only once if the layer is still in a slot when the
+    backward pass begins. The gradient goes home once; that of S only if the update may have to wait for the norm.
     """
     size, layer = workload.weight_bytes, workload.layer_params
     if num_ranks > 1 and layer < VECTOR * num_ranks**2:
@@ -203,7 +202,7 @@ def placed_plan(
     windowed_slots, streamed_slots = min(window_size, num_windowed), min(window_size, 2, count["S"])
     hosted, home = len(kinds) - count["R"], shared_numel(layer, num_ranks) // num_ranks
 
-    # Both parts of ends on the host take turns in room for the larger one's weights and gradient.
+    # Both parts of ends on the host take turns in device memory for the weights and the gradient of the larger part.
     ends_here, room = 0 if hosted_ends else workload.end_params, max(hosted_ends, default=0)
     device = {kind: each * (ends_here + params["R"]) for kind, each in at_home.items()}
     device["weights"] += size * (params["P"] + room)
@@ -232,7 +231,7 @@ def placed_plan(
         each, block = UPDATE_COPIES[workload.dtype], block_numel(workload.dtype)
         updates = [(each * min(block, max(ends_here, layer if count["R"] else 0)), boundary)]
         below = max(kinds.rfind("S"), -1 if clipping else kinds.rfind("R"))
-        if below >= 0:  # in the forward pass, or, ahead of the norm or without it, in the backward pass
+        if below >= 0:  # the update runs in the forward pass if deferred, else in the backward pass
             others = min(below, num_kept)
             kept = min(boundary * (others + (1 if clipping == "deferred" else 3)), device["activations"])
             updates.append((each * min(block, layer), kept))
@@ -248,7 +247,8 @@ def placed_plan(
     moved = size * (2 * count["P"] + 3 * num_windowed - windowed_slots)
     moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed_slots
     disk = {"optimizer": count["D"] * on_disk} if count["D"] else {}
-    # Ranks gather a layer when it is fetched, and sum its gradient; that of a resident one, and of both ends, whole.
+    # Ranks gather a layer when it is fetched, and sum its gradient in parts. Gradients of resident layers and ends are
+    # summed whole.
     fetches, whole = 2 * num_windowed - windowed_slots, size * home * num_ranks
     alike = sum_sent(size * (workload.end_params + params["R"]), num_ranks)
     sent = {
@@ -262,16 +262,16 @@ def placed_plan(
 def _activations(workload: Sizes, num_kept: int) -> tuple[int, int, int]:
     """Return three numbers of bytes: a layer's input, a step's small tensors, and the peak of all activations, with the
     inputs of `num_kept` layers on the device."""
-    if isinstance(workload, UserSizes):  # at an update all that was measured may still be there
+    if isinstance(workload, UserSizes):  # all measured activations may still be there at an update
         return workload.activations, 0, workload.activations
-    # Other micro-batches wait: beside the loss with their outputs and these gradients; beside the top layers also with
-    # their inputs and the gradients of these.
+    # While one micro-batch computes, the others wait in memory: at the loss each with its output and that output's
+    # gradient, at the top layers also with its input and that input's gradient.
     boundary = workload.boundary_bytes
     others = boundary - boundary // workload.micro_batches
     at_head = num_kept * boundary + workload.head_bytes + 2 * others
     at_layer = (num_kept - 1) * boundary + workload.layer_bytes + 4 * others
-    # Small, but it fills the last of a device: norms of gradients and a step's other numbers, in units of 512 bytes,
-    # and what attention keeps.
+    # Small tensors count when a device is nearly full: gradient norms and other scalars, 512 bytes each, and what
+    # attention keeps.
     num_tensors = len(workload.anatomy.layer) * workload.num_layers
     small = 512 * (num_tensors + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
     small += workload.given_bytes

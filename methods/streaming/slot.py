@@ -1,8 +1,9 @@
-"""Room on the device for a layer that lives elsewhere, and the copies in and out; each method decides when they start.
+"""Room on the device for a layer that lives elsewhere, and the copies in and out; each method decides when copies
+start.
 
 A copy is one flat transfer per slab, direction and visit. Events alone order the three streams (compute, inbound,
-outbound). The launching thread waits only until a copy is queued. Slots and slabs live as long as the run, so no buffer
-changes streams through an allocator.
+outbound). The launching thread waits only until a copy is queued. Slots and slabs live as long as the run, so the
+allocator never gives their memory to another stream.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from methods.streaming.layer_state import LayerState, Passed
 
 
 class Slot:
-    """Room on the device for one layer's weights; a `whole` one also holds the rest of its state and a gradient, so
-    that the device can update it. `numel`: elements of the largest layer that it will hold, if not this one."""
+    """Room on the device for one layer's weights. A `whole` slot also holds the rest of the state and a gradient, so
+    that the device can update the layer. `numel`: elements of the largest layer that it will hold, if not this one."""
 
     def __init__(self, layer: LayerState, copier: Any = None, *, whole: bool = False, numel: int | None = None) -> None:
         self.device, self.copier = layer.device, copier or layer.device.copier
@@ -41,7 +42,7 @@ class Slot:
         self.loaded = self._fetch(layer, "weights", lambda: self._pairs(layer)[:1], lambda: ranks.gather(slab))
 
     def prefetch_state(self, layer: LayerState, *, with_gradient: bool = False) -> None:
-        """Queue the copies of the rest of the layer's state and, if an update waits, of the gradient for it."""
+        """Queue the copies of the rest of the layer's state and, for an update that waits, of the gradient."""
         late = [(self.grads[: len(layer.grads)], layer.grads)] if with_gradient else []
         self.completed = self._fetch(layer, "state", lambda: [*self._pairs(layer)[1:], *late])
 
@@ -76,8 +77,8 @@ class Slot:
     def _fetch(
         self, layer: LayerState, what: str, pairs: Callable[[], list[Pair]], complete: Callable[[], None] | None = None
     ) -> Future:
-        """Queue copies from home, then complete(). The end of the layer's update decides which of its two states is in
-        force."""
+        """Queue copies from home, then a call of complete(). The copies call pairs() after the layer's update, which
+        decides which of two states is the current one."""
         device, updated = self.device, layer.updated
         # Wait for the slot's last use and for the last copies home, out of this slot and of this layer's gradient.
         before = (device.compute.record_event(), self.sent, layer.landed)
@@ -104,7 +105,8 @@ class GradientRoom:
         self.drained: Any = None  # event: the last gradient has left
 
     def backward(self, layer: LayerState, dys: list[Passed]) -> list[Passed]:
-        """Leave the gradients of a layer's backward pass in this room; fetch earlier ones first, to which they add."""
+        """Leave the gradients of a layer's backward pass in this room. If they add to earlier gradients, fetch these
+        first."""
         self.await_room()
         if layer.adds:
             # The earlier gradient came home before this room's last gradient left, and compute waits for the latter.
@@ -127,6 +129,7 @@ class GradientRoom:
 
 
 def _room(layer: LayerState, slab: Tensor, numel: int | None) -> Tensor:
-    """Return room on the device for a whole slab of the layer, or of the largest layer, even if home is a part."""
+    """Return room on the device for a whole slab of the layer, or of `numel` elements. Home may have only a rank's
+    part."""
     whole = shared_numel(numel, layer.device.ranks.num_ranks) if numel else layer.whole_numel
     return layer.device.room(whole, slab.dtype, host=False)

@@ -1,11 +1,10 @@
 """Decides when a layer is updated, and with which clip factor and loss scale.
 
-Without clipping the update starts as soon as the layer's gradient has landed (IMMEDIATE). Clipping is exact, so an
-update needs the norm of the whole gradient. It starts when the norm is known, and runs under the next forward pass
-(DEFERRED); or it is made during the backward pass as if nothing were clipped, into a spare state, which is committed if
-the norm turns out to be within the limit (SPECULATIVE). A speculative update stops as soon as the norm so far exceeds
-the limit. In fp16 a step whose norm is not finite is skipped, so updates are deferred or speculative even without
-clipping.
+Without clipping an update starts as soon as the layer's gradient has landed (IMMEDIATE). Clipping is exact, so it needs
+the norm of the whole gradient. A DEFERRED update starts when the norm is known, and runs beside the next forward pass.
+A SPECULATIVE update is made during the backward pass, as if nothing were clipped, into a spare state, which is
+committed if the norm is within the limit. It stops as soon as the norm so far exceeds the limit. In fp16 a step whose
+norm is not finite is skipped, so updates are deferred or speculative even without clipping.
 """
 
 from __future__ import annotations
@@ -69,15 +68,16 @@ class UpdateRule:
     ) -> None:  # fmt: skip
         self.device, self.clip_norm, self.order, self.ends, self.layers = device, terms.clip_norm, order, ends, layers
         self.timing = TIMINGS[clipping]
-        # Streamed layers bring their states along for the backward pass; under speculation not in the first step, and
-        # not in the step after a clipped one.
+        # True: the states of streamed layers are fetched for the backward pass. Speculation does so neither in the
+        # first step nor in the step after a clipped one.
         self.is_ahead = self.timing is IMMEDIATE
         self.scale = LossScale(terms)
         by_factor = any(isinstance(layer, self.timing.by_factor) for layer in layers)
         self.sends_factor = self.scale.is_used or ends.is_hosted or by_factor
 
     def begin(self, settings: Settings) -> None:
-        """Begin a backward pass: the forward pass has waited for the copies of the last step's clip factor."""
+        """Begin a backward pass, with a new Clip. The last step's Clip is free: the forward pass has waited for the
+        copies of its factor."""
         self.settings, self.clip = settings, Clip(self.device, self.clip_norm, self.scale, self.order)
 
     def gradient_ready(self, layer: Layer) -> None:
@@ -103,7 +103,7 @@ class UpdateRule:
                 layer.update(self.settings, self.clip)
 
     def step(self, loss: Tensor) -> Step:
-        """Return the step as the method yields it, and set the next one's loss scale."""
+        """Return the step as the method yields it, and set the next step's loss scale."""
         if self.timing is SPECULATIVE:
             self.is_ahead = any(isinstance(layer, Streamed) for layer in self.layers) and self.clip.is_one()
         return self.scale.step(loss, self.clip.total, is_skipped=self.is_skipped)

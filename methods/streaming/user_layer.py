@@ -1,4 +1,5 @@
-"""Adapts a user's layer to the streaming core: a module from tensors to tensors, whose parameters are views of a slot.
+"""Adapts a user's layer to the streaming core, as a module from tensors to tensors whose parameters are views of a
+slot.
 
 The user's parameters stay in the model, and their memory is the layer's home. While the layer computes, they are
 replaced by parameters that are views of a slot; autograd sees only these.
@@ -35,7 +36,7 @@ class UserLayer(Placeholders):
     def __init__(self, layer: nn.Module, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]) -> None:
         super().__init__(own)
         self.compute = layer.forward
-        self.users, self.shared = list(own), list(shared)  # lists, so that these are no parameters of this module
+        self.users, self.shared = list(own), list(shared)  # lists, so that this module does not register them
         owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
         self.sites: list[tuple[Any, str, str | int]] = []  # module, its name for a parameter, the name here

@@ -31,7 +31,7 @@ class UserModel:
                 raise ValueError(f"layer {place} ({type(module).__name__}) is no part of the model")
         self.prefixes = [f"{paths[id(module)]}." for module in self.modules]
         _check_layers(self.modules, self.prefixes)
-        # A parameter that is also used elsewhere stays on the device; its gradients meet outside of the layers.
+        # A parameter that is also used outside of one layer stays on the device, where autograd sums its gradients.
         inside = [list(module.parameters()) for module in self.modules]
         elsewhere = _outside(model, self.modules)
         uses = Counter(id(parameter) for parameters in inside for parameter in parameters)
@@ -64,8 +64,8 @@ class UserModel:
         return [AdamSettings(*map(float, row)) for row in rows]
 
     def _order(self) -> list[int]:
-        """Return for each of the model's parameters its index in this list: parameters of the rest, then of all layers,
-        bottom first."""
+        """Return, for each of the model's parameters, its index in a list of the rest's parameters and then all
+        layers', bottom first."""
         ours = [id(each) for part in (self.rest, *self.own) for each in part]
         places = {key: place for place, key in enumerate(ours)}
         return [places[key] for key in self.names if key in places]
@@ -134,7 +134,7 @@ def give(parameter: nn.Parameter, memory: Tensor) -> None:
     attributes: dict[str, Any] = dict(parameter.__dict__)
     torch.utils.swap_tensors(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
     parameter.__dict__.update(attributes)
-    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # else it lists hooks that are not called
+    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # else this lists uncalled hooks
 
 
 def move_rest(model: nn.Module, trained: Iterable[nn.Parameter], device: torch.device) -> None:

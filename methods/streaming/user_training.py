@@ -1,4 +1,4 @@
-"""The streamed training of a user's model: the model runs its own loop over its layers, and each layer's call comes
+"""The streamed training of a user's model: the model runs its own loop over its layers, and each layer's call runs
 here.
 
 A node of autograd's graph replaces a layer's forward pass. In both passes the node calls a `LayerStream`, which fetches
@@ -165,7 +165,7 @@ class UserTraining:
         self.stream.begin(self.user.settings())
 
     def visit(self, place: int, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        """Compute a layer: what the model's own loop calls in place of the layer's forward()."""
+        """Compute a layer. The model's own loop calls this in place of the layer's forward()."""
         if place and place != self.next_up:
             raise ValueError(
                 f"layer {place} was called after layer {self.next_up - 1}: expected each layer once, in the order of"
@@ -196,7 +196,8 @@ class UserTraining:
         self._is_trained = torch.is_grad_enabled()
 
     def _check_stream(self) -> None:
-        """Raise ValueError on a CUDA stream that the trainer does not know: its copies would not wait for the loop."""
+        """Raise ValueError if the loop runs on another CUDA stream than the trainer's, whose copies would not wait for
+        it."""
         if self.device.type == "cuda" and self.gpu.streams.current() != self.gpu.compute:
             raise ValueError(
                 "expected the loop on the CUDA stream on which the trainer was made, got another; try to make the"
@@ -402,7 +403,7 @@ def _move_home(state: LayerState, parameters: Sequence[nn.Parameter]) -> None:
 @contextmanager
 def _uncached_autocast() -> Iterator[None]:
     """Turn off autocast's cache. Until autocast ends, the cache would keep a copy of every layer's weights, and return
-    a slot's weights of an earlier step.
+    weights that a slot held in an earlier step.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

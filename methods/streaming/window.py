@@ -1,7 +1,7 @@
 """The window: decides which layer has which slot, and when the copy of the next layer into a slot starts.
 
-Two rings of layers (placement.py) take turns in their slots: layers leave in the order in which they will be needed
-last, so the turn from forward to backward fetches nothing. A parked layer keeps its slot.
+Two rings of layers (placement.py) take turns in their slots. The layer that is needed last leaves first, so the turn
+from forward to backward pass fetches nothing. A parked layer keeps its slot.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class Window:
         self.slots: dict[Layer, Slot] = {
             layer: layer.new_slot(largest.get(layer)) for layer in away.values() if layer not in self.below
         }
-        self.lowest = [layer for layer in away.values() if layer in self.slots]  # layers in a slot at a step's begin
+        self.lowest = [layer for layer in away.values() if layer in self.slots]  # layers in a slot when a step begins
         self.rule, self.layers = rule, layers
 
     def refill(self) -> None:
-        """Fetch what the next step begins with into its slots: ends and layers, each as soon as its update is over."""
+        """Fetch the ends and the layers with which the next step begins into their slots, each as soon as it is
+        updated."""
         self.rule.ends.fetch()
         for layer in self.lowest:
             layer.fetch(self.slots[layer])
@@ -50,8 +51,8 @@ class Window:
                 self.below[layer].fetch_state()
 
     def rewind(self) -> None:
-        """After a forward pass without a backward pass, give every slot back to the layer that has it when a step
-        begins."""
+        """Give every slot back to the layer that has it when a step begins: after a forward pass without a backward
+        pass."""
         for layer in [*self.slots]:
             lowest = layer
             while lowest in self.below:
@@ -60,7 +61,7 @@ class Window:
                 self._hand_over(layer, lowest)
 
     def settle(self) -> None:
-        """After the last step, do the updates of streamed layers that still wait."""
+        """Make the updates of streamed layers that still wait, after the last step."""
         for layer in self.layers:
             if isinstance(layer, Streamed):
                 layer.update_due()
