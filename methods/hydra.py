@@ -25,9 +25,9 @@ from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe, page_locked
 
-ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of a scalar on a device; number of scalars beside the norms
-MOST_TURNS = 2000  # a record keeps at most this many units of the timeline, the latest ones
-SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a layer, over its input's bytes; rehearsals check this
+ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of one gradient norm on a device; number of other scalars on a device
+MOST_TURNS = 2000  # most units of the timeline that a record keeps: the latest
+SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a layer, as a multiple of its input's; rehearsals check it
 CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
 
 

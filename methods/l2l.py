@@ -27,7 +27,7 @@ def __getattr__(name: str) -> object:
 @dataclass(frozen=True)
 class L2L(Method):
     world_size: int = 1  # ranks
-    ends: str | None = None  # home of embedding and head: device, or host if the device is too small for them
+    ends: str | None = None  # home of embedding and head: device, or host where the device is too small for them
 
     label = "L2L"
     color = "#E7D6EF"

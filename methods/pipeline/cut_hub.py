@@ -1,7 +1,7 @@
-"""A Hub model, made from its config.json, with CutPoints. Its tensors have no memory at first; each rank allocates its
-own stage only.
+"""A model by its config.json with CutPoints. Its tensors have no memory at first; each rank allocates its own stage
+only.
 
-Embedding, layers and head are modules of harness/core/hub_model.py, which torch.fx leaves whole.
+Its embedding, each layer and its head are modules of harness/core/hub_model.py, which a trace leaves whole.
 
 Shapes: B samples of a micro-batch, T tokens, D hidden.
 """
@@ -25,8 +25,7 @@ from methods.pipeline.cut import CutPoint
 
 class CutHub(nn.Module):
     """The model with a CutPoint after each layer, on torch's meta device. `recomputes`: each layer repeats its forward
-    pass in the backward pass. `shared`: pairs of names; both names of a pair are of one weight, which embedding and
-    head share."""
+    pass in the backward pass. `shared`: pairs of names, each of one weight that embedding and head share."""
 
     def __init__(self, workload: Workload, *, recomputes: bool = False) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ class CutHub(nn.Module):
                 yield tensor._replace(name=name)
 
     def _name(self, own: str) -> str:
-        """Return a tensor's name in the harness's model, from its own name in this model."""
+        """Return the name in the harness's model of a tensor with this name here."""
         part, _, name = own.partition(".")
         anatomy = self.workload.anatomy
         if part != "layers":

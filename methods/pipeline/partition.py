@@ -103,8 +103,8 @@ def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, floa
 
 
 def _saved_boundaries(workload: Workload) -> float:
-    """Return the bytes that autograd saves for a layer, over the bytes of its input. For a model made from a
-    config.json this includes the bytes of the backward pass, because the model's sizes do not tell the two apart."""
+    """Return the bytes that autograd saves for a layer, over the bytes of its input. For a model by its config.json the
+    tensors of the backward pass are included, because the model's sizes do not distinguish them."""
     return SAVED_BOUNDARIES if workload.config is None else workload.boundaries
 
 
@@ -120,7 +120,7 @@ def stage_bytes(
     embedding = size * max(map(math.prod, anatomy.embedding.values()))
     head = part.head_bytes if stage.is_last else 0
     if schedule == "varuna" or num_stages == 1:
-        # A stage keeps its input of all micro-batches, and all that the backward pass of one micro-batch needs.
+        # The inputs of all micro-batches, and all that the backward pass of one micro-batch needs.
         saved = math.ceil(saved_boundaries * stage.num_layers) * boundary
         inputs = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
         layer = part.layer_bytes - math.floor(saved_boundaries) * boundary if stage.num_layers else 0

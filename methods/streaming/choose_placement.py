@@ -28,12 +28,12 @@ from methods.streaming.placement import (
 )
 from methods.streaming.planner import Counts, arranged, choose, with_forecast
 
-DEFAULT_WINDOW = 3  # slots for a computed, a loaded, a leaving layer; more slots gain less than more resident layers
+DEFAULT_WINDOW = 3  # one slot computes, one loads, one empties; more slots gain less than more resident layers
 
 
 @dataclass(frozen=True)
 class PlacementChoice:
-    """A workload, its memories, and STRONGHOLD's options; an option that is None is to be chosen."""
+    """A workload, its memories, and STRONGHOLD's options; plan() chooses the options that are None."""
 
     workload: Sizes
     room: Room
@@ -73,9 +73,9 @@ class PlacementChoice:
         return with_forecast(plan, self.workload, self.room, counts)
 
     def _of_a_rank(self) -> Plan:
-        """Return the plan of one of several ranks, whose placement has the kinds R and W only. It is chosen without
-        rates, because no row of the linear program is of exchanges between ranks. Raises ValueError for other kinds and
-        for options that several ranks do not support."""
+        """Return the plan of one of several ranks, whose placement has the kinds R and W only. The placement is chosen
+        without rates, because the linear program has no rows for exchanges between ranks. Raises ValueError for other
+        kinds and for options that several ranks do not support."""
         assert isinstance(self.workload, Workload)
         ranks = f"with --ranks {self.world_size}"
         if self.clipping == "speculate":
@@ -118,7 +118,7 @@ class PlacementChoice:
 
         ends = self.ends or "device"
         counts = choose(workload, room, plan_of, "RPWS", clipping, ends)
-        if counts is None and self.disk and clipping != "speculate":  # use no disk if the host can hold all states
+        if counts is None and self.disk and clipping != "speculate":  # only if the host cannot hold all states
             counts = choose(workload, room, plan_of, "RPWSD", clipping, ends)
         if counts is None:
             return None
@@ -139,10 +139,10 @@ class PlacementChoice:
     def _fillings(self) -> Iterator[tuple[int, str]]:
         """Yield pairs of a window size and a letter for each layer, the preferred pair first.
 
-        Resident layers save host memory, and a narrow window leaves room for more of them. After those pairs come the
-        kinds that need the least memory: where device and host are one memory, resident layers alone, which need no
-        slots; else streamed layers, which keep no gradient on the host if no update waits for the norm, and in mixed
-        precision need no temporary copies of an update there.
+        Resident layers save host memory, and a narrow window leaves room for more of them. The last pairs have the
+        kinds that need the least memory: resident layers alone, which need no slots, if device and host are one memory;
+        then streamed layers, which keep no gradient on the host if no update waits for the norm, and whose updates in
+        mixed precision make no temporary copies there.
         """
         num_layers, resident = self.workload.num_layers, self.resident_layers
         if resident is not None and not 0 <= resident <= num_layers:

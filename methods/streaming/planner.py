@@ -2,17 +2,19 @@
 each kind.
 
 A step takes at least as long as each of these resources is busy: the device, each direction of the link and both
-together, the host's memory and cores, the disk. Each row is linear in the number of layers of each kind:
+together, the host's memory and cores, the disk. A row is one resource's busy time, linear in the number of layers of
+each kind:
 
     R resident   all of it on the device, updated there
     P parked     weights on the device, states on the host, updated there
     W windowed   fetched for each pass, states on the host, updated there
-    S streamed   fetched, its states too for the update, which the device does
-    Q            as P, but its states come to the device for the update: a bound only, the schedule has no such kind
-    D on disk    as W, the states on the disk
+    S streamed   fetched for each pass, with its states for the update, on the device
+    Q            as P, but its states come to the device for the update: for the bound only, no method has this kind
+    D on disk    as W, but its states are on the disk
 
-Without clipping, or with updates ahead of the norm (`speculate`), a step is one pool of time. With `deferred` updates
-it is two: the backward pass, then the updates with the next forward pass. `clipping` is None or one of these two.
+Without clipping, or with updates ahead of the norm (`speculate`), a step is one pool of time. With `deferred` updates a
+step is two pools: the backward pass, then the updates with the next forward pass. `clipping` is None or one of these
+two.
 
 Source of the idea: Jiang et al. 2025 (GreedySnake) choose their overlap by a linear program, too.
 """
@@ -113,8 +115,8 @@ def rows(
 
 
 def _with_hosted_ends(found: list[Row], workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
-    """Return the rows with the work of ends that are parked; and a row for the embedding, whose gradient is known last
-    and whose weights are needed first: while it goes home, is updated and returns, the device has no pass to make."""
+    """Return the rows with the work of ends that are parked, and a row for the embedding. Its gradient is known last
+    and its weights are needed first: the device has no pass to make while it goes home, is updated and returns."""
     parked = rows(workload, rates, clipping if clipping == "deferred" else None)  # ends are not updated ahead
     share = workload.end_params / workload.layer_params
     found = [
@@ -214,7 +216,7 @@ def choose(
     boundaries = _boundaries(plan_of(workload, {**dict.fromkeys(kinds, 0), "R": workload.num_layers}))
     found = rows(workload, room.rates, clipping, boundaries, ends)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
-    optional = kinds.replace("R", "")  # kinds tried in and out: buffers of a kind cost memory however few its layers
+    optional = kinds.replace("R", "")  # try with and without each: a kind's buffers cost memory even for one layer
     for used in itertools.chain.from_iterable(itertools.combinations(optional, n) for n in range(len(optional) + 1)):
         for some in _whole(workload, room, plan_of, "R" + "".join(used), clipping, boundaries, ends):
             counts = dict.fromkeys(kinds, 0) | some
@@ -291,10 +293,10 @@ def arranged(counts: Counts, clipping: str | None = "deferred") -> str:
     """Return a letter for each layer, bottom first.
 
     Resident layers are at the bottom, so that layers updated on the host are needed late. Streamed layers are spread
-    among the others: their states then load the link as steadily as the others' updates load the host. Where updates
-    are made all the time, most resident layers are spread so, too: the link carries states while they compute. One of
-    the others is on top: the sooner its gradient comes home after the turn from forward to backward, the shorter the
-    host has no update to make.
+    among the others: their states then load the link as steadily as the others' updates load the host. Unless updates
+    are deferred, most resident layers are spread, too: the link carries states while resident layers compute. One of
+    the other layers is on top: its gradient comes home soon after the turn from forward to backward pass, so that the
+    host soon has an update to make.
     """
     resident, streamed = (int(counts.get(kind, 0)) for kind in "RS")
     rest = spread("".join(kind * int(counts.get(kind, 0)) for kind in "PWD"), "S", streamed)

@@ -232,7 +232,8 @@ def measured(
     model: nn.Module, layers: list[nn.Module], optimizer: torch.optim.AdamW, max_norm: float | None,
     device: str | None, example: Callable[[], Tensor], *, accumulates: bool,
 ) -> UserSizes:  # fmt: skip
-    """Return the model's sizes, measured in one forward and backward pass of the example. Its gradients are dropped."""
+    """Return the model's sizes, measured in one forward and backward pass of the example, whose gradients are
+    dropped."""
     trial = UserTraining(model, layers, optimizer, max_norm, device, accumulates=accumulates)
     name = trial.device.type
     if name == "cpu":

@@ -1,7 +1,7 @@
 """STRONGHOLD's schedule under the virtual clock, and the bound of its placement, on named machines.
 
-The method's own code trains a scale model of the published shape (hidden 2048, 16 heads, sequence 1024, batch 4); every
-op is charged by the machine's rates (virtual_clock.py). Nothing here was measured.
+The method's own code trains a scale model of the published shape (hidden 2048, 16 heads, sequence 1024, batch 4); the
+virtual clock charges every op by the machine's rates (virtual_clock.py). Nothing here was measured.
 """
 
 from __future__ import annotations
