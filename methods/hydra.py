@@ -150,7 +150,7 @@ class Hydra(Method):
                 more = {**words, "learning_rate_at": mine.learning_rate_at, "per_round": parts,
                         "random_state": gpt.random_state(workload, device)}  # fmt: skip
                 tasks.append(First(*given, second_random=None, **more) if in_halves[number] else Task(*given, **more))
-            # Other models may be a step ahead of the slowest, so that no device waits for it.
+            # A model may be one step ahead of the slowest model, so that no device waits for the slowest.
             most_ahead = int(num_batches is not None and is_shared)
             dispatcher = Dispatcher(tasks, devices, self.policy, most_ahead=most_ahead, splits=splits)
             steps: list[list[Step]] = [[] for _ in tasks]

@@ -2,8 +2,8 @@
 several.
 
 GPTModel has its own layers, gradient buffers, and an optimizer with fp32 main weights; every layer is recomputed. All
-of this is upstream code, except that attention is torch's fused kernel and that, on a CPU, questions about CUDA get an
-answer (engines/megatron.py).
+of this is upstream code, except that attention is torch's fused kernel and that, on a CPU, engines/megatron.py answers
+questions about CUDA.
 
 `tensor_parallel` ranks form a group that shares each matrix. `pipeline_parallel` such groups, with equally many layers,
 are the stages of a pipeline, through which micro-batches flow by megatron-core's schedule (1F1B). Each of several
@@ -212,8 +212,8 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 
 
 def _build(method: MegatronLM, workload: Workload, device: str):
-    """Return a GPTModel with the harness's starting values and Megatron's gradient buffers, and Megatron's
-    optimizer."""
+    """Return a GPTModel, with the harness's starting values and Megatron's gradient buffers, and its optimizer from
+    Megatron."""
     import torch
     import torch.nn.functional as F
     from megatron.core import parallel_state, tensor_parallel
@@ -329,8 +329,8 @@ def _stage_of_end(method: MegatronLM, name: str) -> int:
 
 
 def _named(method: MegatronLM, workload: Workload, model):
-    """Yield the name in the whole GPTModel, and the parameter, of each of this rank's parameters. Names differ because
-    a stage numbers its layers from 0, and because the head may be the tied embedding."""
+    """Yield pairs of a name in the whole GPTModel and this rank's parameter. The rank's own names differ, because a
+    stage numbers its layers from 0 and its head may be the tied embedding."""
     from methods.engines import megatron
 
     first_layer, is_tied = megatron.stage() * _num_layers(method, workload), megatron_names.sizes_of(workload).is_tied

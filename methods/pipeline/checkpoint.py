@@ -84,8 +84,9 @@ class Checkpoints:
             pending.result()
 
     def load(self, folder: str | Path, form: type[T], step: int | None = None) -> tuple[int, T]:
-        """Read this stage's values into place; return the step, and the progress that save() was given. Raises
-        ValueError, with nothing changed, if the checkpoint is of another model or was not written by this class."""
+        """Read this stage's values into the masters and the optimizer; return the step, and the progress that save()
+        was given. Raises ValueError, with nothing changed, if the checkpoint is of another model or was not written by
+        this class."""
         path, chosen = choose(folder, step)
         there = _metadata(path)
         # The checkpoint has a shared weight under one name only if it was one parameter when the checkpoint was

@@ -25,7 +25,7 @@ def measure(order: dict[str, Any]) -> None:
     """Measure as one rank; torchrun's environment variables name the other ranks."""
     workload = Workload(**order["workload"])
     if order.get("device") == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch first asks for a device
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hide GPUs before torch first asks for a device
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // order["num_ranks"]))
 
     def get_batch(size: int) -> dict[str, Tensor]:

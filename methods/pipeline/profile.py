@@ -50,16 +50,16 @@ class SectionCost(NotNegative):
     recompute_seconds: float  # forward pass that keeps what the backward pass needs
     backward_seconds: float
     copy_seconds: float  # copy of the tensors at the cut above, to the host and back
-    saved_bytes: int  # kept between recompute and backward pass
-    peak_bytes: int  # beyond weights, gradients and the section's input
+    saved_bytes: int  # bytes kept between recompute and backward pass
+    peak_bytes: int  # peak beyond weights, gradients and the section's input
     activation_bytes: int  # tensors at the cut above
 
 
 @dataclass(frozen=True)
 class Section(NotNegative):
     num_params: int
-    update_seconds: float  # the optimizer's update of its parameters
-    costs: list[SectionCost]  # by size of micro-batch, up to the size at which memory ran out
+    update_seconds: float  # seconds of the optimizer's update of the section's parameters
+    costs: list[SectionCost]  # costs by size of micro-batch, up to the size at which memory ran out
 
 
 @dataclass(frozen=True)

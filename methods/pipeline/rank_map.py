@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankMap:
-    """`ranks[stage][replica]`: a rank's number. Raises ValueError unless stages have equally many ranks, each rank
-    once."""
+    """`ranks[stage][replica]`: a rank's number. Raises ValueError unless all stages have equally many ranks and each
+    rank occurs once."""
 
     ranks: tuple[tuple[int, ...], ...]
 

@@ -20,8 +20,8 @@ class Shared(NamedTuple):
 
 
 def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[str, str]]) -> list[Shared]:
-    """Return the pairs with their stages. Raises ValueError for a name that the model lacks, and for a parameter on
-    both sides of a cut that is in no pair."""
+    """Return the pairs with their stages. Raises ValueError for a name that the model lacks, and for a parameter that
+    is on both sides of a cut but in no pair."""
     whole = dict(model.named_parameters(remove_duplicate=False))
     stages: dict[str, list[int]] = {}
     for number, part in enumerate(parts):

@@ -27,7 +27,7 @@ class Network:
     send_seconds: float = 0.0  # a message between neighbors on a machine
     long_send_seconds: float | None = None  # a message between machines; None: as within a machine
     stages_per_machine: int = 1
-    jitter: float = 0.0  # standard deviation of a message's time, relative to it
+    jitter: float = 0.0  # relative standard deviation of a message's time
     sends_at_once: int = IN_FLIGHT  # most messages on a link in each direction; others wait
     sum_seconds: float = 0.0  # sum of gradients over replicas, after a stage's last pass in all replicas
 

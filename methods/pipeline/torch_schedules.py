@@ -21,7 +21,7 @@ LOSS = torch.empty((), device="meta")  # stands for the last stage's output, a s
 
 
 class NumberedModule(nn.Module):
-    """A stage's computation as torch calls it: by the tensors received, without the micro-batch's number."""
+    """A stage's computation for torch, which passes the tensors received but not the micro-batch's number."""
 
     def __init__(self, compute: Compute) -> None:
         super().__init__()

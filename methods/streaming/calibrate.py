@@ -53,7 +53,7 @@ FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 32 * 2**20
 SUMMED_BYTES, NUM_SUMS = 32 * 2**20, 8
 SETTINGS = published_settings(1e-4)
-ENOUGH_SECONDS = 1.0  # calls are repeated for about this long for each number
+ENOUGH_SECONDS = 1.0  # the call that gives a number is repeated for about this long
 
 
 def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def exchange(device_name: str) -> dict[str, float]:
 def sum_over_two(meeting: str, rank: int) -> float:
     """Return the median seconds of a sum over two ranks, which meet at a file; each has a process of its own."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    limit = timedelta(seconds=60)  # until the other process has imported torch
+    limit = timedelta(seconds=60)  # long: the other process first imports torch
     dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2, timeout=limit)
     summed, times = torch.zeros(SUMMED_BYTES // 4), []
     for _ in range(NUM_SUMS):
@@ -307,7 +307,7 @@ def median_seconds(device: Device, work: Callable[[], Any]) -> float:
 def main() -> None:
     order = json.load(sys.stdin)
     if adamw_kernel.to_build():
-        with suppress(Unavailable):  # training then uses torch's kernels, too
+        with suppress(Unavailable):  # without a compiler, training uses torch's kernels, too
             adamw_kernel.build()
     workload = computable(Workload(**order["workload"]), order["device"])
     found = measure(workload, order["device"], Path(order["folder"]))

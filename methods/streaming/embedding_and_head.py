@@ -58,7 +58,7 @@ class BothEnds:
         module: Any = self.embedding.module
         with self.device.span("compute", "forward", self.embedding.prefix):
             embedded = [module.embed(part) for part in self._micro_batches(inputs)]
-            self.embedded = [get_gradient_edge(x) for x in embedded]  # the graph without its outputs' memory
+            self.embedded = [get_gradient_edge(x) for x in embedded]  # keeps the graph, not its outputs' memory
         return [(x.detach().requires_grad_(),) for x in embedded]
 
     def loss(self, xs: list[Passed], targets: Tensor, scale: float) -> tuple[Tensor, list[Passed]]:
@@ -104,11 +104,12 @@ class ResidentEnds(BothEnds, OnDevice):
 
 
 class HostedEnds(BothEnds):
-    """Both ends at home on the host. The device has room for the weights and the gradient of the larger part.
+    """Both ends at home on the host, as one part or, if the head is not tied, as two. The device has room for the
+    weights and the gradient of the larger part.
 
-    An untied head is a part of its own. The head takes the embedding's slot after the look-up, whose backward pass
-    needs no weights. The head's gradient goes home during the layers' backward passes. `waits`: wait for every copy and
-    every update, and do not fetch the next step's embedding ahead.
+    An untied head takes the embedding's slot after the look-up, whose backward pass needs no weights. The head's
+    gradient goes home during the layers' backward passes. `waits`: wait for every copy and every update, and do not
+    fetch the next step's embedding ahead.
     """
 
     is_hosted = True

@@ -207,7 +207,8 @@ def model_layers(workload: Workload) -> LayerSource:
 def new_layers(
     device: Device, layers: LayerSource, kinds: str, window_size: int, disk: str | None, *, speculates: bool
 ) -> list[Layer]:
-    """Return the layers, bottom first, each of its letter's kind in `kinds`. Raises OSError if the disk has no room."""
+    """Return the layers, bottom first, each of the kind that its letter in `kinds` names. Raises OSError if the disk
+    has no room."""
     numels, waits = [layout_of(module).numel for module in layers.modules], layers.terms.waits_for_norm
     stored = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
     on_disk = shelves(device, len(stored), disk, max(stored, default=0), layers.terms.dtype)

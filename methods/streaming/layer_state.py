@@ -152,8 +152,8 @@ class LayerState:
             parameter.data = weight
 
     def adopt(self, name: str, parameter: nn.Parameter) -> Any:
-        """Make this tensor the module's parameter of that name. A hook moves its gradients where collect_gradients()
-        says; return the handle of this hook."""
+        """Make this tensor the module's parameter of that name. A hook moves the gradients to the slab that
+        collect_gradients() was given; return the handle of this hook."""
         install(self.module, name, parameter)
         return parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, name))
 

@@ -243,7 +243,7 @@ def placed_plan(
 
     if num_homes := hosted + len(hosted_ends):
         host["optimizer"] += 512 + 4 * num_homes  # numbers of steps, and the clip factor
-    waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient, out and in again
+    waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient: out and in
     moved = size * (2 * count["P"] + 3 * num_windowed - windowed_slots)
     moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed_slots
     disk = {"optimizer": count["D"] * on_disk} if count["D"] else {}

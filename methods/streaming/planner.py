@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """The bytes of a parameter that cross the link in each pool of time, in and out."""
+    """The bytes that cross the link for each parameter of a layer, in each pool of time, in and out."""
 
     inbound: tuple[float, float]
     outbound: tuple[float, float]
@@ -115,8 +115,9 @@ def rows(
 
 
 def _with_hosted_ends(found: list[Row], workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
-    """Return the rows with the work of ends that are parked, and a row for the embedding. Its gradient is known last
-    and its weights are needed first: the device has no pass to make while it goes home, is updated and returns."""
+    """Return the rows with the work of ends on the host, as for parked layers, and with a row for the embedding. Its
+    gradient is known last and its weights are needed first: the device has no pass to make while the embedding is
+    updated."""
     parked = rows(workload, rates, clipping if clipping == "deferred" else None)  # ends are not updated ahead
     share = workload.end_params / workload.layer_params
     found = [
@@ -255,8 +256,8 @@ def _boundaries(plan: Plan) -> int:
 
 
 def may_fit(num_layers: int, needs: Mapping[str, Counts], free: Counts) -> bool:
-    """Return False only if no placement fits, because even the least bytes that a layer needs, in one memory or in
-    both, are too many.
+    """Return False only if no placement fits, because even the least bytes that a layer needs, in one memory or in two
+    together, are too many.
 
     For models that hardly fit, this check saves 95 of 100 linear programs (results/LOG.md).
     """

@@ -23,7 +23,8 @@ from methods.streaming.layer_state import LayerState, Passed
 
 class Slot:
     """Room on the device for one layer's weights. A `whole` slot also holds the rest of the state and a gradient, so
-    that the device can update the layer. `numel`: elements of the largest layer that it will hold, if not this one."""
+    that the device can update the layer. `numel`: elements of the largest layer that the slot will hold, if not
+    `layer`."""
 
     def __init__(self, layer: LayerState, copier: Any = None, *, whole: bool = False, numel: int | None = None) -> None:
         self.device, self.copier = layer.device, copier or layer.device.copier
@@ -69,7 +70,8 @@ class Slot:
         self.sent = copy(self.device, "outbound", "state", layer.prefix, [done], home)
 
     def _pairs(self, layer: LayerState, home: State | None = None) -> list[Pair]:
-        """Return pairs of slabs, in this slot (or this rank's part of it) and at the layer's home, weights first."""
+        """Return pairs of slabs, weights first: in this slot, or in this rank's part of the slot, and at the layer's
+        home."""
         here = self.state.cut(layer.first, layer.first + len(layer.current.weights))
         pairs = zip(here, home or layer.current, strict=True)
         return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
@@ -80,7 +82,7 @@ class Slot:
         """Queue copies from home, then a call of complete(). The copies call pairs() after the layer's update, which
         decides which of two states is the current one."""
         device, updated = self.device, layer.updated
-        # Wait for the slot's last use and for the last copies home, out of this slot and of this layer's gradient.
+        # Wait for the slot's last use, for the last copy home out of this slot, and for that of this layer's gradient.
         before = (device.compute.record_event(), self.sent, layer.landed)
 
         def bring() -> None:
@@ -109,7 +111,7 @@ class GradientRoom:
         first."""
         self.await_room()
         if layer.adds:
-            # The earlier gradient came home before this room's last gradient left, and compute waits for the latter.
+            # Compute waits until this room's last gradient has left; the earlier gradient came home before that.
             free, pairs = self.device.compute.record_event(), [(self.slab[: len(layer.grads)], layer.grads)]
             self.device.compute.wait_event(copy(self.device, "inbound", "gradient", layer.prefix, [free], pairs))
         dxs = layer.backward(dys, self.slab)

@@ -3,8 +3,8 @@
 Without clipping an update starts as soon as the layer's gradient has landed (IMMEDIATE). Clipping is exact, so it needs
 the norm of the whole gradient. A DEFERRED update starts when the norm is known, and runs beside the next forward pass.
 A SPECULATIVE update is made during the backward pass, as if nothing were clipped, into a spare state, which is
-committed if the norm is within the limit. It stops as soon as the norm so far exceeds the limit. In fp16 a step whose
-norm is not finite is skipped, so updates are deferred or speculative even without clipping.
+committed if the norm is within the limit. Such an update stops as soon as the norm so far exceeds the limit. In fp16 a
+step whose norm is not finite is skipped, so updates are deferred or speculative even without clipping.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class UpdateRule:
         self.settings, self.clip = settings, Clip(self.device, self.clip_norm, self.scale, self.order)
 
     def gradient_ready(self, layer: Layer) -> None:
-        """Add the layer's gradient to the norm, send it home, and start an update, or a speculative one, if the rule
-        allows it."""
+        """Add the layer's gradient to the norm, send the gradient home, and start an update, plain or speculative, if
+        the rule makes one at this point."""
         self.clip.add(layer.state.norms())
         self.timing.gradient_ready(layer, self.settings, self.clip)
 

@@ -1,8 +1,8 @@
 """Adapts a user's layer to the streaming core, as a module from tensors to tensors whose parameters are views of a
 slot.
 
-The user's parameters stay in the model, and their memory is the layer's home. While the layer computes, they are
-replaced by parameters that are views of a slot; autograd sees only these.
+The user's parameters stay in the model, and their memory is the layer's home. While the layer computes, parameters that
+are views of a slot replace the user's, and autograd sees only the views.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Placeholders(nn.Module):
 
 
 class UserLayer(Placeholders):
-    """One layer. Besides its `own` parameters it may use `shared` ones, which the rest of the model uses, too; these
-    are passed to the layer as further tensors, after the tensors that the model passes."""
+    """One layer of a user's model. `own`: parameters of this layer alone. `shared`: parameters that the rest of the
+    model uses, too; the layer takes them as further tensors, after those that the model passes."""
 
     def __init__(self, layer: nn.Module, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]) -> None:
         super().__init__(own)
@@ -39,7 +39,7 @@ class UserLayer(Placeholders):
         self.users, self.shared = list(own), list(shared)  # lists, so that this module does not register them
         owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
-        self.sites: list[tuple[Any, str, str | int]] = []  # module, its name for a parameter, the name here
+        self.sites: list[tuple[Any, str, str | int]] = []  # module, a parameter's name there, its name or index here
         for module in layer.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -74,7 +74,7 @@ class UserLayer(Placeholders):
         try:
             for module, name, ours in self.sites:
                 if isinstance(ours, str):
-                    setattr(module, name, self._parameters[ours])  # recurrent modules keep their own lists
+                    setattr(module, name, self._parameters[ours])  # setattr(): recurrent modules keep lists
                 else:
                     module._parameters[name] = shared[ours]
             yield

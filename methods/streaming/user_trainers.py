@@ -130,7 +130,7 @@ class OneLayerStream:
 
 
 class TrialStream:
-    """One layer at a time through both passes, without updates: measures the memory that the model needs beside its
+    """Runs both passes, one layer at a time, without updates, to measure the memory that the model needs beside its
     layers.
     """
 

@@ -1,5 +1,5 @@
-"""The streamed training of a user's model: the model runs its own loop over its layers, and each layer's call runs
-here.
+"""The streamed training of a user's model: the model runs its own loop over its layers, and this file runs each layer's
+call.
 
 A node of autograd's graph replaces a layer's forward pass. In both passes the node calls a `LayerStream`, which fetches
 the layer, computes it, and sends its gradient home, as the method's own loop does. Each forward pass visits all layers
@@ -104,7 +104,7 @@ class UserTraining:
     """Base class of the trainers: a model whose layers pass through the trainer's LayerStream.
 
     The user's loop stays as it was, except for the end of a step: `loss.backward()`, then `step()` in place of
-    clip_grad_norm_(), optimizer.step() and zero_grad(). In fp16 it is `scale(loss).backward()`.
+    clip_grad_norm_(), optimizer.step() and zero_grad(). In fp16 the loop calls `scale(loss).backward()`.
     """
 
     stream: LayerStream
@@ -232,7 +232,7 @@ class UserTraining:
         assert ended.grad_norm is not None
         self.num_backward, self.is_skipped = 0, ended.is_skipped
         self.ends.collect_gradients(self.ends.grads)
-        self.user.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules of torch ask for it
+        self.user.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules check this
         return ended.grad_norm
 
     # ---- The state at home

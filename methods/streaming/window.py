@@ -19,7 +19,7 @@ class Window:
         away = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, ResidentLayer)}
         both = rings(kinds, window_size)
         pairs = [(away[i], away[j]) for ring in both for i, j in ring.above.items()]
-        self.above = dict(pairs)  # a layer leaves its slot to the one above it
+        self.above = dict(pairs)  # for each layer, the layer above that takes its slot next
         self.below = {above: layer for layer, above in pairs}
         numels = [layer.state.layout.numel for layer in layers]
         largest = {away[i]: max(numels[j] for j in ring.layers) for ring in both for i in ring.layers}
@@ -51,8 +51,8 @@ class Window:
                 self.below[layer].fetch_state()
 
     def rewind(self) -> None:
-        """Give every slot back to the layer that has it when a step begins: after a forward pass without a backward
-        pass."""
+        """Give every slot back to the layer that has it when a step begins. Called after a forward pass without a
+        backward pass."""
         for layer in [*self.slots]:
             lowest = layer
             while lowest in self.below:

@@ -30,7 +30,7 @@ from methods.pipeline.launch.pace import Pace
 # Seconds between reads of the list of machines. A change counts when two reads agree: a file may be half written.
 POLL_SECONDS = 0.25
 START_SECONDS = 60.0  # seconds that a launcher's first round waits for an agent; later ones wait for none
-STOP_SECONDS = 180.0  # seconds for the checkpoint that SIGUSR1 asks for
+STOP_SECONDS = 180.0  # most seconds from SIGUSR1 to the end of the ranks, with their checkpoint
 END_SECONDS = 10.0  # most seconds that an agent takes to end its ranks when told to end
 RETRY_SECONDS = 30.0  # seconds until a lost machine is tried again; doubled each time
 MOST_CRASHES = 3  # number of crashes in a row, without progress, that end the job

@@ -38,7 +38,7 @@ SILENT_SECONDS = 30.0  # a machine that is silent for so long counts as lost, ev
 
 @dataclass(frozen=True, order=True)
 class MachineLine:
-    """A machine: an address, and the number of its line among those with this address."""
+    """A machine: an address, and the number of its line among the lines with this address, from 0."""
 
     address: str
     number: int

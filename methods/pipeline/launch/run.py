@@ -44,7 +44,7 @@ def launch(
 ) -> None:  # fmt: skip
     """Train a script with CutPoints on machines that come and go.
 
-    Exit codes: 3 the script crashed, 6 no progress, 130 interrupted; the same call then goes on.
+    Exit codes: 3 the script crashed, 6 no progress, 130 interrupted. The same call then continues the job.
     """
     if not 0 < stall_minutes < math.inf:
         raise ValueError(f"--stall-minutes: expected minutes above 0, got {stall_minutes:g}; try 30")
