@@ -178,7 +178,7 @@ class Hydra(Method):
         boundary = workload.boundary_bytes
         at_home = page_locked(boundary, room)  # torch page-locks host memory of each non-blocking copy
         device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
-        if self.num_devices > 1 and room.page_locks:  # one process for each GPU; this one has a context, too
+        if self.num_devices > 1 and room.page_locks:  # each GPU has a process; the leading process has a context, too
             device["buffers"] += cuda_budget.LEADING_BYTES
         if self.intermediates == "saved":
             device["activations"] = max(workload.head_bytes, workload.layer_bytes - 9 * boundary)

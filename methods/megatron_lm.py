@@ -190,7 +190,7 @@ class MegatronLM(Method):
                     for settings in optimizer.param_groups:
                         settings["lr"] = workload.learning_rate_at(step)
                     is_good, norm, _ = optimizer.step()
-                # Only the last stage of a pipeline has losses, and all its ranks have the same ones.
+                # Only the last stage of a pipeline has losses, and all ranks of this stage have the same losses.
                 mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
                 if self.world_size > 1:
                     dist.all_reduce(mean)

@@ -96,7 +96,7 @@ def on_disk(workload: Workload, num_ranks: int) -> dict[str, int]:
 
 
 def num_state_buffers(pipelined: bool) -> int:
-    """Return the number of buffers for states, the fewest that DeepSpeed's swapper can do with.
+    """Return the number of buffers for states, the fewest with which DeepSpeed's swapper works.
 
     With `pipelined`, a step took 2.2 instead of 2.4 s and 0.3 GiB more host memory (8 layers, hidden size 512, files in
     the page cache).

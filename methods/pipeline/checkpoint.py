@@ -78,7 +78,7 @@ class Checkpoints:
         return self.under_way
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on disk. If writing it failed, raises that error."""
+        """Wait until the last checkpoint is on disk. Raises the error of writing, if there was one."""
         if self.under_way is not None:
             pending, self.under_way = self.under_way, None
             pending.result()

@@ -68,7 +68,7 @@ class Link:
             signal.raise_signal(signal.SIGUSR1)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the handler runs here
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        # A checkpoint is surely on disk when the next one begins, so a rank's death costs at most the steps of two
+        # A checkpoint is surely on disk when the next one begins, so a rank's death costs at most two intervals between
         # checkpoints.
         elif (every := self.checkpoint_every) and model.num_steps and model.num_steps % max(1, every // 2) == 0:
             pending = model.checkpoint()

@@ -26,7 +26,7 @@ STATE_BYTES = {dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, 
 class StageCost(NamedTuple):
     """The cost of one stage with micro-batches of one size."""
 
-    passes: dict[str, float]  # seconds of F, R and B
+    passes: dict[str, float]  # seconds of the forward pass F, the recompute R and the backward pass B
     num_params: int
     update_seconds: float
     device_bytes: int

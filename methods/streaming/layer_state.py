@@ -254,8 +254,8 @@ class LayerState:
             self.updated = self.shelf.visit(lambda kept: begin(self.state_of(kept)))
 
     def speculate_when_landed(self, settings: Settings, clip: Clip) -> None:
-        """Queue an update into the spare state as if nothing were clipped; it stops once the norm so far exceeds the
-        limit."""
+        """Queue an update into the spare state, as if nothing were clipped. The update stops when the norm of the
+        gradients known by then exceeds the limit."""
         landed, state, spare = self.landed, self.current, self.spare
         is_within, unclipped = clip.is_within(), clip.unclipped
         skipped: list[bool] = []

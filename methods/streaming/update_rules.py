@@ -3,8 +3,9 @@
 Without clipping an update starts as soon as the layer's gradient has landed (IMMEDIATE). Clipping is exact, so it needs
 the norm of the whole gradient. A DEFERRED update starts when the norm is known, and runs beside the next forward pass.
 A SPECULATIVE update is made during the backward pass, as if nothing were clipped, into a spare state, which is
-committed if the norm is within the limit. Such an update stops as soon as the norm so far exceeds the limit. In fp16 a
-step whose norm is not finite is skipped, so updates are deferred or speculative even without clipping.
+committed if the norm is within the limit. Such an update stops as soon as the norm of the gradients known by then
+exceeds the limit. In fp16 a step whose norm is not finite is skipped, so updates are deferred or speculative even
+without clipping.
 """
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ class UserTraining:
         self._is_trained = torch.is_grad_enabled()
 
     def _check_stream(self) -> None:
-        """Raise ValueError if the loop runs on another CUDA stream than the trainer's, whose copies would not wait for
-        it."""
+        """Raise ValueError if the loop runs on another CUDA stream than the trainer's: copies would not wait for the
+        loop."""
         if self.device.type == "cuda" and self.gpu.streams.current() != self.gpu.compute:
             raise ValueError(
                 "expected the loop on the CUDA stream on which the trainer was made, got another; try to make the"

@@ -25,7 +25,7 @@ from harness.base import fork_server
 from harness.base.rank_agent import RankAgent, write_all
 from methods.pipeline.launch.folder import WORKERS_LOCK
 
-ERROR_BYTES = 3000  # most bytes of a traceback in a report, which must be written as one line of a pipe
+ERROR_BYTES = 3000  # most bytes of a report's traceback: pipes take only lines below 4096 bytes in one piece
 ALIVE_SECONDS = 2.0
 # Modules that ranks use. torch imports torch._dynamo at the first op under one of torch's counters, even if nothing is
 # compiled.
