@@ -17,8 +17,8 @@ from harness.core.record import Gate, Record
 # ZeRO-Offload (dropout 0.1, other kernels, another Megatron) is 0.6 % from the resident one; that of ZeRO-Infinity,
 # whose training is wrong, is 32 % away.
 ALLOWED = 0.05
-# Further distance allowed for each doubling of depth between log and reference: ZeRO-Offload's 48 layers differ by 8.6
-# % from the resident 32, so 15 % for a doubling.
+# Further distance allowed for each doubling of depth between log and reference: ZeRO-Offload at 48 layers
+# is 8.6 % from the resident run at 32 layers, which makes 15 % for a doubling.
 ALLOWED_PER_DOUBLING = 0.2
 # Largest ratio of depths, in doublings. At a larger ratio the allowance would reach the distance of a wrong training.
 FARTHEST_DOUBLINGS = 1.0

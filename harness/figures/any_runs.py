@@ -26,8 +26,8 @@ CHOICES = (*ALIKE, "window_size", "num_layers", "method", "steps")  # names that
 
 
 def facts(found: DataFrame) -> DataFrame:
-    """Return a row for each run, with the facts that tell runs apart, named and written as --where takes them. A cell
-    is missing if an imported log does not tell the fact."""
+    """Return a row for each run, with the facts in which runs may differ, as text with the names and values that
+    --where takes. A cell is missing if an imported log does not tell the fact."""
     unsaid = [record.evidence.get("unsaid", ()) for record in found[frame.RECORD]]
     windows = [record.job.options.get("window_size") for record in found[frame.RECORD]]
     told = found.assign(

@@ -96,7 +96,7 @@ class Case(ABC):
 
 class Cases(FileRegistry[int]):
     def add(self, places: Iterable[Path]) -> None:
-        """Add files of cases. Raises ValueError if one does not load, because profiles ask every case."""
+        """Add files of cases. Raises ValueError if one does not load, because a profile needs the searches of all."""
         super().add(places)
         for number in numbers():
             load(number)

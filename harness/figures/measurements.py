@@ -48,8 +48,8 @@ def rows(metric: str, jobs: Sequence[Job], records: Sequence[Record]) -> list[Fi
 
 
 def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Return two lists of a search's records: those of the largest depth that trained below every failure, and one of
-    the smallest depth that failed above every success. Either may be empty."""
+    """Return two lists of a search's records: all of the largest depth that trained and is below every failure, and one
+    of the smallest depth that failed and is above every success. Either list may be empty."""
     probes = _probes(name, records)
     depths, answer = _search(probes)
     best = [record for record in depths.get(answer.largest, []) if record.status == "ok"]

@@ -73,7 +73,7 @@ class FigureRow:
     steps: tuple[float, ...] = ()  # each timed step, in the metric's unit
     load: float | None = None  # the highest load average at the start of a run
     num_cores: int | None = None  # cores of the machine that made the runs
-    values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # one for each process; not in tables
+    values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # one for each process; tables lack them
 
     @property
     def has_number(self) -> bool:

@@ -17,8 +17,8 @@ from harness.core.job import Job
 from harness.core.record import Record
 
 LEAST = 1e-7  # smallest relative difference that counts: one rounding in fp32
-# Allowance, relative to a tensor's size, for a few elements that round in the other direction: at the published
-# learning rate a norm's weights, which are near 1, move by only a few units in the last place.
+# Allowance for a few elements that round in the other direction, relative to a tensor's size. It matters for weights of
+# norms: they are near 1, and move by only a few units in the last place at the published learning rate.
 ROUNDING = 2**-24 / 4
 SUMMED = 1e-6  # largest relative difference of the norms of bit-equal gradients: engines agree to 1.2e-7
 # Half the distance from 1 to the next larger float. A weight of 1 does not change by a shorter step up. AdamW's step is

@@ -49,8 +49,8 @@ MEDIAN_DISTANCE_TOLERANCE = 0.05
 # sign of the gradient, even if the gradient is noise: 20 steps average this out, one does not.
 SETTLED_STEPS = 20
 # A method that drops other elements may differ from the reference by this many times the change that dropout causes in
-# the reference. The largest tensor distances are compared, because a single tensor may be near by chance. The honest
-# runs by which this was chosen needed 1.6 to 3.6 times (results/LOG.md), those of bench/dropout_rule.py 0.8 to 2.9.
+# the reference. The largest tensor distances are compared, because a single tensor may be near by chance. Honest
+# runs needed 1.6 to 3.6 times when this was chosen (results/LOG.md), those of bench/dropout_rule.py 0.8 to 2.9 times.
 DROPOUT_ALLOWED = 6.0
 # Limit of a probe, as a multiple of the floor, in any dtype. 324 honest runs of three sizes reached 6.2, planted faults
 # begin at 68 in fp32 (results/LOG.md); bench/gate_power.py tries the limit on further models and faults.

@@ -34,7 +34,8 @@ LAYERS, STEPS = 4, 20
 MOST_STEPS = 60  # largest number of steps for which the limits of a probe are known to hold
 # The roundings of methods/shared/roundings.py with which the reference is trained for the floor. All but the first are
 # trained only if a departure remains with the first, because further roundings only raise the floor. No departure
-# remained in 279 of 281 probes of honest runs; the first takes no longer than the reference (results/LOG.md).
+# remained in 279 of 281 probes of honest runs. A training with the first takes no longer than the reference's
+# (results/LOG.md).
 ROUNDINGS = (
     ("plain-attention",),
     ("single-samples", "samples-reversed", "split-products", "ulp-of-norms", "head-in-blocks"),

@@ -99,9 +99,8 @@ def train(
 
 
 def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
-    """Import the package, configured for this device and torchrun's ranks, without its shared-memory communication.
-
-    The first start of that communication would compile it. Raises Unavailable if the package is missing.
+    """Import the package, configured for this device and torchrun's ranks, without its shared-memory communication,
+    which would have to be compiled. Raises Unavailable if the package is missing.
     """
     if num_ranks == 1:
         with socket.socket() as free:

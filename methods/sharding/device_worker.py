@@ -261,8 +261,8 @@ class Worker:
         return Result(self.to_host(tuple(part.detach() for part in x)))
 
     def _saving(self) -> Any:
-        """Return a context in which tensors that autograd saves are kept on the host; of a saved weight, only its place
-        in the shard's slab is kept."""
+        """Return a context in which tensors that autograd saves are kept on the host, except weights: a saved weight is
+        kept as its place in the shard's slab."""
         weights = self.slot.slabs["weights"].untyped_storage()
 
         def pack(tensor: Tensor) -> Any:
