@@ -81,7 +81,7 @@ def report(rows: Sequence[tuple[int, ...]], predicted: Sequence[list[float]], me
 @click.command()
 @click.option("--batch-size", default=12)
 @click.option("--rounds", default=6)
-@click.option("--steps", default=10, help="Steps of each configuration in a round; configurations take turns.")
+@click.option("--steps", default=10, help="Timed steps of each configuration in each round.")
 def main(batch_size: int, rounds: int, steps: int) -> None:
     torch.set_num_threads(1)
     profiler = Profiler(MeasuredModel())

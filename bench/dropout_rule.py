@@ -93,7 +93,7 @@ def job(method: str, size: Workload, **options: Any) -> Job:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results/dropout-rule.json"))
 @click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
-@click.option("--case", "chosen", multiple=True, metavar="NAME", help="A case to run, by printed name; default: all.")
+@click.option("--case", "chosen", multiple=True, metavar="NAME", help="Run only the case of this printed name.")
 def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
     """Train all cases, print each distance, write them."""
     tried = [(f"megatron-lm {number}", job("megatron-lm", size)) for number, size in enumerate(SIZES, start=1)]

@@ -31,8 +31,10 @@ WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, bat
 @click.option("--rounds", default=3)
 @click.option("--steps", default=8)
 @click.option("--results", type=click.Path(path_type=Path))
-@click.option("-m", "chosen", multiple=True, help="A method to run beside the reference; default: all.")
-@click.option("--against", default=method.reference(), help="The method, or one value of -m, that ratios divide by.")
+@click.option("-m", "chosen", multiple=True, help="Run this method and the reference; default: all methods.")
+@click.option(
+    "--against", default=method.reference(), help="Divide each step time by that of this method, or value of -m."
+)
 def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...], against: str) -> None:
     reference = method.reference()
     others = list(chosen) or [name for name in method.names() if name != reference]

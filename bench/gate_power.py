@@ -316,25 +316,25 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Default: results/gate-power.json, or gate-power-NAME.json of --model.",
+    help="File of the results; default: results/gate-power.json, with --model results/gate-power-NAME.json.",
 )
 @click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
 @click.option(
     "--model",
     metavar="NAME",
-    help="A model of models.yaml by its config.json, with its sizes reduced; default: a GPT of 4 layers x 64.",
+    help="Train a small copy of this model of models.yaml; default: a GPT of 4 layers, hidden size 64.",
 )
 @click.option(
     "--with",
     "changes",
     multiple=True,
     metavar="NAME=NUMBER",
-    help="Change a field of the workload, such as seq_len=256.",
+    help="Set a field of the workload, such as seq_len=256.",
 )
 @click.option(
     "--seeds",
     default=",".join(map(str, SEEDS)),
-    help="Seeds of the honest runs; the first one is also the faults' seed.",
+    help="Seeds of the runs without a fault; runs with a fault use the first seed.",
 )
 @click.option("--dtypes", default=",".join(DTYPES))
 @click.option("--probe-steps", type=int, default=probe.STEPS)

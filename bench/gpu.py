@@ -255,9 +255,9 @@ def _share(planned: float | None, measured: float) -> str:
 
 @click.command()
 @click.argument("name", default="gpu")
-@click.option("--demo", is_flag=True, help="Use tiny sizes on the simulated device.")
+@click.option("--demo", is_flag=True, help="Run tiny sizes on the simulated device.")
 @click.option("--limit", "limit_seconds", type=float, default=LIMIT_SECONDS, help="Time limit of this call in seconds.")
-@click.option("--only", multiple=True, metavar="TITLE", help="Do this step alone, and again if it has a result.")
+@click.option("--only", multiple=True, metavar="TITLE", help="Run only this step, even if it has a result.")
 def main(name: str, demo: bool, limit_seconds: float, only: tuple[str, ...]) -> None:
     """Do the steps that are left, and write records to results/NAME. The archive goes to the folder $OUT if that is
     set, else to results.

@@ -193,7 +193,7 @@ def table_of_real(steps: int) -> None:
 @click.command()
 @click.option("--stages", "kind", type=click.Choice(["sleeping", "real"]), default="sleeping")
 @click.option("--micro-batches", "num_micro_batches", default=12)
-@click.option("--unit", default=0.05, help="Seconds of a sleeping stage's forward pass.")
+@click.option("--unit", default=0.05, help="Seconds that the forward pass of a sleeping stage takes.")
 @click.option("--steps", default=5)
 @click.option("--rounds", default=3)
 def main(kind: str, num_micro_batches: int, unit: float, steps: int, rounds: int) -> None:

@@ -30,7 +30,7 @@ CHOSEN = {  # what --help shows as the default of an option whose value the answ
 
 @click.command()
 @click.option("--gpu", "--machine", "name", type=options.MachineName(),
-              help="GPU or machine of machines.yaml; default: this one.")  # fmt: skip
+              help="GPU or machine of machines.yaml; default: this machine.")  # fmt: skip
 @click.option("-m", "asked_methods", default="all", metavar="METHOD", help="One method, several (a,b), or all.")
 @workload_options
 @size_options
@@ -39,9 +39,9 @@ CHOSEN = {  # what --help shows as the default of an option whose value the answ
     "facts",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Fact of --gpu, named as in machines.yaml, such as gpu_tflops=80; overrides the file's value, if any.",
+    help="Set a fact of the GPU that --gpu names, such as gpu_tflops=80; it replaces the value in machines.yaml.",
 )
-@click.option("--tokens", type=Amount(), help="Tokens to train on, such as 10B: adds how many hours that takes.")
+@click.option("--tokens", type=Amount(), help="Tokens to train on, such as 10B; adds the hours of the whole training.")
 @options.results
 @options.methods
 @options.machines

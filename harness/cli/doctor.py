@@ -24,8 +24,10 @@ GB = 1e9
 
 
 @click.command()
-@click.option("--calibrate", is_flag=True, help="Measure the rates that plans use; under a minute on an idle machine.")
-@click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer to time.")
+@click.option(
+    "--calibrate", is_flag=True, help="Measure the rates that plans use, in under a minute if the machine is idle."
+)
+@click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer that is timed.")
 @click.option("-b", "batch_size", type=int, default=4, help="Samples per step.")
 @options.num_heads
 @options.seq_len

@@ -59,7 +59,7 @@ def sweep(**words: Any) -> None:
 
 @click.command(cls=WithMethods)
 @job_options
-@click.option("--exact", is_flag=True, help="Add the device's peak in a memory rehearsal, if the method has one.")
+@click.option("--exact", is_flag=True, help="Add the exact device peak, from a rehearsal on tensors without memory.")
 def plan(exact: bool, **words: Any) -> None:
     """Show what each method needs, and the largest depth that should fit. Trains nothing, allocates nothing."""
     from harness.forecast import plan_table, published_laws
@@ -111,8 +111,8 @@ def search(context: click.Context) -> None:
 
 @search.command(cls=WithMethods, context_settings={"default_map": PROBE})
 @click.option("--of", type=click.Choice(size_axis.OF), default=size_axis.LAYERS,
-              help="Size to search: layers, samples of a step, tokens of a sample, or tokens of a step.")  # fmt: skip
-@click.option("--repeats", type=click.IntRange(1), default=1, help="Runs of the largest size and of the next larger.")
+              help="Size to search: layers, samples per step, tokens per sample, or tokens per step.")  # fmt: skip
+@click.option("--repeats", type=click.IntRange(1), default=1, help="Runs of the largest size found, and of the next.")
 @job_options
 @click.pass_context
 def largest(context: click.Context, of: str, **words: Any) -> None:
@@ -151,20 +151,20 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
 
 @click.command()
 @click.argument("number", metavar="N|overlap|all")
-@click.option("--profile", metavar="NAME", help="Scale: demo (minutes, on a CPU), quick, paper, or fit (this machine).")
-@click.option("--machine", type=options.MachineName(), help="Machine of machines.yaml: its memories are the budgets.")
-@click.option("--budget", "seconds", type=Duration(), help="Time for missing runs; the plan lists those left out.")
-@click.option("--repeats", type=click.IntRange(1), help="Runs of each job; an interval needs three.")
+@click.option("--profile", metavar="NAME", help="Scale: demo (minutes on a CPU), quick, paper, or fit (this machine).")
+@click.option("--machine", type=options.MachineName(), help="Take the memories of this machine of machines.yaml.")
+@click.option("--budget", "seconds", type=Duration(), help="Time for missing runs; runs beyond it are only listed.")
+@click.option("--repeats", type=click.IntRange(1), help="Runs of each job; a confidence interval needs three.")
 @options.results
 @options.added
 @click.option("--out", type=FOLDER, help="Folder of tables and figures; default: RESULTS/figures.")
-@click.option("--extract", "only", flag_value="extract", help="Only write the table, from the records.")
-@click.option("--draw", "only", flag_value="draw", help="Only draw the figure, from the table.")
+@click.option("--extract", "only", flag_value="extract", help="Only write the table from the records; run nothing.")
+@click.option("--draw", "only", flag_value="draw", help="Only draw the figure from the table.")
 @click.option(
     "--where",
     multiple=True,
     metavar="NAME=VALUE",
-    help="With --extract or --draw: make the figure from the records in RESULTS whose NAME is VALUE.",
+    help="With --extract or --draw: use only records whose NAME is VALUE.",
 )
 @options.probe
 @options.as_json
@@ -197,7 +197,7 @@ def setup(results: Path, as_json: bool) -> None:
 
 @click.command()
 @options.results
-@click.option("--quick", is_flag=True, help="Only two methods and three figures, in about a minute.")
+@click.option("--quick", is_flag=True, help="Show only two methods and three figures, in about a minute.")
 @options.as_json
 def demo(results: Path, quick: bool, as_json: bool) -> None:
     """Show everything at a tiny size, in minutes and without a GPU: every method, the seven figures, the report."""

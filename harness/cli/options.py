@@ -60,7 +60,7 @@ class Layers(click.IntRange):
 
 
 probe = together(
-    click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict then says so."),
+    click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict states this."),
     click.option("--probe-layers", type=Layers(), metavar="N|all", help=f"Layers of the probe (default: {LAYERS})."),
     click.option(
         "--probe-steps", type=click.IntRange(STEPS, MOST_STEPS), help=f"Steps of the probe (default: {STEPS})."
@@ -96,7 +96,7 @@ def _adds_to(module: str) -> Any:
 
 machines = click.option(
     "--machines", type=FILE, multiple=True, is_eager=True, expose_value=False, metavar="FILE",
-    callback=_adds_to("harness.devices.named_machines"), help="Add machines from a file like machines.yaml.",
+    callback=_adds_to("harness.devices.named_machines"), help="Add machines from a file written like machines.yaml.",
 )  # fmt: skip
 # For verbs that read results: records name methods, cases, claims and machines that may come from outside of this
 # project.
@@ -111,7 +111,7 @@ added = together(
     machines,
 )  # fmt: skip
 machine_of_records = click.option(
-    "--machine", metavar="NAME", help="Read only records of machines whose name contains NAME; v100-vm: the paper's."
+    "--machine", metavar="NAME", help="Read only records of machines whose name contains NAME; the paper's is v100-vm."
 )
 
 
@@ -179,22 +179,22 @@ def _set_defaults(context: click.Context, sizes: dict[str, Any]) -> None:
 
 params = click.option(
     "--params", type=Amount(), is_eager=True, expose_value=False, callback=_take_number,
-    help="Parameters in all, such as 7B: sets -l, -h and --heads for a GPT of the nearest GPT-3's width.",
+    help="Number of parameters, such as 7B: set -l, -h and --heads to a GPT of this size.",
 )  # fmt: skip
 model = together(
     click.option(
         "--model", metavar="NAME|PATH", shell_complete=_models, is_eager=True, callback=_take_sizes,
-        help="Take -l, -h, --heads and --vocab (of a GPT also --seq) from a model: a name in models.yaml, such as"
-        " gpt2-xl or Qwen3-8B; a config.json or its folder; or a size such as 7b, for a GPT of about that size."
-        " Options that are given override them.",
+        help="Set -l, -h, --heads and --vocab (for a GPT also --seq) to a model's: a name in models.yaml, such as"
+        " gpt2-xl or Qwen3-8B; a config.json or its folder; or a size such as 7b, for a GPT of about 7B parameters."
+        " These options, if given, override the model's values.",
     ),
     params,
 )  # fmt: skip
 gpt = together(
     click.option(
         "--model", metavar="NAME", shell_complete=_models, is_eager=True, expose_value=False, callback=_take_gpt,
-        help="Take -l, -h, --heads, --seq and --vocab from a GPT: a name in models.yaml, such as gpt2-xl, or a size"
-        " such as 7b, for a GPT of about that size. Options that are given override them.",
+        help="Set -l, -h, --heads, --seq and --vocab to a GPT's: a name in models.yaml, such as gpt2-xl, or a size"
+        " such as 7b, for a GPT of about 7B parameters. These options, if given, override the GPT's values.",
     ),
     params,
 )  # fmt: skip

@@ -23,8 +23,8 @@ MIB = 2**20
 
 
 @click.command()
-@click.option("--name", metavar="NAME", help="Name of the entry; default: the GPU's.")
-@click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer to time.")
+@click.option("--name", metavar="NAME", help="Name of the entry; default: the GPU's name.")
+@click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer that is timed.")
 @click.option("-b", "batch_size", type=int, default=4, help="Samples per step.")
 @options.num_heads
 @options.seq_len

@@ -40,7 +40,9 @@ def fairness(results: Path, as_json: bool) -> None:
 @click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="LOGS...")
 @options.results
 @options.added
-@click.option("--reference", metavar="METHOD", help="Reference method; default: one that keeps all on the device.")
+@click.option(
+    "--reference", metavar="METHOD", help="Method to judge losses by; default: one that keeps all on the device."
+)
 def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> None:
     """Read logs of the published artifact or of this harness into records. Folders are searched for logs."""
     from harness.artifact_logs import import_logs
@@ -69,7 +71,7 @@ def readable(path: Path) -> str:
 @click.command()
 @options.results
 @options.added
-@click.option("--against", type=click.Choice(["published"]), help="Judge by the original's published numbers.")
+@click.option("--against", type=click.Choice(["published"]), help="Judge the original's published numbers.")
 @options.machine_of_records
 @options.as_json
 def verify(results: Path, against: str | None, machine: str | None, as_json: bool) -> None:
@@ -87,7 +89,7 @@ def verify(results: Path, against: str | None, machine: str | None, as_json: boo
 @click.argument("words", nargs=-1, metavar="A B")
 @options.results
 @options.added
-@click.option("--baseline", metavar="BASE", help="Compare A (default: --results) with BASE: does A train the same?")
+@click.option("--baseline", metavar="BASE", help="Check that A (default: --results) trains like BASE, and no slower.")
 @options.as_json
 def compare(words: tuple[str, ...], results: Path, baseline: str | None, as_json: bool) -> None:
     """Compare the throughput of A and B: each a record, a folder of results, a commit, or METHOD[:option=value,...].
@@ -111,7 +113,7 @@ def compare(words: tuple[str, ...], results: Path, baseline: str | None, as_json
 @click.command()
 @options.results
 @options.added
-@click.option("--out", type=FILE, help="File of the page; default: RESULTS/report/index.html.")
+@click.option("--out", type=FILE, help="File to write the page to; default: RESULTS/report/index.html.")
 @click.option("--profile", metavar="NAME", help="Show only the figures of this profile; default: all.")
 @options.machine_of_records
 def report(results: Path, out: Path | None, profile: str | None, machine: str | None) -> None:
@@ -125,7 +127,7 @@ def report(results: Path, out: Path | None, profile: str | None, machine: str | 
 @click.command()
 @options.results
 @options.added
-@click.option("--out", type=FILE, help="File of the archive; default: RESULTS/bundle.tar.gz.")
+@click.option("--out", type=FILE, help="File to write the archive to; default: RESULTS/bundle.tar.gz.")
 def bundle(results: Path, out: Path | None) -> None:
     """Pack records, logs, figures, report and a manifest into one archive, without names of hosts and users."""
     from harness.report.bundle import write
@@ -150,8 +152,8 @@ def add(source: Path, results: Path) -> None:
 
 
 @click.command()
-@click.option("--no-browser", is_flag=True, help="Serve the notebook and print its address: for use without a screen.")
-@click.option("--ip", default="localhost", help="Address that Jupyter listens on; 0.0.0.0 in a container.")
+@click.option("--no-browser", is_flag=True, help="Print the notebook's address, and open no browser.")
+@click.option("--ip", default="localhost", help="Address that Jupyter listens on; in a container: 0.0.0.0.")
 def notebook(no_browser: bool, ip: str) -> None:
     """Open the notebook of figures and claims in Jupyter, which is first installed into .venv."""
     jupyter = ROOT / ".venv/bin/jupyter-lab"

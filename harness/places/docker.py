@@ -79,7 +79,9 @@ class Docker(Place):
     """The place --on docker: an engine, and an image of it. Raises Unavailable if either is missing."""
 
     cli_options: ClassVar = {
-        "image": click.option("--image", metavar="NAME", help="Image for --on docker; default: ./run.sh image build's.")
+        "image": click.option(
+            "--image", metavar="NAME", help="Image for --on docker; default: the one of ./run.sh image build."
+        )
     }
 
     @classmethod

@@ -222,8 +222,8 @@ class Kubernetes(Place):
     is_parallel = True
     cli_options: ClassVar = {
         "kubernetes": click.option("--kubernetes", multiple=True, metavar="NAME=VALUE|FILE",
-                                   help="Request of --on kubernetes: namespace, image, nodes, gpus, cpus,"
-                                   " node_selector, wait in seconds; or a YAML file."),
+                                   help="Setting of --on kubernetes: namespace, image, nodes, gpus, cpus,"
+                                   " node_selector or wait (seconds); or a YAML file of settings."),
     }  # fmt: skip
 
     @classmethod

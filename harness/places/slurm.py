@@ -98,8 +98,8 @@ class Slurm(Place):
     is_parallel = True
     cli_options: ClassVar = {
         "slurm": click.option("--slurm", multiple=True, metavar="NAME=VALUE|FILE",
-                              help="Request of --on slurm: partition, account, qos, time in minutes, gpus, cpus, nodes,"
-                              " requeue, container_image; or a YAML file."),
+                              help="Setting of --on slurm: partition, account, qos, time (minutes), gpus, cpus, nodes,"
+                              " requeue or container_image; or a YAML file of settings."),
     }  # fmt: skip
 
     @classmethod

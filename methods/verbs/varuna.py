@@ -40,7 +40,7 @@ Examples:
 
 gpt = options.together(
     options.gpt,
-    click.option("-l", "num_layers", type=int, help="Layers of the published GPT."),
+    click.option("-l", "num_layers", type=int, help="Number of layers of the published GPT."),
     click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size."),
     options.num_heads,
     options.seq_len,
@@ -49,10 +49,10 @@ gpt = options.together(
 )
 rates = options.together(
     click.option(
-        "--machine", "machine_name", type=options.MachineName(), help="Rates of a machine of machines.yaml, for a GPT."
+        "--machine", "machine_name", type=options.MachineName(), help="Time a GPT by this machine of machines.yaml."
     ),
     options.machines,
-    click.option("--network", type=Bytes(), help="Bytes per second of a link between stages of a GPT."),
+    click.option("--network", type=Bytes(), help="Bytes per second between two stages of a GPT."),
 )
 
 
@@ -67,8 +67,10 @@ def varuna(context: click.Context) -> None:
 @varuna.command()
 @gpt
 @click.option("--ranks", "num_ranks", type=click.IntRange(1), default=1, help="Processes that measure at once.")
-@click.option("--micro-batches", "sizes", type=Numbers(), default="1,2,4,8", help="Samples of each measured size.")
-@click.option("--out", "folder", type=FOLDER, default="profile", help="Folder of the profile.")
+@click.option(
+    "--micro-batches", "sizes", type=Numbers(), default="1,2,4,8", help="Micro-batch sizes to measure, in samples."
+)
+@click.option("--out", "folder", type=FOLDER, default="profile", help="Folder to write the profile to.")
 def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> None:
     """Measure the published GPT on this machine: sections, their updates, messages and all-reduces, in seconds and
     bytes.
@@ -88,12 +90,14 @@ def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> Non
     "--profile",
     "folder",
     type=FOLDER,
-    help="Folder that Profiler wrote. Without it a GPT is foretold by the rates of --machine.",
+    help="Folder of a profile; default: predict a GPT's times from the rates of --machine.",
 )
-@click.option("--gpus", "num_gpus", type=int, required=True, help="Devices of all machines.")
-@click.option("--gpus-per-vm", type=int, default=1, help="Devices of one machine.")
-@click.option("--batch", "batch_size", type=int, required=True, help="Samples per step, of all replicas.")
-@click.option("--memory", "capacity", type=Bytes(), help="Memory of a device; default: as in the profile.")
+@click.option("--gpus", "num_gpus", type=int, required=True, help="Number of devices in all machines together.")
+@click.option("--gpus-per-vm", type=int, default=1, help="Number of devices in each machine.")
+@click.option("--batch", "batch_size", type=int, required=True, help="Samples per step, over all replicas.")
+@click.option(
+    "--memory", "capacity", type=Bytes(), help="Memory of each device; default: that in the profile, or of --machine."
+)
 @gpt
 @rates
 @options.as_json
@@ -158,21 +162,23 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
     "--micro-batches", "num_micro_batches", type=click.IntRange(1), required=True, help="Micro-batches of each replica."
 )
 @click.option("--replicas", "num_replicas", type=click.IntRange(1), default=1, help="Pipelines that share a batch.")
-@click.option("--schedule", "schedules", default=",".join(SCHEDULES), help="Schedules, with commas between them.")
+@click.option("--schedule", "schedules", default=",".join(SCHEDULES), help="Schedules, separated by commas.")
 @click.option("--passes", type=(SECONDS, SECONDS, SECONDS),
               help="Seconds of a stage's forward pass, recompute and backward pass.  [default: 1 1 2]")  # fmt: skip
 @click.option("--send", type=SECONDS, help="Seconds of a message between stages.  [default: 0]")
-@click.option("--long-send", type=SECONDS, help="Seconds of a message between machines.")
-@click.option("--gpus-per-vm", type=click.IntRange(1), default=1, help="Stages of one machine.")
-@click.option("--sends-at-once", type=click.IntRange(1), default=4, help="Messages on a link in each direction.")
-@click.option("--sum", "sum_seconds", type=SECONDS, default=0.0, help="Seconds of the replicas' all-reduce.")
-@click.option("--jitter", type=SECONDS, default=0.0, help="Relative standard deviation of messages.")
-@click.option("--pass-jitter", type=SECONDS, default=0.0, help="Relative standard deviation of passes.")
+@click.option("--long-send", type=SECONDS, help="Seconds of a message between machines; default: --send.")
+@click.option("--gpus-per-vm", type=click.IntRange(1), default=1, help="Number of stages on each machine.")
+@click.option(
+    "--sends-at-once", type=click.IntRange(1), default=4, help="Most messages at once on a link, per direction."
+)
+@click.option("--sum", "sum_seconds", type=SECONDS, default=0.0, help="Seconds of the all-reduce between replicas.")
+@click.option("--jitter", type=SECONDS, default=0.0, help="Standard deviation of messages' times, over their mean.")
+@click.option("--pass-jitter", type=SECONDS, default=0.0, help="Standard deviation of passes' times, over their mean.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the random jitter.")
 @gpt
-@click.option("--chunk-size", type=click.IntRange(1), default=1, help="Samples of a micro-batch of a GPT.")
+@click.option("--chunk-size", type=click.IntRange(1), default=1, help="Samples per micro-batch of a GPT.")
 @rates
-@click.option("--out", type=FILE, metavar="FILE", help="Draw the stages' passes: FILE.pdf and FILE.png.")
+@click.option("--out", type=FILE, metavar="FILE", help="Draw a timeline of the stages to FILE.pdf and FILE.png.")
 @options.as_json
 def simulate(
     num_stages: int, num_micro_batches: int, num_replicas: int, schedules: str,

@@ -19,9 +19,9 @@ from harness.places.docker import Docker, default_image, engine, told
 from harness.places.shared import container_user
 
 COLOR = re.compile(r"\x1b\[\d+m")  # the engine colors what a step prints to its standard error
-device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch's build.")
+device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch build.")
 name_option = click.option(
-    "--image", "name", metavar="NAME", help="Image's name; default: that which --on docker uses."
+    "--image", "name", metavar="NAME", help="Name of the image; default: the name that --on docker uses."
 )
 
 
@@ -36,10 +36,14 @@ def image(context: click.Context) -> None:
 @image.command()
 @device_option
 @name_option
-@click.option("--base", metavar="IMAGE", help="Debian with Python 3.11 or newer; default: as docker/Dockerfile says.")
+@click.option(
+    "--base",
+    metavar="IMAGE",
+    help="Base image, a Debian with Python 3.11 or newer; default: that of docker/Dockerfile.",
+)
 @click.option("--wheelhouse", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Folder with all wheels, for machines without network; pip wheel -w DIR fills it.")  # fmt: skip
-@click.option("--build-arg", "given", multiple=True, metavar="NAME=VALUE", help="Argument of docker/Dockerfile.")
+              help="Install from the wheels in this folder, without network; pip wheel -w DIR makes them.")  # fmt: skip
+@click.option("--build-arg", "given", multiple=True, metavar="NAME=VALUE", help="Set an ARG of docker/Dockerfile.")
 def build(device: str, name: str | None, base: str | None, wheelhouse: Path | None, given: tuple[str, ...]) -> None:
     """Build the image from docker/Dockerfile with the pinned dependencies. It is built once, in some minutes."""
     client, name = engine(), name or default_image(device)

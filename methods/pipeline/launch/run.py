@@ -20,21 +20,29 @@ ORIGINALS = {"allow_interspersed_args": False, "ignore_unknown_options": True, "
 
 @click.command(context_settings=ORIGINALS)
 @click.option("--machine-list", "--machine_list", type=PATH, required=True,
-              help="File with the address of a machine on each line; may change during the job.")  # fmt: skip
+              help="File with one machine's address per line, read again during the job.")  # fmt: skip
 @click.option("--gpus-per-node", "--gpus_per_node", "per_machine", type=int, default=1, show_default=True,
               help="Number of ranks on each machine.")  # fmt: skip
-@click.option("--batch-size", "--batch_size", type=int, required=True, help="Samples of a step in all replicas.")
-@click.option("--nstages", "num_stages", type=int, help="Number of stages; fewer if there are fewer ranks.")
-@click.option("--chunk-size", "--chunk_size", type=int, help="Samples of a micro-batch.")
+@click.option("--batch-size", "--batch_size", type=int, required=True, help="Samples per step, over all replicas.")
+@click.option(
+    "--nstages", "num_stages", type=int, help="Number of stages; with fewer ranks than this, one stage per rank."
+)
+@click.option("--chunk-size", "--chunk_size", type=int, help="Samples per micro-batch.")
 @click.option("--profile", type=PATH, metavar="FOLDER",
-              help="Choose --nstages and --chunk-size by the profile that Profiler wrote to this folder.")  # fmt: skip
-@click.option("--code-dir", "--code_dir", type=PATH, default=Path(), help="Working folder of the ranks; default: here.")
+              help="Choose --nstages and --chunk-size by the profile in FOLDER, which Profiler wrote.")  # fmt: skip
+@click.option(
+    "--code-dir",
+    "--code_dir",
+    type=PATH,
+    default=Path(),
+    help="Working folder of the ranks; default: the current folder.",
+)
 @click.option("--folder", type=PATH, default=Path("varuna_job"), show_default=True,
-              help="Folder of the job's record, checkpoints and logs; a job in it goes on.")  # fmt: skip
+              help="Folder of the job's record, checkpoints and logs; a job found there is continued.")  # fmt: skip
 @click.option("--checkpoint-every", type=click.IntRange(0), default=100, show_default=True,
-              help="Most steps to repeat after a rank died; 0: the script saves by itself.")  # fmt: skip
+              help="Most steps to repeat after a rank died; 0: the script saves its own checkpoints.")  # fmt: skip
 @click.option("--stall-minutes", type=float, default=30.0, show_default=True,
-              help="End the job after so many minutes without progress.")  # fmt: skip
+              help="End the job after this many minutes without progress.")  # fmt: skip
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
