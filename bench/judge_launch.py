@@ -80,7 +80,7 @@ def judge_folder(folder: Path, undisturbed: Path, most_lost: int, tolerance: flo
     try:
         found = judge(steps, expected, lost, tolerance)
     except (KeyError, TypeError) as error:
-        told = f"expected what launchers write of a step, got {type(error).__name__}: {error}"
+        told = f"expected steps as a launcher writes them, got {type(error).__name__}: {error}"
         raise ValueError(f"{folder} or {undisturbed}: {told}; try another --folder") from error
     if not found.passed:
         return found

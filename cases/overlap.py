@@ -117,7 +117,7 @@ def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]
     traced = results / "traces" / f"overlap_{profile}.json"
     own = [each for each in records if Path(each.job.trace or "").name == traced.name and each.status == "ok"]
     if not own or not traced.exists():
-        raise ValueError(f"no trace of profile {profile} here: {call(NAME, profile)} makes it")
+        raise ValueError(f"expected a trace of profile {profile} in {results}, got none; try {call(NAME, profile)}")
     paths = [_virtual(results / "traces", profile, name) for name in MACHINES]
     return [Shown(read(traced), own[-1]), *(Shown(read(path), None) for path in paths if path.exists())]
 

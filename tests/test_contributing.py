@@ -192,7 +192,7 @@ def test_a_case_whose_jobs_would_end_the_process_is_told_in_a_line(tmp_path: Pat
 def test_a_case_without_runs_tells_what_to_run_first(tmp_path: Path) -> None:
     (tmp_path / "case10.py").write_text(CASE)
     done = run("case", "10", "--extract", "--cases", tmp_path, "--results", tmp_path)
-    told = f"error: case 10 is of runs that it makes itself; try ./run.sh case 10 --cases {tmp_path} first"
+    told = f"error: case 10: expected --profile NAME of its own runs, got none; try ./run.sh case 10 --cases {tmp_path}"
     assert done.returncode == 2 and done.stderr.startswith(told) and len(done.stderr.splitlines()) == 1
 
 

@@ -40,7 +40,7 @@ def import_logs(
     found = {folder: _read_folder(folder, paths) for folder, paths in chosen.items()}
     names = sorted({record.job.method for records, _ in found.values() for record in records.values()})
     if reference is not None and names and reference not in names:
-        raise ValueError(f"no log is of {reference!r}: --reference takes {', '.join(names)}")
+        raise ValueError(f"--reference: expected a method of these logs ({', '.join(names)}), got {reference!r}")
     for folder, (records, complaints) in found.items():
         gates = judge_curves.judge_all(list(records.values()), references(records.values(), reference))
         judged = dict(zip(records, gates, strict=True))

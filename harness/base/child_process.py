@@ -58,7 +58,7 @@ def ask(module: str, arguments: Any) -> Any:
     try:
         return json.loads(output.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError) as error:  # a method may have ended the process with code 0
-        raise ValueError(f"{module} failed: no answer; look for sys.exit() and os._exit() in what it runs") from error
+        raise ValueError(f"{module} failed: no answer; its code must not call sys.exit() or os._exit()") from error
 
 
 def run_logged(module: str, arguments: Any, log: Path) -> None:

@@ -37,7 +37,8 @@ def read_archive(path: Path, folder: str, manifest: str, endings: Collection[str
     told = {hashlib.sha256(data).hexdigest() + f"  {name}" for name, data in files.items()}
     if wrong := sorted(told.symmetric_difference(listed)):
         name = wrong[0].partition("  ")[2]
-        raise ValueError(f"{path}: {name!r:.200} is not as {manifest} lists it; ask for the archive again")
+        told = f"expected the files that {manifest} lists, got others: {name!r:.200}"
+        raise ValueError(f"{path}: {told}; ask the sender for the archive again")
     return files
 
 
@@ -48,7 +49,7 @@ def _members(path: Path, folder: str, endings: Collection[str]) -> dict[str, byt
         for number, member in enumerate(tar, start=1):
             top, _, name = member.name.partition("/")
             if number > MOST_FILES:
-                raise ValueError(f"{path}: expected at most {MOST_FILES} files")
+                raise ValueError(f"{path}: expected at most {MOST_FILES} files, got more")
             if member.isdir() and not member.issparse() and _is_inside(member.name):
                 continue
             if not member.isreg() or member.issparse():
@@ -57,7 +58,7 @@ def _members(path: Path, folder: str, endings: Collection[str]) -> dict[str, byt
                 raise ValueError(f"{path}: expected each file once and inside {folder}/, got {member.name!r:.200}")
             if not name.endswith((*endings, ".sha256")):
                 kinds = " ".join(endings)
-                raise ValueError(f"{path}: expected data alone ({kinds}), got {member.name!r:.200}")
+                raise ValueError(f"{path}: expected only data files ({kinds}), got {member.name!r:.200}")
             if member.size > MOST_BYTES:
                 raise ValueError(f"{path}: expected files of at most {MOST_BYTES} bytes, got {member.size}")
             content = tar.extractfile(member)
@@ -82,5 +83,5 @@ class _Limited:
         data = bytes(self.stream.read(size))
         self.left -= len(data)
         if self.left < 0:
-            raise ValueError(f"expected an archive of at most {MOST_UNPACKED} bytes, unpacked")
+            raise ValueError(f"expected an archive of at most {MOST_UNPACKED} bytes when unpacked, got more")
         return data

@@ -62,7 +62,7 @@ def parsed_json(text: str) -> Any:
     except RecursionError:
         data = None
     if data is None or not _is_limited(data):
-        raise ValueError(f"expected JSON of at most {MOST_DEPTH} levels")
+        raise ValueError(f"expected JSON of at most {MOST_DEPTH} nested levels, got more, or null")
     return writable(data) if SURROGATE.search(text) else data
 
 
@@ -90,7 +90,7 @@ def _parsed_yaml(text: str, as_text: bool) -> Any:
     except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # dates, characters by number
         raise ValueError(" ".join(str(error).split())) from error
     if not _is_limited(data, MOST_PARTS):
-        raise ValueError(f"expected YAML of at most {MOST_DEPTH} levels and {MOST_PARTS} parts")
+        raise ValueError(f"expected YAML of at most {MOST_DEPTH} nested levels and {MOST_PARTS} values, got more")
     return data
 
 
@@ -110,7 +110,7 @@ def _parts(value: Any) -> Any:
 
 def _integer(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
-        raise ValueError(f"expected numbers of at most {MOST_DIGITS} digits, got {len(digits)}")
+        raise ValueError(f"expected integers of at most {MOST_DIGITS} digits, got one of {len(digits)}")
     return int(digits)
 
 

@@ -58,7 +58,7 @@ class Called:
             with self.told():
                 answer = found(*words, **options)
                 if self.returned and not isinstance(answer, self.returned):
-                    raise TypeError(f"expected it to return a {self.returned.__name__}, got {type(answer).__name__}")
+                    raise TypeError(f"expected a {self.returned.__name__} as the result, got {type(answer).__name__}")
             return self.each(answer) if isinstance(answer, GeneratorType) else answer
 
         return call

@@ -43,7 +43,7 @@ def places(files: Iterable[Path], example: str) -> dict[str, Path]:
         for name in entries(file, example):
             if found.setdefault(name, file) != file:
                 told = " ".join(name.split())
-                raise ValueError(f"expected one entry {told}, got {found[name]} and {file}; try another name")
+                raise ValueError(f"expected one entry {told}, got one in {found[name]} and one in {file}; rename one")
     return found
 
 
@@ -68,7 +68,7 @@ def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: s
         return checked(kind, entries(file, example)[name])
     except ValueError as error:
         known = ", ".join(item.name for item in fields(kind))  # type: ignore[arg-type]
-        raise ValueError(f"{file}: {' '.join(name.split())}: {error}; try {known}") from error
+        raise ValueError(f"{file}: {' '.join(name.split())}: {error}; try the fields {known}") from error
 
 
 @functools.lru_cache

@@ -94,7 +94,7 @@ def own_folder(folder: Path) -> Path:
 def check_new(folder: Path) -> None:
     """Raise ValueError if the folder's name is taken, by anything but an empty folder."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
-        raise ValueError(f"{folder}: expected the name of a new folder, got one that is there; name another")
+        raise ValueError(f"{folder}: expected a new or empty folder, got a name that is taken; try another name")
 
 
 def check_replaceable(path: Path) -> None:
@@ -103,4 +103,4 @@ def check_replaceable(path: Path) -> None:
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "a symbolic link" if stat.S_ISLNK(mode) else "a device or pipe"
-            raise ValueError(f"{path}: expected the name of a new file or of one to replace, got {kind}; name another")
+            raise ValueError(f"{path}: expected a new file, or a file to replace, got {kind}; try another name")

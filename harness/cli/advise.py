@@ -58,14 +58,14 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
     asked = Budget(words["device_memory"], words["host_memory"], words["disk_memory"])
     given_facts = dict(map(parse_option, facts))
     if given_facts and not name:
-        raise ValueError("expected --gpu NAME with --fact, got none: the facts are of that GPU")
+        raise ValueError("--fact: expected --gpu NAME, the GPU that has these facts, got none; try --gpu NAME")
     place = named_place(name, asked, given_facts) if name else this_place(asked)
     given = {each.name for each in context.command.params
              if context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE}  # fmt: skip
     dtype = words["dtype"] if "dtype" in given else place.dtype
     found = workloads({**words, "dtype": dtype})
     if len(found) > 1 or len(words["window_size"] or []) > 1:
-        raise ValueError("expected one size, got several; try ./run.sh plan")
+        raise ValueError("expected one size, got several; try ./run.sh plan for a list")
     window = words["window_size"]
     own = {"window_size": window[0]} if window else {}
     own |= {"disk": words["disk"]} if words["disk"] else {}

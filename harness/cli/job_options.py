@@ -190,11 +190,11 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
         device = "sim"
     elsewhere = words.get("on", "local") != "local"
     if elsewhere and device == "cuda" and not machine.gpu() and budget.device_bytes is None:
-        raise ValueError("the memory of the other machine's GPU is unknown: try --device-memory 80GiB")
+        raise ValueError("expected the memory of the other machine's GPU, got none: try --device-memory 80GiB")
     if device not in there and not elsewhere:
         raise ValueError(f"no {device} device here: try --device {' or '.join(there)}")
     if words["link"] and device != "sim":
-        raise ValueError(f"--link is simulated, and {device} has a real link: leave it out, or try --device sim")
+        raise ValueError(f"--link: expected --device sim, got {device}, whose link is real; leave --link out")
     return device
 
 
@@ -229,7 +229,7 @@ def place_of(words: dict[str, Any], device: str) -> place.Place | None:
     for name, cls in place.loadable().items():
         for option in cls.cli_options:
             if words[option] and words["on"] != name:
-                raise ValueError(f"--{option} needs --on {name}: add that, or leave --{option} out")
+                raise ValueError(f"--{option} needs --on {name}: add --on {name}, or leave --{option} out")
     return None if words["on"] == "local" else place.load(words["on"]).of(words, device)
 
 

@@ -106,7 +106,7 @@ def _published_room(name: str, asked: Budget) -> Room:
 def search(context: click.Context) -> None:
     """Find the largest size that trains here, by real runs."""
     if context.invoked_subcommand is None:
-        raise ValueError("expected what to search; try ./run.sh search largest -m METHOD")
+        raise ValueError("search: expected largest, got nothing; try ./run.sh search largest -m METHOD")
 
 
 @search.command(cls=WithMethods, context_settings={"default_map": PROBE})
@@ -124,7 +124,7 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
     from harness.jobs.largest_size import FEWEST_STEPS, Probes, find, texts
 
     if words["steps"] < FEWEST_STEPS:
-        raise ValueError(f"--steps: expected at least {FEWEST_STEPS} for a probe, got {words['steps']}")
+        raise ValueError(f"--steps: expected at least {FEWEST_STEPS} in a search, got {words['steps']}")
     probe, folders = options.probe_of(words), _folders(words)
     grows = size_axis.OPTIONS[of]
     is_given = context.get_parameter_source(grows) is ParameterSource.COMMANDLINE
@@ -227,13 +227,16 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
     if words.get("trace"):
         if len(asked) > 1 or words["on"] != "local":
-            raise ValueError("--trace needs one run in one local process: one method and size, no --on")
+            raise ValueError("--trace needs a single run on this machine: one method, one size, no --on")
         check_replaceable(words["trace"])
         check_writable(words["trace"].parent, "--trace")
         jobs = [dataclasses.replace(jobs[0], trace=str(words["trace"].resolve()))]
     if words.get("save"):
         if len(asked) > 1 or words["on"] != "local" or len(jobs[0].workloads()) > 1 or jobs[0].workload.config is None:
-            raise ValueError("--save needs one run here of one model by its config.json: one method and size, no --on")
+            raise ValueError(
+                "--save needs a single run on this machine, of one model with a config.json: one method, one size, no"
+                " --on"
+            )
         check_new(words["save"])
         check_writable(words["save"].resolve().parent, "--save")
         jobs = [dataclasses.replace(jobs[0], save=str(words["save"].resolve()))]

@@ -72,7 +72,7 @@ def probe_of(words: dict[str, Any]) -> Extent | None:
     """Take the probe's options out of a call's arguments; return the probe's size, or None if no option is given."""
     is_left_out, *given = (words.pop(name) for name in ("no_probe", "probe_layers", "probe_steps"))
     if is_left_out and any(given):
-        raise ValueError("expected --no-probe or an extent of the probe, got both; leave one out")
+        raise ValueError("expected --no-probe, or --probe-layers and --probe-steps, got both; leave one out")
     layers, steps = given
     return NONE if is_left_out else Extent(layers or LAYERS, steps or STEPS) if any(given) else None
 

@@ -101,11 +101,11 @@ def compare(words: tuple[str, ...], results: Path, baseline: str | None, as_json
 
     if baseline is None:
         if len(words) != 2:
-            raise ValueError(f"expected two to compare, A and B, got {len(words)}; or name one with --baseline")
+            raise ValueError(f"expected two arguments, A and B, got {len(words)}; or try --baseline BASE")
         a, b = words
         sys.exit(0 if run(a, b, results, as_json) else CHECK_FAILED)
     if len(words) > 1:
-        raise ValueError(f"expected one to hold against --baseline, got {len(words)}")
+        raise ValueError(f"expected at most one argument with --baseline, got {len(words)}")
     new = words[0] if words else str(results)
     sys.exit(of_baseline(*held_against.run(baseline, new, results, as_json)))
 

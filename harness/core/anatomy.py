@@ -136,7 +136,7 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
     except (OSError, ValueError):
         found = ask("harness.forecast.sketch", config)
         if told := found.get("unlike"):
-            raise ValueError(f"{model} is not trained here: {told}") from None
+            raise ValueError(f"{model} cannot be trained here: {told}") from None
         with contextlib.suppress(OSError):  # the file is not kept: the next process sketches the model again
             SKETCHES.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(found))

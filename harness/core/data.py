@@ -81,14 +81,16 @@ def corpus(workload: Workload) -> Sampler:
     tokens = _open_tokens(prefix)
     places = len(tokens) - workload.seq_len
     if places < 1:
-        raise ValueError(f"{prefix}.bin holds {len(tokens)} tokens, fewer than one sample of {workload.seq_len + 1}")
+        told = f"expected at least one sample of {workload.seq_len + 1} tokens, got {len(tokens)} tokens"
+        raise ValueError(f"{prefix}.bin: {told}; try a smaller --seq")
 
     def sample(index: int) -> np.ndarray:
         start = int(_uniform(workload.seed, index, 1)[0] * places)
         window = np.asarray(tokens[start : start + workload.seq_len + 1], dtype=np.int64)
         beyond = window[(window < 0) | (window >= workload.vocab_size)]
         if beyond.size:
-            raise ValueError(f"{prefix}.bin holds token {beyond[0]}, the vocabulary has {workload.vocab_size}: --vocab")
+            told = f"expected tokens from 0 to {workload.vocab_size - 1}, as --vocab says, got {beyond[0]}"
+            raise ValueError(f"{prefix}.bin: {told}; try a larger --vocab")
         return window
 
     return sample
@@ -104,20 +106,21 @@ def _open_tokens(prefix: str) -> np.ndarray:
         with open(f"{prefix}.idx", "rb") as index:
             head = index.read(len(INDEX_MAGIC) + 17)
         if len(head) < len(INDEX_MAGIC) + 17 or not head.startswith(INDEX_MAGIC):
-            raise ValueError(f"{prefix}.idx is not a Megatron index: --data takes the prefix of a .bin/.idx pair")
+            raise ValueError(f"{prefix}.idx: expected a Megatron index; try --data with the prefix of a .bin/.idx pair")
         version, code, count = struct.unpack("<QBQ", head[len(INDEX_MAGIC) :])
         if version != 1 or code not in INDEX_DTYPES:
-            raise ValueError(f"{prefix}.idx has version {version} and dtype {code}; version 1 with integers is read")
+            raise ValueError(f"{prefix}.idx: expected version 1 with integers, got version {version} and dtype {code}")
         dtype = np.dtype(INDEX_DTYPES[code])
         size = Path(f"{prefix}.bin").stat().st_size
         if not size:
-            raise ValueError(f"{prefix}.bin is empty: expected tokens")
+            raise ValueError(f"{prefix}.bin: expected tokens, got an empty file")
         if size % dtype.itemsize:
-            raise ValueError(f"{prefix}.bin is cut short: {size} bytes, {dtype.itemsize} for each token")
+            raise ValueError(f"{prefix}.bin: expected a multiple of {dtype.itemsize} bytes (one token), got {size}")
         tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
         lengths = np.fromfile(f"{prefix}.idx", "<i4", min(count, len(tokens)), offset=len(INDEX_MAGIC) + 25)
         if lengths.sum(dtype=np.int64) != len(tokens):
-            raise ValueError(f"{prefix}.bin holds {len(tokens)} tokens, its index {lengths.sum(dtype=np.int64)}")
+            told = f"expected {lengths.sum(dtype=np.int64)} tokens, as {prefix}.idx says, got {len(tokens)}"
+            raise ValueError(f"{prefix}.bin: {told}")
         return tokens
     except OSError as error:
         raise ValueError(f"cannot read the corpus {error.filename}: {error.strerror}") from error

@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Any]:
         config = read_json(file.resolve())  # files of the Hub's cache are links
     except (OSError, ValueError) as error:
         told = getattr(error, "strerror", None) or error
-        raise ValueError(f"cannot read {file}: {told}; expected a model's {FILE}, as the Hub has it") from error
+        raise ValueError(f"cannot read {file}: {told}; expected a model's {FILE}, as Hugging Face has it") from error
     return checked_config(config, str(file))
 
 
@@ -48,12 +48,13 @@ def checked_config(config: Any, source: str) -> dict[str, Any]:
     for name in SIZES.values():
         if not isinstance(config.get(name), int):
             told = f"expected {name} as a number, got {config.get(name)!r:.40}"
-            raise ValueError(f"{source}: {told}; models of type {config['model_type']} are not trained here")
+            raise ValueError(f"{source}: {told}; models of type {config['model_type']} cannot be trained here")
     if config.get("quantization_config"):
         raise ValueError(f"{source}: expected weights that can be trained, got quantized ones: try the original model")
     if others := [kind for kind in _rope_types(config) if kind not in ROPE_TYPES]:
         known, got = ", ".join(ROPE_TYPES), others[0]
-        raise ValueError(f"{source}: expected positions of type {known}, got {got}, which changes with the sample")
+        told = f"expected rotary positions of type {known}, got {got}, whose angles depend on the sample"
+        raise ValueError(f"{source}: {told}")
     return config
 
 

@@ -79,7 +79,7 @@ class Workload:
         if self.config is not None:
             self._check_config(self.config)
         elif self.weights is not None:
-            raise ValueError("expected a model by its config.json for --weights: try --model with their folder")
+            raise ValueError("--weights: expected a model with a config.json, got a GPT: try --model with that folder")
         elif self.hidden_size % self.num_heads:
             below = self.hidden_size // self.num_heads * self.num_heads
             nearest = " or ".join(str(size) for size in (below, below + self.num_heads) if size)
@@ -91,7 +91,7 @@ class Workload:
             told = f"expected a divisor of batch {self.batch_size} ({counts}), got {self.micro_batches}"
             raise ValueError(f"--micro-batches: {told}")
         if self.dropout and self.micro_batches > 1:
-            raise ValueError("dropout and micro-batches exclude each other: another order drops other elements")
+            raise ValueError("dropout and micro-batches exclude each other: micro-batches would drop other elements")
         if self.dtype not in ("fp32", "bf16", "fp16"):
             raise ValueError(f"dtype must be fp32, bf16 or fp16, not {self.dtype!r}")
         if not 0 <= self.dropout < 1:
@@ -109,7 +109,7 @@ class Workload:
         if (heads := hub_config.sizes_of(config)["num_heads"]) != self.num_heads:
             raise ValueError(f"the model has {heads} heads, not {self.num_heads}: leave --heads out")
         if self.dropout:
-            raise ValueError("expected no dropout with a model by its config.json: leave --dropout out")
+            raise ValueError("--dropout: expected 0 for a model with a config.json: leave --dropout out")
 
     @property
     def anatomy(self) -> Anatomy:
@@ -294,9 +294,10 @@ class Plan:
     def __post_init__(self) -> None:
         for memory in (self.device, self.host, self.disk):
             if unknown := set(memory) - set(STATE_KINDS):
-                raise ValueError(f"a plan's kinds are {', '.join(STATE_KINDS)}, not {', '.join(sorted(unknown))}")
+                told = f"expected a plan's kinds of bytes among {', '.join(STATE_KINDS)}"
+                raise ValueError(f"{told}, got {', '.join(sorted(unknown))}")
         if not isinstance(self.stages, dict):
-            raise ValueError(f"expected a plan's stages by name, got {self.stages!r:.80}")
+            raise ValueError(f"expected a plan's stages as bytes by name, got {self.stages!r:.80}")
         moved = {"moved_bytes": self.moved_bytes}
         sized: list[Mapping[str, float]] = [self.device, self.host, self.disk, self.exchanged, self.stages, moved]
         for each in sized:

@@ -220,7 +220,7 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
     for option, value in options.items():
         if not isinstance(value, hints[option]):
             kind = getattr(hints[option], "__name__", hints[option])
-            read = "" if isinstance(value, str) else " (none, true, false and numbers are read as such)"
+            read = "" if isinstance(value, str) else " (none, true, false and numbers are not read as text)"
             raise ValueError(f"{name}'s option {option} takes {kind}, not {value!r}{read}")
     with told("__init__()", file, (Unavailable,)):
         return cls(**options)
@@ -234,14 +234,14 @@ def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -
 
     if workload.config is not None and not trained.takes_config:
         others = able("takes_config")
-        raise ValueError(f"{trained.label} trains the published GPT alone, not {workload.model}: try -m {others}")
+        raise ValueError(f"{trained.label} trains only the published GPT, not {workload.model}: try -m {others}")
     if workload.micro_batches > 1 and not trained.accumulates:
         others = able("accumulates")
-        raise ValueError(f"{trained.label} does not sum the gradients of micro-batches: leave them out, or -m {others}")
+        raise ValueError(f"{trained.label} does not sum micro-batches: try --micro-batches 1, or -m {others}")
     if workload.clip_norm and not trained.clips:
         raise ValueError(f"{trained.label} does not clip gradients: try --clip 0, or -m {able('clips')}")
     if workload.dtype == "fp16" and not trained.scales_loss:
-        raise ValueError(f"{trained.label} has no loss scale here: --dtype bf16, or -m {able('scales_loss')}")
+        raise ValueError(f"{trained.label} has no loss scale for fp16: try --dtype bf16, or -m {able('scales_loss')}")
 
 
 def option_names(cls: type[Method]) -> list[str]:

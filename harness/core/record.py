@@ -319,7 +319,7 @@ def new_stem(folder: Path, job: Job) -> Path:
         with suppress(FileExistsError):
             Path(f"{stem}.txt").touch(0o644, exist_ok=False)
             return stem
-    raise ValueError(f"no free name for another log of {job.method} in {folder}")
+    raise ValueError(f"no free name for another log of {job.method} in {folder}: try another --results")
 
 
 def log_stem(job: Job, window: int, second: int) -> str:

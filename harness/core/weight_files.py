@@ -94,7 +94,7 @@ def _files(folder: Path) -> dict[str, str]:
         if (folder / name).exists():
             return _listed(folder, name, *_state(folder / name))
     found = "a folder without either" if folder.is_dir() else "no such folder"
-    raise ValueError(f"--weights {folder}: expected a folder with {ALONE} or {INDEX}, as the Hub has them, got {found}")
+    raise ValueError(f"--weights {folder}: expected a folder with {ALONE} or {INDEX}, as Hugging Face has, got {found}")
 
 
 @functools.lru_cache(maxsize=8)
@@ -109,7 +109,7 @@ def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
         raise ValueError(f"{folder / INDEX}: expected a weight_map, got {error!s:.80}; fetch it again") from error
     for name, file in found.items() if isinstance(found, dict) else [("weight_map", found)]:
         if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{folder / INDEX}: expected the name of a file beside it for {name}, got {file!r:.80}")
+            raise ValueError(f"{folder / INDEX}: expected for {name} a file name in this folder, got {file!r:.80}")
     return dict(found)
 
 

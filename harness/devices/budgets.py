@@ -62,8 +62,8 @@ def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
     least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context)
     if budget_bytes is not None and budget_bytes < least:
         raise ValueError(
-            f"expected --device-memory of at least {-(-least // MIB)}MiB on a GPU, whose context takes"
-            f" {gib(context)} of it, got {gib(budget_bytes)}"
+            f"expected --device-memory of at least {-(-least // MIB)}MiB, because the GPU's context takes"
+            f" {gib(context)}, got {gib(budget_bytes)}"
         )
 
 

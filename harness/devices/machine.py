@@ -242,8 +242,8 @@ def rank_room(job: Job) -> Room:
         raise ValueError("several ranks train on cpu or cuda, not on sim: leave --ranks or --device-memory out")
     if job.options.get("num_devices", 1) > 1 and job.device == "sim":
         raise ValueError(
-            "sim (--device-memory on a CPU) is one device: leave --devices out, or add --device cpu, where devices are"
-            " processes, whose budget is planned but not enforced"
+            "sim (--device-memory on a CPU) is one device: leave --devices out, or add --device cpu, whose devices are"
+            " processes (plans keep to the budget; nothing enforces it)"
         )
     return room(job.budget, job.device, job.workload, job.world_size)
 

@@ -101,8 +101,8 @@ class Machine:
             least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context_bytes=0)
             if self.device_bytes < least:
                 raise ValueError(
-                    f"device_memory: expected at least {-(-least // 2**20)}MiB of a GPU, got {self.device_memory};"
-                    " leave it out for a simulated one, and give --device-memory"
+                    f"device_memory: expected at least {-(-least // 2**20)}MiB for a GPU, got {self.device_memory};"
+                    " for a simulated device leave it out, and try --device-memory"
                 )
             given["device_bytes"] = cuda_budget.tensor_bytes(self.device_bytes, context_bytes=0)
         precision = str((self.facts or {}).get("precision", "fp32"))[:4]

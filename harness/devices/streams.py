@@ -229,4 +229,4 @@ def num_update_threads(device: str) -> int:
 def require_device(device: str, engine: str) -> None:
     """Raise Unavailable if sim is not compiled, but only accounted for in Python: an engine needs a device of torch."""
     if device == "sim" and not torch.get_device_module(device).is_available():
-        raise Unavailable(f"{engine} does not run on sim without the compiled device: apt-get install g++, and again")
+        raise Unavailable(f"{engine} needs the compiled device sim: try apt-get install g++, then the same call")

@@ -26,6 +26,6 @@ def check(device: str, dtype: str) -> None:
     """Raise ValueError if a run in fp32 would compute, or has computed, in TF32."""
     if (device, dtype) == ("cuda", "fp32") and (found := asked()):
         raise ValueError(
-            f"expected products in fp32 for --dtype fp32, got TF32 by {' and '.join(found)}; leave it out, or try"
-            " --dtype bf16"
+            f"expected matrix products in fp32 for --dtype fp32, got TF32 by {' and '.join(found)}; try without this"
+            " setting, or --dtype bf16"
         )

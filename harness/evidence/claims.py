@@ -60,7 +60,7 @@ def one_of_those(there: Callable[[], Collection]) -> AfterValidator:
 def has_one_of(*names: str) -> Any:
     def check(expected: Any) -> Any:
         if sum(getattr(expected, name) is not None for name in names) != 1:
-            raise ValueError(f"expected one of {', '.join(names)}")
+            raise ValueError(f"expected exactly one of the fields {', '.join(names)}")
         return expected
 
     return model_validator(mode="after")(check)
@@ -217,7 +217,7 @@ class Claim:
     @model_validator(mode="after")
     def _has_its_machine(self) -> Claim:
         if isinstance(self.expected, Value) and self.machines != (PAPER_MACHINE,):
-            raise ValueError(f"machines: expected [{PAPER_MACHINE}], the only machine on which a value is judged")
+            raise ValueError(f"machines: expected [{PAPER_MACHINE}], the only machine whose values are judged")
         return self
 
     @property

@@ -91,7 +91,7 @@ def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
     only machine."""
     there = sorted({machine_of(record) for record in records if record.origin != IMPORTED})
     if asked is None and len(there) > 1:
-        raise ValueError(f"runs of {len(there)} machines are not judged together: --machine takes one of {there}")
+        raise ValueError(f"expected runs of one machine, got runs of {len(there)}: try --machine with one of {there}")
     is_paper = asked == claims.PAPER_MACHINE
     chosen = [
         record
@@ -101,7 +101,7 @@ def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
         or (is_paper and (_has_paper_budget(record) or "v100" in machine_of(record).lower()))
     ]
     if records and not chosen:
-        raise ValueError(f"no record of machine {asked!r}: --machine takes one of {there}, or a part of the name")
+        raise ValueError(f"no record of machine {asked!r}: try --machine with one of {there}, or a part of its name")
     return chosen
 
 

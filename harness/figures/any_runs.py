@@ -51,7 +51,7 @@ def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> 
     its, chosen = case.load(number), dict(map(_choice, where))
     if not its.picks:
         raise ValueError(
-            f"case {number} is of runs that it makes itself; try {case.call(number)} first, or name their --profile"
+            f"case {number}: expected --profile NAME of its own runs, got none; try {case.call(number)} first"
         )
     found = frame.of(records)
     found = found[found["method"].isin(its.methods) & found["is_result"]]
@@ -62,7 +62,7 @@ def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> 
     if found.empty:
         asked = f" with {' and '.join(where)}" if where else ""
         names = ", ".join(its.methods)
-        raise ValueError(f"no record here of {names}{asked}; try {case.call(number)} first, or run one by hand")
+        raise ValueError(f"no record of {names}{asked} in these results; try {case.call(number)}, or a run with -m")
     _check_alike(number, ALIKE, told)
     jobs = [record.job for record in found.drop_duplicates(frame.JOB)[frame.RECORD]]
     rows = measurements.rows(its.metric, jobs, list(found[frame.RECORD]))
@@ -90,6 +90,6 @@ def _check_alike(number: int, names: Sequence[str], told: Mapping[str, Iterable[
         name, found = next(iter(differing.items()))
         parts = "; ".join(f"{key} ({', '.join(each)})" for key, each in differing.items())
         raise ValueError(
-            f"case {number}: these records differ in {parts}, and a figure shows one of each: choose, as with"
-            f" --where '{name}={found[0]}', or keep them in folders of their own and name one with --results"
+            f"case {number}: expected records with one value of each setting, got several: {parts}; try"
+            f" --where '{name}={found[0]}', or --results with a folder for each value"
         )

@@ -179,8 +179,8 @@ def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Re
     machines = {machine_of(record) for record in own}
     if len(machines) > 1:
         raise ValueError(
-            f"expected records of one machine, got {'; '.join(sorted(machines))}: keep each machine's in its own folder"
-            " and name one with --results"
+            f"expected records of one machine, got {'; '.join(sorted(machines))}: try --results with a folder for each"
+            " machine"
         )
     return own
 
@@ -217,7 +217,7 @@ def table(number: int, used: CaseProfile, records: Sequence[Record], results: Pa
         raise ValueError(f"no record of profile {used.name} here; try {call(number, used.name)} first")
     windows = {row.window_size for row in found if row.status == "ok" and row.window_size}
     if len(windows) > 1 and its.axis != "window_size":
-        raise ValueError(f"expected one window in case {number}, got {', '.join(map(str, sorted(windows)))}")
+        raise ValueError(f"case {number}: expected one window size, got {', '.join(map(str, sorted(windows)))}")
     if results:
         found = [*found, *its.beside(found, used, results)]
     return [*found, *its.simulated(found)]

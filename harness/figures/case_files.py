@@ -83,7 +83,8 @@ def draw(number: int, path: Path) -> list[Path]:
         raise ValueError(f"{path} is no table of case {number}: expected rows of {its.metric}, got {kinds:.80}")
     machines = {row.machine for row in found if row.origin == "run"}
     if len(names) > 1 or len(machines) > 1:
-        raise ValueError(f"{path} mixes {'; '.join(sorted(names if len(names) > 1 else machines))}: draw each alone")
+        told = "; ".join(sorted(names if len(names) > 1 else machines))
+        raise ValueError(f"{path}: expected rows of one profile and machine, got {told}: draw each from its own table")
     return plot.save(its.figure(found, f"profile {names.pop()}"), path.with_suffix(""))
 
 
@@ -113,7 +114,7 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
         odd = [each for each in numbers if not math.isfinite(each)]
         odd += [each for row in rows for each in (row.value, *row.steps) if each is not None and each < 0]
         if unknown or odd:
-            raise ValueError(f"expected methods and finite numbers from 0, got {(unknown or odd)[0]!r:.80}")
+            raise ValueError(f"expected known methods and finite numbers from 0, got {(unknown or odd)[0]!r:.80}")
     except ValueError as error:
         raise ValueError(f"{path} is no table of a case: {error}") from error
     rows = [

@@ -120,7 +120,7 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
     if name not in NAMES:
         raise ValueError(f"no profile {name!r}: choose one of {', '.join(NAMES)}")
     if name == "demo" and on is not None:
-        raise ValueError("profile demo has budgets of its own: --machine goes with quick, paper and fit")
+        raise ValueError("--machine: expected --profile quick, paper or fit, got demo, which has budgets of its own")
     if name == "demo":
         return _demo()
     is_whole = name == "paper" or (name == "fit" and "gpu" in facts)
@@ -152,13 +152,13 @@ def _fitted(found: CaseProfile, methods: Iterable[str]) -> CaseProfile:
 
 def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:
     if on is None and "gpu" not in facts:
-        raise ValueError(f"no GPU whose memory to take: try --machine {' or '.join(named_machines.names())}")
+        raise ValueError(f"expected a GPU here, got none: try --machine {' or '.join(named_machines.names())}")
     if on is None:
         return Budget(facts["gpu_bytes"], facts["host_bytes"])
     budget = named_machines.load(on).budget_on(device)
     if not budget.device_bytes or not budget.host_bytes:
         raise ValueError(
-            f"machine {on} needs device_memory and host_memory for a case; try another one, or add them to its entry"
+            f"machine {on} needs device_memory and host_memory for a case; try another, or add both to its entry"
         )
     return budget
 

@@ -27,7 +27,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
     for name in OF_SEVERAL_MODELS:
         if (told := options.get(name, 1)) != (asked := job.options.get(name, 1)):
-            raise ValueError(f"{job.method}: expected {name} {asked}, as the job asks, got {told} of the method's own")
+            raise ValueError(f"{job.method}: expected a plan with {name} {asked}, as the job asks, got {told}")
     resolved = dataclasses.replace(job, options=options)
     shortfall = plan.shortfall(room)
     if shortfall is None:

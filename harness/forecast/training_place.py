@@ -71,12 +71,12 @@ def named_place(name: str, asked: Budget, facts: dict[str, Any] | None = None) -
         try:
             entry = named_machines.load(name)
         except ValueError as error:
-            told = f"give its numbers: --device-memory 24GB {numbers()}; or those that ./run.sh rates prints there"
-            raise ValueError(f"{error}; or {told}, as --machines FILE") from error
+            told = f"give its numbers: --device-memory 24GB {numbers()}; or those that ./run.sh rates prints on it"
+            raise ValueError(f"{error}; or {told}, with --machines FILE") from error
         about = f"{entry.about}; {', '.join(given)} of the call" if given else entry.about
         return TrainingPlace(name, about, "cuda", asked, replace(entry, facts=(entry.facts or {}) | given))
     if missing := [fact for fact in NEEDED if fact not in given]:
-        raise ValueError(f"expected the facts of {name}, got none of {', '.join(missing)}: try {numbers()}")
+        raise ValueError(f"expected the facts {', '.join(missing)} of {name}, got none: try {numbers()}")
     if asked.device_bytes is None:
         raise ValueError(f"expected the memory of {name}, got none: try --device-memory 24GB")
     return TrainingPlace(name, f"{name}, by the numbers of the call", "cuda", asked, Machine(facts=given))

@@ -62,7 +62,7 @@ class Probes:
         try:
             self._planned(self.least + 1 if self._next(self.least) else 1)
         except ValueError as error:
-            told = "a search is over depths: leave --placement out, or give its last run no length, as in R2W"
+            told = "a search tries other depths: leave --placement out, or give its last run no length, as in R2W"
             raise ValueError(f"{error}; {told}") from error
 
     def __call__(self, size: int) -> SizeOutcome:

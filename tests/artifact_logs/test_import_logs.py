@@ -133,7 +133,10 @@ def test_a_call_without_a_log_is_a_mistake_in_one_line(tmp_path: Path, words: li
 def test_a_reference_that_no_log_is_of_is_a_mistake_that_names_those_there_are(tmp_path: Path) -> None:
     write_published(tmp_path, "megatron-lm 32 4")
     done = run("import", tmp_path, "--results", tmp_path, "--reference", "l2l")
-    assert (done.returncode, done.stderr) == (2, "error: no log is of 'l2l': --reference takes megatron-lm\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: --reference: expected a method of these logs (megatron-lm), got 'l2l'\n",
+    )
 
 
 def test_an_empty_folder_is_a_mistake(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("kept")
     os.mkfifo(tmp_path / "pipe")
     for name in ("folder", "link", "pipe"):
-        with pytest.raises(ValueError, match=f"{name}: expected the name of a new file or of one to replace"):
+        with pytest.raises(ValueError, match=f"{name}: expected a new file, or a file to replace"):
             write_whole(tmp_path / name, "new")
     assert (tmp_path / "kept").read_text() == "kept" and len(list(tmp_path.iterdir())) == 4
 

@@ -139,7 +139,7 @@ def test_the_entry_of_this_machine_gives_elsewhere_the_rates_that_were_measured_
 def test_a_machine_without_a_gpu_is_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "devices", lambda: ["cpu", "sim"])
     ended = run("rates")
-    assert ended.returncode == 2 and "expected a GPU, got a CPU alone" in ended.stderr
+    assert ended.returncode == 2 and "expected a GPU, got none" in ended.stderr
 
 
 def test_a_calibration_that_lacks_a_rate_is_none() -> None:

@@ -152,33 +152,33 @@ def test_missing_tokens_are_told_by_their_path(tmp_path: Path) -> None:
 def test_what_is_no_index_is_told_so(tmp_path: Path, content: bytes) -> None:
     prefix = write_corpus(tmp_path, [1], 8, "H")
     (tmp_path / "text.idx").write_bytes(content)
-    assert told_of(prefix) == f"{prefix}.idx is not a Megatron index: --data takes the prefix of a .bin/.idx pair"
+    assert told_of(prefix) == f"{prefix}.idx: expected a Megatron index; try --data with the prefix of a .bin/.idx pair"
 
 
 def test_index_of_floats_is_told_by_its_code(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [1] * 50, 6, "f")
-    assert told_of(prefix) == f"{prefix}.idx has version 1 and dtype 6; version 1 with integers is read"
+    assert told_of(prefix) == f"{prefix}.idx: expected version 1 with integers, got version 1 and dtype 6"
 
 
 def test_empty_corpus_is_told_so(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [], 8, "H")
-    assert told_of(prefix) == f"{prefix}.bin is empty: expected tokens"
+    assert told_of(prefix) == f"{prefix}.bin: expected tokens, got an empty file"
 
 
 def test_corpus_below_one_sample_is_told_by_both_lengths(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [1] * 16, 8, "H")
-    assert told_of(prefix) == f"{prefix}.bin holds 16 tokens, fewer than one sample of 17"
+    assert told_of(prefix).startswith(f"{prefix}.bin: expected at least one sample of 17 tokens, got 16 tokens;")
 
 
 def test_a_corpus_cut_between_tokens_is_told_by_both_counts(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [1] * 50, 8, "H")
     (tmp_path / "text.bin").write_bytes((tmp_path / "text.bin").read_bytes()[:-2])
-    assert told_of(prefix) == f"{prefix}.bin holds 49 tokens, its index 50"
+    assert told_of(prefix) == f"{prefix}.bin: expected 50 tokens, as {prefix}.idx says, got 49"
 
 
 def test_id_beyond_the_vocabulary_is_told_with_it(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [101] * 50, 8, "H")
-    assert told_of(prefix) == f"{prefix}.bin holds token 101, the vocabulary has 101: --vocab"
+    assert told_of(prefix).startswith(f"{prefix}.bin: expected tokens from 0 to 100, as --vocab says, got 101;")
 
 
 def test_last_id_of_the_vocabulary_is_allowed(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_last_id_of_the_vocabulary_is_allowed(tmp_path: Path) -> None:
 
 def test_negative_id_is_told_by_its_value(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [5, -1] * 25, 4, "i")
-    assert f"{prefix}.bin holds token -1," in told_of(prefix)
+    assert "got -1;" in told_of(prefix)
 
 
 def test_corpus_cut_within_a_token_is_told_by_its_path(tmp_path: Path) -> None:

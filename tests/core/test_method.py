@@ -251,7 +251,7 @@ def test_a_plan_without_a_return_is_one_line(verb: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.py").write_text(ONE_FILE.replace("return Plan(", "Plan("))
     words = [*verb.split(), "-m", name.replace("_", "-"), "-h", "64", "--heads", "4", "--methods", tmp_path]
     done = run(*words, *(["--results", tmp_path / "results"] if verb.split()[0] != "plan" else []))
-    told = f"{name}.py's plan() fails: TypeError: expected it to return a Plan, got NoneType\n"
+    told = f"{name}.py's plan() fails: TypeError: expected a Plan as the result, got NoneType\n"
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and done.stderr.endswith(told), done
 
 
@@ -266,7 +266,7 @@ def test_an_option_of_a_type_that_is_not_known_is_one_line(tmp_path: Path) -> No
 def test_an_option_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(ValueError, match="window_size takes int"):
         method.create("stronghold", {"window_size": "three"})
-    with pytest.raises(ValueError, match=r"not None \(none, true, false and numbers are read as such\)"):
+    with pytest.raises(ValueError, match=r"not None \(none, true, false and numbers are not read as text\)"):
         method.create("hydra", {"policy": None})
 
 

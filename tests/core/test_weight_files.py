@@ -138,7 +138,7 @@ REFUSED: list[tuple[str, Callable[[Path], Any], list[str]]] = [
     ("expected this file of weights, got none", lambda folder: next(folder.glob("*-00002-*")).unlink(), []),
     ("expected a file of safetensors, got", shorten, []),
     ("expected weights in F64, F32, BF16, F16, got F8_E4M3 for", quantize, []),
-    ("expected the name of a file beside it for", lead_out, []),
+    ("a file name in this folder, got", lead_out, []),
     ("expected a weight_map, got", lambda folder: (folder / weight_files.INDEX).write_text("{"), []),
     ("got a folder without either", lambda folder: (folder / weight_files.INDEX).unlink(), []),
     ("got no such folder", lambda folder: None, ["--weights", "nowhere"]),
@@ -162,12 +162,12 @@ def test_weights_that_cannot_be_read_are_one_line(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["-m", "resident", "--weights", "."], "expected a model by its config.json for --weights"),
-        (["-m", "resident,l2l", "--model", "Qwen3-0.6B", "--seq", "16", "--save", "new"], "--save needs one run here"),
-        (["-m", "resident", "--save", "new"], "--save needs one run here of one model by its config.json"),
+        (["-m", "resident", "--weights", "."], "--weights: expected a model with a config.json"),
+        (["-m", "resident,l2l", "--model", "Qwen3-0.6B", "--seq", "16", "--save", "new"], "--save needs a single run"),
+        (["-m", "resident", "--save", "new"], "of one model with a config.json"),
         (
             ["-m", "resident", "--model", "Qwen3-0.6B", "-l", "1", "--save", "there"],
-            "expected the name of a new folder",
+            "expected a new or empty folder",
         ),
     ],
 )

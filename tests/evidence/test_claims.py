@@ -246,8 +246,8 @@ def test_runs_under_the_papers_budgets_are_found_by_its_name(device: str) -> Non
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--machine TPU", "no record of machine 'TPU': --machine takes one of ['A100', 'H200']"),
-        ("", "runs of 2 machines are not judged together: --machine takes one of ['A100', 'H200']"),
+        ("--machine TPU", "no record of machine 'TPU': try --machine with one of ['A100', 'H200']"),
+        ("", "expected runs of one machine, got runs of 2: try --machine with one of ['A100', 'H200']"),
         ("--results /nowhere", "no folder /nowhere: try --results with a folder of records"),
         ("--claims /nowhere", "/nowhere is not a file of claims"),
         ("--against nothing", "'nothing' is not 'published'"),

@@ -244,7 +244,7 @@ def test_compare_says_it_in_lines_or_json_and_ends_in_0(tmp_path: Path) -> None:
         ("l2l nothing", 2, "expected a file, a folder or a method recorded in"),
         ("l2l:window_size=9 big", 2, "no record of 'l2l:window_size=9'"),
         ("l2l:window big", 2, "METHOD:name=value"),
-        ("l2l", 2, "expected two to compare, A and B, got 1"),
+        ("l2l", 2, "expected two arguments, A and B, got 1"),
         ("l2l /dev", 2, "no record of a run in /dev"),
     ],
 )

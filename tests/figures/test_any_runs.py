@@ -89,7 +89,9 @@ def test_a_failed_gate_stays_one() -> None:
     ],
 )
 def test_what_must_not_be_mixed_is_named_with_a_choice_that_works(other: Record, told: str, choice: str) -> None:
-    with pytest.raises(ValueError, match=f"case 3: these records differ in .*{told}.*--where"):
+    with pytest.raises(
+        ValueError, match=f"case 3: expected records with one value of each setting, got several: .*{told}.*--where"
+    ):
         any_runs.table(3, [*BY_HAND, other])
     assert any_runs.table(3, [*BY_HAND, other], [choice]) == any_runs.table(3, BY_HAND, [choice])
 
@@ -115,7 +117,7 @@ def test_a_profile_that_has_records_is_drawn_before_others(tmp_path: Path) -> No
 @pytest.mark.parametrize(("found", "where"), [([], []), (BY_HAND, ["dtype=bf16"]), ([], ["dtype=bf16"])])
 def test_where_nothing_is_to_show_the_methods_and_the_choice_are_named(found: list[Record], where: list[str]) -> None:
     told = " with dtype=bf16" if where else ""
-    with pytest.raises(ValueError, match=f"no record here of megatron-lm, .*, stronghold{told}; try"):
+    with pytest.raises(ValueError, match=f"no record of megatron-lm, .*, stronghold{told} in these results; try"):
         any_runs.table(3, found, where)
 
 

@@ -118,7 +118,7 @@ def test_fit_follows_the_memories_of_the_machine() -> None:
 @pytest.mark.parametrize(
     ("name", "on", "told"),
     [("fast", None, "choose one of demo"), ("quick", "h100-pc", "no machine .h100-pc."), ("demo", "v100-vm", "its own"),
-     ("paper", None, "no GPU whose memory")],
+     ("paper", None, "expected a GPU here")],
 )  # fmt: skip
 def test_a_profile_that_makes_no_sense_is_told(name: str, on: str | None, told: str) -> None:
     with pytest.raises(ValueError, match=told):
@@ -172,7 +172,7 @@ def test_records_of_another_profile_are_not_taken() -> None:
 def test_a_table_of_two_windows_is_refused(tmp_path: Path) -> None:
     """A window of 3 layers is one of 2 where there are but 2 layers."""
     mixed = dataclasses.replace(DEMO, window=3)
-    with pytest.raises(ValueError, match="expected one window in case 2, got 2, 3"):
+    with pytest.raises(ValueError, match="case 2: expected one window size, got 2, 3"):
         case_files.extract(2, mixed, [*demo_records(mixed)], tmp_path)
 
 

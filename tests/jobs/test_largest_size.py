@@ -216,11 +216,11 @@ def test_samples_are_added_by_the_micro_batches_of_all_ranks(ranks: int, micro_b
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--steps 4", "--steps: expected at least 5 for a probe, got 4"),
+        ("--steps 4", "--steps: expected at least 5 in a search, got 4"),
         ("-w 0", "-w takes 1 to"),
         ("--repeats 0", "--repeats"),
         ("--placement R2W3", "placement R2W3 is of 5 layers, the model has 1"),
-        ("--placement R2W2", "a search is over depths: leave --placement out, or give its last run no length"),
+        ("--placement R2W2", "a search tries other depths: leave --placement out, or give its last run no length"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: str, tmp_path: Path) -> None:

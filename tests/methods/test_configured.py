@@ -103,5 +103,5 @@ def test_methods_that_train_the_published_gpt_alone_say_so() -> None:
     workload = configured("llama")
     for name, cls in loadable(()).items():
         if not cls.takes_config:
-            with pytest.raises(ValueError, match=r"trains the published GPT alone, not llama: try -m .*resident"):
+            with pytest.raises(ValueError, match=r"trains only the published GPT, not llama: try -m .*resident"):
                 check(create(name, {}), workload)

@@ -143,7 +143,7 @@ def test_an_archive_with_code_in_it_leaves_nothing(tmp_path: Path) -> None:
     (stage / bundle.MANIFEST).write_text("\n".join(lines))
     with tarfile.open(tmp_path / "b.tar.gz", "w:gz") as tar:
         tar.add(stage, bundle.FOLDER)
-    refused(tmp_path / "b.tar.gz", tmp_path / "mine", "expected data alone")
+    refused(tmp_path / "b.tar.gz", tmp_path / "mine", "expected only data files")
 
 
 def test_code_in_a_folder_stays_there(tmp_path: Path) -> None:

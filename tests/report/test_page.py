@@ -339,9 +339,9 @@ def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
         ([], "", "no record in"),
         (RECORDS[:1], "--profile some", "expected a profile, one of demo, quick, paper, fit"),
         (RECORDS[:1], "--profile quick", "no record of profile quick: ./run.sh case all --profile quick runs it"),
-        (RECORDS[:1], "--machine h100", "--machine takes one of ['Some CPU, 2 cores']"),
+        (RECORDS[:1], "--machine h100", "try --machine with one of ['Some CPU, 2 cores']"),
         (RECORDS[:1], "--out /proc/page.html", "cannot use /proc/"),
-        ([RECORDS[0], dataclasses.replace(RECORDS[1], machine={"cpu": "Other"})], "", "--machine takes one of"),
+        ([RECORDS[0], dataclasses.replace(RECORDS[1], machine={"cpu": "Other"})], "", "try --machine with one of"),
     ],
 )
 def test_what_cannot_be_reported_is_one_line(tmp_path: Path, found: list, words: str, told: str) -> None:

@@ -236,9 +236,7 @@ def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualR
     path = tmp_path / "traces" / "overlap_demo.json"
     spans = [Span("compute", "forward", "", 0.0, 0.4), Span("inbound", "weights", "", 0.3, 0.6)]
     write(Timeline(spans, steps([0.0, 1.0, 2.0], 1), {"clock": "sim", "title": "by hand"}), path)
-    with pytest.raises(
-        ValueError, match=r"no trace of profile demo here: ./run.sh case overlap --profile demo makes it"
-    ):
+    with pytest.raises(ValueError, match=r"got none; try ./run.sh case overlap --profile demo"):
         overlap.shown(DEMO.name, tmp_path, [])
     options = {"placement": "W4", "clipping": "deferred"}
     job = dataclasses.replace(DEMO.job("stronghold", 4), options=options, trace=str(path))

@@ -243,7 +243,7 @@ def test_what_is_no_regular_file_is_neither_followed_nor_waited_for(tmp_path: Pa
 
 def test_a_step_without_its_facts_is_told_with_its_folder(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match=rf"{tmp_path} or .*: expected what launchers write of a step"):
+    with pytest.raises(ValueError, match=rf"{tmp_path} or .*: expected steps as a launcher writes them"):
         judge_folder(tmp_path, tmp_path, most_lost=0)
 
 
