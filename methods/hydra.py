@@ -84,7 +84,7 @@ class Hydra(Method):
         key_of(self.policy)
         asked = self.shard_layers
         if self.partitioner == "presharded" and asked is None:
-            raise ValueError("partitioner=presharded needs shard_layers, the layers of a shard")
+            raise ValueError("partitioner=presharded needs shard_layers, the layers per shard")
         if asked is not None and not 1 <= asked <= workload.num_layers:
             raise ValueError(f"shard_layers: expected 1 to {workload.num_layers}, got {asked}")
         device_bytes = room.device_bytes

@@ -63,7 +63,7 @@ class MegatronLM(Method):
             told = f"expected a divisor of --ranks {ranks}, got {shared}{_try_ranks(shared)}"
             raise ValueError(f"tensor_parallel: {told}")
         if stages < 1 or ranks // shared % stages:
-            among = f"--ranks {ranks}" if shared == 1 else f"{ranks // shared}, --ranks over tensor_parallel"
+            among = f"--ranks {ranks}" if shared == 1 else f"{ranks // shared} (--ranks divided by tensor_parallel)"
             told = f"expected a divisor of {among}, got {stages}"
             raise ValueError(f"pipeline_parallel: {told}{_try_ranks(shared * stages)}")
         if workload.num_layers % stages:
@@ -85,7 +85,7 @@ class MegatronLM(Method):
         if self.sequence_parallel and shared == 1:
             raise ValueError("sequence_parallel: expected tensor_parallel above 1, got 1; try tensor_parallel=2")
         if workload.dropout and ranks > 1:
-            raise ValueError("dropout and --ranks exclude each other: each rank would drop other elements")
+            raise ValueError("dropout and --ranks exclude each other: ranks would drop other elements than one process")
         return ranks // (shared * stages)
 
     def _stage_bytes(self, part: Workload, stage: int, num_pipelines: int) -> dict[str, int]:

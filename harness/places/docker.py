@@ -95,7 +95,7 @@ class Docker(Place):
         try:
             self.image = self.client.images.get(image)
         except ImageNotFound as error:
-            raise Unavailable(f"no image {image} here: ./run.sh image build makes it, --image names another") from error
+            raise Unavailable(f"no image {image} here: try ./run.sh image build, or --image with another") from error
 
     def context(self) -> dict[str, str]:
         return {"image": self.image.id}
@@ -220,11 +220,11 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
     data = {*files, *named.values()} - written
     if Path(SCRATCH) in written:
         raise Unavailable(
-            f"expected a folder of its own on the disk, got {SCRATCH}, which containers have in memory; try --disk DIR"
+            f"--disk: expected a folder on the disk, got {SCRATCH}, which is in memory in a container; try --disk DIR"
         )
     if not os.getuid() and results in (ROOT, *folders, *named.values()):
         raise Unavailable(
-            f"expected a folder for the results alone, got {results}, which the job needs; try another --results"
+            f"--results: expected a folder of results alone, got {results}, which the job reads; try another folder"
         )
     for path, patterns in {**dict.fromkeys(data, ("**/*",)), **dict.fromkeys(folders, ("*.py",)), ROOT: CODE}.items():
         container_user.check_readable(path, patterns)

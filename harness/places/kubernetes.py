@@ -85,7 +85,7 @@ def packed(folders: tuple[Path, ...]) -> tuple[bytes, list[str]]:
                 archive.add(path, name, recursive=False, filter=_plain)
     if len(found.getvalue()) > MOST_CODE_BYTES:
         size = len(found.getvalue())
-        raise ValueError(f"expected code of at most {MOST_CODE_BYTES} bytes packed, got {size}; try less in --methods")
+        raise ValueError(f"expected at most {MOST_CODE_BYTES} bytes of packed code, got {size}; try less in --methods")
     return found.getvalue(), there
 
 
@@ -139,7 +139,7 @@ class Cluster:
         except HTTPError as error:
             raise Unavailable(NO_CLUSTER.format(" ".join(str(error).split()))) from error
         except ApiException as error:
-            raise ValueError(f"Kubernetes refuses it: {refusal(error)}; see --kubernetes") from error
+            raise ValueError(f"Kubernetes refuses the request: {refusal(error)}; see --kubernetes") from error
 
     def _has_jobsets(self) -> bool:
         try:

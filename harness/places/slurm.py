@@ -87,9 +87,9 @@ def check_containers(image: str) -> None:
         done = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
         found = [line.partition("=")[2].strip() for line in done.stdout.splitlines() if line.startswith("SLURM_CONF ")]
         if not found or not Path(found[0]).with_name("oci.conf").exists():
-            raise Unavailable("this Slurm has no oci.conf, so it runs no bundle: leave container_image out")
+            raise Unavailable("this Slurm cannot run OCI bundles without oci.conf: leave container_image out")
     elif "--container-image" not in subprocess.run(["srun", "--help"], capture_output=True, text=True).stdout:
-        raise Unavailable("this Slurm knows no --container-image: its administrator adds pyxis; or leave it out")
+        raise Unavailable("this Slurm has no --container-image: have pyxis installed, or leave container_image out")
 
 
 class Slurm(Place):
@@ -109,7 +109,7 @@ class Slurm(Place):
     def __init__(self, options: dict[str, Any]) -> None:
         for command in ("sbatch", "srun", "scontrol"):
             if not shutil.which(command):
-                raise Unavailable(f"no {command} here: --on slurm is called where jobs are submitted")
+                raise Unavailable(f"no {command} here: try --on slurm on a machine that submits Slurm jobs")
         self.options = {name: value for name, value in options.items() if name != "container_image"}
         self.image = options.get("container_image")
         if self.image:
@@ -191,8 +191,8 @@ class Slurm(Place):
         except (FailedJobError, subprocess.CalledProcessError, RuntimeError) as error:
             text = " ".join(str(getattr(error, "stderr", "") or error).split())
             if subprocess.run(["scontrol", "ping"], capture_output=True).returncode:
-                raise Unavailable(f"no Slurm answers, leave --on slurm out: {text}") from error
-            raise ValueError(f"Slurm takes no job with {self.options or 'no options'}: {text}; see --slurm") from error
+                raise Unavailable(f"Slurm does not answer, try without --on slurm: {text}") from error
+            raise ValueError(f"Slurm refuses a job with {self.options or 'no options'}: {text}; see --slurm") from error
 
     def _wait(self, ids: list[str], report: Report, seconds: float) -> None:
         """Wait until all jobs have ended; report each change of a job's state."""

@@ -42,7 +42,7 @@ def add(source: Path, results: Path) -> Iterator[str]:
     runs = {name: record for name, record in there.items() if name not in probes and record.origin == "run"}
     new = _new(runs, results)
     if not new:
-        told = f"each of its {len(runs)} runs is there already" if runs else "it holds no record of a run"
+        told = f"expected a new run, got {len(runs)} known ones" if runs else "expected a record of a run, got none"
         raise ValueError(f"{source}: {told}; nothing was added")
     beside = Beside(list(runs.values()), list(probes.values()))
     judged = {name: _judged(source, name, record, beside) for name, record in new.items()}
@@ -69,7 +69,7 @@ def _of_folder(folder: Path) -> dict[str, bytes]:
     files = {}
     for path in found:
         if not LISTABLE.fullmatch(path.name):
-            raise ValueError(f"{path}: expected a name of letters, digits, blanks and . , + = @ ~ -")
+            raise ValueError(f"{path}: expected a file name of letters, digits, blanks and . , + = @ ~ -")
         try:
             files[path.relative_to(folder).as_posix()] = read_bytes(path)
         except OSError as error:

@@ -77,7 +77,7 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
     or records of several machines."""
     page = out or results / "report" / PAGE
     if page.name == REVIEW:
-        raise ValueError(f"--out names the page, {REVIEW} is written beside it: try --out {page.parent / PAGE}")
+        raise ValueError(f"--out: expected a name other than {REVIEW}, got it: try --out {page.parent / PAGE}")
     told = gather(results, profile, machine)
     made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
     if out is None:
@@ -96,7 +96,7 @@ def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
     is no record."""
     found, complaints = read_all(results)
     if not found and (sent := added_folders(results)):
-        raise ValueError(f"no record of your own in {results}: try --results {sent[0]}, which others sent in")
+        raise ValueError(f"expected records of your own in {results}, got others' alone: try --results {sent[0]}")
     if not found:
         raise ValueError(f"no record in {results}: try ./run.sh case all --profile demo, or another --results folder")
     return found, complaints
@@ -176,11 +176,11 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
     there, traced = list(tables(records, results)), list(traces(records, results))
     names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _ in traced)))
     if wanted is not None and wanted not in names:
-        raise ValueError(f"expected a profile, one of {', '.join(names)}; got {wanted!r}")
+        raise ValueError(f"--profile: expected one of {', '.join(names)}, got {wanted!r}")
     there = [one for one in there if wanted in (None, one[0].name, one[0].kind)]
     traced = [one for one in traced if wanted in (None, one[0], one[0].split("_")[0])]
     if wanted is not None and not there and not traced:
-        raise ValueError(f"no record of profile {wanted}: {scaled.call('all', wanted)} runs it")
+        raise ValueError(f"no record of profile {wanted}: try {scaled.call('all', wanted)}")
     for used, number, ours in there:
         published, note = case.published(number), f"profile {used.name}"
         rows = [*ours, *published]

@@ -85,7 +85,7 @@ def read(path: Path) -> Timeline:
             (found.steps if span.track == "steps" else found.spans).append(span)
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: expected a trace of this harness; {error!r}") from error
+        raise ValueError(f"{path}: expected a trace of this harness, got {error!r}") from error
 
 
 def of_ranks(ranks: dict[int, Timeline]) -> Timeline:

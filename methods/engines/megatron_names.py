@@ -71,15 +71,15 @@ def check(workload: Workload) -> None:
         ("a model of type", config["model_type"], FAMILIES),
         ("the activation", config.get("hidden_act", "silu"), ("silu",)),
         ("positions of type", rope.get("rope_type", rope.get("type", "default")), ("default", "linear", "llama3")),
-        ("positions in this share of a head:", rope.get("partial_rotary_factor", 1), (1,)),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
     ]
     for told, given, known in asked:
         if given not in known:
-            raise ValueError(f"expected {told} {', '.join(map(str, known))}, got {given}; try -m stronghold, or l2l")
+            raise ValueError(f"expected {told} {', '.join(map(str, known))}, got {given}; try -m stronghold or l2l")
     held = {**layer_tensors(workload), **end_tensors(workload)}
     if others := {*workload.anatomy.layer, *workload.anatomy.ends}.difference(*held.values()):
-        told = f"expected tensors that megatron-core has, too, got {min(others)}"
-        raise ValueError(f"{told}; try -m stronghold, or l2l")
+        told = f"expected only tensors that megatron-core has, got {min(others)}"
+        raise ValueError(f"{told}; try -m stronghold or l2l")
 
 
 def sizes_of(workload: Workload) -> Sizes:

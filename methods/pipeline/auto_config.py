@@ -136,8 +136,8 @@ class AutoConfig:
         self._rows = [found for size in self.costs.sizes for found in self._of_size(size)]
         if not self._rows:
             raise ValueError(
-                f"no micro-batch of the sizes profiled ({', '.join(map(str, self.costs.sizes)) or 'none fit'}) is"
-                f" within a batch of {batch_size}; try to profile smaller ones"
+                f"expected a profiled micro-batch of at most {batch_size} samples, the batch, got sizes"
+                f" {', '.join(map(str, self.costs.sizes)) or 'none'}; profile smaller micro-batches"
             )
 
     def get_min(self) -> ConfigChoice:

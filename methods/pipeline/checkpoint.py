@@ -93,7 +93,7 @@ class Checkpoints:
         # written.
         stored = {name: name if f"weights.{name}" in there else self.other_names.get(name, "") for name in self.masters}
         if missing := [name for name, other in stored.items() if f"weights.{other}" not in there]:
-            raise ValueError(f"{path}: it has no weights of {', '.join(missing[:3])}: it is of another model")
+            raise ValueError(f"{path}: expected this model's weights, got none of {', '.join(missing[:3])}")
         wanted = ["progress"]
         for name in stored.values():
             wanted += [f"weights.{name}", f"options.{name}"]
@@ -101,7 +101,7 @@ class Checkpoints:
         for name, master in self.masters.items():
             here, theirs = _kind(master), _kind(there[f"weights.{stored[name]}"])
             if here != theirs:
-                raise ValueError(f"{path}: {name} is {_told(theirs)}, here {_told(here)}")
+                raise ValueError(f"{path}: {name}: expected {_told(here)}, got {_told(theirs)}")
         with _told_of(path):
             for name, master in self.masters.items():
                 self._check_state(stored[name], master, there)
@@ -131,12 +131,12 @@ class Checkpoints:
             return
         state = _of(f"optimizer.{name}.", there)
         if type(self.optimizer) in FUSED[:2] and state and state.keys() - {"max_exp_avg_sq"} != ADAMS:
-            raise ValueError(f"{name} has the states {', '.join(sorted(state))}, not {', '.join(sorted(ADAMS))}")
+            raise ValueError(f"{name}: expected states {', '.join(sorted(ADAMS))}, got {', '.join(sorted(state))}")
         here = _kind(master)
         for key, kind in state.items():
             is_number = _kind(kind) == (torch.Size(), torch.float32)
             if _kind(kind) != here and not is_number:
-                raise ValueError(f"{key} of {name} is {_told(_kind(kind))}, here {_told(here)}")
+                raise ValueError(f"{key} of {name}: expected {_told(here)}, got {_told(_kind(kind))}")
 
     def _options(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer's options from the checkpoint. Raises ValueError if one is of another type than the
@@ -144,7 +144,8 @@ class Checkpoints:
         options, group = json.loads(found[f"options.{name}"]), self._group_of(master)
         for key, value in options.items():
             if not isinstance(value, PLAIN) or (key in group and not _alike(value, group[key])):
-                raise ValueError(f"the option {key} of {name} is {value!r:.80}, here {group.get(key)!r:.80}")
+                told = f"expected a value like {group.get(key)!r:.80}, got {value!r:.80}"
+                raise ValueError(f"option {key} of {name}: {told}")
         return dict(options)
 
     def _take_state(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> None:
@@ -161,7 +162,7 @@ class Checkpoints:
         for group in self.optimizer.param_groups:
             if any(each is master for each in group["params"]):
                 return group
-        raise ValueError("the optimizer lacks a parameter of this model; try one made of model.parameters()")
+        raise ValueError("the optimizer lacks a parameter of this model; try an optimizer of model.parameters()")
 
 
 def _of(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,8 @@ def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:
     """Return the checkpoint of this step, or the newest one if no step is given. Raises ValueError if there is none."""
     steps = complete_steps(folder)
     if not steps or (step is not None and step not in steps):
-        there = f"complete are {', '.join(map(str, steps))}" if steps else "none is complete"
-        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise ValueError(f"{folder}: expected {wanted}, {there}")
+        there = f"steps {', '.join(map(str, steps))}" if steps else "none"
+        wanted = "a complete checkpoint" if step is None else f"a complete checkpoint of step {step}"
+        raise ValueError(f"{folder}: expected {wanted}, got {there}")
     chosen = steps[-1] if step is None else step
     return folder_of(folder, chosen), chosen

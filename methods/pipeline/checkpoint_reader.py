@@ -95,7 +95,7 @@ def metadata(path: Path) -> Metadata:
         found = table(read_bytes(path / COMPLETE))
         told, there = sum(map(_num_bytes, found.state_dict_metadata.values())), sum(map(_size, path.iterdir()))
         if told > there:
-            raise ValueError(f"its table tells of {told} bytes of tensors, its files have {there}")
+            raise ValueError(f"expected files with the table's {told} bytes of tensors, got {there} bytes")
         found.storage_meta = found.storage_meta or StorageMeta()
     except Exception as error:  # reading damaged or foreign bytes may raise anything
         raise unreadable(path, error) from error
@@ -107,16 +107,16 @@ def _num_bytes(kind: Any) -> int:
     if isinstance(kind, BytesStorageMetadata):
         return 0
     if not isinstance(kind, TensorStorageMetadata) or not isinstance(kind.properties.dtype, torch.dtype):
-        raise ValueError(f"its table holds a {type(kind).__name__} as a tensor")
+        raise ValueError(f"expected tensors in its table, got a {type(kind).__name__}")
     if not all(isinstance(size, int) and size >= 0 for size in kind.size):
-        raise ValueError(f"its table tells of a tensor of shape {tuple(kind.size)}")
+        raise ValueError(f"expected sizes from 0 in a tensor's shape, got {tuple(kind.size)}")
     return math.prod(kind.size) * kind.properties.dtype.itemsize
 
 
 def _size(file: Path) -> int:
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{file.name} is no regular file")
+        raise ValueError(f"expected regular files, got another kind: {file.name}")
     return status.st_size
 
 

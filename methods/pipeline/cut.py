@@ -56,17 +56,17 @@ def traced(model: nn.Module, inputs: Mapping[str, Any]) -> fx.Graph:
         raise ValueError(f"the model's forward pass has no signature: {error}") from error
     if unknown := sorted(set(inputs) - set(expected)):
         takes = ", ".join(expected)
-        raise ValueError(f"the batch has {', '.join(unknown)}, which the model's forward pass does not take: {takes}")
+        raise ValueError(f"expected a batch of the forward pass's inputs ({takes}), got {', '.join(unknown)} as well")
     fixed = {name: inputs.get(name, item.default) for name, item in expected.items()
              if not isinstance(inputs.get(name), Tensor) and (name != LOSS_SCALE or name not in inputs)}  # fmt: skip
     if missing := [name for name, value in fixed.items() if value is inspect.Parameter.empty]:
-        raise ValueError(f"the batch lacks {', '.join(missing)}, which the model's forward pass takes")
+        raise ValueError(f"the batch lacks {', '.join(missing)}, which the model's forward pass needs")
     try:
         return _Tracer(model).trace(model, fixed)
     except (fx.proxy.TraceError, TypeError, NameError) as error:
         raise ValueError(
-            f"the modules that hold CutPoints cannot be traced ({' '.join(str(error).split())}): move what depends on"
-            " the data's values into a module without CutPoints"
+            f"the modules that hold CutPoints cannot be traced ({' '.join(str(error).split())}): move code that"
+            " depends on the data's values into a module without CutPoints"
         ) from error
 
 
@@ -83,7 +83,7 @@ class _Tracer(fx.Tracer):
         if not isinstance(m, CutPoint):
             return super().call_module(m, forward, args, kwargs)
         if id(m) in self.used:
-            raise ValueError("a CutPoint is used twice in a forward pass: make one for each place")
+            raise ValueError("a CutPoint is used twice in a forward pass: make a CutPoint for each place")
         self.used.add(id(m))
         return self.create_proxy("call_function", cut_here, args, kwargs)
 
@@ -202,12 +202,12 @@ def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages
     """
     num_runs = len(flops)
     if num_stages > num_runs:
-        raise ValueError(f"{num_stages} stages need {num_stages - 1} CutPoints at least, the model has {num_runs - 1}")
+        raise ValueError(f"expected at least {num_stages - 1} CutPoints for {num_stages} stages, got {num_runs - 1}")
 
     costs = [count + 1 for count in flops]
     found = group([4 * cost for cost in costs], [3 * cost for cost in costs], has_parameters)[num_stages - 1]
     if found is None:
-        raise ValueError(f"with {num_stages} stages one has no parameters: take fewer, or move the CutPoints apart")
+        raise ValueError(f"expected parameters in all {num_stages} stages: try fewer, or move the CutPoints apart")
     return found
 
 
@@ -217,7 +217,7 @@ def specs_of(values: Sequence[Any], stage: int) -> list[Spec]:
     for value in values:
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"expected tensors to cross the cut above stage {stage}, got {type(value).__name__}: compute it after"
+                f"expected tensors at the cut above stage {stage}, got {type(value).__name__}: compute this value after"
                 " the cut, or from the batch's inputs"
             )
     return [spec_of(value) for value in values]

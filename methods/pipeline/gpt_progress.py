@@ -28,11 +28,11 @@ class GptProgress(Progress):
     def __post_init__(self) -> None:
         lengths = {len(each) for each in (self.loss, self.grad_norm, self.loss_scales, self.skipped)}
         if len(lengths) > 1:
-            raise ValueError(f"expected a loss, norm, scale and skip for each step, got {sorted(lengths)} of them")
+            raise ValueError(f"expected equally many losses, norms, loss scales and skips, got {sorted(lengths)}")
         if any(is_skipped and scale is None for is_skipped, scale in zip(self.skipped, self.loss_scales, strict=True)):
-            raise ValueError("expected a loss scale of each step that is skipped, got None")
+            raise ValueError("expected a loss scale for each skipped step, got None")
         if not re.fullmatch("[0-9a-f]*", self.source):
-            raise ValueError(f"expected the hash of a source, got {self.source!r:.80}")
+            raise ValueError(f"expected the hash of the source code, got {self.source!r:.80}")
 
     @staticmethod
     def notes(workload: Workload, steps: Sequence[Step], source: str) -> dict[str, Any]:

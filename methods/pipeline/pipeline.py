@@ -134,7 +134,7 @@ class Varuna(nn.Module):
             self.active = sorted(set(cuts))
             if len(self.active) != num_stages - 1 or any(each not in range(number) for each in self.active):
                 raise ValueError(
-                    f"cuts: expected {num_stages - 1} of the {number} CutPoints, counted from 0, for {num_stages}"
+                    f"cuts: expected {num_stages - 1} numbers of CutPoints, from 0 to {number - 1}, for {num_stages}"
                     f" stages, got {list(cuts)}"
                 )
             return cut(model, graph, self.active)
@@ -280,7 +280,7 @@ class Varuna(nn.Module):
         Step.
         """
         if not hasattr(self, "optimizer"):
-            raise ValueError("step: expected an optimizer; try set_optimizer(optimizer) before")
+            raise ValueError("step: expected an optimizer, got none; try set_optimizer(optimizer) first")
         if self._link:
             self._link.at_boundary(self)
         began = time.monotonic()
@@ -322,7 +322,7 @@ class Varuna(nn.Module):
 
     def _begin(self, inputs: Inputs) -> None:
         if missing := sorted(self._shapes.keys() - inputs.keys()):
-            raise ValueError(f"step: the batch lacks {', '.join(missing)}, which the first one had")
+            raise ValueError(f"step: the batch lacks {', '.join(missing)}, which the first batch had")
         for name, value in inputs.items():
             found, expected = sample_shape(value), self._shapes.get(name)
             if found != expected and None not in (found, expected):
@@ -403,7 +403,7 @@ class Varuna(nn.Module):
 
     def _folder(self, folder: str | Path | None) -> str | Path:
         if folder is None and self._link is None:
-            raise ValueError("checkpoint: expected a folder, which only a launcher's scripts may leave out")
+            raise ValueError("checkpoint: expected a folder, got none; only scripts of a launcher may leave it out")
         return folder if folder is not None else self._link.folder  # type: ignore[union-attr]
 
     def leave(self) -> Iterator[TensorState]:

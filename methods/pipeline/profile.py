@@ -98,11 +98,11 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not self.sections:
-            raise ValueError("sections: expected one at least, got none")
+            raise ValueError("sections: expected at least one, got none")
         for section in self.sections:
             sizes = [cost.size for cost in section.costs]
             if sizes != sorted({*sizes} - {0}):
-                raise ValueError(f"sections: expected costs of sizes from 1 in order, got {sizes}")
+                raise ValueError(f"sections: expected costs of ascending sizes from 1, got sizes {sizes}")
 
     @property
     def sizes(self) -> list[int]:

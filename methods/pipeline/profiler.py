@@ -90,7 +90,7 @@ class Profiler:
         messages and sums. Rank 0 writes the profile; all ranks return it.
         """
         if not self.sections:
-            raise ValueError("profile_all: expected a model that is cut; try initialize(get_batch) before")
+            raise ValueError("profile_all: expected a model that is cut, got none; try initialize(get_batch) first")
         sizes = sorted(set(microbatches))
         if not sizes or sizes[0] < 1:
             raise ValueError(f"microbatches: expected sizes of at least 1, got {sizes}")

@@ -20,7 +20,7 @@ class RankMap:
     def __post_init__(self) -> None:
         sizes = [len(replicas) for replicas in self.ranks]
         if not sizes or min(sizes) < 1 or len(set(sizes)) > 1:
-            raise ValueError(f"stage_to_rank_map: expected stages of equally many ranks, got {sizes}: {self}")
+            raise ValueError(f"stage_to_rank_map: expected equally many ranks in each stage, got {sizes} in {self}")
         if sorted(rank for replicas in self.ranks for rank in replicas) != list(range(sum(sizes))):
             raise ValueError(f"stage_to_rank_map: expected each rank from 0 to {sum(sizes) - 1} once, got {self}")
 
@@ -32,7 +32,7 @@ class RankMap:
         except ValueError as error:
             if "stage_to_rank_map" in str(error):
                 raise
-            raise ValueError(f"stage_to_rank_map: expected a text such as 0,2;1,3; got {text!r}") from error
+            raise ValueError(f"stage_to_rank_map: expected text such as '0,2;1,3', got {text!r}") from error
 
     @staticmethod
     def make(num_stages: int, num_replicas: int) -> RankMap:
@@ -61,7 +61,7 @@ class RankMap:
         for stage, replicas in enumerate(self.ranks):
             if rank in replicas:
                 return stage, replicas.index(rank)
-        raise ValueError(f"stage_to_rank_map: rank {rank} is not in {self}")
+        raise ValueError(f"stage_to_rank_map: expected a map with rank {rank}, got {self}")
 
     def pipeline(self, replica: int) -> list[int]:
         """Return the ranks of a replica, by stage."""

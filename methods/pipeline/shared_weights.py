@@ -36,7 +36,8 @@ def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[s
                 raise ValueError(f"shared_weights: no stage uses {each}")
         if whole[name].shape != whole[other].shape:
             raise ValueError(
-                f"shared_weights: {name} has shape {tuple(whole[name].shape)}, {other} {tuple(whole[other].shape)}"
+                f"shared_weights: expected one shape, got {tuple(whole[name].shape)} of {name} and"
+                f" {tuple(whole[other].shape)} of {other}"
             )
         shared = Shared(name, other, stages[name][0], stages[other][-1])
         if shared.stage != shared.other_stage or whole[name] is not whole[other]:
@@ -53,5 +54,5 @@ def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[s
                     f" shared_weights=[({name!r}, {other!r})]"
                 )
             if len(places) > 2:
-                raise ValueError(f"parameter {name} is used by {len(places)} stages; two at most can share one")
+                raise ValueError(f"parameter {name}: expected at most two stages that use it, got {len(places)}")
     return found

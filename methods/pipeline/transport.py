@@ -162,8 +162,8 @@ def place(limit_seconds: float, device: torch.device) -> tuple[int, int]:
         join(limit_seconds, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if "cpu:" not in (backend := dist.get_backend_config()):
         raise ValueError(
-            f"expected a process group with a backend for the cpu, which messages take, got {backend}; try"
-            ' init_process_group("cpu:gloo,cuda:nccl"), or leave it out'
+            f"expected a process group with a backend for CPU tensors, which carry messages, got {backend}; try"
+            ' init_process_group("cpu:gloo,cuda:nccl"), or no call of it'
         )
     return dist.get_rank(), dist.get_world_size()
 

@@ -32,7 +32,7 @@ def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], 
         found[name] = ({MASTER: parameter.detach()} if mixed else {}) | optimizer.state[parameter]
         for key, value in found[name].items():
             if not isinstance(value, Tensor):
-                raise ValueError(f"{type(optimizer).__name__} keeps {key}, which is no tensor and cannot travel")
+                raise ValueError(f"{type(optimizer).__name__}: expected only tensors as state, got {key}")
     return found
 
 

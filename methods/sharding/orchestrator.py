@@ -67,10 +67,10 @@ class ModelTask:
         if self.epochs < 1:
             raise ValueError(f"{self.name}: epochs must be at least 1, not {self.epochs}")
         if not hasattr(self.dataloader, "__len__"):
-            raise ValueError(f"{self.name}: its dataloader has no length, which scheduling needs")
+            raise ValueError(f"{self.name}: expected a dataloader with a length, which scheduling needs, got none")
         self.layers = ordered_layers(self.name, self.model)
         if self.shards is not None and (sum(self.shards) != len(self.layers) or min(self.shards) < 1):
-            raise ValueError(f"{self.name}: shards {list(self.shards)} are not the {len(self.layers)} layers it has")
+            raise ValueError(f"{self.name}: expected shards of its {len(self.layers)} layers, got {list(self.shards)}")
 
     def first_batch(self) -> tuple[Any, Any]:
         """Return the first batch, which batches() will yield, too. Raises ValueError if there is none."""
@@ -142,7 +142,7 @@ class ModelOrchestrator:
         if devices is None:
             devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
         if not devices:
-            raise ValueError("no devices: name at least one, as cpu or cuda:0")
+            raise ValueError("no devices: name at least one, such as cpu or cuda:0")
         if intermediates not in INTERMEDIATES:
             raise ValueError(f"intermediates are {' or '.join(INTERMEDIATES)}, not {intermediates!r}")
         key_of(policy)
@@ -186,7 +186,7 @@ class ModelOrchestrator:
         for name in self.devices:
             kind, index = name.partition(":")[::2]
             if kind == "cuda" and int(index or 0) >= (seen := torch.cuda.device_count()):
-                raise ValueError(f"devices: expected GPUs that torch sees here, got {name} of {seen}; try cpu")
+                raise ValueError(f"devices: expected one of the {seen} GPUs that torch sees, got {name}; try cpu")
         self.models, found = self._cut(self._lengths()), []
         self.halved = self._longest()
         for number, (task, shards) in enumerate(zip(self.tasks, self.models, strict=True)):
@@ -234,11 +234,11 @@ class ModelOrchestrator:
             room = memory // self.num_slots
             if least <= room:
                 return together(room)
-            raise ValueError(f"{needs}, a shard has room for {gib(memory)}")
+            raise ValueError(f"{needs}, got room for {gib(room)} in each of {self.num_slots} slots")
         if peak > memory:
             raise ValueError(
-                f"{needs} in each of {self.num_slots} slots: with what units compute with, the smallest feasible"
-                f" device_memory is {peak} bytes ({gib(peak)}), not {memory}"
+                f"{needs} in each of {self.num_slots} slots: with the tensors of a unit's computation, the smallest"
+                f" feasible device_memory is {peak} bytes ({gib(peak)}), not {memory}"
             )
         rooms = sorted({least, *(size for layers in alone for size in run_sizes(layers) if size > least)})
         exceeds = lambda room: (self._foretold(together(room)) or memory + 1) > memory  # noqa: E731

@@ -14,13 +14,13 @@ def rank_part(workload: Workload, num_ranks: int) -> Workload:
     if num_ranks < 1 or workload.batch_size % num_ranks:
         counts = ", ".join(str(n) for n in range(1, workload.batch_size + 1) if workload.batch_size % n == 0)
         nearest = " or ".join(map(str, multiples(workload.batch_size, num_ranks)))
-        told = f"a batch of {workload.batch_size} splits over {counts} ranks, not {num_ranks}"
+        told = f"a batch of {workload.batch_size} samples splits over {counts} ranks, not over {num_ranks}"
         raise ValueError(f"{told}; try -b {nearest}" if nearest else told)
     if workload.dropout and num_ranks > 1:
-        raise ValueError("dropout and --ranks exclude each other: each rank would drop other elements")
+        raise ValueError("dropout and --ranks exclude each other: ranks would drop other elements than one process")
     size, parts = workload.batch_size // num_ranks, workload.micro_batches
     if size % parts:
-        told = f"expected a divisor of the {size} samples of each of {num_ranks} parts of the batch, got {parts}"
+        told = f"expected a divisor of the {size} samples of a rank, got {parts}"
         raise ValueError(f"--micro-batches: {told}; try --micro-batches {math.gcd(size, parts)}")
     return dataclasses.replace(workload, batch_size=size)
 

@@ -85,7 +85,8 @@ class PlacementChoice:
         kinds = parse(self.placement, self.workload.num_layers) if self.placement else ""
         if others := sorted(set(kinds) - set(BY_RANKS)):
             tried = text_of("".join(kind if kind in BY_RANKS else "W" for kind in kinds))
-            raise ValueError(f"placement: expected R and W {ranks}, got {', '.join(others)}; try --placement {tried}")
+            told = f"expected only layers R and W {ranks}, got {', '.join(others)}"
+            raise ValueError(f"placement: {told}; try --placement {tried}")
         part = replace(self, workload=rank_part(self.workload, self.world_size), room=replace(self.room, rates=None))
         plan = part._most_resident()
         return replace(plan, options={**plan.options, "world_size": self.world_size})
@@ -96,7 +97,7 @@ class PlacementChoice:
         default = range(min(DEFAULT_WINDOW, num_layers), 0, -1)
         for window in default if self.window_size is None else [self.window_size]:
             if not 1 <= window <= num_layers:
-                raise ValueError(f"window {window} is beyond the {num_layers} layers: -w takes 1 to {num_layers}")
+                raise ValueError(f"-w: expected a window of 1 to {num_layers}, the number of layers, got {window}")
             yield window
 
     def _fastest(self) -> Plan | None:
@@ -146,11 +147,11 @@ class PlacementChoice:
         """
         num_layers, resident = self.workload.num_layers, self.resident_layers
         if resident is not None and not 0 <= resident <= num_layers:
-            raise ValueError(f"resident_layers={resident} is beyond the {num_layers} layers: 0 to {num_layers} are")
+            raise ValueError(f"resident_layers: expected 0 to {num_layers}, the number of layers, got {resident}")
         spares_room = not self.workload.waits_for_norm or self.workload.dtype != "fp32"
         given = parse(self.placement, num_layers) if self.placement is not None else None
         if given is not None and resident not in (None, given.count("R")):
-            raise ValueError(f"placement {self.placement} and resident_layers={resident} differ: give one of them")
+            raise ValueError(f"placement {self.placement} and resident_layers={resident} differ: leave one out")
         for window in self._windows():
             yield window, given or self._filled(window, "W")
         if given is None and resident is None and self.room.device_bytes is None and self.room.host_bytes:

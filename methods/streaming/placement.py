@@ -54,12 +54,12 @@ def parse(text: str, num_layers: int) -> str:
     runs = re.findall(r"([A-Z])(\d*)", text)
     if not runs or "".join(map("".join, runs)) != text or not {letter for letter, _ in runs} <= set(KINDS):
         known = ", ".join(f"{letter} ({meaning})" for letter, meaning in KINDS.items())
-        raise ValueError(f"{text!r} is no placement: runs of {known}, bottom first, as R2W5S1, R2W or R2W4~S2")
+        raise ValueError(f"placement: expected runs of {known}, bottom first, as R2W5S1, R2W or R2W4~S2, got {text!r}")
     placed = sum(int(length or 1) for _, length in runs)
     if runs[-1][1] == "" and placed < num_layers:
         runs[-1] = (runs[-1][0], str(1 + num_layers - placed))
     elif placed != num_layers:
-        raise ValueError(f"placement {text} is of {placed} layers, the model has {num_layers}: --placement or -l")
+        raise ValueError(f"placement {text}: expected {num_layers} layers, the model's, got {placed}; try another -l")
     return "".join(letter * int(length or 1) for letter, length in runs)
 
 

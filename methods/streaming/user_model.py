@@ -28,7 +28,7 @@ class UserModel:
         paths = {id(module): path for path, module in model.named_modules()}
         for place, module in enumerate(self.modules):
             if id(module) not in paths:
-                raise ValueError(f"layer {place} ({type(module).__name__}) is no part of the model")
+                raise ValueError(f"layer {place} ({type(module).__name__}) is not a part of the model")
         self.prefixes = [f"{paths[id(module)]}." for module in self.modules]
         _check_layers(self.modules, self.prefixes)
         # A parameter that is also used outside of one layer stays on the device, where autograd sums its gradients.
@@ -75,11 +75,11 @@ class UserModel:
         for parameter in (*streamed, *self.rest):
             name = self.names[id(parameter)]
             if not parameter.requires_grad and id(parameter) in alone:
-                raise ValueError(f"parameter {name} of a layer has requires_grad=False; layers are trained whole")
+                raise ValueError(f"expected requires_grad=True for all parameters of layers, got False for {name}")
             if parameter.is_meta:
-                raise ValueError(f"parameter {name} is on the meta device; give it values first")
+                raise ValueError(f"parameter {name}: expected values, got the meta device; initialize it first")
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-                raise ValueError(f"parameter {name} has hooks on its gradient, which a streamed one would not call")
+                raise ValueError(f"parameter {name}: expected no gradient hooks: streaming does not call hooks")
         dtypes = {parameter.dtype: self.names[id(parameter)] for parameter in (*streamed, *self.rest)}
         names = {dtype: name for name, dtype in DTYPES.items()}
         if len(dtypes) != 1 or not dtypes.keys() <= names.keys():
@@ -96,7 +96,7 @@ class UserModel:
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [parameter for part in (self.rest, *self.own) for parameter in part]
         if lacks := [self.names[id(each)] for each in trained if id(each) not in known]:
-            raise ValueError(f"the optimizer lacks {lacks[0]}, one of {len(lacks)}; try requires_grad=False, or add it")
+            raise ValueError(f"the optimizer lacks {len(lacks)} parameters, such as {lacks[0]}; add each, or freeze it")
         if known - self.names.keys():
             raise ValueError("the optimizer has parameters that are not the model's")
         for group in optimizer.param_groups:
@@ -106,15 +106,16 @@ class UserModel:
 
 def _check_layers(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> None:
     if not modules:
-        raise ValueError("expected a list of layers, as model.model.layers, got none")
+        raise ValueError("expected a list of layers, such as model.model.layers, got none")
     uses = Counter(map(id, modules))
     for module, prefix in zip(modules, prefixes, strict=True):
         for inner in module.modules():
             if uses[id(inner)] > int(inner is module):
-                raise ValueError(f"layer {prefix[:-1]} is listed twice, or has another layer in it")
+                raise ValueError(f"layer {prefix[:-1]} is listed twice, or contains another layer of the list")
             if getattr(inner, "track_running_stats", False) or getattr(inner, "sparse", False):
                 what = "sparse gradients" if getattr(inner, "sparse", False) else "running statistics"
-                raise ValueError(f"layer {prefix[:-1]} ({type(inner).__name__}) has {what}, which a recompute cannot")
+                told = f"expected no {what}, which break recompute"
+                raise ValueError(f"layer {prefix[:-1]} ({type(inner).__name__}): {told}")
         if not any(True for _ in module.parameters()):
             raise ValueError(f"layer {prefix[:-1]} has no parameters")
 
@@ -148,5 +149,5 @@ def move_rest(model: nn.Module, trained: Iterable[nn.Parameter], device: torch.d
             if buffer is None:
                 continue
             if buffer.is_meta:
-                raise ValueError(f"buffer {path}.{name} is on the meta device; give it values first")
+                raise ValueError(f"buffer {path}.{name}: expected values, got the meta device; initialize it first")
             module._buffers[name] = buffer.to(device)

@@ -73,7 +73,7 @@ class WindowStream:
 
     def finish(self, settings: Settings) -> Step:
         if self.rule.timing is not DEFERRED and settings != self.rule.settings:
-            raise ValueError("step: the optimizer's settings changed after the backward pass had begun the updates")
+            raise ValueError("step: expected the optimizer's settings of the backward pass, got others")
         self.rule.settings = settings
         self.rule.finish()
         self.window.refill()
@@ -204,7 +204,7 @@ class StrongholdTrainer(UserTraining):
         if clipping not in (None, *CLIPPINGS):
             raise ValueError(f"clipping: expected {' or '.join(CLIPPINGS)}, got {clipping!r}")
         if (device_memory or host_memory) and (example is None or not device_memory):
-            raise ValueError("memory limits need device_memory, and example=, which returns the largest batch's loss")
+            raise ValueError("memory limits need device_memory, and example=, which returns a batch's loss")
         sizes = None
         if device_memory and example:
             sizes = measured(model, layers, optimizer, max_norm, device, example, accumulates=accumulates)
@@ -237,7 +237,7 @@ def measured(
     trial = UserTraining(model, layers, optimizer, max_norm, device, accumulates=accumulates)
     name = trial.device.type
     if name == "cpu":
-        raise ValueError("device_memory: expected a device with a memory of its own, got cpu; try placement=")
+        raise ValueError("device_memory: expected a device with its own memory, got cpu; leave device_memory out")
     trial._set_up(TrialStream, bare=True)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with trial, torch.random.fork_rng([torch.cuda.current_device()] if name == "cuda" else []):

@@ -97,7 +97,7 @@ class StreamedForward:
         return self.training.visit(self.place, args, words)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ValueError("a model that is being trained cannot be copied whole; try its state_dict(), or close()")
+        raise ValueError("cannot copy a model while a trainer holds it; copy its state_dict(), or close() the trainer")
 
 
 class UserTraining:
@@ -114,7 +114,7 @@ class UserTraining:
         device: str | None, *, accumulates: bool,
     ) -> None:  # fmt: skip
         if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-            raise ValueError(f"expected one process, got {num_ranks} by torchrun; try the script without it")
+            raise ValueError(f"expected one process, got {num_ranks}; try to run the script without torchrun")
         name = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.user = UserModel(model, layers, optimizer)
         self.terms = Terms(self.user.dtype, float(max_norm or 0.0), accumulates=accumulates)
@@ -138,8 +138,8 @@ class UserTraining:
     def down(self, place: int, number: int, dys: Passed) -> Passed:
         if not self.is_up or number != self.num_passes or place != self.next_down:
             raise ValueError(
-                f"layer {place}: expected one backward pass, through all layers, after each forward pass; try one"
-                " backward() for each loss, before the next forward pass"
+                f"layer {place}: expected one backward pass through all layers after each forward pass; try to call"
+                " backward() once for each loss, before the next forward pass"
             )
         state = self.stream.states[place]
         if place == len(self.user.layers) - 1:
@@ -148,8 +148,8 @@ class UserTraining:
             dxs = self.stream.backward(place, [dys])[0]
         except CheckpointError as error:
             raise ValueError(
-                f"layer {place} computed something else when it was recomputed for its backward pass; try"
-                f" use_cache=False, and layers that keep nothing ({str(error).splitlines()[0]})"
+                f"layer {place}: expected the same tensors when the backward pass recomputes them, got others; try"
+                f" use_cache=False, and layers without state ({str(error).splitlines()[0]})"
             ) from error
         self._check_gradients(state, self.user.own[place])
         self.next_down -= 1
@@ -159,7 +159,7 @@ class UserTraining:
 
     def _begin_backward(self) -> None:
         if self.num_backward and not self.terms.accumulates:
-            raise ValueError("a second backward pass before step(); try accumulates=True, if gradients are to add up")
+            raise ValueError("expected one backward pass before step(), got two; try accumulates=True to sum gradients")
         for state in self.stream.states:
             state.adds = self.num_backward > 0
         self.stream.begin(self.user.settings())
@@ -168,8 +168,8 @@ class UserTraining:
         """Compute a layer. The model's own loop calls this in place of the layer's forward()."""
         if place and place != self.next_up:
             raise ValueError(
-                f"layer {place} was called after layer {self.next_up - 1}: expected each layer once, in the order of"
-                " the list; the trainer recomputes layers, so the model's own checkpointing must be off"
+                f"expected each layer once, in the list's order, got layer {place} after layer {self.next_up - 1}; try"
+                " to turn the model's own checkpointing off, because the trainer recomputes layers"
             )
         if not place:
             self._begin_forward()
@@ -180,7 +180,7 @@ class UserTraining:
             caches = [leaf for leaf in layer.leaves if hasattr(leaf, "get_seq_length")]  # as transformers' have
             if caches:
                 raise ValueError(
-                    f"layer {place} is given a {type(caches[0]).__name__}, which its recompute would fill twice;"
+                    f"layer {place}: expected no cache, which recompute fills twice, got {type(caches[0]).__name__};"
                     " try use_cache=False"
                 )
             return layer.give(LayerTurn.apply(self, place, self.anchor, *tensors))  # type: ignore[no-untyped-call]
@@ -200,16 +200,16 @@ class UserTraining:
         loop."""
         if self.device.type == "cuda" and self.gpu.streams.current() != self.gpu.compute:
             raise ValueError(
-                "expected the loop on the CUDA stream on which the trainer was made, got another; try to make the"
-                " trainer within the loop's torch.cuda.stream()"
+                "expected the training loop on the CUDA stream that was current when the trainer was made, got another;"
+                " try to make the trainer within the loop's torch.cuda.stream()"
             )
 
     def _check_gradients(self, state: LayerState, parameters: Sequence[nn.Parameter]) -> None:
         for name, parameter in zip(state.layout.names, parameters, strict=True):
             if state.module.get_parameter(name).grad is None:
                 raise ValueError(
-                    f"parameter {self.user.names[id(parameter)]} got no gradient in this backward pass, so AdamW would"
-                    " leave it alone; expected one for every parameter that requires it"
+                    "expected a gradient of every parameter with requires_grad=True in each backward pass, got none of"
+                    f" {self.user.names[id(parameter)]}"
                 )
 
     # ---- A step
@@ -224,9 +224,9 @@ class UserTraining:
         """
         self._check_stream()
         if self.is_up or not self.num_backward:
-            raise ValueError("step: expected a backward pass through all layers before it")
+            raise ValueError("step: expected a backward pass through all layers before step()")
         if self.user.optimizer.state:
-            raise ValueError("step: the optimizer has made a step by itself; expected trainer.step() alone")
+            raise ValueError("step: expected trainer.step() alone, got a step of the optimizer itself")
         self._check_gradients(self.ends, self.user.rest)
         ended = self.stream.finish(self.user.settings())
         assert ended.grad_norm is not None
@@ -326,7 +326,7 @@ class UserTraining:
     def _take_weights(self, *_: Any) -> None:
         """Take over the weights that load_state_dict() has put into the model's parameters."""
         if self.user.names.keys() != {id(parameter) for parameter in self.user.model.parameters()}:
-            raise ValueError("load_state_dict() put other parameters into the model; try it without assign=True")
+            raise ValueError("load_state_dict() replaced the model's parameters; try it without assign=True")
         for state, parameters in self._parts():
             if self.terms.dtype != "fp32":
                 state.load([(parameter.detach(), None, None) for parameter in parameters])

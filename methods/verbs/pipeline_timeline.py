@@ -24,7 +24,7 @@ def timeline(runs: Mapping[str, PipelineRun], note: str) -> plot.Figure:
         for axes, (name, run) in zip(panels, runs.items(), strict=True):
             assert run.starts is not None and run.ends is not None
             if run.starts.size > MOST_BOXES * len(KINDS):
-                raise ValueError(f"expected at most {MOST_BOXES} stages x micro-batches to draw; try without --out")
+                raise ValueError(f"--out: expected at most {MOST_BOXES} stages x micro-batches to draw, got more")
             for kind, starts, ends in zip(KINDS, run.starts, run.ends, strict=True):
                 for stage, spans in enumerate(np.stack((starts, ends - starts), axis=-1)):
                     boxes = [tuple(span) for span in spans[~np.isnan(spans[:, 0])]]

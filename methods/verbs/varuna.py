@@ -61,7 +61,7 @@ rates = options.together(
 def varuna(context: click.Context) -> None:
     """Pipelines on machines that come and go: measure, choose stages, simulate a step, launch a script."""
     if context.invoked_subcommand is None:
-        raise ValueError("expected what to do; try ./run.sh varuna configure --profile FOLDER --gpus N --batch B")
+        raise ValueError("varuna: expected a verb; try ./run.sh varuna configure --profile FOLDER --gpus N --batch B")
 
 
 @varuna.command()
@@ -251,7 +251,7 @@ def _rates(words: dict[str, Any]) -> Rates:
     name = words["machine_name"]
     found = named_machines.load(name).rates(words["dtype"]) if name else None
     if found is None:
-        raise ValueError("expected --machine NAME with rates, for the passes of a GPT")
+        raise ValueError("--machine: expected a machine with rates, which time a GPT's passes, got none")
     return found
 
 

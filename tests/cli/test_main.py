@@ -44,10 +44,10 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m zero-offload --micro-batches 2", "try --micro-batches 1, or -m l2l, megatron-lm, resident, stronghold"),
         ("-m resident -l four", "expected numbers such as 4, 1,2,4 or 2:8:2, got 'four'"),
         ("-m resident -l 8:2", "expected a range first:last:step such as 2:8:2, got '8:2'"),
-        ("-m stronghold -l 4 -w 5", "-w takes 1 to 4"),
-        ("-m stronghold -l 4 -w 0", "-w takes 1 to 4"),
-        ("-m stronghold -l 4 --placement R2X2", "is no placement: runs of R (resident"),
-        ("-m stronghold -l 4 --placement R2W3", "is of 5 layers, the model has 4"),
+        ("-m stronghold -l 4 -w 5", "-w: expected a window of 1 to 4, the number of layers, got 5"),
+        ("-m stronghold -l 4 -w 0", "-w: expected a window of 1 to 4, the number of layers, got 0"),
+        ("-m stronghold -l 4 --placement R2X2", "placement: expected runs of R (resident"),
+        ("-m stronghold -l 4 --placement R2W3", "expected 4 layers, the model's, got 5"),
         ("-m stronghold --option windows=3", "it has window_size, resident_layers"),
         ("-m stronghold --option 3", "NAME=VALUE"),
         ("-m resident --data /nowhere/corpus", "cannot read the corpus /nowhere/corpus.idx"),
@@ -154,7 +154,7 @@ def test_a_sweep_crosses_its_lists_and_takes_each_job_once(tmp_path: Path, forke
         ("l2l", 1, None), ("l2l", 3, None), ("stronghold", 1, 1), ("stronghold", 3, 1), ("stronghold", 3, 2),
     ]  # fmt: skip
     assert done.stderr.splitlines() == [
-        "left out: stronghold, 1 layers: window 2 is beyond the 1 layers: -w takes 1 to 1"
+        "left out: stronghold, 1 layers: -w: expected a window of 1 to 1, the number of layers, got 2"
     ]
 
 

@@ -70,7 +70,7 @@ def test_a_resident_run_is_bound_by_the_device_and_a_streamed_one_by_the_host(ca
 
 def test_a_size_that_cannot_be_has_its_reason(capsys, monkeypatch) -> None:
     (row,) = plan(capsys, monkeypatch, "-m", "stronghold", *SMALL, "-w", "9")
-    assert "window 9 is beyond the 4 layers" in row["error"]
+    assert "a window of 1 to 4, the number of layers, got 9" in row["error"]
 
 
 @pytest.mark.heavy

@@ -130,11 +130,14 @@ def test_megatrons_ranks_train_as_the_reference_does(options: dict, dtype: str, 
         ({"world_size": 4, "tensor_parallel": 3}, "tensor_parallel: expected a divisor of --ranks 4, got 3"),
         ({"world_size": 3, "tensor_parallel": 3}, "tensor_parallel: expected a divisor of num_heads 4, got 3"),
         ({"world_size": 2, "sequence_parallel": True}, "sequence_parallel: expected tensor_parallel above 1, got 1"),
-        ({"world_size": 3}, "a batch of 2 splits over 1, 2 ranks, not 3; try -b 3"),
+        ({"world_size": 3}, "a batch of 2 samples splits over 1, 2 ranks, not over 3; try -b 3"),
         ({"world_size": 3, "pipeline_parallel": 2}, "pipeline_parallel: expected a divisor of --ranks 3, got 2; try"),
         ({"world_size": 2, "pipeline_parallel": 2}, "a divisor of num_layers 3, got 2; try -l 2 or 4"),
-        ({"world_size": 6, "tensor_parallel": 2, "pipeline_parallel": 2}, "of 3, --ranks over tensor_parallel, got 2"),
-        ({"world_size": 2, "micro": 2}, "--micro-batches: expected a divisor of the 1 samples of each of 2 parts"),
+        (
+            {"world_size": 6, "tensor_parallel": 2, "pipeline_parallel": 2},
+            "(--ranks divided by tensor_parallel), got 2",
+        ),
+        ({"world_size": 2, "micro": 2}, "--micro-batches: expected a divisor of the 1 samples of a rank, got 2"),
     ],
 )
 def test_ranks_that_megatron_cannot_have_are_told(options: dict, told: str) -> None:

@@ -206,7 +206,7 @@ def test_a_job_that_resumes_from_its_own_folder_may_begin_there(tmp_path: Path) 
     (tmp_path / "other").mkdir()
     options = {"checkpoint": str(tmp_path), "resume": f"{tmp_path}/other/.."}
     create("varuna", options).plan(WORKLOAD, Room())
-    with pytest.raises(ValueError, match="expected a checkpoint, none is complete"):
+    with pytest.raises(ValueError, match="expected a complete checkpoint, got none"):
         create("varuna", options | {"resume": str(tmp_path / "other")}).plan(WORKLOAD, Room())
 
 
@@ -278,7 +278,7 @@ def test_a_job_resumes_at_the_door(tmp_path: Path) -> None:
     ("--ranks 4 --option num_stages=3", "expected a divisor of the 4 ranks, got 3"),
     ("--option num_stages=2", "expected a divisor of the 1 ranks, got 2"),
     ("--ranks 2 --option chunk_size=3", "expected a divisor of the 4 samples"),
-    ("--resume no/such", "no/such: expected a checkpoint, none is complete"),
+    ("--resume no/such", "no/such: expected a complete checkpoint, got none"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_starts_nothing(words: str, told: str, tmp_path: Path) -> None:
     done = cli.run("-m", "varuna", *words.split(), *SIZES, "--results", tmp_path)

@@ -38,7 +38,7 @@ PLANTED: dict[str, Callable[[Path], object]] = {
     "2 hard links": lambda path: (path.with_name("log").touch(), os.link(path.with_name("log"), path)),
     "at most 268435456 bytes": lambda path: (path.touch(), os.truncate(path, 2**28 + 1)),
     "Expecting property name": lambda path: path.write_text("{" * 9),
-    "expected the key key, got other": lambda path: Record(Job("ending", TINY), "other", "ok").write(path),
+    "expected a record with key key, got other": lambda path: Record(Job("ending", TINY), "other", "ok").write(path),
 }
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
@@ -91,7 +91,7 @@ def test_an_image_goes_by_a_file_to_another_engine(engine: str, tmp_path: Path) 
     assert (done.returncode, done.stdout) == (0, f"loaded {BASE}\n")
     file.write_text("nothing")
     done = cli.run("image", "load", file)
-    assert done.returncode == 2 and "expected a file of ./run.sh image save" in done.stderr
+    assert done.returncode == 2 and "expected a file that ./run.sh image save wrote" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -187,13 +187,15 @@ def test_a_folder_that_the_containers_user_may_not_use_is_one_line(engine: str, 
     disk.mkdir(0o755)
     options = ["--option", f"checkpoint={disk}", "--option", "num_stages=2"]
     done = cli.run("-m", "varuna", *SIZES, *there, "--ranks", "2", "--steps", "2", *options)
-    assert done.returncode == 7 and f"got {disk} of root; try chown -R 1000 {disk}" in done.stdout.splitlines()[-1]
+    assert (
+        done.returncode == 7 and f"got {disk}, owned by root; try chown -R 1000 {disk}" in done.stdout.splitlines()[-1]
+    )
     methods = write_ending(tmp_path, "pass")
     (methods / "ending.py").chmod(0o600)
     done = cli.run(*WORDS, "-m", "ending", "--methods", methods, *there)
     assert done.returncode == 7 and f"try chmod -R a+rX {methods}" in done.stdout.splitlines()[-1]
     done = cli.run(*WORDS, *there[:-1], methods, "--methods", methods)
-    assert done.returncode == 7 and "a folder for the results alone" in done.stdout.splitlines()[-1]
+    assert done.returncode == 7 and "a folder of results alone" in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root's containers have another user")
@@ -201,7 +203,7 @@ def test_a_checkout_that_only_root_may_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "harness").mkdir()
     (tmp_path / "harness" / "run.py").touch(0o600)
     tmp_path.chmod(0o755)
-    with pytest.raises(Unavailable, match=f"run.py of root with mode 600; try chmod -R a[+]rX {tmp_path}"):
+    with pytest.raises(Unavailable, match=f"run.py, owned by root, mode 600; try chmod -R a[+]rX {tmp_path}"):
         container_user.check_readable(tmp_path, container_user.CODE)
 
 
@@ -220,7 +222,7 @@ def test_of_a_corpus_folder_a_container_sees_the_corpus_alone(tmp_path: Path) ->
 
 def test_a_disk_that_a_container_has_in_memory_is_refused(tmp_path: Path) -> None:
     job = Job("zero-infinity-nvme", TINY, {"disk": "/tmp"})
-    with pytest.raises(Unavailable, match="got /tmp, which containers have in memory; try --disk DIR"):
+    with pytest.raises(Unavailable, match="got /tmp, which is in memory in a container; try --disk DIR"):
         container.folders_shown(job, tmp_path / "results", (), "image")
 
 

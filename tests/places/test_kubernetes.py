@@ -169,7 +169,7 @@ def test_torchruns_variables_name_the_nodes_and_not_a_rank() -> None:
                  "MASTER_PORT": "5", "TORCHELASTIC_RUN_ID": "id", "ROLE_RANK": "1", "HOME": "/tmp"}  # fmt: skip
     assert meet(torchruns) == {"HOME": "/tmp", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a",
                                "PET_MASTER_PORT": "6", "PET_RDZV_ID": "id"}  # fmt: skip
-    with pytest.raises(ValueError, match="expected one process on each node, got 2; try --nproc-per-node 1"):
+    with pytest.raises(ValueError, match="expected one process per node, got 2; try --nproc-per-node 1"):
         meet({**torchruns, "LOCAL_WORLD_SIZE": "2"})
 
 
@@ -256,7 +256,7 @@ def test_a_record_of_another_job_is_refused(cluster: LoopbackCluster, tmp_path: 
     cluster.planted[0] = {"phase": "Succeeded", "containerStatuses": [ended]}, [line]
     (path,) = place().launch([(ONE, "key")], tmp_path, (), lambda event: None)
     record = Record.read(path)
-    assert record.status == "crash" and "expected the key key, got other" in record.reason
+    assert record.status == "crash" and "expected a record with key key, got other" in record.reason
 
 
 @only_jobs

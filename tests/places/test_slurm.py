@@ -205,13 +205,13 @@ def test_a_container_is_srun_s_to_start(tmp_path: Path, monkeypatch: pytest.Monk
     bundle = tmp_path / "bundle"
     bundle.mkdir()
     (bundle / "config.json").write_text("{}")
-    with pytest.raises(Unavailable, match=r"no oci\.conf"):
+    with pytest.raises(Unavailable, match=r"without oci\.conf"):
         Slurm({"container_image": str(bundle)})
 
 
 def test_a_slurm_without_containers_says_so_in_one_line(place: Slurm, tmp_path: Path) -> None:
     done = cli.run(*WORDS, "--slurm", "container_image=harness", "--results", str(tmp_path))
-    assert done.returncode == 7 and "knows no --container-image" in done.stderr, done.stderr
+    assert done.returncode == 7 and "has no --container-image" in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -235,7 +235,7 @@ def test_a_slurm_that_does_not_answer_is_unavailable(slurm: Path, tmp_path: Path
     (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=nowhere(127.0.0.1)\nSlurmctldPort=1\n"
                                          "AuthType=auth/none\nMessageTimeout=2\nNodeName=n1\n")  # fmt: skip
     done = cli.run(*WORDS, "--results", str(tmp_path / "r"), SLURM_CONF=str(tmp_path / "slurm.conf"))
-    assert done.returncode == 7 and "no Slurm answers" in done.stderr, done.stderr
+    assert done.returncode == 7 and "Slurm does not answer" in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -65,7 +65,7 @@ def refused(source: Path, results: Path, match: str) -> None:
 
 def test_a_copy_of_what_is_there_is_refused(tmp_path: Path) -> None:
     mine = records.write(tmp_path / "mine", REFERENCE, RUN)
-    refused(records.write(tmp_path / "theirs", REFERENCE, RUN), mine, "each of its 2 runs is there already")
+    refused(records.write(tmp_path / "theirs", REFERENCE, RUN), mine, "expected a new run, got 2 known ones")
 
 
 def test_of_copies_and_others_the_others_are_added(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_a_file_whose_name_the_manifest_cannot_list_is_left_out(
         archive = bundle.write(folder, tmp_path / "b.tar.gz", NAMES)
     with tarfile.open(archive) as tar:
         assert sorted(Path(name).name for name in tar.getnames() if "log_" in name) == ["log_0.json", "log_1.txt"]
-    assert capsys.readouterr().err.count("expected a name of letters") == 4
+    assert capsys.readouterr().err.count("expected a file name of letters") == 4
 
 
 def test_the_name_of_a_file_has_no_name_of_a_host(tmp_path: Path) -> None:

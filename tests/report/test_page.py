@@ -337,8 +337,8 @@ def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
     ("found", "words", "told"),
     [
         ([], "", "no record in"),
-        (RECORDS[:1], "--profile some", "expected a profile, one of demo, quick, paper, fit"),
-        (RECORDS[:1], "--profile quick", "no record of profile quick: ./run.sh case all --profile quick runs it"),
+        (RECORDS[:1], "--profile some", "--profile: expected one of demo, quick, paper, fit"),
+        (RECORDS[:1], "--profile quick", "no record of profile quick: try ./run.sh case all --profile quick"),
         (RECORDS[:1], "--machine h100", "try --machine with one of ['Some CPU, 2 cores']"),
         (RECORDS[:1], "--out /proc/page.html", "cannot use /proc/"),
         ([RECORDS[0], dataclasses.replace(RECORDS[1], machine={"cpu": "Other"})], "", "try --machine with one of"),

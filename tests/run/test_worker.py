@@ -63,7 +63,7 @@ LOSSES = {"later": torch.nn.Parameter(torch.tensor(1.0))}
         ("words", "got moved_bytes: expected a valid integer, got 'many'"),
         ("less than none", "expected moved_bytes of at least 0, got -5"),
         ("object", "Object of type object is not JSON serializable"),
-        ("deep", "got expected JSON of at most 40 levels"),
+        ("deep", "got expected JSON of at most 40 nested levels"),
         ("digits", "got expected integers of at most 19 digits, got one of 31"),
         ("skipped", "expected a number as a step's loss_scale, got None"),
         ("no scale", "expected a number as a step's loss_scale, got 'x'"),

@@ -43,7 +43,7 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
                 raise ValueError(f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}")
     except ValueError as error:
         names = ", ".join(item.name for item in dataclasses.fields(kind))
-        raise ValueError(f"--{place} {error}; try {names}") from error
+        raise ValueError(f"--{place} {error}; try the names {names}") from error
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -52,7 +52,7 @@ def num_nodes(world_size: int, asked: int, option: str) -> int:
     divided evenly."""
     found = min(asked, world_size)
     if world_size % found:
-        raise ValueError(f"{world_size} ranks do not spread evenly over {found} nodes: --ranks, {option}")
+        raise ValueError(f"{world_size} ranks do not spread evenly over {found} nodes: try other --ranks or {option}")
     return found
 
 

@@ -44,7 +44,7 @@ def make_writable(folder: Path) -> None:
             os.chown(folder, USER, USER, follow_symlinks=False)
     if not os.getuid() and not _may(folder, os.R_OK | os.W_OK | os.X_OK):
         raise Unavailable(
-            f"expected a folder that user {USER} may write to, got {folder} of {folder.owner()}; try"
+            f"expected a folder that user {USER} may write to, got {folder}, owned by {folder.owner()}; try"
             f" chown -R {USER} {folder}, or a new folder"
         )
 
@@ -57,7 +57,7 @@ def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
         if "__pycache__" not in found.parts and not _may(found, os.R_OK | os.X_OK * found.is_dir()):
             mode = stat.S_IMODE(found.stat().st_mode)
             raise Unavailable(
-                f"expected files that user {USER} may read, got {found} of {found.owner()} with mode {mode:o}; try"
+                f"expected files that user {USER} may read, got {found}, owned by {found.owner()}, mode {mode:o}; try"
                 f" chmod -R a+rX {path}"
             )
 
@@ -98,8 +98,8 @@ class Exchange:
             os.fchown(self.log, USER, USER)
         except OSError as error:
             raise Unavailable(
-                f"expected a folder of results whose files can be given to user {USER}, got {self.stem.parent}:"
-                f" {error.strerror}; try --results with a folder on this machine's disk"
+                f"--results: expected a folder where user {USER} can own files, got {self.stem.parent}:"
+                f" {error.strerror}; try a folder on this machine's disk"
             ) from error
 
     def release(self) -> None:
@@ -133,7 +133,7 @@ class Exchange:
             _check_one_name(self.folder / record)
             found = Record.from_dict(read_json(self.folder / record))
             if key not in (None, found.key):
-                raise ValueError(f"expected the key {key}, got {found.key}")
+                raise ValueError(f"expected a record with key {key}, got {found.key}")
             found.write(Path(f"{self.stem}.json"))
         except FileNotFoundError:
             pass

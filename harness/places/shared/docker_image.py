@@ -61,7 +61,7 @@ def build(device: str, name: str | None, base: str | None, wheelhouse: Path | No
             for line in lines:
                 if "error" in line:
                     error = " ".join(line["error"].split())
-                    raise Unavailable(f"the image was not built: {error}; --build-arg and --base change it")
+                    raise Unavailable(f"the image was not built: {error}; try another --build-arg or --base")
                 if text := COLOR.sub("", line.get("stream", "")).rstrip():
                     print(text, flush=True)
         except APIError as error:
@@ -112,7 +112,7 @@ def load(file: IO[bytes]) -> None:
         (made,) = patient().images.load(file)
     except (APIError, ImageLoadError, ValueError) as error:
         text = " ".join(str(error).split())
-        raise ValueError(f"expected a file of ./run.sh image save, got {file.name}: {text}") from error
+        raise ValueError(f"expected a file that ./run.sh image save wrote, got {file.name}: {text}") from error
     print(f"loaded {', '.join(made.tags)}")
 
 
@@ -123,7 +123,7 @@ def shell(device: str, name: str | None) -> None:
     """Open a shell in the image, with this folder of results, without network, and never as root."""
     place = Docker(name or default_image(device))
     if not sys.stdin.isatty():
-        raise ValueError("image shell needs a terminal")
+        raise ValueError("image shell: expected a terminal as standard input, got none")
     container_user.make_writable(ROOT / "results")
     user, group = container_user.ids()
     words = ["docker", "run", "--rm", "-it", "--network", "none", "--user", f"{user}:{group}"]
@@ -132,7 +132,7 @@ def shell(device: str, name: str | None) -> None:
     try:
         os.execvp("docker", [*words, "-v", f"{ROOT / 'results'}:/harness/results", place.image.id, "bash"])
     except OSError as error:
-        raise Unavailable("image shell needs docker's own command beside its engine") from error
+        raise Unavailable("image shell needs the command docker, not only Docker's engine") from error
 
 
 def patient() -> Any:

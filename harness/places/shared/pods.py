@@ -209,7 +209,7 @@ class PodJob:
         try:
             record = Record.from_dict(data)
             if record.key != self.key:
-                raise ValueError(f"expected the key {self.key}, got {record.key}")
+                raise ValueError(f"expected a record with key {self.key}, got {record.key}")
             self.records[node] = record
         except ValueError as error:
             text = f"the record that its pod left was not taken: {error}"

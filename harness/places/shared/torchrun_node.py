@@ -58,8 +58,8 @@ def meet(environment: dict[str, str]) -> dict[str, str]:
     """Return the environment with the variables by which this project's agents find the nodes, and without those that
     describe torchrun's own processes."""
     if environment["LOCAL_WORLD_SIZE"] != "1":
-        raise ValueError(f"expected one process on each node, got {environment['LOCAL_WORLD_SIZE']}; try"
-                         " --nproc-per-node 1: --ranks gives the number of ranks")  # fmt: skip
+        raise ValueError(f"expected one process per node, got {environment['LOCAL_WORLD_SIZE']}; try"
+                         " --nproc-per-node 1, and --ranks for the number of ranks")  # fmt: skip
     nodes = {
         "PET_NNODES": environment["WORLD_SIZE"], "PET_NODE_RANK": environment["RANK"],
         "PET_MASTER_ADDR": environment["MASTER_ADDR"], "PET_RDZV_ID": environment["TORCHELASTIC_RUN_ID"],

@@ -43,7 +43,7 @@ class SpreadChoice:
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         if (self.num_stages is None or self.chunk_size is None) == (self.profile is None):
-            raise ValueError("expected --nstages and --chunk-size, or --profile FOLDER by which to choose them")
+            raise ValueError("expected either --nstages and --chunk-size, or --profile FOLDER to choose both")
         if self.profile:
             read(self.profile)
 

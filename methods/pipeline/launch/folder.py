@@ -46,7 +46,7 @@ def _read(text: str, place: str, needed: Sequence[str] = ()) -> dict[str, Any]:
     is_known = isinstance(found, dict) and set(needed) <= found.keys()
     has_numbers = is_known and all(type(found.get(name, 0)) is int for name in NUMBERS)
     if not has_numbers or type(found.get("saved") or 0) is not int:
-        raise ValueError(f"{place}: expected what a launcher writes, got {text[:60]!r}; try another --folder")
+        raise ValueError(f"{place}: expected JSON that a launcher wrote, got {text[:60]!r}; try another --folder")
     return found
 
 
@@ -69,15 +69,16 @@ class Folder:
         for name in ("checkpoints", "logs"):
             (path / name).mkdir(parents=True, exist_ok=True)
         self.locks = [open(path / name, "a+") for name in (LOCK, WORKERS_LOCK)]  # noqa: SIM115
-        self._lock(self.locks[0], "a launcher", 0.0)
-        self._lock(self.locks[1], "ranks of an earlier launcher", TAKEOVER_SECONDS)
+        self._lock(self.locks[0], "a running launcher in it", 0.0)
+        self._lock(self.locks[1], "an earlier launcher's running job in it", TAKEOVER_SECONDS)
         self.locks.pop().close()  # free it: from now on the agents hold this lock
         held = path / "job.json"
         there = _read(read_text(held), str(held)) if held.exists() else {}
         other = [name for name, value in job.items() if there and there.get(name) != value]
         if other:
             name = other[0]
-            raise ValueError(f"{path}: it holds a job with {name} {there.get(name)}, not {job[name]}; try --folder")
+            told = f"expected a job with {name} {job[name]}, got {there.get(name)}"
+            raise ValueError(f"{path}: {told}; try another --folder")
         self.state = {
             "round": 0,
             "end": None,
@@ -96,7 +97,7 @@ class Folder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             if time.monotonic() >= until:
-                raise ValueError(f"{self.path}: {what} still runs there; try another --folder, or end that one")
+                raise ValueError(f"{self.path}: expected an unused folder, got {what}; end it, or try another --folder")
             time.sleep(0.05)
 
     def keep(self, **changes: Any) -> None:

@@ -57,7 +57,7 @@ def read_list(path: Path) -> list[MachineLine]:
     found = []
     for address in (line.partition("#")[0].strip() for line in text.splitlines()):
         if address.startswith("-"):
-            raise ValueError(f"{path}: expected the address of a machine, got {address!r}")
+            raise ValueError(f"{path}: expected the address of a machine, which begins with no -, got {address!r}")
         if address:
             found.append(MachineLine(address, seen[address]))
             seen[address] += 1

@@ -109,21 +109,23 @@ def test_getattr_in_a_checkpoint_reaches_no_more_than_an_enumeration(tmp_path: P
 PROGRESS = asdict(GptProgress(7, 1.0, 7, {"num_layers": 2}, *([1.0] * 7, [1.0] * 7, [None] * 7, [False] * 7)))
 MOMENT, OPTIONS = "optimizer.layer.1.exp_avg", "options.layer.1"
 TAMPERED: dict[str, dict[str, Any]] = {
-    "exp_avg of layer.1 is float32 of shape (3,), here float32 of shape (64, 64)": {MOMENT: torch.zeros(3)},
-    "exp_avg of layer.1 is float64 of shape (64, 64), here float32": {MOMENT: torch.zeros(64, 64, dtype=torch.float64)},
-    "exp_avg of layer.1 is no tensor, here float32 of": {MOMENT: "hello"},
-    "layer.1 has the states evil, exp_avg, exp_avg_sq, step, not": {"optimizer.layer.1.evil": torch.zeros(3)},
-    "layer.1 has the states exp_avg_sq, step, not": {MOMENT: None},
-    "the option betas of layer.1 is 'x', here (0.9, 0.999)": {OPTIONS: json.dumps({"betas": "x"})},
+    "exp_avg of layer.1: expected float32 of shape (64, 64), got float32 of shape (3,)": {MOMENT: torch.zeros(3)},
+    "exp_avg of layer.1: expected float32 of shape (64, 64), got float64": {
+        MOMENT: torch.zeros(64, 64, dtype=torch.float64)
+    },
+    "exp_avg of layer.1: expected float32 of shape (64, 64), got no tensor": {MOMENT: "hello"},
+    "layer.1: expected states exp_avg, exp_avg_sq, step, got evil": {"optimizer.layer.1.evil": torch.zeros(3)},
+    "layer.1: expected states exp_avg, exp_avg_sq, step, got exp_avg_sq, step": {MOMENT: None},
+    "option betas of layer.1: expected a value like (0.9, 0.999), got 'x'": {OPTIONS: json.dumps({"betas": "x"})},
     "Expecting ',' delimiter": {OPTIONS: "[1"},
     "'list' object has no attribute 'items'": {OPTIONS: "[1]"},
     "it lacks progress": {"progress": None},
     "the JSON object must be str, bytes or bytearray, not int": {"progress": 5},
     "recursion": {"progress": "[" * 100_000},
     "loss.0: expected a valid number, got 'a'": {"progress": json.dumps(PROGRESS | {"loss": ["a"] * 7})},
-    "a loss, norm, scale and skip for each step, got [5, 7]": {"progress": json.dumps(PROGRESS | {"loss": [1.0] * 5})},
-    "expected the hash of a source, got 'x": {"progress": json.dumps(PROGRESS | {"source": "x\ny"})},
-    "expected a loss scale of each step that is skipped": {"progress": json.dumps(PROGRESS | {"skipped": [True] * 7})},
+    "losses, norms, loss scales and skips, got [5, 7]": {"progress": json.dumps(PROGRESS | {"loss": [1.0] * 5})},
+    "expected the hash of the source code, got 'x": {"progress": json.dumps(PROGRESS | {"source": "x\ny"})},
+    "expected a loss scale for each skipped step": {"progress": json.dumps(PROGRESS | {"skipped": [True] * 7})},
 }  # fmt: skip
 
 
@@ -150,7 +152,7 @@ def test_a_size_that_the_files_do_not_have_takes_no_memory(tmp_path: Path, part:
     table.state_dict_metadata[name].size = torch.Size([10**13])
     (path / COMPLETE).write_bytes(pickle.dumps(table))
     for load in (lambda: read(tmp_path), lambda: state(1)[2].load(tmp_path, GptProgress)):
-        with pytest.raises(ValueError, match=r"its table tells of \d+ bytes of tensors, its files have \d+"):
+        with pytest.raises(ValueError, match=r"expected files with the table's \d+ bytes of tensors, got \d+"):
             load()
 
 
@@ -158,7 +160,7 @@ def test_a_weight_of_another_shape_is_of_another_model(tmp_path: Path) -> None:
     state(7)[2].save(tmp_path, 7, PROGRESS).result()
     masters, optimizer, _ = state(1)
     masters["layer.1"] = nn.Parameter(torch.zeros(64, 32))
-    told = r"layer.1 is float32 of shape \(64, 64\), here float32 of shape \(64, 32\)"
+    told = r"layer.1: expected float32 of shape \(64, 32\), got float32 of shape \(64, 64\)"
     with pytest.raises(ValueError, match=told):
         Checkpoints(masters, optimizer, list(masters), (0, 0, 1)).load(tmp_path, GptProgress)
 
@@ -227,12 +229,12 @@ def test_an_incomplete_checkpoint_is_never_taken(tmp_path: Path) -> None:
         state(step)[2].save(tmp_path, step, {"step": step}).result()
     (folder_of(tmp_path, 2) / COMPLETE).unlink()
     assert choose(tmp_path)[1] == 1
-    with pytest.raises(ValueError, match="expected a checkpoint of step 2, complete are 1"):
+    with pytest.raises(ValueError, match="expected a complete checkpoint of step 2, got steps 1"):
         choose(tmp_path, 2)
 
 
 def test_a_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a checkpoint, none is complete"):
+    with pytest.raises(ValueError, match="expected a complete checkpoint, got none"):
         choose(tmp_path)
 
 

@@ -12,7 +12,10 @@ from methods.pipeline.launch.machines import command, read_list
 def test_an_address_that_ssh_would_take_for_an_option_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "machines.txt"
     path.write_text("10.0.0.1\n-oProxyCommand=touch /tmp/x\n")
-    with pytest.raises(ValueError, match=r"machines.txt: expected the address of a machine, got '-oProxyCommand"):
+    with pytest.raises(
+        ValueError,
+        match=r"machines.txt: expected the address of a machine, which begins with no -, got '-oProxyCommand",
+    ):
         read_list(path)
 
 

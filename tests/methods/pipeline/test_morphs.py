@@ -191,10 +191,10 @@ def test_slow_ranks_are_those_above_the_median_of_their_stage() -> None:
 
 def test_a_folder_holds_one_job_of_one_launcher(tmp_path: Path) -> None:
     held = Folder(tmp_path, {"script": "a.py"})
-    with pytest.raises(ValueError, match="a launcher still runs there"):
+    with pytest.raises(ValueError, match="expected an unused folder, got a running launcher"):
         Folder(tmp_path, {"script": "a.py"})
     held.locks[0].close()
-    with pytest.raises(ValueError, match=r"it holds a job with script a.py, not b.py; try --folder"):
+    with pytest.raises(ValueError, match=r"expected a job with script b.py, got a.py; try another --folder"):
         Folder(tmp_path, {"script": "b.py"})
 
 
@@ -219,7 +219,7 @@ def test_the_record_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
 def test_a_line_that_no_launcher_writes_is_told_with_its_file_and_number(tmp_path: Path, line: str) -> None:
     (tmp_path / "steps.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
     with pytest.raises(
-        ValueError, match=rf"{tmp_path}/steps.jsonl, line 2: expected what a launcher writes, got"
+        ValueError, match=rf"{tmp_path}/steps.jsonl, line 2: expected JSON that a launcher wrote, got"
     ) as told:
         Folder(tmp_path, {}).last_step()
     assert "\n" not in str(told.value) and len(str(told.value)) < 400
@@ -227,7 +227,7 @@ def test_a_line_that_no_launcher_writes_is_told_with_its_file_and_number(tmp_pat
 
 def test_a_job_that_is_none_is_told_with_its_file(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{bad")
-    with pytest.raises(ValueError, match=rf"{tmp_path}/job.json: expected what a launcher writes, got '{{bad'"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/job.json: expected JSON that a launcher wrote, got '{{bad'"):
         Folder(tmp_path, {})
 
 

@@ -108,7 +108,7 @@ def test_a_gpus_context_and_reserve_are_not_for_tensors(monkeypatch: pytest.Monk
 
 def test_what_comes_too_early_or_has_no_sizes_is_refused(tmp_path: Path) -> None:
     profiler = Profiler(Two(), -1)
-    with pytest.raises(ValueError, match=r"try initialize\(get_batch\) before"):
+    with pytest.raises(ValueError, match=r"try initialize\(get_batch\) first"):
         profiler.profile_all(batch_of_two, [1], out_folder=tmp_path)
     profiler.initialize(batch_of_two)
     for sizes in ([], [0, 1]):

@@ -59,13 +59,13 @@ def test_every_placement_is_written_and_read_back() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is no placement"),
-        ("R2X6", "is no placement"),
-        ("2R6W", "is no placement"),
-        ("r2w6", "is no placement"),
-        ("R2W5", "is of 7 layers, the model has 8"),
-        ("R2W99999999999", "the model has 8"),
-        ("R8W", "is of 9 layers"),
+        ("", "placement: expected runs of R"),
+        ("R2X6", "placement: expected runs of R"),
+        ("2R6W", "placement: expected runs of R"),
+        ("r2w6", "placement: expected runs of R"),
+        ("R2W5", "expected 8 layers, the model's, got 7"),
+        ("R2W99999999999", "expected 8 layers, the model's, got"),
+        ("R8W", "expected 8 layers, the model's, got 9"),
     ],
 )
 def test_a_bad_placement_is_one_line(text: str, said: str) -> None:
@@ -77,7 +77,7 @@ def test_a_bad_placement_is_one_line(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"placement": "R2W3", "resident_layers": 1}, "differ: give one of them"),
+        ({"placement": "R2W3", "resident_layers": 1}, "differ: leave one out"),
         ({"clipping": "sometimes"}, "choose one of deferred, speculate"),
     ],
 )

@@ -354,7 +354,7 @@ def test_a_trainer_that_is_dropped_unlocks_its_memory(monkeypatch: pytest.Monkey
 def test_a_loop_on_another_stream_than_the_trainer_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's copies wait for its own stream, so they would not wait for the loop's."""
     cuda = FakeCuda(1).install(monkeypatch)
-    model, told = made("llama", "fp32"), "expected the loop on the CUDA stream on which the trainer was made"
+    model, told = made("llama", "fp32"), "expected the training loop on the CUDA stream that was current"
     with cuda.running():
         ((tokens, targets),) = next(iter(batches(1, 1, "cuda")))
         with L2LTrainer(model, model.layers, optimizer_of(list(model.parameters())), device="cuda") as trainer:

@@ -120,7 +120,7 @@ def test_a_cache_of_keys_and_values_is_refused_where_layers_are_recomputed() -> 
     model, tokens = made("llama", torch.float32), torch.arange(5)[None]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     streamed = StrongholdTrainer(model, layers_of(model), optimizer, device="cpu")
-    with pytest.raises(ValueError, match=r"layer 0 is given a DynamicCache, .* try use_cache=False"):
+    with pytest.raises(ValueError, match=r"layer 0: expected no cache, .* got DynamicCache; try use_cache=False"):
         model(input_ids=tokens, labels=tokens, use_cache=True)
     streamed.__exit__(ValueError, None, None)
 

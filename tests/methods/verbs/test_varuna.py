@@ -129,7 +129,7 @@ def test_the_published_gpt_is_measured_and_stages_are_chosen(tmp_path: Path) -> 
 @pytest.mark.parametrize(("words", "told"), [
     ("simulate --stages 2 --micro-batches 2 --schedule ours", "expected varuna or 1f1b or gpipe, got 'ours'"),
     ("simulate --stages 5 --micro-batches 2 --machine h200 -l 4", "--stages: expected at most 4"),
-    ("simulate --stages 2 --micro-batches 2 -l 4", "expected --machine NAME with rates"),
+    ("simulate --stages 2 --micro-batches 2 -l 4", "--machine: expected a machine with rates"),
     ("simulate --stages 2 --micro-batches 2 --send nan", "'--send': expected a finite number, got nan"),
     ("simulate --stages 1000000 --micro-batches 1000", "expected at most 100000000 stages times micro-batches"),
     ("profile", "expected -l and -h, or --model NAME"),
