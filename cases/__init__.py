@@ -1,1 +1,1 @@
-"""The published figures: one file is one case. harness/figures/case.py finds them by number."""
+"""The published figures, one case per file; harness/figures/case.py finds a case by its number."""

@@ -71,7 +71,7 @@ def _speeds(axes: plot.Axes, rows: Sequence[FigureRow], note: str, methods: Sequ
 
 
 def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
-    """Draw for each rule a mark at its mean ratio to the optimum, and a line up to its largest ratio."""
+    """Draw each scheduling rule as a mark at its mean ratio to the optimum, with a line up to its largest ratio."""
     plot.title(axes, f"simulated (virtual clock), {INSTANCES} random instances each")
     axes.set_ylabel("Makespan / proved optimum")
     groups = list(dict.fromkeys(row.group for row in rows))
@@ -88,7 +88,7 @@ def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
 
 
 def _turns(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
-    """Draw a row for each model, with a box for each turn of one of its shards."""
+    """Draw one row per model; a box in it is the time in which one of the model's shards computes."""
     from matplotlib.patches import Patch
 
     models = list(dict.fromkeys(row.group for row in rows))

@@ -1,4 +1,5 @@
-"""Draws the figure of case 7: schedules under jitter, predicted and measured steps, morphs, and a trace of machines."""
+"""Draws the figure of case 7: schedules under jitter, predicted and measured step times, morphs (a job changes its
+number of ranks while it trains), and a trace of machines that come and go."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def _foretold(axes: plot.Axes, rows: Sequence[FigureRow], note: str) -> None:
     for x, y, text in points:
         axes.plot(x, y, "o", color=LOOKS["varuna"][0], markersize=4)
         look: Any = {"textcoords": "offset points", "fontsize": 5.8, "color": plot.EDGE}
-        # Put the label on the side away from the diagonal, towards the middle of the panel.
+        # Put the label on the point's side that faces away from the diagonal and towards the panel's middle.
         side = "left" if x < most / 2 else "right"
         axes.annotate(text, (x, y), xytext=(0, 5 if y >= x else -10), ha=side, **look)
     axes.set(xlim=(0, most), ylim=(0, most), xlabel="Measured step time (s)", ylabel="Foretold step time (s)")
@@ -100,8 +101,8 @@ def _trace(
 
 
 def _beneath(axes: plot.Axes, points: Sequence[tuple[float, float]], text: str, lowest: float) -> None:
-    """Draw a count on a second axis in the lowest quarter of the panel; the ticks of the panel's own axis begin at
-    `lowest`, above this quarter.
+    """Draw the points, (x, count), as steps on a second y axis in the panel's lowest quarter. The panel's first y axis
+    gets no ticks below `lowest`, where the count is drawn.
     """
     axes.set_yticks([tick for tick in axes.get_yticks() if lowest <= tick <= axes.get_ylim()[1]])
     other = axes.twinx()

@@ -1,4 +1,4 @@
-"""Draws the figure of case 8: a panel for each method, with its measured and predicted throughput by ranks."""
+"""Draws the figure of case 8: one panel per method, with measured and predicted throughput over the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs a job on simulated machines that leave, come and die by a schedule. Each machine is a separate agent with one
-rank.
+"""Runs a pipeline job on simulated machines, which leave, join and die by a schedule. A simulated machine is an agent
+process with one rank.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ SMALL = ("--blocks", "3", "--width", "32", "--tokens", "16")
 FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # least seconds of a step; SLOWEST is used while machines come
 BATCH_SIZE, CHUNK_SIZE, CHECKPOINT_EVERY = 12, 2, 10
 LIMIT_SECONDS = 240.0
-CAUSES = ("death", "launcher", "list", "notice")  # of a change: the launcher dies, or a machine changes
+# A machine is killed, the launcher is killed, the list of machines is edited, or a machine gets SIGTERM.
+CAUSES = ("death", "launcher", "list", "notice")
 
 
 class Change(NamedTuple):
-    """A change after `step`: the number of machines becomes `num_machines`, by the cause `by`."""
+    """A change after the step `step`: the number of machines becomes `num_machines`; `by` is the cause."""
 
     step: int
     num_machines: int
-    by: str = "list"  # one of CAUSES; the death of the launcher changes no number of machines
+    by: str = "list"  # one of CAUSES; if the launcher dies, the number of machines stays
 
 
 class Schedule(NamedTuple):
-    """The changes of a job. `num_machines`: machines at the job's start; `num_stages`: stages if there are enough
-    workers for them.
+    """The changes of a job. `num_machines`: machines at the job's start. `num_stages`: most stages; with fewer workers
+    there are fewer stages.
     """
 
     num_machines: int
@@ -51,12 +52,12 @@ class Schedule(NamedTuple):
 
 class Played(NamedTuple):
     code: int
-    seconds: dict[str, list[float]]  # by cause: time from a change to the first step of the next round
+    seconds: dict[str, list[float]]  # by cause: from each change to the next round's first step
     output: str
 
 
 class Machines:
-    """The list of simulated machines, their agents, and the file that sets the pace of training."""
+    """The file that lists the simulated machines, their agents, and the file that sets the training's pace."""
 
     def __init__(self, folder: Path, num_machines: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ class Machines:
     def signal(self, number: int, kind: int) -> None:
         name = f"127.0.0.{number + 1}"
         agents = [line["agent"] for line in self.events("came") if line["machine"] == name]
-        with contextlib.suppress(ProcessLookupError):  # the launcher has not restarted this agent yet
+        with contextlib.suppress(ProcessLookupError):  # this agent died before and is not restarted yet
             os.kill(agents[-1], kind)
 
     def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
@@ -83,7 +84,7 @@ class Machines:
         return read_lines(self.job / "steps.jsonl")
 
     def next_step(self, began: float) -> float:
-        """Return the time of the first step of a round that began after this moment; 0.0 if there is none yet."""
+        """Return when the first step ended in a round that began after the given moment; 0.0 if none has ended yet."""
         first = min((line["time"] for line in self.events("round", began)), default=float("inf"))
         return min((line["time"] for line in self.steps if line["time"] > first), default=0.0)
 
@@ -132,7 +133,7 @@ def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str]
                 seconds[change.by].append(machines.next_step(began) - began)
                 if machines.num_machines != change.num_machines:
                     machines.set(change.num_machines)
-                    time.sleep(1)  # so that the launcher sees the lines leave before they come back
+                    time.sleep(1)  # the launcher must see the shorter list before the lines come back
                 write_whole(machines.pace, FAST)
             running.wait(LIMIT_SECONDS)
         finally:
@@ -151,7 +152,7 @@ def _wait(until: Callable[[], Any], running: subprocess.Popen[bytes]) -> None:
 
 
 def undisturbed(folder: Path, num_steps: int, script: Sequence[str] = SMALL) -> Path:
-    """Run the same job in one process."""
+    """Run the job of play() on one machine, without changes; return the job's folder."""
     played = play(folder, Schedule(1, 1), num_steps, script)
     if played.code:
         raise RuntimeError(f"the undisturbed job ended with exit code {played.code}:\n{played.output}")

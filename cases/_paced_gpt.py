@@ -1,5 +1,5 @@
-"""Runs examples/own_gpt.py with slowed steps: the file that PACE_FILE names holds the least seconds of a step, and may
-change at any time.
+"""Runs examples/own_gpt.py with slowed steps. The environment variable PACE_FILE names a file with the least seconds
+per step; the file may change at any time.
 """
 
 from __future__ import annotations

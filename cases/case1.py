@@ -1,7 +1,7 @@
 """Figure 6a: how large a model does each method train in the same memories?
 
-Real runs search for the largest depth; a cross in the figure is the smallest larger depth that failed. The profile
-`paper` also tries the published sizes.
+A search by real runs finds the largest depth; a cross in the figure marks the smallest depth above it that failed. The
+profile `paper` also tries the published sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LargestModel(Case):
         return [used.probe(*size) for size in PUBLISHED_DEPTHS.items()] if used.kind == "paper" else []
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return for each method the row of its largest size, then the row of the smallest larger size that failed."""
+        """Return two rows per method: its largest size, then the smallest size above it that failed."""
         rows = []
         for name in self.methods:
             is_final = measurements.is_searched(name, records)
@@ -38,8 +38,8 @@ class LargestModel(Case):
         return rows
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return for each method the largest size that trained (one that passed the gate, if there is any), then the
-        next larger size that failed.
+        """Return two rows per method: the largest size that trained, then the next larger size that failed. Runs that
+        passed the gate count first.
         """
         found = []
         for name in self.methods:

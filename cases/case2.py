@@ -1,7 +1,7 @@
 """Figure 7a: how fast is STRONGHOLD at the largest size of each baseline?
 
-The sizes are those that case 1 finds. For a baseline that fails the gate only its size is shown: STRONGHOLD is not run
-at that size.
+The sizes are those that case 1 finds. If no run of a baseline passes the gate, the figure shows the baseline's size
+alone, and STRONGHOLD is not run at this size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.figures.profile import CaseProfile
 
 BASELINES = ("megatron-lm", "l2l", "zero-offload", "zero-infinity")  # in the figure's order
 OURS = "stronghold"
-STREAMED = {"resident_layers": 0, "clipping": "deferred"}  # as published: all layers streamed, one clipping
+STREAMED = {"resident_layers": 0, "clipping": "deferred"}  # as published: no resident layer, one kind of clipping
 
 
 class SpeedAtLargestSizes(Case):
@@ -59,9 +59,9 @@ class SpeedAtLargestSizes(Case):
         plot.tilt(axes)
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return the row of each baseline at its largest depth that trained (one that passed the gate, if there is
-        any), and of STRONGHOLD at this depth. A run that is known from a log counts with its speed until it ended, as
-        the paper counts L2L.
+        """Return each baseline's row at its largest depth that trained, and STRONGHOLD's row at the same depth. Runs
+        that passed the gate count first. An imported log counts with its speed even if its run ended early, as in the
+        paper's row of L2L.
         """
         found = []
         for name in BASELINES:

@@ -27,9 +27,7 @@ class SpeedAtOneSize(Case):
         return [used.job(name, depth, **(ours if name == WINDOWED else {})) for name in self.methods]
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return the rows at the depth that the most methods were run at; at the largest such depth if there are
-        several.
-        """
+        """Return the rows at the depth at which most methods were run; of several such depths, at the largest."""
         methods = {
             depth: {row.method for row in rows if row.num_layers == depth} for depth in {row.num_layers for row in rows}
         }

@@ -1,6 +1,6 @@
 """Figure 8b: does the time of a step grow linearly with depth?
 
-All depths have the same window and no resident layer, so that every layer costs the same.
+All depths have the same window and no resident layer, so that each layer takes the same time.
 """
 
 from __future__ import annotations

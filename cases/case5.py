@@ -1,7 +1,7 @@
 """Figure 9: how wide must the window be?
 
-No layer is resident here, so that only the window widens; the published option for the window also changes the number
-of resident layers.
+No layer is resident in these runs, so that only the window's width changes. (In the published code the option for the
+window also changes the number of resident layers.)
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class StepTimeByWindow(Case):
         axes.set_xlabel("Window (layers)")
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return the rows at the depth that was run with the most windows; at the largest such depth if there are
-        several.
-        """
+        """Return the rows at the depth that was run with most windows; of several such depths, at the largest."""
         windows = {
             depth: {row.window_size for row in rows if row.num_layers == depth}
             for depth in {row.num_layers for row in rows}

@@ -1,9 +1,9 @@
-"""Model selection: trains many models by turns, and compares them with the same models trained one after another.
+"""Model selection: trains many models by turns, and compares their speed with training one after another.
 
-Models differ in learning rate and batch size. Their depth is chosen so that all models fit the host's memory at once;
-the device has a sixteenth of that memory, so no whole model fits the device. The time of training one after another is
-computed from one model of each batch size, timed alone (the learning rate changes no time); the start of each model is
-left out. Two panels are simulated under a virtual clock, from the measured times of shards.
+The models differ in learning rate and batch size. All models together fit the host's memory; the device has a sixteenth
+of this memory, so no whole model fits the device. The time of training one after another is computed: one model per
+batch size is timed alone, because the learning rate changes no time, and the starts of the models do not count. Two
+panels are simulated under a virtual clock, from the measured times of shards.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ METRIC = "samples_per_second"
 RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # number of learning rates, by profile
 NUM_BATCH_SIZES = 2  # batch sizes for each rate: the profile's and half of it
 DEVICE_SHARE = 16  # the host's memory over the device's
-IN_DEMO = {"depth": 3, "host": 2}  # least depth beyond the device; factor of the profile's host memory, for 4 models
+IN_DEMO = {"depth": 3, "host": 2}  # fewest layers that the device cannot hold; factor on the host memory
 DEVICES = (1, 2, 4, 8, 16, 32, 100, 316, 1000)
-MANY = 4000  # number of models for a thousand devices
+MANY = 4000  # number of models, enough for a thousand devices
 SIMULATED = FigureRow("speed_up", OURS, 0, 0, None, None, valid=True, origin="simulated", clock="virtual")
 
 
@@ -47,8 +47,8 @@ class ModelSelection(Case):
         return [*(job for name in BASELINES for job in _alone(used, name)), *_together(used)]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return the speed of all models together by each method; then the turns of shards in the last step of Hydra's
-        last run.
+        """Return a row for each method with the speed of all models together, then the turns of shards in the last step
+        of Hydra's last run.
         """
         found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
         for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
@@ -81,9 +81,7 @@ class ModelSelection(Case):
 
 
 def _profiles(used: CaseProfile) -> tuple[CaseProfile, ...]:
-    """Return three profiles: one model alone with the whole batch; one model alone with half the batch; all models at
-    once.
-    """
+    """Return three profiles: one model with the whole batch, one model with half the batch, and all models at once."""
     load, budget = used.workload, used.budget
     assert budget.device_bytes and budget.host_bytes  # every profile has both budgets
     host_bytes = budget.host_bytes
@@ -101,22 +99,20 @@ def _profiles(used: CaseProfile) -> tuple[CaseProfile, ...]:
 
 
 def _alone(used: CaseProfile, name: str) -> list[Job]:
-    """Return the jobs of one model of each batch size; jobs whose plan does not fit are left out."""
+    """Return one job per batch size, each of one model; no job if the plan of the whole batch does not fit."""
     its = () if _shortfall(used, name) else _profiles(used)[:NUM_BATCH_SIZES]
     return [each.job(name, _depth(used)) for each in its]
 
 
 def _shortfall(used: CaseProfile, name: str) -> str | None:
-    """Return why a model with the whole batch does not fit by its plan."""
+    """Return what the plan of one model with the whole batch lacks; None if the model fits."""
     alone = _profiles(used)[0]
     job = alone.job(name, _depth(used))
     return method.create(name, job.options).plan(job.workload, alone.room).shortfall(alone.room)
 
 
 def _together(used: CaseProfile) -> list[Job]:
-    """Return the jobs of all models together, with the double buffer's second slot and without it, both with the same
-    shards.
-    """
+    """Return two jobs that train all models together with the same shards: with a double buffer, and without."""
     both = _profiles(used)[-1].job(OURS, _depth(used), **_options(used))
     return [both, replace(both, options={**both.options, "double_buffer": False})]
 
@@ -126,7 +122,7 @@ def _options(used: CaseProfile) -> dict[str, int]:
 
 
 def _depth(used: CaseProfile) -> int:
-    """Return the largest number of layers with which all models fit the host's memory."""
+    """Return the largest number of layers per model with which all models fit the host's memory."""
     if used.kind == "demo":
         return IN_DEMO["depth"]
     trained, room = method.create(OURS, _options(used)), _profiles(used)[-1].room
@@ -136,8 +132,8 @@ def _depth(used: CaseProfile) -> int:
 
 
 def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[FigureRow]:
-    """Return the row of a method that trains the models one after another; no row if a batch size has no record. If a
-    run failed, the row has its reason.
+    """Return the row of a method that trains the models one after another; no row if a batch size has no record. The
+    row of a failed run states the reason.
     """
     measured = [measurements.repeats(job, records) for job in alone]
     if not measured or not all(measured):
@@ -155,8 +151,8 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Figu
 
 
 def _speed(found: Sequence[Record]) -> float | None:
-    """Return the samples per second of models that take the same number of samples one after another, each with its own
-    batch size.
+    """Return the samples per second of models that train one after another on equally many samples. Each model has a
+    batch size of its own.
     """
     if not all(record.median_step_seconds for record in found):
         return None
@@ -164,8 +160,8 @@ def _speed(found: Sequence[Record]) -> float | None:
 
 
 def _turns(record: Record) -> list[FigureRow]:
-    """Return a row for each turn of a shard in the last step, by model and start: the turn's kind (`series`, such as
-    forward), start (`x`) and duration (`value`) in seconds.
+    """Return a row for each turn of a shard in the last step, sorted by model and start. `series`: kind of the turn,
+    such as forward; `x` and `value`: start and duration in seconds.
     """
     turns = record.schedule.get("turns", [])
     if not turns:

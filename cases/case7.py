@@ -1,10 +1,10 @@
 """Varuna: pipelines on networks with jitter, and on machines that come and go.
 
-Measured on two ranks: each number of stages with each size of micro-batch, beside the step time that AutoConfig
-predicts by a profile of the same model. Also measured: a job that morphed from two workers to one and back, beside an
-undisturbed job. The folder results/case7_PROFILE keeps the profile and both jobs; if it is removed, they are measured
-again. Simulated under a virtual clock: the three schedules under jitter, and samples per second through a random trace
-of machines.
+Two parts are measured. First, step times for each number of stages and each size of micro-batch, on two ranks of a CPU
+or one GPU, beside AutoConfig's predictions from a profile of the same model. Second, a job that goes from two workers
+to one and back, beside an undisturbed job. The folder results/case7_PROFILE keeps the profile and both jobs; if the
+folder is removed, this case measures them again. Two parts are simulated under a virtual clock: the three schedules
+under jitter, and samples per second through a random trace of machines.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ METRIC = "step_seconds"
 OURS = "varuna"
 RUNS = {"demo": (1,), "quick": (1, 2, 4), "paper": (1, 2, 4), "fit": (1, 2, 4)}  # numbers of micro-batches, by profile
 RANKS = {"cpu": 2, "cuda": 1}
-# Seconds of a message, if a forward pass takes one second; jitter is relative.
+# A simulated pass takes 1 s forward. SENDS: seconds of a message; JITTER: standard deviation over the mean.
 STAGES, MICRO_BATCHES, JITTER = 9, 64, 0.3
 SENDS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CLAIMED_SEND = 0.5
 SEEDS = 3
-# Steps of the morphing job and of the undisturbed one, and the steps after which a worker leaves, and comes back.
+# Steps of the morphing job and of the undisturbed job; a worker leaves after step 8 and comes back after step 16.
 STEPS, CHANGES = 40, (_morphs.Change(8, 1), _morphs.Change(16, 2))
 # The trace: 355 M parameters on up to 12 machines of one V100 each, batch 256.
 MODEL, MACHINES, BATCH, HOURS, THERE_HOURS, SEED = "varuna-355m", 12, 256, 60.0, 24.0, 7
 V100, V100_BYTES, NETWORK = Rates(30e12), 16 * 2**30, 1.25e9
-MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # from a change of machines until steps continue, where not measured
+MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # from a change of machines to the next step, if not measured
 SIMULATED = FigureRow(
     METRIC, OURS, 0, 0, None, None, valid=True, status="ok", origin="simulated", clock="virtual"
 )  # fmt: skip
@@ -61,7 +61,7 @@ class Pipelines(Case):
     mixes_metrics = True
 
     def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
-        """Return the profiles; without a GPU they use the CPU, because the simulated device has one rank only."""
+        """Return the profiles. Without a GPU they use the device cpu, because the device sim has one rank only."""
         return (replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used,)
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
@@ -75,7 +75,7 @@ class Pipelines(Case):
         ]  # fmt: skip
 
     def measure(self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> None:
-        """Measure the profile and both jobs, unless their results exist."""
+        """Measure the profile, the morphing job and the undisturbed job, unless their results exist."""
         folder = _folder(used, results)
         try:
             if not (folder / "profile").exists():
@@ -105,8 +105,8 @@ class Pipelines(Case):
         return [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))] if measured else []
 
     def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> list[FigureRow]:
-        """Return the steps predicted by the profile that measure() left, each step of both jobs, and the pauses between
-        them."""
+        """Return the step times predicted from the profile that measure() left, each step of both jobs, and the
+        morphing job's pauses."""
         folder, found = _folder(used, results), list[FigureRow]()
         measured = {row.group: row for row in rows if row.origin == "run" and row.value}
         if (folder / "profile").exists():
@@ -155,14 +155,14 @@ def _group(num_stages: int, chunk_size: int) -> str:
 
 
 def _schedules(sends: Sequence[float]) -> Iterator[FigureRow]:
-    """Return the mean step of each schedule, in forward passes."""
+    """Yield the mean step time of each schedule and message time, in forward passes."""
     for name in SCHEDULES:
         for send_seconds in sends:
             mean = _mean_step(name, send_seconds)
             yield replace(SIMULATED, metric="schedule_seconds", value=mean, x=send_seconds, series=name)
 
 
-@functools.cache  # figures, claims and reports call it again and again
+@functools.cache  # figures, claims and reports ask for the same mean again and again
 def _mean_step(schedule: str, send_seconds: float) -> float:
     network = pipelines.Network(send_seconds, jitter=JITTER)
     steps = [
@@ -183,8 +183,8 @@ def _speed(num_machines: int) -> float:
 
 
 def _trace(morph_seconds: float) -> Iterator[FigureRow]:
-    """Return the samples per second in each span of the trace, with morphing and with restarts, and the number of
-    machines in each span.
+    """Yield rows over the trace's hours: the number of machines, then the samples per second if the job morphs at each
+    change, and if it restarts.
     """
     trace = machine_trace.synthetic(HOURS, MACHINES, THERE_HOURS, SEED)
     for change in trace:

@@ -1,10 +1,10 @@
-"""A case of this project: how much faster do more ranks train? Throughput of every method that supports ranks, on 1, 2
-and 4 of them.
+"""This project's own case: how much faster do more ranks train? It measures the throughput of every method that
+supports ranks, on 1, 2 and 4 ranks.
 
-Strong scaling splits one batch over the ranks; weak scaling gives each rank one sample. Each rank has a GPU of its own,
-or a part of the CPU's cores: on a CPU nothing gets faster, and the figure shows the overhead of ranks. Where the
-machine's rates are known, the throughput is also predicted (harness/forecast/step.py), with what ranks exchange over
-the link between their devices.
+Strong scaling splits one batch over the ranks; weak scaling gives each rank one sample. Each rank has its own GPU, or a
+part of the CPU's cores; on a CPU nothing gets faster, and the figure shows the overhead of ranks. If the machine's
+rates are known, the figure also shows the predicted throughput (harness/forecast/step.py), which includes the exchange
+between ranks over their link.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Scaling(Case):
     in_all = False
 
     def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
-        """Return a profile for each batch size. Without a GPU ranks use the CPU, because the simulated device has one
-        rank only.
+        """Return a profile for each batch size. Without a GPU the profiles use the device cpu, because the device sim
+        has one rank only.
         """
         its = replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used
         sizes = dict.fromkeys([*RANKS, its.workload.batch_size])
@@ -48,8 +48,8 @@ class Scaling(Case):
         return [job for index, job in enumerate(found) if job not in found[:index]]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return each measured row, followed by the row that was predicted for it. Methods without a run on one rank
-        are left out, because runs of several ranks may belong to other cases.
+        """Return each measured row, followed by its predicted row. A method without a run on one rank is left out,
+        because its other runs may belong to other cases.
         """
         found = []
         for series, num_ranks, job in self._points(used):
@@ -77,6 +77,6 @@ class Scaling(Case):
             streamed = {"window_size": used.window_at(used.common), **STREAMED} if name == OURS else {}
             for series, sizes in ((STRONG, [whole] * len(RANKS)), (WEAK, RANKS)):
                 for num_ranks, size in zip(RANKS, sizes, strict=True):
-                    # The record of a run on one rank may lack the number of ranks.
+                    # A record of one rank may lack the option for the number of ranks.
                     options = streamed | ({"world_size": num_ranks} if num_ranks > 1 else {})
                     yield series, num_ranks, by_size[size].job(name, used.common, **options)

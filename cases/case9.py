@@ -1,7 +1,7 @@
-"""A case of this project: how does throughput grow with the tokens of a step? Runs each method with growing batches, at
-one size that all methods train.
+"""This project's own case: how does throughput grow with the tokens per step? Each method trains growing batches of one
+model, which all methods can train.
 
-A larger batch has more arithmetic for each copy and update. A cross in the figure is a batch that does not fit.
+A larger batch computes more for each copy and update. A cross in the figure marks a batch that does not fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.figures.point import FigureRow
 from harness.figures.profile import CaseProfile
 
 OURS = "stronghold"
-# Methods that train like the reference, on one device and without a disk.
+# Methods that train as the reference does, on one device, without a disk.
 METHODS = ("resident", "l2l", OURS, "hydra", "megatron-lm", "zero-offload", "zero-infinity", "fsdp2-offload")
 BATCHES = {"demo": (1, 4, 16)}
 FULL_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -39,7 +39,7 @@ class SpeedByTokens(Case):
         return [replace(used, workload=load) for load in loads]
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        """Return the jobs. STRONGHOLD streams every layer, because resident layers have no copies to hide."""
+        """Return the jobs. STRONGHOLD has no resident layer here, because resident layers have no copies to hide."""
         depth = used.depth(PUBLISHED_DEPTH)
         options = {OURS: {"window_size": used.window_at(depth), **STREAMED}}
         return [each.job(name, depth, **options.get(name, {})) for name in self.methods for each in self.profiles(used)]
@@ -52,7 +52,7 @@ class SpeedByTokens(Case):
         ]
 
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
-        """Draw a panel for each method, with the reference's speed as a dotted line."""
+        """Draw one panel per method; the dotted line is the reference's speed."""
         with plot.empty(*SIZE_INCHES) as made:
             panels = list(made.subplots(2, -(-len(self.methods) // 2)).flat)
             for axes, name in zip(panels, self.methods, strict=True):

@@ -1,11 +1,11 @@
-"""Draws how much of the copies and updates overlaps with compute: one step by streams and threads, measured here and
-under a virtual clock.
+"""Draws how far copies and updates overlap with compute in one step: a timeline of this machine, and timelines under a
+virtual clock.
 
-A timeline of a step shows the device's compute, the copies in and out, and the host's updates. Beside each timeline
-stands the share of the step that copies and updates take while the device computes (hidden) and while it does not
-(exposed). The measured timeline is traced; the virtual ones run the same code on simulated machines
-(harness/simulation), where nothing is measured. This case is no figure of the papers, and `all` does not include it:
-main() does everything, and reports call the same functions.
+A timeline shows the device's compute, the copies in and out, and the host's updates. Bars beside each timeline show the
+share of the step in which copies and updates run while the device computes (hidden) and while it does not (exposed).
+The first timeline is a trace of a real run; the virtual timelines run the same code on simulated machines
+(harness/simulation) and measure nothing. This figure is not one of the papers', and `case all` leaves it out: main()
+runs, tabulates and draws, and reports call the same functions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 NAME = "overlap"
 METHODS = ("stronghold",)
 PUBLISHED_DEPTH = 92  # depth of the measured run
-RUNS = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}  # layers under the virtual clock, by profile
+RUNS = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}  # number of layers under the virtual clock, by profile
 MACHINES = ("v100-vm", "h200", "rtx4090")
 CLIPPING = "deferred"
 COLORS = {
@@ -54,14 +54,14 @@ GAP_INCHES = 0.42  # gap between rows, for a title and an axis
 
 
 class Shown(NamedTuple):
-    """One step of a timeline, with the record if it was measured."""
+    """A timeline, one step of which is shown. `record`: the run's record; None if the timeline is virtual."""
 
     timeline: Timeline
     record: Record | None
 
     @property
     def step(self) -> Span:
-        """Return the second to last step, because the steps before and after it are traced, too."""
+        """Return the last step but one: the trace includes its neighbors' work, which reaches into this step."""
         return self.timeline.steps[-2]
 
     @property
@@ -78,7 +78,7 @@ class Shown(NamedTuple):
 
 
 def run(used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Trace the jobs that have no trace yet; make virtual timelines again if the method's code has changed."""
+    """Run the traced job, unless it has a record; make virtual timelines that are missing or of older code."""
     folder = results / "traces"
     folder.mkdir(parents=True, exist_ok=True)
     job = resolve(used.job(METHODS[0], used.depth(PUBLISHED_DEPTH)))[0]
@@ -113,7 +113,7 @@ def profiles(records: Sequence[Record]) -> list[str]:
 
 
 def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]:
-    """Return the measured timeline, then the virtual ones. Raises ValueError if the first is missing."""
+    """Return the measured timeline, then the virtual ones. Raises ValueError if there is no measured one."""
     traced = results / "traces" / f"overlap_{profile}.json"
     own = [each for each in records if Path(each.job.trace or "").name == traced.name and each.status == "ok"]
     if not own or not traced.exists():
@@ -149,7 +149,7 @@ def draw(found: Sequence[Shown], profile: str, out: Path) -> list[Path]:
 
 
 def figure(found: Sequence[Shown], note: str) -> plot.Figure:
-    """Draw a row for each timeline: its step by lanes, its shares as bars."""
+    """Draw one row per timeline: the step on the left, its shares as bars on the right."""
     from matplotlib.patches import Patch
 
     height = TOP_INCHES + len(found) * ROW_INCHES - GAP_INCHES + BOTTOM_INCHES
@@ -173,7 +173,7 @@ def figure(found: Sequence[Shown], note: str) -> plot.Figure:
 
 
 def _lanes(axes: plot.Axes, each: Shown) -> set[str]:
-    """Draw the step by streams and threads; return the kinds of work that were drawn."""
+    """Draw the step with a lane for each stream and thread; return the kinds of work that were drawn."""
     step, spans = each.step, each.timeline.spans
     inside = [span for span in spans if span.end > step.start and span.start < step.end]
     lanes = sorted({span.track for span in inside}, key=lambda track: (TRACKS.index(track.split(" ")[0]), track))
@@ -194,7 +194,7 @@ def _lanes(axes: plot.Axes, each: Shown) -> set[str]:
 
 
 def _shares(axes: plot.Axes, of: Share) -> None:
-    """Draw bars in percent of the step: compute, then hidden and exposed work by kind."""
+    """Draw bars in percent of the step's time: compute, then each kind of work, hidden and exposed."""
     names = [*(kind for kind in reversed(KINDS) if of.hidden[kind] + of.exposed[kind] > 0), "compute"]
     for height, name in enumerate(names):
         hidden = 100 * of.hidden.get(name, of.compute) / of.step
