@@ -2,10 +2,10 @@
 
     .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 4 -m bench.auto_config [--rounds 8]
 
-Each round measures a profile, and then steps of all configurations, so that other load on the machine hits all alike. A
-prediction is compared with the steps of its own round, and a configuration with the best one of the same rounds.
-Configurations whose replicas and stages leave a rank idle are not measured: class Varuna takes all ranks of the process
-group, so each number of ranks would need processes and profiles of its own, at another time.
+Each round measures a profile, then the steps of all configurations, so that other load on the machine slows all alike.
+The report compares each prediction with the steps of its own round, and each configuration with the best one over the
+same rounds. Configurations that leave a rank idle are not measured: class Varuna takes all ranks of the process group,
+so each number of ranks would need its own processes and profiles, at another time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def get_batch(size: int, device: Any = None) -> dict[str, Tensor]:
 
 
 def ratio(these: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """Return the geometric mean of the ratios, each taken within one round, and the 95 % t-interval of this mean."""
+    """Return the geometric mean of the ratios of each round, and the ends of the mean's 95 % t-interval."""
     logs = [math.log(one / other) for one, other in zip(these, others, strict=True)]
     middle = statistics.mean(logs)
     half = scipy.stats.t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / len(logs) ** 0.5
@@ -58,7 +58,9 @@ def ratio(these: Sequence[float], others: Sequence[float]) -> tuple[float, float
 
 
 def report(rows: Sequence[tuple[int, ...]], predicted: Sequence[list[float]], measured: Sequence[list[float]]) -> None:
-    """Print the report. `rows`: stages, replicas and micro-batch, each with its seconds by round."""
+    """Print the report. `rows`: stages, replicas and micro-batch size of each configuration. `predicted`, `measured`:
+    each configuration's seconds by round.
+    """
     middles = [statistics.median(seconds) for seconds in measured]
     best = min(range(len(rows)), key=lambda number: middles[number])
     print("| stages x replicas | chunk | predicted s | measured s | predicted / measured | over the best, 95 % |")

@@ -1,6 +1,6 @@
-"""Faults of models that are given by their config.json. Each fault breaks one convention of Llama, Qwen, GPT-NeoX or
-Gemma in the modules of transformers, as a method with its own code for layers could. bench/faults/planted.py trains
-models with these faults.
+"""Faults of models with a config.json. Each fault changes the modules of transformers so that they break one convention
+of Llama, Qwen, GPT-NeoX or Gemma; a method with its own code for layers could make the same mistake.
+bench/faults/planted.py trains models with these faults.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from harness.core import hub_config
 from harness.core.job import Workload
 
-Breaks = Callable[[Any], None]  # changes a HubModel so that it computes with the fault
+Breaks = Callable[[Any], None]  # plants the fault in a HubModel
 
 
 def of(workload: Workload) -> dict[str, Breaks]:
-    """Return the faults that the workload's model can have, by name."""
+    """Return the faults that the workload's model can have: the functions that plant them, by name."""
     if workload.config is None:
         return {}
     config, layer = hub_config.parsed(workload.config), workload.anatomy.layer
@@ -60,7 +60,7 @@ def _attentions(model: Any) -> Iterator[Any]:
 
 
 def _interleaved(model: Any) -> None:
-    """Rotate pairs of neighboring elements (2 i, 2 i + 1) instead of pairs from both halves (i, i + size / 2)."""
+    """Rotate pairs of neighboring elements (2 i and 2 i + 1) instead of pairs from both halves (i and i + size / 2)."""
     import torch
 
     def rotate(x: Any) -> Any:
@@ -82,11 +82,11 @@ def _interleaved(model: Any) -> None:
 
 
 def _other_angles(model: Any, **changes: Any) -> None:
-    """Compute the rotary angles of positions with changed parameters."""
+    """Make the model compute its rotary angles with `changes` to their parameters."""
     for module in _rotary(model):
         config = copy.deepcopy(module.config)
         own = config.rope_parameters
-        by_kind = all(isinstance(each, dict) for each in own.values())  # parameters by the kind of a layer's attention
+        by_kind = all(isinstance(each, dict) for each in own.values())  # True: parameters per kind of attention
         config.rope_parameters = (
             {kind: {**each, **changes} for kind, each in own.items()} if by_kind else {**own, **changes}
         )
@@ -102,7 +102,7 @@ def _rounded_angles(model: Any) -> None:
 
 
 def _rotary(model: Any) -> Iterator[Any]:
-    """Yield the modules that compute the rotary angles of positions."""
+    """Yield the modules that compute rotary angles."""
     return (module for module in model.modules() if any(name.endswith("inv_freq") for name in module._buffers))
 
 
@@ -123,7 +123,7 @@ def _without_query_norm(model: Any) -> None:
 
 
 def _over_all_heads(model: Any) -> None:
-    """Normalize queries and keys, (B, T, heads, head size), over both last dimensions."""
+    """Normalize queries and keys, (B, T, heads, head size), over the last two dimensions instead of the last one."""
     import torch
 
     for norm in _all(model, "q_norm", "k_norm"):

@@ -1,10 +1,10 @@
-"""Measures on a CPU how much slower the harness and STRONGHOLD are than plain training: medians of one alternating run.
+"""Measures on a CPU how much slower the harness is than a bare training loop, and STRONGHOLD than resident training.
 
     .venv/bin/python -m bench.cpu [--rounds 7]
 
-Prints two ratios of step times, both at 8 layers x 512, sequence 256, batch 4: the harness's loop to a bare loop of the
-same model, and STRONGHOLD (window 2) to resident training. Also prints the time from the start of a process to the end
-of its first step.
+Prints two ratios of step times at 8 layers, hidden size 512, sequence 256, batch 4: the harness's loop over a bare loop
+of the same model, and STRONGHOLD (window 2) over resident training. Each is a median over rounds that alternate. Also
+prints the time from the start of a process to the end of its first step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SMALL = Workload(num_layers=4, hidden_size=256, num_heads=8, seq_len=128, batch_
 
 
 def bare_step_seconds(workload: Workload, steps: int) -> list[float]:
-    """Return the step times of a plain training loop without the harness."""
+    """Return the step times, in seconds, of a plain training loop without the harness."""
     tokens = torch.from_numpy(data.batches(workload, steps))
     model = build(workload)
     optimizer = adamw(model.parameters())
@@ -58,8 +58,8 @@ def harness_step_seconds(workload: Workload, steps: int) -> list[float]:
 
 
 def compare(title: str, ours, theirs, rounds: int) -> None:
-    """Alternate two measurements and print their ratio; each is the median step of one run after three steps of
-    warm-up.
+    """Alternate two measurements and print their ratio. A measurement is one run's median step after three warm-up
+    steps.
     """
     pairs = []
     for _ in range(rounds):

@@ -1,10 +1,10 @@
-"""Measures which faults the gate's rule for runs with other dropout detects.
+"""Measures which faults the gate detects in methods that drop other elements than the reference.
 
-A method that drops other elements than the reference differs from it by some multiple of the difference that dropout
-itself makes. This script measures the multiple for correct runs and for faults. Correct runs are megatron-lm, and the
-reference with another seed of dropout; the faults of bench/faults/planted.py train with that other seed, too. Only the
-run itself is judged here; the gate's probe, which has no dropout, detects further faults. Takes minutes on two cores;
-`--case` runs chosen cases alone, by the names that the script prints.
+The losses of such a method differ from the reference's. The gate divides this difference by the change that dropout
+itself causes, and allows a certain multiple. This script measures the multiple of correct runs and of faults. The
+correct runs are megatron-lm, and the reference with another dropout seed; the faults of bench/faults/planted.py use
+that other seed, too. The script judges only the run itself; the gate's probe, which has no dropout, detects further
+faults. Takes minutes on two cores; `--case` runs only cases of these printed names.
 
     .venv/bin/python -m bench.dropout_rule [--out results/dropout-rule.json] [--case "other seed 3"]
 """
@@ -41,7 +41,7 @@ SIZES = [
         {"num_layers": 2, "learning_rate": 0.01, "seed": 8},
         {"num_layers": 2, "dtype": "bf16", "seed": 9},
         {"num_layers": 2, "dtype": "fp16", "seed": 10},
-        # None of these cases was used when the rule's limit was chosen.
+        # The cases below were not used when the rule's limit was chosen.
         {
             "num_layers": 3,
             "hidden_size": 48,
@@ -70,8 +70,8 @@ FAULTS = (
 
 
 def ratio(record: Record, reference: Record, undropped: Record) -> tuple[float, str]:
-    """Return the record's distance from the reference as a multiple of dropout's own change, and the tensor that is
-    farthest.
+    """Return the record's distance from the reference, as a multiple of the change that dropout itself causes, and the
+    name of the fact with this largest distance.
     """
     floor = limits.floor(reference, [undropped]).alike()
     far = {
@@ -95,7 +95,7 @@ def job(method: str, size: Workload, **options: Any) -> Job:
 @click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
 @click.option("--case", "chosen", multiple=True, metavar="NAME", help="Run only the case of this printed name.")
 def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
-    """Train all cases, print each distance, write them."""
+    """Train all cases; print each case's multiple, and write all to a file."""
     tried = [(f"megatron-lm {number}", job("megatron-lm", size)) for number, size in enumerate(SIZES, start=1)]
     tried += [(f"other seed {n}", job("planted", size, dropout_seed=77)) for n, size in enumerate(SIZES, start=1)]
     tried += [(fault, job("planted", FAULTED, dropout_seed=77, fault=fault)) for fault in FAULTS]

@@ -1,10 +1,10 @@
-"""Compares the step time and host peak of every method with those of `resident` on this machine: medians of one
-alternating run.
+"""Compares the step time and host peak of every method with those of `resident` on this machine: medians over rounds
+in which the methods take turns.
 
     .venv/bin/python -m bench.engines [--rounds 3] [--results DIR] [-m METHOD[:OPTION=VALUE] ...] [--against METHOD]
 
-8 layers x 512, sequence 256, batch 4, vocabulary 8192, fp32, every layer recomputed. Prints a table in Markdown; each
-ratio compares two runs of one round.
+The model has 8 layers, hidden size 512, sequence 256, batch 4, vocabulary 8192, fp32; every layer is recomputed. Prints
+a table in Markdown; each ratio compares two runs of one round.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...],
         folder = results or Path(temporary)
         folder.mkdir(exist_ok=True)
         for turn in range(rounds):
-            # Each round has a fresh order, with the reference first, because it judges the others.
+            # Every other round reverses the methods. The reference is first, because the gate judges by its record.
             order = list(measured) if turn % 2 == 0 else [reference, *others[::-1]]
             records = Sweep(folder, rerun=True, probe=NONE).run([jobs[text] for text in order])
             for text, record in zip(order, records, strict=True):

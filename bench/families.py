@@ -1,8 +1,7 @@
 """Shows which methods train which families of models: python -m bench.families [--results DIR] [--out FILE].
 
-Trains a model of 4 layers x 64 of each family, by its config.json, in fp32 at learning rates up to 3e-3 with every
-method that accepts a config.json, and shows the gate's verdicts. Calling it again runs the jobs that have no result
-yet.
+For each family, every method that accepts a config.json trains a model of 4 layers, hidden size 64, in fp32 at learning
+rates up to 3e-3. The table shows the gate's verdicts. A repeated call runs only the jobs that have no result yet.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32, "tie_word_embeddings": False}, "mistral": {"head_dim": 16, "sliding_window": 64},
     "phi3": {}, "olmo2": {}, "smollm3": {}, "granite": {}, "gpt_neox": {},
 }  # fmt: skip
-# Options of further jobs; each method also runs with its defaults.
+# Options of additional jobs; each method also runs with its default options.
 MORE: dict[str, list[dict[str, Any]]] = {
     "stronghold": [{"placement": "R1W2S1", "window_size": 2}],
     "varuna": [{"world_size": 2, "num_stages": 2}],
@@ -42,7 +41,9 @@ def workload_of(family: str) -> Workload:
 
 
 def asked() -> list[tuple[str, dict[str, Any]]]:
-    """Return each method that accepts a config.json, except the reference, with each of its sets of options."""
+    """Return pairs of method and options: every method but the reference that accepts a config.json, with its default
+    options and with those of MORE.
+    """
     able = [name for name, cls in method.loadable(()).items() if cls.takes_config and not cls.is_reference]
     return [(name, options) for name in able for options in ({}, *MORE.get(name, []))]
 

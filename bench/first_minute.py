@@ -1,9 +1,9 @@
-"""Measures a newcomer's first minute: clone this commit, run the README's first command, and run it again at another
-size.
+"""Measures a newcomer's first minute: clones this commit, runs the README's first command, and repeats the command at
+another size.
 
     .venv/bin/python -m bench.first_minute [COMMIT]
 
-Prints the seconds of each part. For an earlier commit, options that it lacks are left out of the command.
+Prints the seconds of each part. Options that an earlier COMMIT lacks are left out of the command.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ IMPORTS = ("process", "start", "import")
 
 
 def called(project: Path, words: list[str]) -> dict[str, float]:
-    """Run this project's run.sh with these words. Return the seconds of each part of the run, which begins at an output
-    line that PARTS names, and as `all` the seconds of the whole run.
+    """Run the project's run.sh with these words. Return the seconds of each part of the run, and of the whole run as
+    `all`. An output line whose beginning is in PARTS begins a part.
     """
     began = last = time.monotonic()
     part, found = "set-up", dict[str, float]()
@@ -47,8 +47,8 @@ def called(project: Path, words: list[str]) -> dict[str, float]:
 
 
 def import_seconds(project: Path) -> float:
-    """Return the seconds from the start of the worker's process until torch and the method are imported, as the run's
-    record has them.
+    """Return the seconds from the start of the worker process until torch and the method are imported, by the run's
+    record.
     """
     (path,) = (project / "results").glob("log_stronghold_l-4*.json")
     phases = json.loads(path.read_text())["phase_seconds"]

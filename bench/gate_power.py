@@ -1,18 +1,17 @@
-"""Measures the power of the gate: how many planted faults it detects, how many of them it names rightly, and how many
-correct ("honest") runs it fails.
+"""Measures the power of the gate: how many planted faults the gate detects, how many of these it names correctly, and
+how many correct ("honest") runs it fails.
 
-Each of the 42 faults of bench/faults/planted.py trains 4 layers x 64 for 20 steps at the published learning rate and at
-the probe's, in each dtype. So do honest runs, which round otherwise: other numbers of threads, micro-batches, sums of
-products, attention, loops of AdamW, and every method that is exact by design and runs here. The gate judges each run
-with its tolerances for a CPU, with those for CUDA, and, where a method promises the reference's bits, by bits. Takes
-about 4 minutes on two cores. `--with` tries the gate at other sizes than those by which its limits were chosen.
-`--model` tries the gate on a model by its config.json, with the faults of this model's conventions
-(bench/convention_faults.py) beside those faults of the GPT that the model can have.
+Each of the 42 faults in bench/faults/planted.py trains 4 layers of hidden size 64 for 20 steps in each dtype: once at
+the published learning rate, and once at the probe's. Honest runs do the same with other rounding: other numbers of
+threads, micro-batches, sums of products, attention, loops of AdamW, and every method that is exact by design and runs
+here. The gate judges each run with its tolerances for a CPU, with its tolerances for CUDA, and by bits if a method
+promises the reference's bits. All this takes about 4 minutes on two cores. `--with` tries the gate at other sizes than
+those by which its limits were chosen. `--model` tries the gate on a model with a config.json; its faults are those of
+bench/convention_faults.py and the faults of planted.py that the model can have.
 
     .venv/bin/python -m bench.gate_power [--out FILE] [--with seq_len=256 --with batch_size=1]
 
-`--seeds` tries the roundings that are not in the gate's floor with each of these seeds; `--no-faults` leaves the faults
-out.
+`--seeds` lists the seeds for roundings that the gate's floor does not include; `--no-faults` runs the honest runs only.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ NARROW = {"num_layers": SIZE.num_layers, "hidden_size": SIZE.hidden_size, "vocab
 FOLDERS = (Path(__file__).parent / "faults", probe.METHODS)
 DTYPES = ("fp32", "bf16", "fp16")
 SEEDS = (1234, 7)
-# Ways to judge a record: with a CPU's tolerances, with CUDA's, by bits, and without the probe.
+# Ways to judge a record: with the tolerances for a CPU, with those for CUDA, by bits, and without the probe.
 WAYS = ("cpu", "cuda", "bits", "without the probe")
 METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("resident", {}, {"micro_batches": 2}),
@@ -60,7 +59,7 @@ METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("varuna", {}, {}),
 ]
 OF_FLOOR = [name for names in probe.ROUNDINGS for name in names]
-UNSEEN = [name for name in ROUNDINGS if name not in OF_FLOOR]  # roundings not in the gate's floor
+UNSEEN = [name for name in ROUNDINGS if name not in OF_FLOOR]  # roundings that the gate's floor does not include
 ROUNDED: list[dict[str, Any]] = [
     {"threads": 2}, {"adam": "foreach"}, {"adam": "loop"}, {"adam": "plain"},
     {"adam": "loop", "rounding": "split-products"}, {"adam": "plain", "rounding": "products-in-halves"},
@@ -68,7 +67,7 @@ ROUNDED: list[dict[str, Any]] = [
 ]  # fmt: skip
 # Engines take seconds to start; DeepSpeed also needs a process for each training.
 ENGINES = ("megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme")
-# The verdict that names a fault rightly: the gate's reason and, for a fault of one step, the step at which it shows.
+# Verdicts that name a fault correctly: the gate's reason, and for a fault of one step also the step that shows it.
 FORWARD, GRADIENT = {"forward"}, {"gradient"}
 UPDATE = {"update", "unchanged", "partial-update"}
 SECOND = UPDATE | {"later 3"}  # faults whose first update is right or nearly right
@@ -119,7 +118,7 @@ RIGHT: dict[str, set[str]] = {
 
 
 class PowerCase(NamedTuple):
-    """A training to judge: a method with options, in a dtype; `fault` is empty for an honest one."""
+    """A training to judge: a method with options, in a dtype. An honest run has an empty `fault`."""
 
     method: str
     options: dict[str, Any]
@@ -131,7 +130,7 @@ class PowerCase(NamedTuple):
     probe_steps: int = probe.STEPS
 
     def job(self) -> Job:
-        """Return the job at the published learning rate, without those of its probe."""
+        """Return the job at the published learning rate; probe() returns the probe's jobs."""
         return self._job(dataclasses.replace(self.size, dtype=self.dtype))
 
     def probe(self, dtype: str) -> Job:
@@ -149,7 +148,7 @@ class PowerCase(NamedTuple):
         return self.reference()._replace(method=job.method, options=job.options)
 
     def jobs(self) -> Iterator[Job]:
-        """Return all jobs that a verdict needs. Raises ValueError if this size cannot be trained so."""
+        """Yield all jobs that a verdict needs. Raises ValueError if a job is not valid at this size."""
         yield from (self.job(), self.reference().job())
         for dtype in {self.dtype, "fp32"}:
             yield from (each.probe(dtype) for each in (self, self.reference(), self.rounded()))
@@ -162,7 +161,7 @@ class Outcome(NamedTuple):
     def is_named(self, way: str) -> bool:
         verdict = self.verdicts[way]
         said = f"{verdict.reason} {verdict.evidence.get('step')}" if verdict.reason == "later" else verdict.reason
-        return said in RIGHT.get(self.case.fault, FORWARD)  # a broken convention shows in the forward pass
+        return said in RIGHT.get(self.case.fault, FORWARD)  # convention faults, not in RIGHT, show in the forward pass
 
 
 def fault_cases(
@@ -172,7 +171,7 @@ def fault_cases(
     seeds: Sequence[int] = SEEDS,
     probe_steps: int = probe.STEPS,
 ) -> list[PowerCase]:
-    """Return the cases of these faults, by default of all that the model can have in this dtype."""
+    """Return a case for each of these faults; default: all faults that the model can have in this dtype."""
     return [
         PowerCase("planted", {"fault": fault}, {}, dtype, seeds[0], fault, size, probe_steps)
         for fault in faults or faults_of(dataclasses.replace(size, dtype=dtype))
@@ -194,8 +193,8 @@ def faults_of(size: Workload) -> list[str]:
 def honest_cases(
     dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS, probe_steps: int = probe.STEPS
 ) -> list[PowerCase]:
-    """Return the honest cases: roundings that are not in the gate's floor with all seeds; other roundings and methods
-    with two.
+    """Return the honest cases: roundings outside the gate's floor with all seeds, other roundings and methods with two
+    seeds, engines with one.
     """
     ways = [(way, seeds[:2]) for way in [*METHODS, *(("planted", how, {}) for how in ROUNDED)]]
     ways += [(("planted", {"rounding": name}, {}), seeds) for name in UNSEEN]
@@ -210,7 +209,7 @@ def honest_cases(
 
 
 def is_trainable(case: PowerCase) -> bool:
-    """True if the case's job is valid and its method can plan it; a placement fits one depth only."""
+    """True if the case's jobs are valid and its method can plan them; METHODS has a placement that fits one depth."""
     with contextlib.suppress(ValueError):
         return all(
             method.create(job.method, job.options, FOLDERS).plan(job.workload, job.budget.room) for job in case.jobs()
@@ -253,9 +252,9 @@ def _as(record: Record, device: str, bit_exact: bool) -> Record:
 
 
 def figures(outcomes: Iterable[Outcome], promised: set[str]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return, by dtype and way, the faults seen and named, the honest runs, and the honest runs that failed.
+    """Return by dtype and way of judging: the faults that were seen and named, the honest runs, and those that failed.
 
-    `promised`: keys of the honest runs that must keep the bits.
+    `promised`: names of the honest runs whose methods promise the reference's bits.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for dtype in DTYPES:
@@ -286,7 +285,7 @@ def _said(verdict: Gate) -> str:
 
 
 def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Return the figures as a table in Markdown."""
+    """Return the numbers of figures() as a table in Markdown."""
     lines = ["| dtype | judged | faults seen | named rightly | honest runs failed |", "|---|---|---|---|---|"]
     told = {"cpu": "by the probe", "cuda": "by the probe, CUDA's tolerances", "bits": "by bits, where promised"}
     for dtype, ways in found.items():
@@ -298,7 +297,7 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
-    """Run the jobs; return their records by key. A job of an engine gets a process of its own."""
+    """Run the jobs; return their records by key. Each job of an engine runs in its own process."""
     unique = {job.key(): job for job in jobs}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = multiprocessing.get_context("forkserver")
@@ -349,7 +348,7 @@ def main(
     probe_steps: int,
     faults: bool,
 ) -> None:
-    """Train all, judge all, print the table, write the figures."""
+    """Train and judge all cases, print the table, and write its numbers to a file."""
     started = time.monotonic()
     out = out or Path(f"results/gate-power{f'-{model}' if model else ''}.json")
     size = SIZE if model is None else dataclasses.replace(SIZE, **{**named_models.load(model).sizes, **NARROW})
@@ -359,7 +358,7 @@ def main(
     records: dict[str, Record] = {}
     promised: set[str] = set()
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    # Honest runs come first, so that a series that is stopped early still shows how many of them fail.
+    # Honest runs come first, so that an interrupted series still shows how many honest runs fail.
     for some, dtype in itertools.product((honest_cases, fault_cases)[: 1 + faults], dtypes.split(",")):
         cases = [case for case in some(dtype, size=size, seeds=numbers, probe_steps=probe_steps) if is_trainable(case)]
         more = train_all((job for case in cases for job in case.jobs() if job.key() not in records), cores)

@@ -1,9 +1,9 @@
-"""Does a list of measurements on a GPU that is available for minutes at a time: the most important first, in calls with
-a time limit.
+"""Runs a list of measurements, the most important first, on a GPU that is available for minutes at a time. Each call
+has a time limit.
 
-The next call goes on where the last one stopped: it skips each step that has a result of the current code, and puts
-steps that failed or took too long last. A call ends with a verdict of one screen and an archive (bench/gpu_results.py),
-which the next call reads.
+A call continues where the last call stopped: it skips the steps that have a result of the current code, and puts steps
+that failed or took too long last. A call ends with a summary of one screen and an archive (bench/gpu_results.py), which
+the next call reads.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ from harness.core.source_hash import source_hash
 from harness.devices import machine
 from harness.run.launch import EXPANDABLE
 
-LIMIT_SECONDS = 540.0  # limit of a call, its archive included
-GRACE_SECONDS = 25.0  # time for a step that was told to end, in which its worker finishes its record
-ENDING_SECONDS = GRACE_SECONDS + 15.0  # part of the limit: the last step's grace, the verdict and the archive
-LEAST_SECONDS = 60.0  # a step needs at least this long, or its own limit
-RESULTS = (0, 4, 5)  # exit codes of done steps: success, out of memory, a failed gate; others may pass another time
-NEEDED = ("pydantic",)  # packages without which no record can be read
+LIMIT_SECONDS = 540.0  # time limit of a call, including its archive
+GRACE_SECONDS = 25.0  # time for an interrupted step's worker to finish its record
+ENDING_SECONDS = GRACE_SECONDS + 15.0  # part of the limit for the last step's grace, the summary and the archive
+LEAST_SECONDS = 60.0  # a step begins only if so much time is left, or its own limit if shorter
+RESULTS = (0, 4, 5)  # exit codes of steps that are done: success, out of memory, failed gate
+NEEDED = ("pydantic",)  # packages that reading records needs
 METHODS = ("stronghold", "resident", "zero-offload", "zero-infinity", "fsdp2-offload", "megatron-lm", "l2l")
 TESTS = "window or streamed or blocking or (stronghold and fp32 and 1.0) or (l2l and bf16 and 1.0)"
 SHOWN_OPTIONS = ("placement", "num_models", "double_buffer")
-WIDTH = 160  # characters of a line of the verdict
+WIDTH = 160  # most characters in a line of the summary
 _hash = functools.cache(source_hash)
 
 
 class Scale(NamedTuple):
-    """Sizes and budgets of all steps; depths in layers."""
+    """The sizes and memory limits of all steps; depths are numbers of layers."""
 
     device: str  # device on which facts and rates are measured
     layer: str
-    job: str  # the rest of the workload, and the limits of each job
-    capped: str  # limit of device memory in the capped steps; `whole` means no limit
+    job: str  # further options of each job: sizes, device and limits
+    capped: str  # option that limits device memory in most steps; `whole`: the same for steps with all memory
     whole: str
-    steps: dict[str, str]  # number of steps by dtype: more in bf16, since a GPU raises its clock in the first second
+    steps: dict[str, str]  # numbers of steps by dtype; bf16 needs more, because a GPU's clock rises in the first second
     small: int
     half: int
     headline: tuple[tuple[int, str], ...]
-    deep: int  # depth that does not fit the capped device
-    beyond: int  # depth that does not fit the whole device
+    deep: int  # depth whose model is larger than the limited device memory
+    beyond: int  # depth whose model is larger than all device memory
     methods: tuple[str, ...] = METHODS
 
 
 def cuda(host_bytes: int, gpu_bytes: int) -> Scale:
-    """Return the published sizes. Jobs may use seven eighths of either memory: more than a GPU has is refused."""
+    """Return the published sizes. Jobs get 7/8 of each memory, at most 90 GiB of the host and 32 GiB of the GPU."""
     host_gib, gpu_gib = (min(most, size * 7 // 8 // GIB) for most, size in ((90, host_bytes), (32, gpu_bytes)))
     return Scale(
         "cuda", "-h 2048 -b 4", f"--device cuda --timeout 400 --host-memory {host_gib}GiB",
@@ -88,7 +88,7 @@ DEMO = Scale(
 
 
 class GpuStep(NamedTuple):
-    """A command, its limit in seconds, and the files on whose code, imports included, its result depends."""
+    """A command, its time limit in seconds, and the files that its result depends on, together with their imports."""
 
     title: str
     seconds: float
@@ -97,7 +97,7 @@ class GpuStep(NamedTuple):
 
 
 def steps(scale: Scale, results: Path) -> list[GpuStep]:
-    """Return all steps: smoke tests, the assumptions of the plans, the main results, the largest sizes."""
+    """Return all steps in order: smoke tests, facts that plans assume, main results, largest sizes."""
     known, small, half, deep, python = method.REGISTRY.files(), scale.small, scale.half, scale.deep, sys.executable
 
     def harness(title: str, seconds: float, words: str, *more: str, files: Sequence[Path]) -> GpuStep:
@@ -117,7 +117,7 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
         title, files = f"{title}, {depth} layers, {dtype}", [known[name] for name in {"resident", *names.split(",")}]
         return harness(title, seconds, f"run {sizes} {more} {probe}", *traced, files=sorted(files))
 
-    def several(depth: int, dtype: str) -> GpuStep:  # the plan refuses a size that does not fit
+    def several(depth: int, dtype: str) -> GpuStep:  # methods that the size does not fit are refused by their plans
         return train("all methods", ",".join(scale.methods), depth, dtype, seconds=400)
 
     def probes(depth: int, dtype: str) -> GpuStep:
@@ -152,8 +152,8 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
 
 
 class GpuCall:
-    """One call: does steps, and keeps in steps.json each step's last exit code, seconds, number of full tries, and
-    source.
+    """One call: runs steps. The file steps.json keeps each step's last exit code and seconds, the number of tries with
+    the step's full time limit, and the hash of its code.
     """
 
     def __init__(self, results: Path, out: Path, limit_seconds: float = LIMIT_SECONDS) -> None:
@@ -172,7 +172,7 @@ class GpuCall:
                 self.attempt(step, min(left, step.seconds))
 
     def left(self, steps: Sequence[GpuStep]) -> list[GpuStep]:
-        """Return the steps that have no result with this code, these packages and this GPU."""
+        """Return the steps that have no result of the present code, packages and GPU."""
         done = {(title, told["source"]) for title, told in self.tried.items() if told["code"] in RESULTS}
         return [step for step in steps if (step.title, self.source(step)) not in done]
 
@@ -186,7 +186,7 @@ class GpuCall:
         with open(log, "w") as file:
             code = ended(step.command, file, seconds)
         spent, times = round(time.monotonic() - started, 1), self.tried.get(step.title, {"times": 0})["times"]
-        times += code is not None or seconds == step.seconds  # a step that the call's end cut off keeps its place
+        times += code is not None or seconds == step.seconds  # a step cut off by the call's end keeps its place
         self.tried[step.title] = {"code": code, "seconds": spent, "times": times, "source": self.source(step)}
         write_whole(self.file, json.dumps(self.tried, indent=1))
         gpu_results.pack(self.results, self.out)  # pack now, because this call may be killed
@@ -199,7 +199,7 @@ class GpuCall:
         return f"{step.title}: {told}"
 
     def verdict(self, steps: Sequence[GpuStep]) -> list[str]:
-        """Return a text of one screen: facts, steps left, failures, and the runs."""
+        """Return the summary's lines: facts, steps left, failures, and runs."""
         facts, left, runs = self.results / "facts.json", self.left(steps), defaultdict[str, list[Record]](list)
         for record in read_all(self.results)[0].values():
             runs[record.key].append(record)
@@ -214,14 +214,14 @@ class GpuCall:
 
 
 def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
-    """Return the exit code; None if the step was ended at its limit, first as by Ctrl-C."""
+    """Run the command; return its exit code, or None if it reached its limit. Then it gets SIGINT, later SIGKILL."""
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:  # still running: its limit is over, or this call was interrupted
+        if process.poll() is None:  # still running: at its limit, or this call was interrupted
             os.killpg(process.pid, signal.SIGINT)
             try:
                 process.wait(GRACE_SECONDS)
@@ -231,8 +231,8 @@ def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
 
 
 def row(runs: Sequence[Record]) -> str:
-    """Return one line about a job: its last run's speed and device peak, each with the planned value as a share of it,
-    the verdict, and whether several runs had the same bits.
+    """Return one line about a job: the last run's step time and device peak, each with the ratio of planned to
+    measured, the gate's verdict, and whether several runs had the same bits.
     """
     record = runs[-1]
     job, predicted, options = record.job, record.predicted, record.job.options
@@ -259,8 +259,8 @@ def _share(planned: float | None, measured: float) -> str:
 @click.option("--limit", "limit_seconds", type=float, default=LIMIT_SECONDS, help="Time limit of this call in seconds.")
 @click.option("--only", multiple=True, metavar="TITLE", help="Run only this step, even if it has a result.")
 def main(name: str, demo: bool, limit_seconds: float, only: tuple[str, ...]) -> None:
-    """Do the steps that are left, and write records to results/NAME. The archive goes to the folder $OUT if that is
-    set, else to results.
+    """Run the steps that are left, and write their records to results/NAME. The archive goes to the folder in the
+    variable OUT, by default to results.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if missing := [package for package in NEEDED if importlib.util.find_spec(package) is None]:

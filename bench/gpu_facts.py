@@ -1,8 +1,8 @@
-"""Measures facts of a GPU and its host that plans assume, one after another, and writes them to one file.
+"""Measures, one after another, the facts of a GPU and its host that plans assume, and writes them to one file.
 
     .venv/bin/python -m bench.gpu_facts FILE [--device cpu]
 
-If a fact cannot be measured, the file has the error in its place, and the next fact follows.
+If a measurement fails, the file holds the error in place of the fact, and the other facts are still measured.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from harness.devices import budgets, machine, tf32
 from harness.devices.streams import Device
 from methods.streaming.calibrate import median_seconds
 
-SHAPES = {"cuda": (4, 16, 1024, 128), "cpu": (1, 4, 64, 32)}  # shapes of attention: the published one and a small one
-PINNED_BYTES = {"cuda": 3 * GIB // 2, "cpu": GIB // 8}  # for 1.5 GiB torch takes 2 GiB, a power of two
+# Shapes of attention's inputs (batch, heads, tokens, head size): the published one, and a small one.
+SHAPES = {"cuda": (4, 16, 1024, 128), "cpu": (1, 4, 64, 32)}
+PINNED_BYTES = {"cuda": 3 * GIB // 2, "cpu": GIB // 8}  # torch rounds 1.5 GiB up to 2 GiB, a power of two
 LAUNCHES = 1000
 
 
 def memory(device: str) -> dict[str, Any]:
-    """Return the device's bytes as NVML and as CUDA count them, and the bytes of a CUDA context: bare, and with the
+    """Return the bytes of device memory by NVML and by CUDA, and the bytes of a CUDA context, bare and with the
     libraries that a layer loads.
     """
     before, told = machine.gpu_free_bytes(), {"nvml_total": machine.gpu().get("gpu_bytes")}
@@ -51,8 +52,8 @@ def versions(device: str) -> dict[str, Any]:
 
 
 def products(device: str) -> dict[str, Any]:
-    """Return the error of an fp32 matrix product, which is a thousand times as large with TF32, and the settings that
-    ask for TF32.
+    """Return the relative error of an fp32 matrix product, and the settings that ask for TF32. TF32 makes the error a
+    thousand times as large.
     """
     a, b = torch.randn(2, 512, 512, device=device)
     exact = a.double() @ b.double()
@@ -60,7 +61,9 @@ def products(device: str) -> dict[str, Any]:
 
 
 def attention(device: str) -> dict[str, Any]:
-    """Return, by dtype, the kernel that torch chooses, its time, and whether its backward pass repeats its bits."""
+    """Return by dtype: the attention kernel that torch chooses, its seconds, and whether two backward passes have the
+    same bits.
+    """
     found = {}
     with Device(device) as place:
         for dtype in (torch.float32, torch.bfloat16):
@@ -79,8 +82,9 @@ def attention(device: str) -> dict[str, Any]:
 
 
 def pinning(device: str) -> dict[str, Any]:
-    """Return the seconds to page-lock memory as training does, and as torch does for DeepSpeed and FSDP2, and the
-    MiB by which it grows this process, by the kernel's counters."""
+    """Return the seconds to page-lock memory, and the MiB by which this process grows, by the kernel's counters: once
+    as training does it, once as torch does it for DeepSpeed and FSDP2.
+    """
     size = PINNED_BYTES[device]
 
     def taken(take: Callable[[], Any]) -> dict[str, Any]:
@@ -97,7 +101,7 @@ def pinning(device: str) -> dict[str, Any]:
 
 
 def launches(device: str) -> dict[str, str]:
-    """Return the seconds that the host takes to queue a small kernel."""
+    """Return the host's seconds to queue a small kernel."""
     x = torch.zeros(64, device=device)
     x.add_(1)
     started = time.perf_counter()
@@ -107,7 +111,8 @@ def launches(device: str) -> dict[str, str]:
 
 
 def messages(device: str) -> dict[str, Any]:
-    """Make a process group of one rank, as the engines do, and measure it."""
+    """Return the seconds to make a process group of one rank, as engines do, and to sum a number on it, and its network
+    settings."""
     started = time.perf_counter()
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -129,14 +134,14 @@ def main(file: Path, device: str) -> None:
     for measure in FACTS:
         try:
             found[measure.__name__] = measure(device)
-        except Exception as error:  # any error of a driver or library takes the place of the fact
+        except Exception as error:  # a driver or library may raise anything
             found[measure.__name__] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         write_whole(file, json.dumps(found, indent=1))
     print("\n".join(lines(found)))
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Return a readable line for each fact."""
+    """Return one readable line per fact."""
     return [f"{name:12}{json.dumps(value)}" for name, value in found.items()]
 
 

@@ -1,7 +1,7 @@
 """Packs the results of bench/gpu.py into one archive, with their paths below the project's folder, and unpacks it.
 
-The archive holds the folder of results, the machine's calibration and the kernel compiled there. If the archive would
-be too large, the largest traces are left out, and their names are returned.
+The archive holds the folder of results, the machine's calibration and the kernel that was compiled on the machine. If
+the archive would be larger than MOST_BYTES, pack() leaves out the largest traces.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from harness.base.whole_file import write_whole
 
 MOST_BYTES = 16 * 2**20
-BESIDE = ("results/calibration.json", ".venv/adam/*.so")  # packed beside the folder of results
+BESIDE = ("results/calibration.json", ".venv/adam/*.so")  # files that are packed, too
 
 
 def pack(results: Path, out: Path, most_bytes: int = MOST_BYTES) -> list[str]:
-    """Write the archive of TREE/results/NAME into the folder `out`; returns the names of what was left behind."""
+    """Write the archive of `results`, the folder TREE/results/NAME, to `out`. Return the names of files left out."""
     root = results.parents[1]
     there = [path for path in results.rglob("*") if path.is_file() and not path.name.startswith(".")]
     files = [*there, *(path for pattern in BESIDE for path in root.glob(pattern))]
@@ -39,7 +39,7 @@ def _packed(files: list[Path], root: Path) -> bytes:
 
 
 def unpack(archive: Path, root: Path) -> int:
-    """Unpack the files that are missing; return their number. Raises ValueError for another archive than pack()'s."""
+    """Unpack files that the tree lacks; return their number. Raises ValueError if the archive is not one of pack()."""
     try:
         with tarfile.open(archive) as packed:
             missing = [member for member in packed if not (root / member.name).exists()]

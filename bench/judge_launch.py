@@ -1,7 +1,8 @@
-"""The gate for morphs: compares the record of a disturbed job, step by step, with that of one undisturbed process;
-standard library only.
+"""The gate for morphs: compares the record of a job whose machines changed, step by step, with the record of one
+undisturbed process. Uses the standard library only.
 
-Each part of the state has a fact of its own in the record, so the first fact that differs names the part that was lost.
+Each part of the training state has its own fact in the record. Therefore the first fact that differs names the part
+that was lost.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 from methods.pipeline.launch.folder import read_lines
 
-TOLERANCE = 1e-6  # relative difference of losses: replicas and micro-batches sum in another order
-# Facts that must agree at each step, causes before their effects.
+TOLERANCE = 1e-6  # largest relative difference of losses, because replicas and micro-batches sum in another order
+# Facts that must agree at each step; a cause stands before its effects.
 EXACT = (
     ("samples", "batch", "samples in the batch"),
     ("data", "data-order", "digest of the samples"),
@@ -29,7 +30,7 @@ EXACT = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result. `reason`: the name of the first difference; empty if there is none."""
+    """The result of a comparison. `reason`: name of the first difference; empty if there is none."""
 
     reason: str
     text: str
@@ -44,8 +45,8 @@ def judge(
     steps: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]] = (),
     tolerance: float = TOLERANCE,
 ) -> Verdict:  # fmt: skip
-    """Compare a job with the undisturbed one. `lost`: first results of steps that were repeated; these must also be
-    right.
+    """Compare a job's steps with those of the undisturbed job. `lost`: the first results of steps that were repeated,
+    which must be right, too.
     """
     expected = {line["step"]: line for line in undisturbed}
     counts = Counter(line["step"] for line in steps)
@@ -74,7 +75,7 @@ def judge(
 
 
 def judge_folder(folder: Path, undisturbed: Path, most_lost: int, tolerance: float = TOLERANCE) -> Verdict:
-    """Compare the folders of two launched jobs. `most_lost`: most steps that may be repeated after one process dies."""
+    """Compare the folders of two launched jobs. `most_lost`: the most steps that may be repeated after one death."""
     lost = read_lines(folder / "lost_steps.jsonl", "step", "round")
     steps, expected = (read_lines(each / "steps.jsonl", "step") for each in (folder, undisturbed))
     try:

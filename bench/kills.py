@@ -1,9 +1,10 @@
 """Kills runs at random moments and checks that no process or torn file is left: python -m bench.kills [--kills 300],
 about five seconds each.
 
-A third of the kills comes within 200 ms after the last step, the others at any time of the run. Each kills the parent,
-the worker or both by SIGKILL or SIGTERM, or sends SIGHUP to the parent or to both, as a closed terminal does. No
-process may live on, and no file may be torn. After one more run, which is not killed, no other file may be left.
+A third of the kills comes within 200 ms after the last step, the others at any time of the run. Each kill sends SIGKILL
+to the parent, the worker or both, or SIGTERM to the parent, or SIGHUP to the parent or both, as a closed terminal does.
+Afterwards no process may live on, and no file may be torn. After one more run, which is not killed, no other file may
+be left in the results, in shared memory or in the folder of temporary files.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 40 --
 KINDS = [("parent", signal.SIGKILL), ("worker", signal.SIGKILL), ("both", signal.SIGKILL), ("parent", signal.SIGTERM),
          ("parent", signal.SIGHUP), ("both", signal.SIGHUP)]  # fmt: skip
 LAST_SECONDS = 0.2
-END_SECONDS = 90.0  # limit within which a worker without parent writes its record or is killed
+END_SECONDS = 90.0  # within this time a worker without parent writes its record or is killed
 
 
 class Call:
-    """One run in a session of its own; notices when its first and its last step end."""
+    """One run in its own session. Sets has_begun at the end of the first step, and has_trained at that of the last."""
 
     def __init__(self, folder: Path, words: Sequence[str] = WORDS) -> None:
         environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "HARNESS_LOCKS": str(folder), "KILLS": str(folder)}
@@ -73,7 +74,7 @@ class Call:
 
 
 def of_these_runs(folder: Path) -> list[int]:
-    """Return the processes whose environment names this folder."""
+    """Return the ids of the processes whose environment names this folder."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -83,7 +84,7 @@ def of_these_runs(folder: Path) -> list[int]:
 
 
 def left_alive(folder: Path) -> int:
-    """Return the processes that still run END_SECONDS later."""
+    """Wait until all processes of these runs have ended, at most END_SECONDS; return the number that still run."""
     end = time.monotonic() + END_SECONDS
     while (alive := of_these_runs(folder)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -106,7 +107,7 @@ def main() -> None:
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: print the results so far
             for kill in range(asked.kills):
                 (whom, number), call = KINDS[kill % len(KINDS)], Call(folder)
-                if kill % 3 == kill // len(KINDS) % 3:  # the same number of kills of each kind
+                if kill % 3 == kill // len(KINDS) % 3:  # as many late kills of each kind
                     call.has_trained.wait()
                     time.sleep(chance.uniform(0, LAST_SECONDS))
                 else:

@@ -2,9 +2,9 @@
 
     .venv/bin/python -m bench.morphs [--schedules 30] [--first 0]
 
-The seed of a schedule determines its first number of machines, its changes and their moments. Machines come or leave by
-an edit of the list, leave after SIGTERM, or die by kill -9. The launcher, too, may die by kill -9; then it is started
-again. Each job must have the losses of one undisturbed process.
+A schedule's seed determines the number of machines at the start, the changes, and when they happen. Machines come or
+leave by an edit of the list, leave after SIGTERM, or die by kill -9. The launcher may die by kill -9, too, and is then
+started again. Each job must have the losses of one undisturbed process.
 """
 
 from __future__ import annotations

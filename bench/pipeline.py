@@ -3,8 +3,8 @@ machine's cores.
 
     .venv/bin/python -m bench.pipeline [--stages sleeping|real] [--micro-batches 12] [--unit 0.05] [--steps 5]
 
-Sleeping stages take no core, so that the step time depends on the schedule and the messages only. The bubbles in the
-table are simulated. The column for communication alone is the time of a step whose passes take no time, as a share of a
+Sleeping stages take no core, so that the step time depends on the schedule and the messages only. The table's bubbles
+are simulated. Its column for communication alone shows the time of a step whose passes take no time, as a share of a
 normal step.
 """
 
@@ -55,8 +55,8 @@ def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, arg
 
 
 def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float, steps: int) -> list[float]:
-    """Return the seconds of each step. `unit`: seconds of a forward pass and of a recompute; a backward pass takes two
-    units.
+    """Return the seconds of each step on a rank whose passes sleep. `unit`: seconds of a forward pass, and of a
+    recompute; a backward pass takes two units.
     """
     import torch.distributed as dist
 
@@ -73,7 +73,7 @@ def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, 
         dist.barrier()
         seconds.append(time.perf_counter() - began)
     dist.destroy_process_group()
-    return seconds[1:]  # the first step does not count: ranks wait for one another there
+    return seconds[1:]  # without the first step, in which ranks still wait for one another
 
 
 def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float) -> Any:
@@ -159,7 +159,7 @@ def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
 
 
 def table_of_sleeping(num_micro_batches: int, unit: float, steps: int, rounds: int) -> None:
-    """Run all rows in each round, so that other load on the machine hits all rows alike."""
+    """Print the table. Each round runs all rows, so that other load on the machine slows all rows alike."""
     from methods.pipeline.simulate import simulate
 
     rows = [(num_stages, schedule) for num_stages in (2, 3, 4) for schedule in SCHEDULES]

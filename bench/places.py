@@ -1,5 +1,5 @@
-"""Compares one job on this machine and in a container, by turns: medians of step time, time of the whole call, and host
-peaks by kind.
+"""Compares one job on this machine with the same job in a container, by turns: medians of step time, time of the whole
+call, and host peaks by kind.
 
 .venv/bin/python -m bench.places --image IMAGE [--rounds 5]
 """

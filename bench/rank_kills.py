@@ -2,7 +2,7 @@
 bench.rank_kills [--kills 50], about fifteen seconds each.
 
 Methods take turns. Half of the kills come while the ranks train, the others at any time between a rank's start and end.
-The record must name the killed rank; every other process must end, and no file may be left.
+The record must name the killed rank, every other process must end, and no temporary file may be left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def words_of(name: str, num_ranks: int) -> list[str]:
 
 
 def ranks_of(folder: Path) -> dict[int, psutil.Process]:
-    """Return the processes that are ranks of runs in this folder, by rank."""
+    """Return the processes of ranks in this folder's runs, by rank."""
     found = {}
     for pid in of_these_runs(folder):
         with contextlib.suppress(psutil.Error):
@@ -47,7 +47,7 @@ def ranks_of(folder: Path) -> dict[int, psutil.Process]:
 
 
 def begun(call: Call, folder: Path, num_ranks: int) -> dict[int, psutil.Process]:
-    """Wait until all ranks of a run have started; return their processes."""
+    """Wait until all ranks of a run have started; return their processes, or none if they do not start in time."""
     end = time.monotonic() + START_SECONDS
     while call.process.poll() is None and time.monotonic() < end:
         if len(found := ranks_of(folder)) == num_ranks:
@@ -57,7 +57,7 @@ def begun(call: Call, folder: Path, num_ranks: int) -> dict[int, psutil.Process]
 
 
 def life_seconds(words: list[str], folder: Path, num_ranks: int) -> float:
-    """Return how long the ranks of an undisturbed run live."""
+    """Return the seconds that the ranks of an undisturbed run live."""
     call = Call(folder, words)
     ranks = begun(call, folder, num_ranks)
     began = time.monotonic()

@@ -1,10 +1,10 @@
 """Checks that every method trains on several ranks as one process does: python -m bench.ranks [--results DIR] [--out
 FILE].
 
-Trains a GPT of 4 layers x 64 at learning rates up to 3e-3, clipped at every step, in fp32, by each method on 2 and 4
-ranks and with each kind of parallelism of Megatron-LM. Prints the gate's verdict, and the largest relative difference
-at any step between losses and gradient norms and those of `resident` on the whole batch. Calling it again runs the jobs
-that have no result yet.
+Each method trains a GPT of 4 layers, hidden size 64, on 2 and 4 ranks, in fp32, at learning rates up to 3e-3, clipped
+at every step; Megatron-LM does so with each kind of parallelism. The table shows the gate's verdict, and the largest
+relative differences of losses and gradient norms from those of `resident` on the whole batch. A repeated call runs only
+the jobs that have no result yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORKLOAD = Workload(
     num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512,
     learning_rate=LAST_RATE * LR_WARMUP_STEPS / STEPS, clip_norm=0.1,
 )  # fmt: skip
-# Options of further jobs, by number of ranks. Ranks that the options do not use split the batch.
+# Options of additional jobs, with their numbers of ranks. If options do not use all ranks, replicas split the batch.
 SPLITS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "megatron-lm": [
         (2, {"distributed_optimizer": True}), (2, {"tensor_parallel": 2}),
@@ -40,7 +40,7 @@ HEADS = ("method", "ranks", "options", "verdict", "losses", "gradient norms")
 
 
 def jobs() -> Iterator[Job]:
-    """Yield the reference's job, then the jobs of each method that supports several ranks."""
+    """Yield the reference's job, then all jobs of the methods that support several ranks."""
     yield Job(method.reference(), WORKLOAD, device="cpu", steps=STEPS, warmup=2)
     for name in method.having("world_size"):
         splits = [(2, {}), (4, {}), *SPLITS.get(name, [])]
@@ -49,7 +49,7 @@ def jobs() -> Iterator[Job]:
 
 
 def difference(values: list[float], expected: list[float]) -> str:
-    """Return the largest relative difference of any step."""
+    """Return the largest relative difference of any step as text; "-" if the numbers of steps differ."""
     if not values or len(values) != len(expected):
         return "-"
     return f"{max(abs(one - other) / abs(other) for one, other in zip(values, expected, strict=True)):.1e}"

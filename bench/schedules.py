@@ -1,9 +1,10 @@
-"""Simulates how good Sharded-LRTF is: ratios to the proved optimum, and the speed-up on up to 1,000 devices.
+"""Simulates how good Hydra's scheduling rule Sharded-LRTF is: ratios of its makespan to the proved optimum, and the
+speed-up on up to 1,000 devices.
 
     .venv/bin/python -m bench.schedules
 
-The clock is virtual; no model is trained. Models are of the published size: 12 of them, half with batch 16 (13 shards),
-half with batch 8 (8 shards), 20 minibatches.
+The clock is virtual; no model is trained. The 12 models have the published size and 20 minibatches each: 6 with batch
+16 (13 shards), 6 with batch 8 (8 shards).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Runs jobs without the probe and writes what came of them as a table, in Markdown: shared by bench/ranks.py and
-bench/families.py."""
+"""Runs jobs without the gate's probe, and writes their verdicts as a table in Markdown. bench/ranks.py and
+bench/families.py share this code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.jobs.sweep import Sweep
 
 
 def arguments(about: str) -> argparse.Namespace:
-    """Return `results`, a folder of records or None, and `out`, the table's file or None, of the command line."""
+    """Return the command line's `results`, a folder of records or None, and `out`, the table's file or None."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--results", type=Path, help="folder of the runs' records; default: a temporary one")
     parser.add_argument("--out", type=Path, help="file of the table, in Markdown")
@@ -34,7 +34,7 @@ def sweeping(results: Path | None) -> Iterator[Sweep]:
 
 
 def write(out: Path | None, title: str, command: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Write the table, unless `out` is None, with the command that made it and this machine."""
+    """Write the table, with the command that made it and this machine's CPU, unless `out` is None."""
     if out:
         about = f"By `{command}` on {machine.facts()['cpu']}, {machine.facts()['cores']} cores."
         lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]

@@ -30,7 +30,7 @@ def line(machine: str, num_layers: int, clipping: str | None, found: ScheduledSt
 @click.option("--clipping", "clippings", multiple=True, type=click.Choice(["none", "deferred", "speculate"]))
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=ROOT / "results" / "virtual.md")
 def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], out: Path) -> None:
-    torch.set_num_threads(1)  # tiny matrices gain nothing from threads
+    torch.set_num_threads(1)  # threads would not speed up such small matrices
     wanted = [clipping for clipping in CLIP_NORMS if not clippings or (clipping or "none") in clippings]
     lines = [
         "# The schedule under a virtual clock (clock: virtual; nothing here was measured)",

@@ -1,8 +1,8 @@
-"""Trains as the reference does, but with one planted fault that an offloading method could have, or with other
-rounding.
+"""A method that trains as the reference does, but with one planted fault that an offloading method could have, or with
+other rounding.
 
-`--methods bench/faults -m planted --option fault=NAME` trains it like any method. Without a fault the result has the
-reference's bits, unless an option asks for kernels that round otherwise.
+`--methods bench/faults -m planted --option fault=NAME` trains by this method. Without a fault the result has the
+reference's bits, unless an option asks for kernels that round differently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from methods.shared.memory_needs import resident_plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-STRIKES = 5  # the step of a fault that strikes once
+STRIKES = 5  # the step at which a fault of a single step happens
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -35,9 +35,9 @@ class Planted(Method):
 
     fault: str = ""  # one of FAULTS, HIDDEN_FAULTS, DROPOUT_FAULTS or bench/convention_faults.py
     rounding: str = ""  # one of methods/shared/roundings.py
-    adam: str = "fused"  # or "foreach", "loop", "plain": written out
+    adam: str = "fused"  # torch's loop: "fused", "foreach" or "loop"; "plain": Plain, below
     threads: int = 0  # torch's threads; 0: unchanged
-    dropout_seed: int = 0  # 0: drop the reference's elements; else drop others, by this seed
+    dropout_seed: int = 0  # seed of the dropped elements; 0: as in the reference
     promises: bool = False  # True: promises the reference's bits
 
     @property
@@ -61,7 +61,7 @@ class Planted(Method):
 
 
 class Loop:
-    """A training loop; a fault replaces one of the loop's functions or numbers."""
+    """A training loop. A fault replaces one of its functions, or one of its numbers."""
 
     def __init__(self, how: Planted, workload: Workload, device: str) -> None:
         import torch
@@ -71,7 +71,7 @@ class Loop:
         from methods.shared.loss_scale import LossScale
 
         self.how, self.workload, self.scale = how, workload, LossScale(workload)
-        self.table = next(iter(workload.anatomy.embedding))  # name of the embedding of tokens
+        self.table = next(iter(workload.anatomy.embedding))  # name of the token embedding
         self.layer, self.next = (workload.anatomy.layer_name(index) for index in (1, 2))
         self.model = empty(workload, device)
         self.weights = dict(self.model.named_parameters())
@@ -82,8 +82,8 @@ class Loop:
         initialize(((name, master.data) for name, master in self.masters.items()), workload)
         self.betas, self.epsilon, self.max_norm = BETAS, EPSILON, workload.clip_norm
         self.step = 0
-        self.patches: list[Any] = []  # context managers that are entered around the model's passes
-        self.memory: dict[str, Any] = {}  # values that a fault keeps from step to step
+        self.patches: list[Any] = []  # makers of context managers for the model's passes
+        self.memory: dict[str, Any] = {}  # a fault's values from earlier steps
         if how.fault:
             conventions = convention_faults.of(workload)
             if how.fault in conventions:
@@ -206,7 +206,7 @@ class Loop:
         return [name for name in self.masters if name.startswith(starts)]
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer's states that exist so far, by the name of the parameter."""
+        """Return the optimizer's state of each parameter that has one, by the parameter's name."""
         found = {name: self.optimizer.state[master] for name, master in self.masters.items()}
         return {name: state for name, state in found.items() if state}
 
@@ -215,7 +215,7 @@ def _plain_adamw() -> Any:
     import torch
 
     class Plain(torch.optim.Optimizer):
-        """AdamW as in the paper: corrected moments first, decay with the step."""
+        """AdamW as the paper writes it: correct the moments, then apply the step and the weight decay together."""
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             with torch.no_grad():
@@ -241,8 +241,8 @@ def PlainAdamW(groups: Any, defaults: Any) -> Any:
 
 
 def _patch(loop: Loop, name: str, function: Callable[..., Any]) -> None:
-    """Replace the function of this name in torch.nn.functional; the replacement gets the original as its first
-    argument."""
+    """Replace the function `name` of torch.nn.functional during the model's passes. The replacement gets the original
+    as its first argument."""
     import torch.nn.functional as F
 
     from methods.shared.roundings import replaced
@@ -316,7 +316,7 @@ FAULTS["clip at half"] = lambda loop: vars(loop).update(max_norm=loop.max_norm /
 
 
 def _count_from(loop: Loop, count: Callable[[int], int]) -> None:
-    """Let the bias correction of step n be that of step count(n)."""
+    """At step n, use the bias correction of step count(n)."""
 
     def before() -> None:
         import torch
@@ -353,7 +353,7 @@ def _clip_each(loop: Loop) -> None:
         prefix = loop.workload.anatomy.layer_prefix
         owners = {
             name[: len(prefix) + 2] if name.startswith(prefix) else name.rpartition(".")[0] for name in grads
-        }  # a layer's number has one digit
+        }  # assumes layer numbers of one digit
         for group in owners:
             some = {name: grad for name, grad in grads.items() if name.startswith(group)}
             whole(some, Loop.norm(loop, some))
@@ -496,7 +496,7 @@ FAULTS["moments in bf16"] = lambda loop: _rounded(
 
 
 def _swap(loop: Loop, pairs: dict[str, Any]) -> None:
-    """Swap the gradients of two layers; each pair has the names of two tensors."""
+    """Swap the values of two layers in `pairs`, which are keyed by tensor names."""
     for name in [name for name in pairs if name.startswith(loop.layer)]:
         other = name.replace(loop.layer, loop.next)
         pairs[name], pairs[other] = pairs[other], pairs[name]
@@ -569,7 +569,7 @@ def _start(loop: Loop) -> None:
     loop.masters[loop.layer + name].data *= 1.01
 
 
-# Faults that a probe of 4 layers and 20 steps does not reach.
+# Faults that a probe cannot show: they affect only layers beyond its 4, or steps after its 20.
 
 
 def _undecayed_after(loop: Loop) -> None:
@@ -591,11 +591,11 @@ HIDDEN_FAULTS: dict[str, Callable[[Loop], None]] = {
 }
 
 
-# Faults of dropout alone, for bench/dropout_rule.py: they show in no training without dropout.
+# Faults of dropout, for bench/dropout_rule.py. Training without dropout does not show them.
 
 
 def _dropout_at(factor: float) -> Callable[[Loop], None]:
-    """Multiply the probability of dropout."""
+    """Multiply the dropout probability by this factor."""
 
     def plant(loop: Loop) -> None:
         for part in (loop.model.ends, *loop.model.layers):
@@ -605,7 +605,7 @@ def _dropout_at(factor: float) -> Callable[[Loop], None]:
 
 
 def _unscaled(loop: Loop) -> None:
-    """Do not divide kept elements by the share that is kept."""
+    """Leave out the division of the kept elements by the share of elements kept."""
 
     def dropout(original: Any, x: Any, probability: float) -> Any:
         return original(x, probability) * (1 - probability)
@@ -633,7 +633,7 @@ def _same_each_step(loop: Loop) -> None:
 
 
 def _anew_in_recompute(loop: Loop) -> None:
-    """Drop other elements in the backward pass than in the forward pass."""
+    """Let the recompute of the backward pass drop other elements than the forward pass did."""
     from harness.core import gpt
 
     @contextlib.contextmanager
