@@ -44,7 +44,7 @@ def checked_config(config: Any, source: str) -> dict[str, Any]:
     """Return the configuration if it describes a causal model that the harness can train. Raises ValueError that says
     what is wrong."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ValueError(f"{source}: expected a model's {FILE} with a model_type")
+        raise ValueError(f"{source}: expected a model's {FILE} with a model_type, got none")
     for name in SIZES.values():
         if not isinstance(config.get(name), int):
             told = f"expected {name} as a number, got {config.get(name)!r:.40}"

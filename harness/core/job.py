@@ -91,7 +91,9 @@ class Workload:
             told = f"expected a divisor of batch {self.batch_size} ({counts}), got {self.micro_batches}"
             raise ValueError(f"--micro-batches: {told}")
         if self.dropout and self.micro_batches > 1:
-            raise ValueError("dropout and micro-batches exclude each other: micro-batches would drop other elements")
+            raise ValueError(
+                "dropout and micro-batches exclude each other: micro-batches drop other elements than a batch"
+            )
         if self.dtype not in ("fp32", "bf16", "fp16"):
             raise ValueError(f"dtype must be fp32, bf16 or fp16, not {self.dtype!r}")
         if not 0 <= self.dropout < 1:

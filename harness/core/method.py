@@ -237,7 +237,9 @@ def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -
         raise ValueError(f"{trained.label} trains only the published GPT, not {workload.model}: try -m {others}")
     if workload.micro_batches > 1 and not trained.accumulates:
         others = able("accumulates")
-        raise ValueError(f"{trained.label} does not sum micro-batches: try --micro-batches 1, or -m {others}")
+        raise ValueError(
+            f"{trained.label} does not sum gradients of micro-batches: try --micro-batches 1, or -m {others}"
+        )
     if workload.clip_norm and not trained.clips:
         raise ValueError(f"{trained.label} does not clip gradients: try --clip 0, or -m {able('clips')}")
     if workload.dtype == "fp16" and not trained.scales_loss:

@@ -77,7 +77,7 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
     or records of several machines."""
     page = out or results / "report" / PAGE
     if page.name == REVIEW:
-        raise ValueError(f"--out: expected a name other than {REVIEW}, got it: try --out {page.parent / PAGE}")
+        raise ValueError(f"--out: expected a name other than {REVIEW}, the review's: try --out {page.parent / PAGE}")
     told = gather(results, profile, machine)
     made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
     if out is None:
@@ -96,7 +96,7 @@ def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
     is no record."""
     found, complaints = read_all(results)
     if not found and (sent := added_folders(results)):
-        raise ValueError(f"expected records of your own in {results}, got others' alone: try --results {sent[0]}")
+        raise ValueError(f"expected your own records in {results}, got only records sent in: try --results {sent[0]}")
     if not found:
         raise ValueError(f"no record in {results}: try ./run.sh case all --profile demo, or another --results folder")
     return found, complaints

@@ -136,8 +136,8 @@ class AutoConfig:
         self._rows = [found for size in self.costs.sizes for found in self._of_size(size)]
         if not self._rows:
             raise ValueError(
-                f"expected a profiled micro-batch of at most {batch_size} samples, the batch, got sizes"
-                f" {', '.join(map(str, self.costs.sizes)) or 'none'}; profile smaller micro-batches"
+                f"expected a profiled micro-batch size of at most {batch_size}, the batch size, got"
+                f" {', '.join(map(str, self.costs.sizes)) or 'none'}; try to profile smaller micro-batches"
             )
 
     def get_min(self) -> ConfigChoice:

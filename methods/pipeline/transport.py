@@ -163,7 +163,7 @@ def place(limit_seconds: float, device: torch.device) -> tuple[int, int]:
     if "cpu:" not in (backend := dist.get_backend_config()):
         raise ValueError(
             f"expected a process group with a backend for CPU tensors, which carry messages, got {backend}; try"
-            ' init_process_group("cpu:gloo,cuda:nccl"), or no call of it'
+            ' init_process_group("cpu:gloo,cuda:nccl"), or leave the call out'
         )
     return dist.get_rank(), dist.get_world_size()
 

@@ -59,7 +59,7 @@ def parse(text: str, num_layers: int) -> str:
     if runs[-1][1] == "" and placed < num_layers:
         runs[-1] = (runs[-1][0], str(1 + num_layers - placed))
     elif placed != num_layers:
-        raise ValueError(f"placement {text}: expected {num_layers} layers, the model's, got {placed}; try another -l")
+        raise ValueError(f"placement {text}: expected the model's {num_layers} layers, got {placed}; try another -l")
     return "".join(letter * int(length or 1) for letter, length in runs)
 
 

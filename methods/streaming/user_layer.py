@@ -64,7 +64,7 @@ class UserLayer(Placeholders):
             result = self.compute(*args, **words)
         leaves, self.returned = tree_flatten(result)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
-            raise ValueError(f"expected tensors, or a tuple or dictionary, from a layer, got {type(result).__name__}")
+            raise ValueError(f"expected a layer to return a tensor, tuple or dictionary, got {type(result).__name__}")
         self.returned_leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 

@@ -47,7 +47,7 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
         ("-m stronghold -l 4 -w 5", "-w: expected a window of 1 to 4, the number of layers, got 5"),
         ("-m stronghold -l 4 -w 0", "-w: expected a window of 1 to 4, the number of layers, got 0"),
         ("-m stronghold -l 4 --placement R2X2", "placement: expected runs of R (resident"),
-        ("-m stronghold -l 4 --placement R2W3", "expected 4 layers, the model's, got 5"),
+        ("-m stronghold -l 4 --placement R2W3", "expected the model's 4 layers, got 5"),
         ("-m stronghold --option windows=3", "it has window_size, resident_layers"),
         ("-m stronghold --option 3", "NAME=VALUE"),
         ("-m resident --data /nowhere/corpus", "cannot read the corpus /nowhere/corpus.idx"),

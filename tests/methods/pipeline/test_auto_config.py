@@ -133,9 +133,9 @@ def test_a_size_that_one_section_lacked_memory_for_is_left_out(tmp_path: Path) -
 
 
 def test_a_profile_without_sizes_for_the_batch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at most 4 samples, the batch, got sizes 8; profile smaller micro-batches"):
+    with pytest.raises(ValueError, match="at most 4, the batch size, got 8; try to profile smaller micro-batches"):
         configured(tmp_path, profile([fat(8)]), 1, 4)
-    with pytest.raises(ValueError, match="got sizes none;"):
+    with pytest.raises(ValueError, match="the batch size, got none;"):
         configured(tmp_path, profile([]), 1, 4)
 
 

@@ -63,9 +63,9 @@ def test_every_placement_is_written_and_read_back() -> None:
         ("R2X6", "placement: expected runs of R"),
         ("2R6W", "placement: expected runs of R"),
         ("r2w6", "placement: expected runs of R"),
-        ("R2W5", "expected 8 layers, the model's, got 7"),
-        ("R2W99999999999", "expected 8 layers, the model's, got"),
-        ("R8W", "expected 8 layers, the model's, got 9"),
+        ("R2W5", "expected the model's 8 layers, got 7"),
+        ("R2W99999999999", "expected the model's 8 layers, got"),
+        ("R8W", "expected the model's 8 layers, got 9"),
     ],
 )
 def test_a_bad_placement_is_one_line(text: str, said: str) -> None:

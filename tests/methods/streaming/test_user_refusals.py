@@ -84,7 +84,7 @@ def stepped() -> torch.optim.AdamW:
         ("memory limits need device_memory, and example=", {"host_memory": 2**30}),
         ("a device with its own memory, got cpu", {"device_memory": 2**30, "example": lambda: torch.zeros(())}),
         ("window_size: expected 1 to 5, got 6", {"window_size": 6}),
-        ("expected 5 layers, the model's, got 4", {"placement": "R2W2"}),
+        ("expected the model's 5 layers, got 4", {"placement": "R2W2"}),
     ],
 )
 def test_options_that_make_no_sense_are_refused(match: str, words: dict[str, Any]) -> None:
