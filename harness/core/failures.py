@@ -139,7 +139,7 @@ def of_process(end: End) -> Failure:
         near = end.host_peak_bytes >= NEAR_THE_LIMIT * end.host_limit_bytes
         if end.oom_kills or (end.system_oom_kills and near):
             return _kernel_kill(end, "killed by the kernel", **seen, inferred=not end.oom_kills)
-        text = f"killed by SIGKILL from outside at {end.phase}: no count of kills for want of memory rose"
+        text = f"killed by SIGKILL from outside at {end.phase}: the kernel counted no kill for lack of memory"
         return ended("killed", "signal", text, **seen)
     if number == signal.SIGBUS and end.shm_free_bytes is not None and end.shm_free_bytes < 2**20:
         kind, text = Kind("oom-host", "shm", "signal"), "SIGBUS, /dev/shm was full"
@@ -177,7 +177,7 @@ def of_killed_child(end: End, reason: str, trace: str) -> Failure | None:
     that runs share, the kill may have hit another run, so there the message must mention a killed process."""
     if not end.oom_kills or not (end.owns_group or CHILD_KILLED.search(reason + trace)):
         return None
-    text = f"the kernel killed a process of its; {reason}"
+    text = f"the kernel killed a process of this run; {reason}"
     return _kernel_kill(end, text, oom_kills=end.oom_kills, inferred=not end.owns_group)
 
 

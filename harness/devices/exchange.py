@@ -25,8 +25,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 ONE_QUEUE = (
-    "ranks on GPUs gather weights beside sums of gradients; CUDA_DEVICE_MAX_CONNECTIONS=1 puts them in one queue, in"
-    " another order on each rank, where they may wait for each other: unset it"
+    "CUDA_DEVICE_MAX_CONNECTIONS=1 may let ranks on GPUs wait for each other forever: it puts gathers of weights and"
+    " sums of gradients into one queue, in another order on each rank; unset this variable"
 )
 
 

@@ -12,7 +12,7 @@ from harness.gate import probe
 from harness.gate.probe import ROUNDINGS, Extent
 
 LONG_SECONDS = 600.0  # a run that should take longer prints its estimated time first
-SHORTER = "fewer --steps, smaller -l, -h, -b or --seq, or --scale fit, shorten it"
+SHORTER = "for a shorter run try fewer --steps, smaller -l, -h, -b or --seq, or --scale fit"
 PROCESS_SECONDS = {"cpu": 4.0, "sim": 4.0, "cuda": 12.0}  # time of any process for imports and the gate
 OPERATIONS_PER_SECOND = {"cpu": 2e10, "sim": 2e10, "cuda": 2e13}  # rate of fp32 arithmetic; on a CPU, of each core
 BUILT_BYTES_PER_SECOND = 2e9  # rate at which a model's state is built and inspected

@@ -108,8 +108,8 @@ def elsewhere(record: Record) -> Flaw | None:
         return Flaw("other-source", f"its first {steps} steps were trained by other source: {source or 'unknown'}")
     peak, least = record.peaks.get("device_allocated"), least_device_bytes(record.job)
     if peak is not None and peak < least and record.origin == "run":
-        told = f"at most {peak} bytes of the device were in use, less than the {least} of the tokens and one sample's"
-        return Flaw("device", f"{told} product with the largest matrix of a layer: it was trained elsewhere")
+        told = f"expected at least {least} bytes of the device in use, for the tokens and one sample's product with the"
+        return Flaw("device", f"{told} largest matrix of a layer, got {peak}: it was trained elsewhere")
     return None
 
 

@@ -23,7 +23,7 @@ from harness.gate.probe import NONE, Probe, extent_of
 from harness.gate.trial import Trial
 
 SMALLEST_DECAY = 2**-25  # a smaller product of learning rate and weight decay is lost when it is subtracted from 1
-UNPROBED = "a run whose probe did not train has no throughput; --no-probe judges without one, and says so"
+UNPROBED = "a run whose probe did not train has no throughput; try --no-probe, which the verdict states"
 # Reasons found in the run itself that are as certain as a reason found by a probe, because they name what is missing.
 CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
 SEVERITY = [*(word for word in VERDICTS if word != "failed"), "failed"]

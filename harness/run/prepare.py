@@ -28,9 +28,9 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
         log = results / log_lines.BUILD_LOG.format(job.method)
         run_logged("harness.run.prepare", [job.method, job.options, list(map(str, folders))], log)
         if method.create(job.method, job.options, folders).to_build():
-            text = f"that failed, {log} says why"
+            text = f"the build failed: see {log}"
             if group and group.oom_kills() > kills:  # the limit on the job's memory may hold for the build, too
-                text = "that failed, out of host memory: once without --host-memory, or with more of it, compiles it"
+                text = "the build failed, out of host memory: try once without --host-memory, or with more of it"
             report({"event": "warning", "text": text})
     if job.device == "sim" and (needed := sim.to_build()) and _is_first(needed, (), report):
         run_logged("harness.devices.sim", None, results / log_lines.BUILD_LOG.format("sim"))

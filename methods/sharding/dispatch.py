@@ -63,7 +63,7 @@ class Dispatcher:
             idle = [device for device in idle if not self._start(device)]
             if not self.running:
                 for task in self.waiting:
-                    task.fail("no device is left to run it")
+                    task.fail("no device is left to run this model")
                 return
             for device in self._ready():
                 task, unit, started = self.running.pop(device)

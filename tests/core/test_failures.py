@@ -83,7 +83,7 @@ ROWS = (
     Fate("rlimit-python", "kept = []\nwhile True: kept.append(bytearray(2**20))", "oom-host", "rlimit", "host",
         "of 320.0 MiB in use", 320),
     Fate("kernel-kill", FILL, "oom-host", "kernel-kill", "host", "of 320.0 MiB in use", 320),
-    Fate("loader-kernel-kill", LOADER.format(FILL), "oom-host", "kernel-kill", "host", "a process of its", 320),
+    Fate("loader-kernel-kill", LOADER.format(FILL), "oom-host", "kernel-kill", "host", "a process of this run", 320),
     Fate("loader-killed", LOADER.format(KILLED_CHILD), "crash", "exception", "", "DataLoader worker"),
     Fate("loader-memory-error", LOADER.format("return bytearray(2**50)"), "oom-host", "allocator", "host",
         "MemoryError"),

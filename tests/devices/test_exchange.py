@@ -42,7 +42,7 @@ def test_a_rank_that_fails_between_gpus_does_not_wait_for_the_others(
 def test_ranks_on_gpus_refuse_a_single_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a gather and a sum, in another order on each rank, would wait for each other."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.raises(Unavailable, match="CUDA_DEVICE_MAX_CONNECTIONS=1 puts them in one queue"):
+    with pytest.raises(Unavailable, match="CUDA_DEVICE_MAX_CONNECTIONS=1 may let ranks on GPUs wait"):
         Ranks("cuda", 2)
     assert not dist.is_initialized()
     Ranks("cuda", 1)

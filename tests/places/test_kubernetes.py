@@ -188,7 +188,7 @@ def test_a_dry_run_prints_manifests_and_needs_no_cluster(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--dry-run"], "--dry-run prints a manifest: expected --on kubernetes"),
+        (["--dry-run"], "--dry-run: expected --on kubernetes"),
         (["--kubernetes", "nodes=2"], "--kubernetes needs --on kubernetes"),
         (["--on", "kubernetes", "--kubernetes", "nodes=none"], "nodes: expected a valid integer, got 'none'"),
         (["--on", "kubernetes", "--kubernetes", "image=a b"], "image: expected a name, number or path"),

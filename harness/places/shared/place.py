@@ -34,7 +34,7 @@ from harness.run.prepare import prepare
 # Environment variables that change a job's speed or the order of its sums; the place gets the caller's values.
 FORWARDED = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", *machine.KERNEL_VARIABLES)
 KeyedJobs = list[tuple[Job, str]]  # resolved jobs, each with its key
-NO_DRAFT = "--dry-run prints a manifest: expected --on kubernetes; try ./run.sh plan for what would fit"
+NO_DRAFT = "--dry-run: expected --on kubernetes, whose manifest is printed; try ./run.sh plan for sizes that fit"
 ORDERED = "ordered"  # phase of a job whose worker has not reported yet
 
 
