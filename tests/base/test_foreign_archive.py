@@ -59,9 +59,9 @@ HOSTILE: dict[str, tuple[str, Entry]] = {
     "a device": ("another kind", entry("bundle/log_1.json", b"", tarfile.CHRTYPE)),
     "a pipe": ("another kind", entry("bundle/log_1.json", b"", tarfile.FIFOTYPE)),
     "a folder upwards": ("another kind", entry("bundle/../..", b"", tarfile.DIRTYPE)),
-    "a pickle": ("data alone", entry("bundle/log_1.pkl", pickle.dumps({"a": 1}))),
-    "Python": ("data alone", entry("bundle/method.py", b"import os")),
-    "a shell's script": ("data alone", entry("bundle/run.sh", b"id")),
+    "a pickle": ("only data files", entry("bundle/log_1.pkl", pickle.dumps({"a": 1}))),
+    "Python": ("only data files", entry("bundle/method.py", b"import os")),
+    "a shell's script": ("only data files", entry("bundle/run.sh", b"id")),
 }
 
 
@@ -80,7 +80,7 @@ def test_a_file_twice_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("listed", [f"{'0' * 64}  log_1.json", "", f"{RIGHT}  log_1.json\n{'0' * 64}  log_2.json"])
 def test_a_file_that_is_not_as_listed_or_not_listed_or_missing_is_named(listed: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'log_[12].json' is not as MANIFEST lists it"):
+    with pytest.raises(ValueError, match=r"expected the files that MANIFEST lists, got others: 'log_[12].json'"):
         read(archive(tmp_path / "b.tar.gz", entry("bundle/log_1.json"), listed=listed))
 
 

@@ -227,9 +227,9 @@ HEAD = "profile,keys,metric,method,num_layers,hidden_size,value\n"
     [
         ("", "No columns"), (HEAD, "expected rows of samples_per_second, got no row"),
         (HEAD + "demo,a,height,l2l,1,1,1", "expected rows of samples_per_second, got height"),
-        (HEAD + "demo,a,samples_per_second,l3l,1,1,1", "expected methods and finite numbers from 0, got 'l3l'"),
-        (HEAD + "demo,a,samples_per_second,l2l,1,1,nan", "expected methods and finite numbers from 0, got nan"),
-        (HEAD + "demo,a,samples_per_second,l2l,1,1,-3", "expected methods and finite numbers from 0, got -3"),
+        (HEAD + "demo,a,samples_per_second,l3l,1,1,1", "expected known methods and finite numbers from 0, got 'l3l'"),
+        (HEAD + "demo,a,samples_per_second,l2l,1,1,nan", "expected known methods and finite numbers from 0, got nan"),
+        (HEAD + "demo,a,samples_per_second,l2l,1,1,-3", "expected known methods and finite numbers from 0, got -3"),
     ],
 )  # fmt: skip
 def test_what_is_no_table_of_the_case_is_named(tmp_path: Path, text: str, told: str) -> None:

@@ -173,7 +173,7 @@ def test_the_global_batch_stays_and_the_rest_waits(workers: int, stages: int, re
 
 def test_what_chooses_is_given_once() -> None:
     for words in ({}, {"num_stages": 2}, {"num_stages": 2, "chunk_size": 1, "profile": Path("x")}):
-        with pytest.raises(ValueError, match="expected --nstages and --chunk-size, or --profile FOLDER"):
+        with pytest.raises(ValueError, match="expected either --nstages and --chunk-size, or --profile FOLDER"):
             SpreadChoice(16, 1, **words)
 
 
