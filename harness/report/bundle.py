@@ -130,7 +130,7 @@ def _listable(paths: Iterable[Path]) -> Iterator[Path]:
         if LISTABLE.fullmatch(path.name):
             yield path
         else:
-            told = "expected a name of letters, digits, blanks and . , + = @ ~ -"
+            told = "expected a file name of letters, digits, blanks and . , + = @ ~ -"
             print(f"left out: {path!s}: {told}".replace("\n", "\\n"), file=sys.stderr)
 
 
