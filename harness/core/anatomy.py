@@ -1,5 +1,5 @@
-"""A model's parts as numbers, without torch: tensors by name and shape, their starting values, and the operations and
-bytes of a layer. Plans, counts of parameters and the gate read these.
+"""A model's parts as numbers, found without torch: tensors by name and shape, their starting values, and the operations
+and bytes of a layer. Plans, counts of parameters and the gate read these numbers.
 
 A model is an embedding, equal layers, and a head with the loss. Embedding and head share the tensors of equal names.
 
@@ -31,32 +31,34 @@ Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
 SKETCHES = ROOT / ".venv" / "sketches"  # cache of harness/forecast/sketch.py: a file for each configuration
-FORMAT = 2  # of these files; another number when a sketch gets other fields
-MOST_SEEN = 8  # most layers that a sketch looks at: kinds of layers that alternate repeat within fewer
+FORMAT = 2  # format number of the cached files; raise it when a sketch gets other fields
+MOST_SEEN = 8  # most layers that a sketch looks at: alternating kinds of layers repeat within fewer layers
 PARTS = ("embedding", "layer", "head")
 NEEDS = "models by their config.json need transformers: pip install transformers==5.23.0"
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of a model. A layer's tensors have their names within the layer, all others those in the model."""
+    """The parts of a model. `layer` names a tensor as within its layer, `embedding` and `head` name it as in the
+    model."""
 
     embedding: Shapes
     layer: Shapes
     head: Shapes
-    layer_prefix: str  # start of the names in the model of all layers' tensors, before the layer's number
-    ends_prefix: str  # start of the names in the model of both ends' tensors, before their names in the ends' module
-    token_flops: int  # operations of one token's matrix products in a layer's forward pass
-    pair_flops: int  # operations of a token's causal attention, half of full attention, for each token of the sample
+    layer_prefix: str  # prefix of a layer's tensors in the model, before the layer's number, such as "layers."
+    ends_prefix: str  # prefix of the ends' tensors in the model, such as "ends."; the module of the ends leaves it out
+    token_flops: int  # FLOPs of one token's matrix products in a layer's forward pass
+    pair_flops: int  # FLOPs of attention for each pair of tokens: causal attention takes half of full attention's
     boundaries: float  # most memory of a layer's recompute and backward pass, in multiples of the layer's input
     starts: dict[str, tuple[float, float]]  # mean and standard deviation of a tensor's starting values
-    head_boundaries: float = 0.0  # memory that the norm before the head keeps, in multiples of its input
+    head_boundaries: float = 0.0  # memory that the norm before the head keeps, in multiples of the norm's input
     given_bytes: int = 0  # bytes of a layer's arguments beside its input, for each token of a sample
-    # The same for each pair of tokens of a sample: of scores (multiples of the input, for each token) and of masks.
+    # Memory that grows with the square of T. pair_boundaries: attention scores, for each token of a sample, in the unit
+    # of `boundaries`; pair_given_bytes: bytes of masks for each pair of tokens.
     pair_boundaries: float = 0.0
     pair_given_bytes: int = 0
-    slopes: int = 0  # tensors of the logits' size that the loss keeps beside them
-    # For tensors of a layer: the elements [start, stop) whose gradient is nothing but rounding.
+    slopes: int = 0  # number of tensors of the logits' size that the loss keeps beside the logits
+    # The elements [start, stop) of a layer's tensors whose gradient is nothing but rounding error.
     noise: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @cached_property
@@ -70,7 +72,7 @@ class Anatomy:
 
     @cached_property
     def end_parts(self) -> list[int]:
-        """The parameters of both ends together if they share a tensor, else of the embedding and of the head."""
+        """Number of parameters of both ends together if they share a tensor, else of the embedding and of the head."""
         parts = [self.ends] if self.is_tied else [self.embedding, self.head]
         return [sum(map(math.prod, part.values())) for part in parts]
 
@@ -97,11 +99,11 @@ class Anatomy:
         return [*self.ends, *layers]
 
     def layer_name(self, index: int) -> str:
-        """Return the start of the names in the model of this layer's tensors."""
+        """Return the prefix of this layer's tensors in the model, such as "layers.3."."""
         return f"{self.layer_prefix}{index}."
 
     def within(self, name: str) -> str:
-        """Return a tensor's name within its layer, by its name in the model; a tensor of the ends keeps its name."""
+        """Return a tensor's name within its layer, from its name in the model; a tensor of the ends keeps its name."""
         if not name.startswith(self.layer_prefix):
             return name
         return name.removeprefix(self.layer_prefix).partition(".")[2]
@@ -122,8 +124,8 @@ def anatomy_of(workload: Any) -> Anatomy:
 
 @lru_cache(maxsize=64)
 def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: bool) -> Anatomy:
-    """Return the parts of a model by its configuration. harness/forecast/sketch.py, a process that imports torch, finds
-    them once for each configuration."""
+    """Return the parts of a configured model. A process of harness/forecast/sketch.py, which imports torch, finds them
+    once for each configuration; later calls read them from SKETCHES."""
     try:
         library = version("transformers")
     except PackageNotFoundError as error:
@@ -137,7 +139,7 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
         found = ask("harness.forecast.sketch", config)
         if told := found.get("unlike"):
             raise ValueError(f"{model} cannot be trained here: {told}") from None
-        with contextlib.suppress(OSError):  # the file is not kept: the next process sketches the model again
+        with contextlib.suppress(OSError):  # without the cached file the next process sketches the model again
             SKETCHES.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(found))
     dtype = "half" if is_half else "fp32"
@@ -149,8 +151,8 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
         given_bytes=found["given_bytes"][dtype], pair_given_bytes=found["pair_given_bytes"][dtype],
         pair_boundaries=found["pair_boundaries"][dtype], slopes=found["slopes"],
         starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
-        # The keys' bias adds the same to every score of a query, but for the rotation by positions, which is next to
-        # nothing in the slow pairs of a head.
+        # The keys' bias adds nearly the same number to every score of a query, so its gradient is nearly nothing but
+        # rounding error: rotary positions hardly turn the slow pairs of a head.
         noise={name: (0, *shape) for name, shape in parts["layer"].items() if name.endswith("k_proj.bias")},
     )  # fmt: skip
 
@@ -170,7 +172,8 @@ def _gpt(workload: Any) -> Anatomy:
     tokens: Shapes = {"ends.wte.weight": (vocab, size)}
     positions: Shapes = {"ends.wpe.weight": (workload.seq_len, size)}
     norm: Shapes = {"ends.lnf.weight": (size,), "ends.lnf.bias": (size,)}
-    # N(0, 0.02); for the two projections into the residual stream 1/sqrt(2 L) of that; biases 0, norm weights 1.
+    # Matrices are drawn from N(0, 0.02), the two projections into the residual stream with 1/sqrt(2 L) of this
+    # deviation; biases are 0, norm weights 1.
     into_residual = INIT_STD / math.sqrt(2 * workload.num_layers)
     starts = {
         name: (0.0, into_residual if name in ("proj.weight", "fc2.weight") else INIT_STD)
@@ -181,9 +184,9 @@ def _gpt(workload: Any) -> Anatomy:
     return Anatomy(
         embedding=tokens | positions, layer=layer, head=tokens | norm, layer_prefix="layers.", ends_prefix="ends.",
         token_flops=24 * size**2, pair_flops=2 * size,
-        # The layer's activations, and the gradients of the MLP's inner tensors.
+        # 22 times the layer's input: the layer's activations, and the gradients of the MLP's inner tensors.
         boundaries=22,
         starts=starts,
-        # The keys' bias adds the same to every score of a query, and the softmax cancels it.
+        # The keys' bias adds the same number to every score of a query, and the softmax cancels this number.
         noise={"qkv.bias": (size, 2 * size)},
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The two files of a Megatron corpus, and a hash that tells two contents of a file apart without reading all of it."""
+"""The two files of a Megatron corpus, and a hash of a file by samples of its bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def corpus_files(corpus: str) -> tuple[Path, Path]:
 
 
 def sampled_hash(path: Path, num_blocks: int = BLOCKS) -> str:
-    """Hash a file's size and `num_blocks` blocks at equal distances; a smaller file is hashed whole. Times of files do
-    not count: a copy has the same hash, and changed contents another one, even under the old times."""
+    """Hash a file's size and `num_blocks` blocks at equal distances; a file of fewer blocks is hashed whole. The file's
+    times do not count: a copy has the same hash, and a changed block changes the hash under any time."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:

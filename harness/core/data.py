@@ -17,7 +17,7 @@ import numpy as np
 from harness.core.corpus_files import corpus_files, sampled_hash
 from harness.core.job import Workload
 
-MOST_HASHED = 1024  # most samples that corpus_hash() reads: a disk seeks to so many in about a second
+MOST_HASHED = 1024  # most samples that corpus_hash() reads: a disk takes about a second for 1024 seeks
 MAX_TOKEN = 50257  # number of GPT-2's tokens; ids that only pad the vocabulary are never drawn
 FOLLOW = 0.5  # chance that a token follows from the one before it
 MULTIPLIER, OFFSET = 12_289, 7_919  # the successor of a token is an affine map of its id
@@ -42,8 +42,8 @@ def sha256(tokens: np.ndarray) -> str:
 
 
 def corpus_hash(workload: Workload, num_samples: int) -> str:
-    """Return a hash that tells two contents of a corpus apart: of both files by sampled_hash(), and of the samples that
-    are trained on, at most MOST_HASHED of them, at equal distances."""
+    """Return a hash of a corpus: sampled_hash() of both files, and the samples of the training, at most MOST_HASHED of
+    them, at equal distances."""
     digest = hashlib.sha256(" ".join(map(sampled_hash, corpus_files(str(workload.corpus)))).encode())
     with contextlib.suppress(ValueError):  # the corpus cannot be read: the run will say why
         sample, number = corpus(workload), min(num_samples, MOST_HASHED)
@@ -127,6 +127,7 @@ def _open_tokens(prefix: str) -> np.ndarray:
 
 
 def _uniform(seed: int, index: int, count: int) -> np.ndarray:
-    """Return numbers in [0, 1) from the counter-based Philox generator's raw words, which no numpy release changes."""
+    """Return uniform numbers in [0, 1) from raw words of the counter-based Philox generator: no numpy release changes
+    these words."""
     words = np.random.Philox(key=seed, counter=[0, 0, 0, index]).random_raw(count)
     return (words >> np.uint64(11)) * 2.0**-53

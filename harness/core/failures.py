@@ -1,8 +1,8 @@
-"""Classifies the end of a run, for all callers: a status, its evidence, and one line that tells what to change.
+"""Classifies the end of a run: a status, its evidence, and one line that tells what to change.
 
 The innermost cause of an exception decides, first by its message and then by its type, because one type stands for
-several memories. If a process left no record, what the parent saw of its end decides. A status of out of memory needs
-evidence: an exception, a message, or the kernel's count of the processes that it killed.
+several memories. If a process left no record, the parent's observations decide: exit code, kernel kills, log. A status
+of out of memory needs evidence: an exception, a message, or the kernel's count of the processes that it killed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ MESSAGES = (
      Kind("oom-host", "host", "allocator")),
     (r"No space left on device", Kind("does-not-fit", "disk", "file system")),
 )  # fmt: skip
-# Last lines in the log of a native library that gets no memory and aborts.
+# Last log lines of a native library that aborts because it gets no memory.
 LAST_WORDS = re.compile(r"what\(\):.*bad_alloc|Memory allocation still failed|MemoryError$", re.MULTILINE)
 CHILD_KILLED = re.compile(r"killed by signal|exited unexpectedly|terminated abruptly|\bSIGKILL\b")
 # Messages of a rank that could no longer reach another one.
 LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted")
 NOT_FINITE = re.compile(r"\b(nan|infs?|infinite|non-?finite|not finite)\b", re.IGNORECASE)
-# Patterns of the sizes in MESSAGES, each with the size's name in the evidence; for each name the first match counts.
+# The name of each size in the evidence, and a pattern that finds the size in a message; of a name's matches the first
+# counts.
 SIZES = (
     ("asked_bytes", r"(?:tried|unable) to (?:allocate|mmap) ([\d.]+) ?(bytes|[KMGTPE]iB)"),
     ("in_use_bytes", r"(\d+) of \d+ (bytes) in use|([\d.]+) (\w+) is allocated by PyTorch"),
@@ -76,15 +77,15 @@ class Failure:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def changes(self, evidence: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields that change in the run's record. `evidence`: what the record has already."""
+        """Return the changed fields of the run's record. `evidence`: the evidence that the record has already."""
         return {"status": self.status, "reason": self.reason, "evidence": {**evidence, **self.evidence}}
 
 
 def of_exception(error: BaseException, phase: str, memory: dict[str, int], folder: Path | None = None) -> Failure:
     """Classify an exception of training.
 
-    `memory`: bytes when training ended, from budgets.lift(), for messages without sizes. `folder`: the method's folder;
-    a crash names the line there that failed.
+    `memory`: bytes in use and allowed when training ended, by budgets.lift(), for messages without sizes. `folder`: the
+    method's folder; the reason of a crash names the failed line in this folder.
     """
     kinds = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
     told = [(cause, kind) for cause, kind in kinds if kind is not None]
@@ -101,13 +102,13 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int], folde
 
 
 def _failure(kind: Kind, phase: str, text: str, /, **evidence: Any) -> Failure:
-    """Make a failure of this kind, whose line shows the bytes in `evidence`."""
+    """Return a failure of this kind; its line shows the bytes in `evidence`."""
     named = {"class": kind.name, "resource": kind.resource, **evidence}
     return Failure(kind.status, _line(kind, phase, named, text), named)
 
 
 def ended(status: str, name: str, reason: str, resource: str = "", **evidence: Any) -> Failure:
-    """Make a failure that concerns no memory."""
+    """Return a failure that concerns no memory."""
     return Failure(status, reason, {**evidence, "class": name, "resource": resource})
 
 
@@ -124,7 +125,7 @@ class End:
     system_oom_kills: int = 0  # processes that the kernel killed on the whole machine during the run
     host_peak_bytes: int = 0
     host_limit_bytes: int = 0
-    shm_free_bytes: int | None = None  # least value seen in /dev/shm
+    shm_free_bytes: int | None = None  # fewest free bytes seen in /dev/shm
     log_tail: str = ""
 
 
@@ -173,8 +174,9 @@ def of_stop(end: End) -> Failure:
 
 
 def of_killed_child(end: End, reason: str, trace: str) -> Failure | None:
-    """Classify a crash after the kernel killed one of the worker's processes; None if it killed none. In a memory group
-    that runs share, the kill may have hit another run, so there the message must mention a killed process."""
+    """Classify a crash after the kernel killed one of the worker's processes; None if the kernel killed none. In a
+    memory group that several runs share, the kill may have hit another run, so the message must mention a killed
+    process."""
     if not end.oom_kills or not (end.owns_group or CHILD_KILLED.search(reason + trace)):
         return None
     text = f"the kernel killed a process of this run; {reason}"
@@ -187,8 +189,8 @@ def _kernel_kill(end: End, text: str, /, **evidence: Any) -> Failure:
 
 
 def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
-    """Return the exception and its causes, innermost first; False marks an exception that was only being handled when
-    the next one arose."""
+    """Return the exception and its causes, innermost first, each with a flag. The flag is False for an exception that
+    was only being handled when the next one was raised."""
     found: dict[int, tuple[BaseException, bool]] = {}
 
     def visit(item: BaseException | None, is_explicit: bool) -> None:
@@ -202,7 +204,7 @@ def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
 
 
 def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Kind | None:
-    """Return the kind of this exception by itself, whatever its causes are; None if it has none."""
+    """Return the kind of this exception alone, without its causes; None if no kind fits."""
     types = {cls.__name__ for cls in type(error).__mro__}
     text = str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -211,7 +213,8 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
     if isinstance(error, (Exception, MemoryError)) and not isinstance(error, Unavailable):
         for pattern, kind in MESSAGES:
             if re.search(pattern, text):
-                # CUDA says "out of memory" of both memories: if a twentieth of the device is free, the host's ran out.
+                # CUDA says "out of memory" of device and pinned host memory: if over a twentieth of the device is free,
+                # the host's ran out.
                 is_hosts = memory.get("device_free_bytes", 0) * 20 > memory.get("device_total_bytes", 2**63)
                 return Kind("oom-host", "pinned", "ambiguous") if kind.name == "ambiguous" and is_hosts else kind
     if "OutOfMemoryError" in types:
@@ -224,7 +227,7 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
 
 
 def _sizes(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
-    """Return the bytes asked for, in use and allowed, if the message or the process tells them."""
+    """Return the bytes asked for, in use and allowed, as far as the message or `memory` tells them."""
     found: dict[str, int] = {}
     for name, pattern in SIZES if kind.resource in MEMORIES else ():
         if match := re.search(pattern, text, re.IGNORECASE):

@@ -25,8 +25,9 @@ from harness.core.anatomy import anatomy_of
 from harness.core.job import BETAS, EPSILON, NUM_LOGITS, WEIGHT_DECAY, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Bend = Callable[[Tensor], tuple[Tensor, Tensor | float]]  # a model's function of each logit, with its slope there
-DRAWN_AT_ONCE = 2**18  # elements in a block of starting values; a multiple of 16, which torch draws at once
+# A model's function of each logit; it returns the new logits and its slopes.
+Bend = Callable[[Tensor], tuple[Tensor, Tensor | float]]
+DRAWN_AT_ONCE = 2**18  # elements in a block of starting values; a multiple of 16: torch draws 16 numbers at once
 
 
 class Layer(nn.Module):
@@ -77,7 +78,7 @@ class Ends(nn.Module):
         return head_loss(self.lnf(x).flatten(0, 1), self.wte.weight, targets.flatten(), scale)
 
 
-@torch.fx.wrap  # torch.fx, which looks for CutPoints, sees this function as one operation
+@torch.fx.wrap  # torch.fx sees this function as one operation when it looks for CutPoints
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: float) -> Tensor:
     mean: Tensor = HeadLoss.apply(x, weight, targets, scale)  # type: ignore[no-untyped-call]
     return mean
@@ -104,12 +105,12 @@ class Head(Ends):
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of a linear head, block by block: the logits of all tokens would be the largest tensor of most
-    models.
+    """Mean cross-entropy of a linear head, block by block, because the logits of all tokens would be the largest tensor
+    of most models.
 
-    A block's gradients are computed with its loss, so nothing is computed twice, and they are scaled before they are
-    rounded to fp16, because most would otherwise be rounded to zero. x: (N, D) hidden states of N tokens; weight: (V,
-    D); targets: (N,).
+    Each block's gradients are computed with its loss, so nothing is computed twice. The gradients are scaled before
+    they are rounded to fp16, because most would otherwise be rounded to zero. x: (N, D) hidden states of N tokens;
+    weight: (V, D); targets: (N,).
     """
 
     @staticmethod
@@ -124,8 +125,8 @@ class HeadLoss(torch.autograd.Function):
             loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens, scale, bend)
             total += loss
             if dlogits.dtype == weight.dtype == dx.dtype:
-                torch.mm(dlogits, weight, out=dx[block])  # no memory beside it
-            else:  # under autocast
+                torch.mm(dlogits, weight, out=dx[block])  # writes to dx without further memory
+            else:  # under autocast the dtypes differ
                 dx[block] = dlogits @ weight
             dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
             del dlogits  # free it before the next block
@@ -134,15 +135,15 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dloss: Tensor) -> Any:
-        (dx, dweight), ctx.gradients = ctx.gradients, None  # only autograd holds these gradients: no copy is made
+        (dx, dweight), ctx.gradients = ctx.gradients, None  # autograd alone refers to the gradients: no copy is made
         return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None, None, None
 
 
 def cross_entropy(
     logits: Tensor, targets: Tensor, num_tokens: int, scale: float, bend: Bend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return these tokens' share of the mean over `num_tokens`, in fp32, and its gradient times `scale` in the logits'
-    dtype. The gradient overwrites the logits if they are fp32. logits: (N, V); targets: (N,)."""
+    """Return these tokens' share of the mean loss over `num_tokens`, in fp32, and the share's gradient times `scale`,
+    in the logits' dtype. The gradient overwrites fp32 logits. logits: (N, V); targets: (N,)."""
     dtype, wanted = logits.dtype, targets.unsqueeze(1)
     logits, slope = bend(logits) if bend else (logits, 1.0)
     logits = logits.float()
@@ -157,7 +158,7 @@ def cross_entropy(
 
 
 class GPT(nn.Module):
-    """The whole model; every layer is recomputed in the backward pass from its input."""
+    """The whole model; the backward pass recomputes every layer from its input."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class GPT(nn.Module):
 
 
 def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
-    """Fill each tensor, in place, with the starting values that belong to its name; a thread draws a whole tensor."""
+    """Fill each tensor, in place, with the starting values that belong to its name; each thread draws whole tensors."""
 
     def fill(pair: tuple[str, Tensor]) -> None:
         name, tensor = pair
@@ -196,11 +197,11 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
 def drawn_blocks(
     name: str, shape: torch.Size, workload: Workload, at_once: int = DRAWN_AT_ONCE
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the values of initial() as (start, elements), in a reused block of memory: a host may lack room for a whole
-    embedding. `at_once`: elements of a block, a multiple of 16."""
+    """Yield the values of initial() in blocks, as (start, elements). All blocks reuse the same memory, because a host
+    may lack room for a whole embedding. `at_once`: elements of a block, a multiple of 16."""
     numel, draw = shape.numel(), _drawing(name, workload)
     room = torch.empty(min(numel, 2 * at_once))
-    # torch draws 16 numbers at once, and the last 16 of a tensor anew: so the last block is longer.
+    # torch draws 16 numbers at once, and draws the last 16 of a tensor again: so the last block takes in a short rest.
     for start in range(0, max(1, numel - at_once + 1), at_once):
         left = numel - start
         yield start, draw(room[: left if left < 2 * at_once else at_once])
@@ -212,7 +213,7 @@ def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
 
 
 def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> Iterator[Tensor]:
-    """Yield initial() of each name and shape, in order: while the caller uses one, each core draws another."""
+    """Yield initial() of each name and shape, in order. While the caller uses one tensor, each core draws another."""
     cores = len(os.sched_getaffinity(0))
     ahead: deque[Future[Tensor]] = deque()
     with ThreadPoolExecutor(cores) as pool:
@@ -225,8 +226,8 @@ def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> It
 
 
 def _drawing(name: str, workload: Workload) -> Callable[[Tensor], Tensor]:
-    """Return a function that fills an fp32 host tensor with starting values; each call continues the sequence. A name
-    that the model lacks has zeros: the gate reports it."""
+    """Return a function that fills an fp32 host tensor with starting values; each call continues the sequence. A tensor
+    whose name the model lacks gets zeros, and the gate reports it."""
     if workload.weights is not None:
         return weight_files.reading(workload.weights, name)
     anatomy = anatomy_of(workload)

@@ -1,9 +1,9 @@
-"""A model by its config.json, as the Hugging Face Hub has it: read, refused where it cannot be trained here, and
-narrowed for probes. Standard library only.
+"""Reads a model's config.json in the format of the Hugging Face Hub, refuses a model that cannot be trained here, and
+narrows a model for probes. Standard library only.
 
 A workload holds the whole configuration as text, so that a record needs no file to be understood or run again. The
-workload's own sizes override the configuration's: fewer layers, a smaller vocabulary, and a smaller width, with which
-all other widths shrink alike.
+workload's own sizes override the configuration's: fewer layers, a smaller vocabulary, or a smaller hidden size, by
+whose factor all other widths shrink.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from harness.base.foreign_file import parsed_json, read_json
 
 FILE = "config.json"
-# The fields of a Workload, as a configuration names them.
+# For each size of a Workload, its field in a configuration.
 SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
          "vocab_size": "vocab_size"}  # fmt: skip
 WIDTHS = ("intermediate_size", "head_dim")  # these shrink with the hidden size
@@ -26,14 +26,14 @@ LEAST_WIDTH = 8  # smallest narrowed width: kernels take multiples of 8
 LEFT_OUT = {
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # kinds of rotary positions whose angles no sample changes
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # kinds of rotary positions with the same angles for all samples
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return the configuration in a file, or in a folder's config.json. Raises ValueError if there is none."""
     file = path / FILE if path.is_dir() else path
     try:
-        config = read_json(file.resolve())  # files of the Hub's cache are links
+        config = read_json(file.resolve())  # files in the Hub's cache are symbolic links
     except (OSError, ValueError) as error:
         told = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot read {file}: {told}; expected a model's {FILE}, as Hugging Face has it") from error
@@ -70,12 +70,12 @@ def text_of(config: dict[str, Any]) -> str:
 
 
 def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes as fields of a Workload."""
+    """Return the configuration's sizes as fields of a Workload."""
     return {field: config[name] for field, name in SIZES.items()}
 
 
 def check_samples(config: dict[str, Any], seq_len: int) -> None:
-    """Raise ValueError if the model does not see a whole sample."""
+    """Raise ValueError if a sample has more tokens than the model's sliding window or its positions."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is not None and window < seq_len:
         raise ValueError(f"expected samples of at most {window} tokens, the model's sliding window, got {seq_len};"
@@ -87,7 +87,8 @@ def check_samples(config: dict[str, Any], seq_len: int) -> None:
 
 
 def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
-    """Return the configuration at these sizes: all widths shrink as the hidden size does, the heads stay."""
+    """Return the configuration at these sizes: all widths shrink by the hidden size's factor, the number of heads
+    stays."""
     config = json.loads(text)
     share = hidden_size / config["hidden_size"]
     for name in WIDTHS:
@@ -95,7 +96,7 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
             config[name] = config[name] if share == 1 else max(LEAST_WIDTH, int(config[name] * share) // 8 * 8)
     config |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
     if isinstance(kinds := config.get("layer_types"), list):
-        config["layer_types"] = [kinds[index % len(kinds)] for index in range(num_layers)]  # more layers repeat it
+        config["layer_types"] = [kinds[index % len(kinds)] for index in range(num_layers)]  # deeper models repeat them
     for name in TOKENS:
         ids = config.get(name) or 0
         if max(ids if isinstance(ids, list) else [ids]) >= vocab_size:
@@ -104,7 +105,7 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
 
 
 def _rope_types(config: dict[str, Any]) -> list[str]:
-    """Return how each kind of layer scales rotary positions; newer files have this in rope_parameters, older ones in
+    """Return the kind of rotary positions of each kind of layer; newer files have it in rope_parameters, older ones in
     rope_scaling."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):

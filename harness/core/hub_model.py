@@ -1,9 +1,9 @@
 """A causal model of the Hugging Face Hub, as the harness trains it: two ends, and layers that compute one by one.
 
-transformers' own modules compute everything. HubModel runs the model's own loop over its layers, and is what the
-reference trains. hub_layer() and HubEnds are the same modules, taken apart: to learn what the loop passes to a layer
+transformers' own modules compute everything. The reference trains HubModel, which runs the model's own loop over its
+layers. hub_layer() and HubEnds are the same modules, taken apart. To learn which arguments the loop passes to a layer
 beside its input (angles of positions, masks), the loop runs once with stand-ins in place of the layers.
-harness/forecast/sketch.py checks that whole and parts compute the same.
+harness/forecast/sketch.py checks that the whole model and its parts compute the same.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -74,7 +74,7 @@ class HubModel(nn.Module):
         return _head_loss(self, _base(self)(inputs_embeds=x, use_cache=False)[0], targets, scale)
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Convert the parameters alone: buffers keep the values and the dtype in which they were computed."""
+        """Convert only the parameters: buffers keep the values and the dtype in which they were computed."""
         kept = [(module, dict(module._buffers)) for module in self.modules() if module._buffers]
         super()._apply(function, recurse)
         place = next(self.parameters()).device
@@ -94,7 +94,8 @@ class HubEnds(nn.Module):
         _adopt(self, causal)
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """(B, T) token ids to (B, T, D); ids without memory give the shape alone, by the embedding table."""
+        """(B, T) token ids to (B, T, D); ids without memory go through the embedding table alone, which gives the right
+        shape."""
         base = _base(self)
         if inputs.is_meta:  # the model's loop may choose a mask by the ids, which have no values here
             shaped: Tensor = base.get_input_embeddings()(inputs)
@@ -160,7 +161,7 @@ class HubParts:
     """The layers of a model, without memory, and the arguments that the model's loop passes to them."""
 
     def __init__(self, text: str, dtype: torch.dtype) -> None:
-        with unset_fake_temporarily():  # a rehearsal's tensors must not outlive it
+        with unset_fake_temporarily():  # the parts are cached, and must hold none of a rehearsal's fake tensors
             causal = made(text, dtype)
         self.layers = _take_out(causal)
         self.base = causal.base_model
@@ -181,8 +182,7 @@ class HubParts:
 
     @torch.no_grad()
     def heard(self, x: Tensor) -> list[dict[str, Any]]:
-        """Run the model's loop with stand-ins for the layers, on an input of this shape; return the arguments of
-        each."""
+        """Run the model's loop on the input x, with stand-ins for the layers; return the arguments of each layer."""
         heard: list[dict[str, Any]] = []
         stands = nn.ModuleList(StandIn(layer, heard) for layer in self.layers)
         with _replaced(self.base._modules, _list_name(self.base), stands):
@@ -212,7 +212,7 @@ class StandIn(nn.Module):
 
 
 def made(text: str, dtype: torch.dtype) -> Any:
-    """Return transformers' model of a configuration, without memory but for buffers. Raises Unlike."""
+    """Return transformers' model of a configuration, in which only buffers have memory. Raises Unlike."""
     with torch.device("meta"):
         causal = theirs(json.loads(text), dtype)
     _compute_buffers(causal)
@@ -222,7 +222,7 @@ def made(text: str, dtype: torch.dtype) -> Any:
 
 
 def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Return transformers' model of a configuration as it is, with its own starting values. Raises Unlike."""
+    """Return transformers' model of a configuration unchanged, with its own starting values. Raises Unlike."""
     transformers = library()
     try:
         own = transformers.AutoConfig.for_model(**config)
@@ -269,7 +269,7 @@ _parts = functools.lru_cache(maxsize=8)(HubParts)
 
 
 def _adopt(module: nn.Module, causal: Any) -> None:
-    """Give `module` the model's children, by their names; a tied head is left out, having no tensor of its own."""
+    """Give `module` the model's children, by their names; a tied head, which has no tensor of its own, is left out."""
     embedding = causal.get_input_embeddings()
     for name, child in causal.named_children():
         if child is not causal.get_output_embeddings():
@@ -292,7 +292,8 @@ def _head_loss(module: Any, hidden: Tensor, targets: Tensor, scale: float) -> Te
 
 
 def bend_of(config: Any) -> Bend | None:
-    """Return what the model does to each logit after the head, by its configuration; None: nothing."""
+    """Return the model's function of each logit after the head (a cap or a divisor); None if its configuration has
+    none."""
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         return functools.partial(_capped, cap)
     if (divisor := getattr(config, "logits_scaling", 1.0)) != 1:
@@ -301,7 +302,7 @@ def bend_of(config: Any) -> Bend | None:
 
 
 def _capped(cap: float, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits as Gemma 2 caps them, and the slopes, in their memory."""
+    """Return the logits as Gemma 2 caps them, and the cap's slopes, which overwrite the logits."""
     curve = logits.div_(cap).tanh_()
     capped = curve * cap
     return capped, torch.addcmul(curve.new_ones(()), curve, curve, value=-1, out=curve)
@@ -315,7 +316,7 @@ def _head(module: Any) -> Tensor:
 
 
 def _list_name(base: nn.Module) -> str:
-    """Return the name of the list of layers. Raises Unlike if there is not one."""
+    """Return the name of the list of layers. Raises Unlike if the model has no such list."""
     config: Any = base.config
     for name, child in base.named_children():
         if isinstance(child, nn.ModuleList) and len(child) in (0, config.num_hidden_layers):
@@ -347,8 +348,8 @@ def _take_out(causal: Any) -> nn.ModuleList:
 
 
 def _compute_buffers(causal: Any) -> None:
-    """Make each module anew that holds nothing but computed buffers, so that these have values. Raises Unlike for other
-    buffers."""
+    """Create each module that holds only computed buffers again, on the CPU, so that the buffers have values. Raises
+    Unlike for a buffer that the configuration does not determine."""
     for name, module in list(causal.named_modules()):
         if not module._buffers:
             continue

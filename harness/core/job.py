@@ -22,7 +22,7 @@ GIB = 2**30
 MOST = 10**9  # upper bound of every count, so that products stay finite
 MOST_LAYERS = 2**20  # upper bound of num_layers: a method plans layer by layer
 MOST_PLANNED = 1e100  # upper bound of a plan's bytes: above any product of counts, far below the largest float
-# The kinds of bytes that a plan counts in each memory.
+# The memories of a plan, and the kinds of bytes that a plan counts in each memory.
 MEMORIES = ("device", "host", "disk")
 STATE_KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
@@ -36,10 +36,10 @@ LR_DECAY_STEPS = 320_000
 # The dynamic loss scale of fp16 (methods/shared/loss_scale.py), with DeepSpeed's starting values.
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000  # steps in a row without overflow, after which the scale doubles
-# Options of methods that train several models: the number of models, and of batch sizes.
+# Options of methods that train several models: the number of models and the number of batch sizes.
 OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
-NUM_RATES = 6  # number of learning rates of several models: the workload's, then each half of the one before
-# Fields that a record's workload leaves out at these values, so that a job keeps the key from before the field.
+NUM_RATES = 6  # number of learning rates among several models: the workload's, then each half of the previous one
+# Fields that a workload's JSON leaves out at these values, so that jobs from before a field keep their key.
 UNSAID = {"micro_batches": 1, "model": None, "config": None, "weights": None}
 # Number of logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/core/gpt.py).
 NUM_LOGITS = 2**25
@@ -151,7 +151,8 @@ class Workload:
         """Floating-point operations of one step: forward pass, full recompute of every layer, backward pass. Causal
         attention counts as half of full attention; the embedding's look-up and elementwise work do not count.
 
-        A recompute that stops before a layer's last product saves 8 T D^2 for each layer.
+        A recompute that stops before a layer's last matrix product saves 8 D^2 operations for each token and layer;
+        this number includes them.
         """
         return 4 * self.num_layers * self.layer_flops + self.head_flops_per_step
 
@@ -234,8 +235,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may use; None: all that the machine has. A GPU's bytes include the driver's context and a reserve.
-    `rates` are for plans alone and no part of a job's identity; --machine gives those of its machine."""
+    """The limits of a run; None: all that the machine has. `device_bytes` of a GPU includes the driver's context and a
+    reserve. `rates` are for plans alone and no part of a job's identity; --machine gives its machine's rates."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -260,14 +261,14 @@ class Budget:
 
     @property
     def room(self) -> Room:
-        """The whole budget, as a plan's room on a device without a driver's context: a simulated one or a CPU."""
+        """The plan's room on a device without a driver's context, that is, sim or a CPU: the whole budget."""
         return Room(self.device_bytes, self.host_bytes, self.disk_bytes, self.rates)
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a plan may fill: the budget or, without one, what the machine has. A GPU's bytes leave out the driver's
-    context and a reserve. None: no limit."""
+    """The bytes of each memory that a plan may fill: the budget or, without one, the machine's bytes. `device_bytes` of
+    a GPU leaves out the driver's context and a reserve. None: no limit."""
 
     device_bytes: int | None = None
     host_bytes: int | None = None
@@ -283,14 +284,14 @@ class Plan:
     device: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
     disk: dict[str, int] = field(default_factory=dict)
-    moved_bytes: int = 0  # per step, both directions together
+    moved_bytes: int = 0  # bytes copied in a step, both directions together
     exchanged: dict[str, float] = field(
         default_factory=dict
     )  # bytes that a rank sends in a step: gathers, sums, messages
     options: dict[str, Any] = field(default_factory=dict)
     step_seconds: float | None = None  # lower bound of a step's time, by the machine's rates
-    binds: str = ""  # what sets this bound
-    updates_on_host: bool = True  # the host updates the parameters whose optimizer state it keeps
+    binds: str = ""  # name of the resource that sets this bound
+    updates_on_host: bool = True  # True: the host updates the parameters whose optimizer state it keeps
     stages: dict[str, int] = field(default_factory=dict)  # device bytes of each pipeline stage; `device` is the largest
 
     def __post_init__(self) -> None:
@@ -351,7 +352,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Job:
-    """One run as plain data. Two jobs of equal key measure the same thing."""
+    """One run as plain data. Jobs of equal key measure the same thing."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -362,8 +363,8 @@ class Job:
     device: str = "cpu"  # cpu, cuda, or sim: a CPU with a second memory (harness/devices/sim.py)
     steps: int = 20  # number of steps, warm-up included
     warmup: int = 5  # number of first steps that are not timed
-    trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; no part of identity
-    save: str | None = field(default=None, compare=False)  # folder for the trained weights; no part of identity
+    trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; no part of the key
+    save: str | None = field(default=None, compare=False)  # folder for the trained weights; no part of the key
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
@@ -409,7 +410,8 @@ class Job:
 
 
 def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
-    """Return the workloads of several models: all pairs of rates and batch sizes, each half of the one before."""
+    """Return the workloads of several models: pairs of a learning rate and a batch size. Each rate and each size is
+    half of the previous one; after NUM_RATES the rates repeat."""
     rows = [divmod(number, num_batch_sizes) for number in range(num_models)]
     sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
     return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]

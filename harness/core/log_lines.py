@@ -1,4 +1,4 @@
-"""The readable log in the published artifact's lines, so that scripts made for the artifact read it."""
+"""A run's readable log, in the published artifact's lines, so that scripts made for the artifact can read the log."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from harness.core.job import Job
 
 INTERVAL = 10  # steps between two lines of a log
-# The dialect plain: the published metric lines, with words of our own where the artifact's scripts look for theirs, so
-# that a reference's run beside the compared methods enters none of their tables.
+# The dialect plain: the published metric lines, but with other words where the artifact's scripts look for theirs, so
+# that those scripts leave the reference's runs out of their tables.
 PLAIN_WORDS = {
     "elapsed time per iteration (ms)": "milliseconds per iteration",
     "total parameters": "parameters of the model",
@@ -29,24 +29,24 @@ def header_lines(job: Job) -> list[str]:
 
 
 def end_line(job: Job, status: str, phase: str, num_steps: int, reason: str) -> str:
-    """Tell a run's end: the record's status, the phase, and the number of steps done."""
+    """Return a line on a run's end: the record's status, the phase, and the number of steps done."""
     told = f"ended as {status} at {phase}, after {num_steps} of {job.steps} steps"
     return f"{told}: {' '.join(reason.split())}" if reason else told
 
 
 def interval_steps(job: Job) -> int:
-    """Return the steps of a log's interval; a shorter run is one interval."""
+    """Return the number of steps of a log's interval: INTERVAL, or all steps of a shorter run."""
     return min(INTERVAL, job.steps)
 
 
 def interval_lines(
     job: Job, measured: dict[str, Any], peaks: dict[str, int], dialect: str = "megatron"
 ) -> list[str]:  # fmt: skip
-    """Return the published metric lines of the interval that the last step closes; none inside an interval.
+    """Return the published metric lines if the last step closes an interval, else none.
 
     Times and losses are means over the interval, warm-up included, as published; Tera Flops count this harness's FLOPs,
-    recompute included. The dialect deepspeed has no gradient norm, and its speed is the mean of all steps so far but
-    the first two. The dialect plain has PLAIN_WORDS.
+    recompute included. In the dialect deepspeed the gradient norm is missing, and the speed is the mean over all steps
+    so far but the first two. The dialect plain uses PLAIN_WORDS.
     """
     step, interval = len(measured["losses"]), interval_steps(job)
     if step % interval:
@@ -87,8 +87,8 @@ def interval_lines(
 
 
 def _billions(num_params: int) -> str:
-    """Format parameters in billions: with three digits, as the artifact does; a small model's, which would be 0.000,
-    with nine."""
+    """Format a number of parameters in billions: with three decimals, as the artifact does, or with nine below 0.1
+    billion."""
     return f"{num_params / 1e9:.3f}" if num_params >= 1e8 else f"{num_params / 1e9:.9f}"
 
 

@@ -1,8 +1,7 @@
-"""What a method is, and where methods are found: the folder is the registry.
+"""The contract of a method, and the search for methods: the folder is the registry.
 
 A method is a frozen dataclass in a file of its own name; its fields are its options. Its module imports nothing heavy
-at the top (torch, engines): the parent process reads labels and asks for plans without them, so they are imported where
-training starts.
+(torch, engines) at the top, because the parent process reads labels and asks for plans; train() imports such packages.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """The results of a step; of several models, the first one's. Tensors are scalars on the device: the host has not
-    waited for them."""
+    """The results of a step; if several models train, the first model's. Tensors are scalars on the device, for which
+    the host has not waited."""
 
     loss: torch.Tensor
-    grad_norm: torch.Tensor | None = None  # global, before clipping
-    shares: list[float] | None = None  # of several models: each model's share of the devices' time so far
-    loss_scale: float | None = None  # set in fp16
+    grad_norm: torch.Tensor | None = None  # global norm of the gradient, before clipping
+    shares: list[float] | None = None  # if several models train: each model's share of the devices' time so far
+    loss_scale: float | None = None  # set in fp16 only
     is_skipped: bool = False  # True in fp16 if a gradient was not finite
 
 
@@ -76,7 +75,7 @@ class OtherModel(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The results that a method returns for the gate; `tensors` are the first model's, if there are several."""
+    """The results that a method returns for the gate; `tensors` are the first model's, if several models train."""
 
     tensors: Iterable[TensorState]
     moved_bytes: int = 0  # bytes copied between device and host
@@ -94,40 +93,41 @@ RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # what a meth
 class Method(ABC):
     """The base of every method: plan() and train() are required; the rest has a default.
 
-    A method is a frozen dataclass, its fields are its options.
+    A method is a frozen dataclass; its fields are its options.
 
     A method that trains in several processes has an option world_size, 1 by default. Each process then runs train()
-    under torchrun's variables on the whole batch, takes its own part of it, and yields the loss of all; rank 0 returns
-    the whole tensors. plan() counts one rank. A method that trains several models has the option num_models, 1 by
-    default, and may have num_batch_sizes: these models are Job.workloads().
+    with torchrun's variables on the whole batch, trains on its own part of the batch, and yields the loss of the whole
+    batch; rank 0 returns the whole tensors. plan() counts the bytes of one rank. A method that trains several models
+    has the option num_models, 1 by default, and may have num_batch_sizes: Job.workloads() lists these models'
+    workloads.
     """
 
     label: ClassVar[str]  # default: the name of the method's file
-    color: ClassVar[str] = "#888888"  # in figures
+    color: ClassVar[str] = "#888888"  # in figures of the runs
     paper: ClassVar[str] = ""
     bit_exact: ClassVar[bool] = False  # True: promises the reference's bits on a CPU in fp32
-    bit_exact_in_half: ClassVar[bool] = False  # True: promises them on a CPU in bf16 and fp16, too
+    bit_exact_in_half: ClassVar[bool] = False  # True: promises the reference's bits on a CPU in bf16 and fp16, too
     is_exact: ClassVar[bool] = True  # False: trains differently by design
     is_reference: ClassVar[bool] = False  # True for exactly one method
     can_rehearse: ClassVar[bool] = False  # True: runs on tensors without memory (harness/devices/memory_rehearsal.py)
     accumulates: ClassVar[bool] = False  # True: trains on micro-batches
-    log_dialect: ClassVar[str] = "megatron"  # of its logs: megatron, deepspeed or plain (harness/core/log_lines.py)
+    log_dialect: ClassVar[str] = "megatron"  # dialect of its logs: megatron, deepspeed or plain (log_lines.py)
     build_seconds: ClassVar[int] = 0  # rough duration of build()
     verbs: ClassVar[str] = ""  # module whose VERBS are the method's own click commands
     clips: ClassVar[bool] = True  # False: trains only with --clip 0
-    drops_alike: ClassVar[bool] = True  # False: drops other elements than the reference
+    drops_alike: ClassVar[bool] = True  # False: dropout drops other elements than the reference's
     takes_config: ClassVar[bool] = False  # True: trains models by their config.json, too
     scales_loss: ClassVar[bool] = False  # True: trains in fp16, by the rule of methods/shared/loss_scale.py
 
     forecast_test: ClassVar[ForecastTest | None] = None  # how forecasts of the method's step times were tested
 
-    # The work that runs beside the device's compute: "copies" or "updates" of the host, "gathers" or "sums" of ranks. A
-    # plan with step_seconds of its own overrides it.
+    # Work that runs beside the device's compute: "copies" or "updates" of the host, "gathers" or "sums" of ranks. A
+    # plan that has step_seconds overrides this.
     hides: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Set the default label, and turn any failure of the class's functions into one line that names the file, but
-        for train(), which runs in a process of its own."""
+        """Set the default label, and make each function except train(), which runs in a process of its own, report a
+        failure in one line that names the file."""
         if "label" not in vars(cls):
             cls.label = cls.__module__.rpartition(".")[2].replace("_", "-")
         guard(cls, (Unavailable,), RETURNED, but=("train",))
@@ -149,7 +149,7 @@ class Method(ABC):
         """
 
     def missing(self, device: str) -> str | None:
-        """Return what the method lacks to run on this device, and how to get it."""
+        """Return what the method lacks on this device and how to get it; None if nothing is missing."""
         return None
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
@@ -157,11 +157,11 @@ class Method(ABC):
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     def to_build(self) -> str | None:
-        """Return what build() would compile before a run, for people; None if nothing is missing."""
+        """Describe for people what build() would compile before a run; None if nothing is missing."""
         return None
 
     def build(self) -> None:  # noqa: B027 most methods have nothing to compile
-        """Compile what the method needs: called once, in a process of its own, never inside a run."""
+        """Compile what the method needs. The harness calls this once, in a process of its own, never inside a run."""
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         """Return the method's row in the fairness table: implementation, model, attention, optimizer, precision,
@@ -173,12 +173,12 @@ REGISTRY = FileRegistry("method", methods, lambda stem: stem.replace("_", "-"))
 
 
 def names(folders: tuple[Path, ...] = ()) -> list[str]:
-    """Return every method's name, as the command line spells it: the file's, with hyphens."""
+    """Return every method's name on the command line: its file's name, with hyphens."""
     return sorted(REGISTRY.files(folders))
 
 
 def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Return the methods whose files do not load, with the reasons; the others still run."""
+    """Return, for each method whose file does not load, the reason; the other methods still run."""
     found = {}
     for name in names(folders):
         try:

@@ -1,7 +1,7 @@
-"""The model of a workload: the published GPT, or one by its config.json. Whole, or as two ends and layers.
+"""Builds the model of a workload, the published GPT or one by its config.json: whole, or as two ends and layers.
 
-A whole model has `layers`, embed() of token ids and loss() of embedded ones; both ends have embed() and loss(), and a
-layer maps (B, T, D) to (B, T, D). Whole and parts of one workload name their parameters alike, the ends' first.
+A whole model has `layers`, embed() for token ids and loss() for embedded tokens. The two ends have embed() and loss().
+A layer maps (B, T, D) to (B, T, D). The whole model and its parts name their parameters alike, the ends' first.
 
 Shapes: B batch, T tokens, D hidden.
 """

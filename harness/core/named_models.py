@@ -1,5 +1,5 @@
-"""Models by name, from models.yaml, and by their config.json: what --model takes. To add a name is to add an entry
-there."""
+"""The models that --model takes: names in models.yaml, and config.json files. A new entry of models.yaml adds a
+name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NamedModel:
 
 @dataclass(frozen=True)
 class ConfiguredModel:
-    """An entry of models.yaml with a configuration, or a config.json."""
+    """A model by its configuration: an entry of models.yaml that holds one, or a config.json."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     config: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Compiles a shared library of this project once: its file name contains a hash of its sources and parts."""
+"""Compiles a shared library of this project once: the library's file name contains a hash of its sources and parts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Library:
     """A shared library in `folder`, compiled from the first of its sources. Its file name changes with any of the
     sources and with `parts`."""
 
-    what: str  # its name for people
+    what: str  # the library's name for people
     seconds: int  # rough duration of compiling
     folder: Path
     sources: tuple[Path, ...]
@@ -55,7 +55,7 @@ class Library:
         return self.path.exists()
 
     def to_build(self) -> str | None:
-        """Return what build() would compile, for people; None if it exists, or there is no compiler."""
+        """Describe for people what build() would compile; None if the library exists or there is no compiler."""
         return None if self.is_built or not find() else f"{self.what}, once, about {self.seconds} seconds"
 
     def build(self, *flags: str) -> None:

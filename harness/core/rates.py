@@ -1,7 +1,7 @@
-"""The achieved rates of a machine, which bound a step. Standard library only.
+"""The achieved rates of a machine, which bound a step's time from below. Standard library only.
 
 Rates come from a calibration (methods/streaming/calibrate.py) or, for a machine by name, from its facts in
-machines.yaml. They decide what is planned, never what is measured, so they are no part of a job's identity.
+machines.yaml. Rates decide what is planned, never what is measured, so rates are no part of a job's identity.
 harness/forecast computes a step's time from rates.
 """
 
@@ -39,20 +39,20 @@ class Rates:
 
     device_flops_per_second: float  # compute of a step, counted as in Workload.flops_per_step
     forward_share: float = 0.25  # the forward pass's share of compute time, with every layer recomputed
-    device_bytes_per_second: float = math.inf  # the device's Adam, bytes read and written
+    device_bytes_per_second: float = math.inf  # bytes that the device's Adam reads and writes
     inbound_bytes_per_second: float = math.inf  # host to device, page-locked memory
     outbound_bytes_per_second: float = math.inf  # device to host, page-locked memory
     duplex_share: float = 1.0  # rate of both directions at once, as a share of the sum of both alone
     host_bytes_per_second: float = math.inf  # the host's memory, shared by Adam and copies
     host_adam_params_per_second: float = math.inf  # Adam on the host's cores, if memory were no limit
-    ahead_cost: float = 1.0  # time of an update from one state into another, relative to one in place
+    ahead_cost: float = 1.0  # time of an update that writes a new copy of the state, relative to an update in place
     streamed_cost: float = 1.0  # time of a streamed layer's update on the device, relative to a resident one's
     disk_read_bytes_per_second: float = math.inf  # reads of the files that hold state
     disk_write_bytes_per_second: float = math.inf  # writes to the files that hold state
     disk_duplex_share: float = 1.0  # rate of reading and writing at once, as a share of the sum of both alone
-    exchange_bytes_per_second: float = math.inf  # what a device sends to others while it receives as much
-    # Rates of the head, which computes its loss and gradients at once after the forward pass. If they are known, the
-    # first two rates are the layers' alone; else they cover all compute.
+    exchange_bytes_per_second: float = math.inf  # bytes that a device sends to others while it receives as many
+    # Rate of the head, which computes its loss and gradients together after the forward pass. If this rate is known,
+    # the first two rates are the layers' alone; else they cover all compute.
     head_flops_per_second: float | None = None  # compute of the head
     is_host: bool = False  # True: the device computes on the host's cores, so updates and compute take turns
 
@@ -79,7 +79,7 @@ class Rates:
 def of_facts(facts: dict[str, Any]) -> Rates | None:
     """Return the rates that a machine's facts give; None if one of NEEDED is missing, or a fact is not a number. Raises
     ValueError for an impossible rate and for an unknown fact, because a misspelt fact would give no rate. Devices
-    without a link of their own exchange over the one to the host."""
+    without a link between them exchange over the link to the host."""
     known = (*dict.fromkeys(fact for fact, *_ in FACTS), *TOLD)
     for name in facts:
         if name not in known:
@@ -94,7 +94,7 @@ def of_facts(facts: dict[str, Any]) -> Rates | None:
 
 
 def facts_of(rates: Rates) -> dict[str, float]:
-    """Return the facts that give those of these rates that are finite; a link's fact is its slower direction's."""
+    """Return the facts that give the finite ones of these rates; a link's fact is the rate of its slower direction."""
     found: dict[str, float] = {}
     for fact, rate, factor in FACTS:
         value = getattr(rates, rate) / factor

@@ -21,7 +21,8 @@ from harness.core.job import Job
 
 SCHEMA_VERSION = 1
 SPEED = "samples_per_second"
-# The ends that are results: a job with a result is not run again; a job with another end is, when asked for again.
+# The statuses that are results: a job with a result is not run again; a job with another status is run again when a
+# call asks for it.
 RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
 STATUSES = (*RESULTS, "timeout", "killed", "crash", "unavailable", "interrupted")
 ONCE_IN_BUDGETS = ("rates", "page_locks")
@@ -53,7 +54,7 @@ class Gate:
     verdict: str = "untested"  # exact, tolerance, twin, failed or untested
     reason: str = ""  # a word for programs
     text: str = "not compared with the reference"  # a sentence for people
-    evidence: Evidence = field(default_factory=dict)  # what the verdict rests on
+    evidence: Evidence = field(default_factory=dict)  # the facts on which the verdict rests
 
     @property
     def passed(self) -> bool:
@@ -63,16 +64,16 @@ class Gate:
 @dataclass(frozen=True)
 class Record:
     """One attempt at a job, in seconds and bytes. Lists hold one value for each step, warm-up included. In an imported
-    record they hold one value for every `interval_steps` steps, and None if the log lacks the value."""
+    record lists hold one value for every `interval_steps` steps, and None if the log lacks the value."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
     job: Job  # what was run
     key: str  # the job's identity in its context: equal keys measure the same thing
-    status: str  # the run's end: ok, or one of RESULTS and STATUSES (harness/core/record.py)
+    status: str  # the run's end: one of STATUSES (harness/core/record.py)
     phase: str = ""  # the phase in which the run ended: start, import, data, build, step N, drain, inspect, done
     reason: str = ""  # one line for people, if status is not ok
-    evidence: Evidence = field(default_factory=dict)  # what the status rests on; if imported, facts of the log
+    evidence: Evidence = field(default_factory=dict)  # facts behind the status; if imported, facts of the log
     origin: str = "run"  # run, or imported: read from a log that another harness, or this one, printed
     interval_steps: int = 1  # each value of losses and step_seconds is the mean over this many steps
     clock: str = "cpu"  # the clock that measured the seconds: cpu, cuda or sim; if imported, the log's
@@ -84,14 +85,14 @@ class Record:
     grad_norms: Values = field(default_factory=list)  # the global norm of each step's gradient, before clipping
     loss_scales: list[float] = field(default_factory=list)  # the loss scale of each step in fp16
     skipped_steps: list[int] = field(default_factory=list)  # numbers, from 1, of steps whose gradient was not finite
-    step_seconds: Values = field(default_factory=list)  # how long each step took
-    phase_seconds: dict[str, float] = field(default_factory=dict)  # how long each phase took: start, import, data, ...
+    step_seconds: Values = field(default_factory=list)  # seconds of each step
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # seconds of each phase: start, import, data, ...
     # Bytes: device_allocated, device_reserved, host_anonymous, host_shared
-    peaks: dict[str, int] = field(default_factory=dict)  # the most that was taken of each memory, in bytes
+    peaks: dict[str, int] = field(default_factory=dict)  # most bytes in use of each memory
     num_alloc_retries: int = 0  # how often torch's CUDA allocator had to empty its cache, which waits for the device
     predicted: dict[str, Any] = field(default_factory=dict)  # the plan: bytes by memory and kind, least step_seconds
     limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
-    moved_bytes: int = 0  # between device and host in all steps, both directions together
+    moved_bytes: int = 0  # bytes moved between device and host in all steps, both directions together
     schedule: ScheduleFacts = field(default_factory=dict)  # if several models trained: num_models, makespan, bound, use
     data_sha256: str = ""  # hash of the samples that the run trained on
     kernels: list[str] = field(default_factory=list)  # attention and optimizer kernels that the second step ran
@@ -112,7 +113,8 @@ class Record:
         return self.status != "ok" or self.gate != Gate()
 
     def answers(self, job: Job) -> bool:
-        """True unless the job, of the same key, asks for a trace or saved weights that this run did not leave."""
+        """True unless the job, which has the same key, asks for a trace or saved weights that this run did not
+        write."""
         asked = ((job.trace, self.job.trace), (job.save, self.job.save))
         return all(path is None or (path == own and Path(path).exists()) for path, own in asked)
 
@@ -125,8 +127,8 @@ class Record:
     @property
     def timed_seconds(self) -> list[float]:
         """Seconds of each step after warm-up; empty if the run shared its device. Warm-up begins after the steps that a
-        checkpoint holds, and leaves at least one step. An imported record has the means of the intervals after warm-up,
-        at least the last interval's, because one published run was killed after its first."""
+        checkpoint holds, and leaves at least one step timed. Of an imported record: the means of the intervals after
+        warm-up, at least the last interval's, because one published run was killed after its first interval."""
         if not self.is_timed:
             return []
         resumed = self.schedule.get("resumed_steps", 0)
@@ -159,13 +161,14 @@ class Record:
 
     @property
     def samples_per_second(self) -> float | None:
-        """None if the gate did not pass: a method that does not train has no throughput."""
+        """Samples per second of the median step. None if the gate did not pass: a method that does not train has no
+        throughput."""
         seconds = self.median_step_seconds
         return self.samples_per_step / seconds if self.status == "ok" and self.gate.passed and seconds else None
 
     @property
     def slowed_by(self) -> str:
-        """Tell the reason if a run's device memory was nearly full, which slows it; empty otherwise."""
+        """Tell how a nearly full device memory slowed the run; empty if it did not."""
         times = "once" if self.num_alloc_retries == 1 else f"{self.num_alloc_retries} times"
         return f"the allocator emptied its cache {times}" if self.num_alloc_retries else ""
 
@@ -182,7 +185,7 @@ class Record:
         return self.peaks.get("host_anonymous", 0) + self.peaks.get("host_shared", 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as JSON data; `gate` also has the speed of a run that passed, for other readers."""
+        """Return the record as JSON data. If the gate passed, `gate` also has the run's speed, for other programs."""
         data = dataclasses.asdict(self)
         if (speed := self.samples_per_second) is not None:
             data["gate"][SPEED] = speed
@@ -227,7 +230,7 @@ class Record:
         if self.gate.verdict not in VERDICTS:
             return f"expected a verdict of {', '.join(VERDICTS)}, got {self.gate.verdict!r}"
         if self.gate.passed and self.status == "ok":
-            fewest = self.job.steps if self.origin == "run" else 1  # a log has some values
+            fewest = self.job.steps if self.origin == "run" else 1  # a log may hold fewer values
             for name, values in (("losses", self.losses), ("step_seconds", self.step_seconds)):
                 number = sum(value is not None and math.isfinite(value) for value in values)
                 if number < fewest or len(values) > self.job.steps:
@@ -253,15 +256,16 @@ class Record:
 
 
 def wrong_num_models(schedule: Mapping[str, Any], others: Sequence[Any]) -> str:
-    """Describe a wrong number of trained models in one line; empty if right: a record's rate is multiplied by it."""
+    """Describe a wrong number of trained models in one line; empty if the number is right. A record's rate is
+    multiplied by this number."""
     num_models = 1 + len(others)
     told = schedule.get("num_models", num_models)
     return "" if told == num_models else f"expected num_models {num_models}, one more than `others`, got {told}"
 
 
 def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
-    """Return the records of a folder, oldest first, and a line about each file that is no record or is a copy of
-    another record, because a copy is no second measurement."""
+    """Return the records of a folder, oldest first, and one line for each file that is no record, is a copy of another
+    record (which is no second measurement), or comes from the future."""
     records, complaints = {}, []
     for path in folder.glob("log_*.json"):
         try:
@@ -305,13 +309,13 @@ def added_folders(results: Path) -> list[Path]:
 
 
 def _age(record: Record, now: float) -> float:
-    """Return the time at which a record started; for a record from the future 0, so that it sorts as the oldest."""
+    """Return the Unix time at which a record started; 0 for a record from the future, which so sorts as the oldest."""
     return record.started if record.started <= now + CLOCK_SECONDS else 0.0
 
 
 def new_stem(folder: Path, job: Job) -> Path:
     """Reserve a file name of the published pattern by creating an empty log. The name contains the time in seconds; if
-    it is taken, the next second is tried. Its ws is the option window_size, 0 if the method has none."""
+    the name is taken, the next second is tried. The name's ws is the option window_size, 0 if the method has none."""
     now = int(time.time())
     for second in range(now, now + 1000):
         # Not with_suffix(): the name itself has a dot.
@@ -330,7 +334,7 @@ def log_stem(job: Job, window: int, second: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with each number that JSON lacks as text, which float() reads, and each surrogate as escape."""
+    """Return the value as JSON can hold it: infinities and NaN as text that float() reads, surrogates as escapes."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -17,11 +17,11 @@ class Tensor(TypedDict, total=False):
     changed: Required[float]  # share of the tensor's elements that differ from their starting values
     moved: Required[float]  # Euclidean distance of the tensor from its starting values
     size: float  # Euclidean norm of the tensor at the end
-    sketch: list[float] | None  # sums of the change, with seeded signs; distances of sketches estimate those of tensors
+    sketch: list[float] | None  # sums of the change, with seeded signs; sketches' distances estimate the tensors'
     exp_avg: float | None  # norm of Adam's first moment
     exp_avg_sq: float | None  # norm of Adam's second moment
     sha256: str  # hash of the final values in fp32, the first 16 digits
-    left_out: str  # elements that moved, sketch and both moments leave out, because only rounding changes them
+    left_out: str  # elements that `moved`, `sketch` and both moments leave out, because only rounding changes them
 
 
 class Other(TypedDict):

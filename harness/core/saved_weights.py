@@ -1,8 +1,8 @@
-"""Writes a trained model as the Hugging Face Hub has models: config.json and safetensors under transformers' names, so
-that transformers loads it.
+"""Writes a trained model in the format of the Hugging Face Hub, which transformers loads: config.json and safetensors
+under transformers' names.
 
-Each file is written when it is full, so that no second copy of the model is in memory. The folder gets its name when
-all of it is written: an interrupted write leaves nothing that loads.
+Each file is written as soon as it is full, so that no second copy of the model is in memory. The folder gets its name
+after all files are written, so an interrupted write leaves nothing that loads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILE_BYTES = 2**30  # most bytes of tensors in a file, unless one tensor alone i
 
 
 class SavedWeights:
-    """A folder of weights that is being written. `workload`: that of the model, which has a config.json."""
+    """A folder of weights that is being written. The workload's model must have a config.json."""
 
     def __init__(self, workload: Workload, folder: Path, file_bytes: int = FILE_BYTES) -> None:
         self.workload, self.folder, self.file_bytes = workload, folder, file_bytes
@@ -38,7 +38,7 @@ class SavedWeights:
 
     def passing(self, states: Iterable[TensorState]) -> Iterator[TensorState]:
         """Yield the tensors, and write the weight of each, rounded to the workload's dtype. Raises ValueError at the
-        end if a weight of the model did not come, and OSError if the folder cannot be written."""
+        end if a weight of the model is missing, and OSError if the folder cannot be written."""
         with whole_folder(self.folder) as self.path:
             for state in states:
                 self.missing.remove(state.name)

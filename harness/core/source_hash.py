@@ -1,10 +1,10 @@
-"""A method's identity: a hash of the code that its file imports, directly or not, and of nothing else.
+"""A method's identity: a hash of its file, of the code that the file imports, directly or not, and of the SHARED files.
 
-The closure is read from the source: every import of a module of harness/ or methods/ or of one that lies beside the
-method's file, also within a function or by import_module(), but not under TYPE_CHECKING. A C++ or Python file that a
-module of the closure names, and that lies beside it, belongs to the closure. An installed package counts by its
-version, a package elsewhere on Python's path by its code and that of the packages that it imports. A run that executes
-other code than this has no verdict.
+The closure is read from the source. It holds every imported module of harness/, of methods/ or of the method's own
+folder, also if a function or import_module() imports it, but not under TYPE_CHECKING. It also holds each C++ or Python
+file that a module of the closure names and that lies beside this module. An installed package counts by its version; a
+package elsewhere on Python's path counts by its code and by the packages that it imports. A run that executes code
+outside the closure has no verdict.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that have 
 NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py)")
 LOADERS = {"import_module", "__import__"}
 CODE = {".py", ".so", ".cpp", ".h", ".cu"}
-# Imports of a package that is not installed, by pattern: parsing takes 5 ms a file, and there may be hundreds.
+# Pattern for the imports of a package that is not installed: parsing takes 5 ms a file, and a package may have
+# hundreds.
 IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+(\w[^\n#;]*))", re.MULTILINE)
 FIRST = re.compile(r"(?:^|,)[ \t]*(\w+)")
 
 
 class Contents(NamedTuple):
-    """The contents of a file (of Python that parses: without comments and layout), and the files and modules that it
-    names."""
+    """A file's contents, and the modules and files that it names. The contents of Python that parses leave out comments
+    and layout."""
 
     text: bytes
     modules: tuple[str, ...] = ()
@@ -53,7 +54,7 @@ class Contents(NamedTuple):
 
 def source_hash(path: Path) -> str:
     """Return the hash of the method in this file, 16 hexadecimal digits; comments and layout of Python do not change
-    it."""
+    the hash."""
     digest, found = hashlib.sha256(), closure(path)
     for _, contents in sorted(found.items()):
         digest.update(contents.text)
@@ -63,7 +64,8 @@ def source_hash(path: Path) -> str:
 
 
 class Listed(NamedTuple):
-    """The hash's inputs: the folder of the method's file, and the files and folders that count."""
+    """The inputs of a method's hash: the folder of the method's file, and the files and folders that the hash
+    covers."""
 
     beside: Path
     places: frozenset[Path]
@@ -75,8 +77,8 @@ class Listed(NamedTuple):
         return cls(path.resolve().parent, frozenset((*found, *packages)))
 
     def lacks(self, executed: Iterable[str]) -> list[str]:
-        """Return those of the executed files that the hash does not cover. Not counted are the standard library,
-        installed packages, the harness around the method, and compiled modules that do not lie beside the method."""
+        """Return the executed files that the hash does not cover, except for the standard library, installed packages,
+        the harness around the method, and compiled modules outside the method's folder."""
         around = {*(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")), ROOT / "harness"}
         told = set[str]()
         for file in {Path(each).resolve() for each in executed}:
@@ -90,7 +92,8 @@ class Listed(NamedTuple):
 
 
 def closure(path: Path) -> dict[Path, Contents]:
-    """The method's file and every file that it depends on. Modules of `methods` are looked for beside the file, too."""
+    """Return the method's file and every file on which it depends. Modules of `methods` are looked for beside the file,
+    too."""
     found: dict[Path, Contents] = {}
     waiting = [path.resolve(), *SHARED]
     while waiting:
@@ -102,7 +105,7 @@ def closure(path: Path) -> dict[Path, Contents]:
     return found
 
 
-@functools.cache  # a sweep asks for each run, and parsing takes 0.1 s
+@functools.cache  # a sweep asks once for each run, and parsing takes 0.1 s
 def _parsed(data: bytes) -> Contents:
     try:
         tree = ast.parse(data)
@@ -114,7 +117,7 @@ def _parsed(data: bytes) -> Contents:
 
 
 def _packages(found: Mapping[Path, Contents]) -> list[str]:
-    """Return the packages outside this project that a closure imports, or that one of them imports which is not
+    """Return the packages outside this project that a closure imports, directly or through a package that is not
     installed."""
     modules = {name for contents in found.values() for name in contents.modules if not name.startswith(".")}
     names, waiting = set[str](), {name.partition(".")[0] for name in modules}
@@ -127,14 +130,13 @@ def _packages(found: Mapping[Path, Contents]) -> list[str]:
 
 
 def _mentioned(text: str) -> Iterator[str]:
-    """Names of the packages that a file's lines import."""
+    """Yield the names of the packages that a file's lines import."""
     for of_from, of_import in IMPORTS.findall(text):
         yield from [of_from] if of_from else FIRST.findall(of_import)
 
 
 def _package(name: str) -> str:
-    """Return what tells one state of a package from another: the version of an installed one, else the hash of its
-    code."""
+    """Return a package's state as text: the version of an installed package, else the hash of the package's code."""
     if version := _installed(name):
         return version
     digest, places = hashlib.sha256(), _places(name)
@@ -146,19 +148,19 @@ def _package(name: str) -> str:
 
 
 def _code(name: str) -> list[Path]:
-    """The files of a package that is not installed."""
+    """Return the files of a package that is not installed; none of an installed one."""
     places = [] if _installed(name) else _places(name)
     files = (file for place in places for file in (place.rglob("*") if place.is_dir() else [place]))
     return sorted(file for file in files if file.suffix in CODE and file.is_file())
 
 
 def _installed(name: str) -> str:
-    """The version of a package in a folder of installed ones; empty elsewhere."""
+    """Return the version of a package in a folder of installed packages; empty for other packages."""
     return _version(name) if INSTALLED & {part for place in _places(name) for part in place.parts} else ""
 
 
 def _places(name: str) -> list[Path]:
-    """The folders of a package, or the file of a module; none where there is no such package."""
+    """Return the folders of a package, or the file of a module; none if there is no such package."""
     with contextlib.suppress(ImportError, ValueError):
         if found := importlib.util.find_spec(name):
             return list(map(Path, found.submodule_search_locations or filter(None, [found.origin])))
@@ -173,7 +175,7 @@ def _version(name: str) -> str:
     return " ".join(metadata.version(each) for each in sorted(set(_distributions().get(name, ()))))
 
 
-@functools.cache  # reads what is known of every installed package
+@functools.cache  # reads the metadata of every installed package
 def _distributions() -> Mapping[str, list[str]]:
     return metadata.packages_distributions()
 
@@ -194,9 +196,9 @@ def _needed(source: Path, contents: Contents, beside: Path) -> Iterator[Path]:
 
 
 def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[str]]:
-    """The folders in which a module may lie, and its name below them. A relative name begins with a dot for its own
-    package, and another for each one above; a method's file belongs to `methods`, wherever it lies, and may have put
-    its own folder on Python's path."""
+    """Return the folders in which a module may lie, and the module's path below them. A relative name begins with a dot
+    for its own package, and has another dot for each package above. A method's file belongs to `methods`, wherever the
+    file lies, and may have put its own folder on Python's path."""
     dots = len(name) - len(name.lstrip("."))
     rest = [part for part in name[dots:].split(".") if part]
     if not dots:
@@ -207,7 +209,8 @@ def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
-    """Names of modules, relative ones with their dots, and what may be one: `from package import name` names both."""
+    """Yield the names of imported modules, relative names with their dots. `from package import name` yields both
+    `package` and `package.name`, because the latter may be a module."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (item.name for item in child.names)

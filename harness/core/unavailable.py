@@ -1,4 +1,4 @@
-"""What this machine lacks."""
+"""The exception for a method or model that this machine cannot run."""
 
 
 class Unavailable(Exception):

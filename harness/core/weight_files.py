@@ -1,7 +1,7 @@
-"""A model's weights as the Hugging Face Hub has them: a folder of safetensors files, one or several with an index.
-Starting values are read from them. No torch until a tensor is read.
+"""Reads starting values from a model's weights in the format of the Hugging Face Hub: a folder with one safetensors
+file, or with several and an index. Imports torch only when a tensor is read.
 
-A tensor is mapped where it is needed and read in blocks: there is no second copy of the model in memory.
+Each tensor is mapped when it is needed and read in blocks, so memory holds no second copy of the model.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def check(workload: Workload) -> None:
 
 
 def files_hash(folder: str) -> str:
-    """Return a hash that tells two contents of a folder of weights apart: of the files' names and their
-    sampled_hash()."""
+    """Return a hash of a folder of weights: of the files' names and of each file's sampled_hash()."""
     digest = hashlib.sha256()
     with contextlib.suppress(ValueError):  # the weights cannot be read: the run will say why
         for name in sorted(set(_files(Path(folder)).values())):
@@ -56,13 +55,14 @@ def files_hash(folder: str) -> str:
 
 
 def paths(folder: str) -> list[Path]:
-    """Return the paths of the folder's files of weights, links followed. Raises ValueError if there are none."""
+    """Return the paths of the folder's index and files of weights, links followed. Raises ValueError if there are no
+    weights."""
     return [(Path(folder) / name).resolve() for name in sorted({INDEX, *_files(Path(folder)).values()})]
 
 
 def reading(folder: str, name: str) -> Callable[[Tensor], Tensor]:
     """Return a function that fills an fp32 host tensor with the values of the model's tensor of this name; each call
-    goes on where the one before ended."""
+    continues where the previous call ended."""
     path = Path(folder)
     with _opened(_files(path), path, name, "pt") as (file, own):
         values, start = file.get_tensor(own).view(-1), 0  # mapped, not read
@@ -77,7 +77,7 @@ def reading(folder: str, name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    """Return a file's inode number, size and time of last change, which differ after a change of its content."""
+    """Return a file's inode number, size and time of last change, which change with the file's content."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -99,7 +99,8 @@ def _files(folder: Path) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=8)
 def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
-    """Return the file of each tensor by the folder's only file of weights, or by its index, in this state."""
+    """Return the file of each tensor, from the folder's only file of weights or from its index; `state` renews the
+    cache."""
     if name == ALONE:
         with _file(folder, ALONE, "np") as file:
             return dict.fromkeys(file.keys(), ALONE)
@@ -115,8 +116,8 @@ def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _opened(files: dict[str, str], folder: Path, name: str, framework: str) -> Iterator[tuple[Any, str]]:
-    """Yield the file that holds the tensor of this name in the model, and the tensor's name there: files may leave out
-    the name of the model before its layers."""
+    """Yield the file that holds the model's tensor of this name, and the tensor's name in the file: files may leave out
+    the base model's prefix of names, such as `model.`."""
     base = name.partition(".")[2]
     for own in (name, base, *([OTHER_HEAD] if name == "lm_head.weight" else [])):
         if own in files:
