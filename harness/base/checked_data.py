@@ -1,6 +1,6 @@
-"""Checks data from a file against a type: a dataclass, a TypedDict or any other that pydantic knows.
+"""Checks data from a file against a type: a dataclass, a TypedDict or any other type that pydantic knows.
 
-pydantic is imported when the first file is read: the start of the command line does not pay for it.
+pydantic is imported only when the first file is read, so that the command line starts sooner.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 # Values for a type's `__pydantic_config__`.
 NO_OTHER_FIELDS = {"extra": "forbid"}  # an unknown field is an error
 OTHER_FIELDS = {"extra": "allow"}  # unknown fields are allowed
-# A message of pydantic's; `what` is the part that names the expected value.
+# Pattern of pydantic's messages; the group `what` names the expected value.
 SHOULD = re.compile(
     r"\w+ should (?:be|have) (?P<what>.+?)(?:, unable to .*| or an instance of .*| after validation, .*)?"
 )

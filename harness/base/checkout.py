@@ -1,4 +1,4 @@
-"""The root folder of this project, and its packages."""
+"""The root folder of this project, and the installation of its extras."""
 
 import importlib
 import subprocess

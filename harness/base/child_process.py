@@ -20,21 +20,21 @@ from harness.base.checkout import ROOT
 
 # Huge pages for torch's large CPU tensors: the same run at 1.16 times the speed, 2-core EPYC, results/LOG.md.
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
-# By default CUDA numbers GPUs from the fastest, NVML by their bus; with this order GPU 0 is the same one in both.
+# By default CUDA numbers GPUs from the fastest, NVML by their bus; with this order both number them alike.
 GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def child_environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # PYTHONSAFEPATH keeps Python from importing out of the working folder, which may hold anybody's torch.py.
+    # PYTHONSAFEPATH keeps Python from importing modules of the working folder, which may hold anybody's torch.py.
     return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def when_closed(descriptor: int, then: Callable[[], Any]) -> None:
     """Call `then`, in a thread, when the process at the other end of this pipe or socket is gone.
 
-    The thread reads the descriptor and not sys.stdin: a thread that waits in sys.stdin holds its lock, and a forked
-    child, which closes it, would wait forever.
+    The thread reads the descriptor, not sys.stdin: a thread that waits in sys.stdin holds the lock of sys.stdin, and a
+    forked child, which closes sys.stdin, would wait for this lock forever.
     """
 
     def wait() -> None:
@@ -68,7 +68,8 @@ def run_logged(module: str, arguments: Any, log: Path) -> None:
 
 
 def _run(module: str, arguments: Any, output: int | IO[str], errors: int | IO[str]) -> tuple[int, str, str]:
-    """Run the module in a session of its own, which ends with this call: so no compiler outlives an interrupted one."""
+    """Run the module in a session of its own. The session ends with this call, so no compiler outlives an interrupted
+    call."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", module], stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True,
         env=GPU_ORDER | child_environment(), start_new_session=True,

@@ -1,4 +1,4 @@
-"""Tables for the console: as wide as the terminal, 200 columns where output goes to a file or a pipe."""
+"""Tables for the console, as wide as the terminal, or 200 columns wide if output goes to a file or a pipe."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 200  # columns of a table if there is no terminal; longer cells fold, nothing is cut off
-# Characters that command a terminal: control characters but tab and line end, and marks that turn the direction of
-# writing. Also surrogates, which no stream takes: they stand for bytes of a file name that are not UTF-8.
+# Characters that command a terminal: control characters except tab and line end, and marks that change the direction of
+# writing. Also surrogates: they stand for bytes of a file name that are not UTF-8, and no stream can write them.
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -36,7 +36,7 @@ class _Readable:
 @contextlib.contextmanager
 def readable_output() -> Iterator[None]:
     """Pass all output in this context through readable(), because logs, records and file names may hold anything."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard stream was closed: no other file may be it
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed stream's number must go to no other file
         pass
     os.close(handle)
     streams = sys.stdout, sys.stderr
@@ -48,13 +48,13 @@ def readable_output() -> Iterator[None]:
 
 
 def terminal() -> Any:
-    """Return standard output for a library that draws by control characters; give it readable() text only."""
+    """Return standard output for a library that draws by control characters; pass the library readable() text only."""
     return getattr(sys.stdout, "stream", sys.stdout)
 
 
 def is_notebook() -> bool:
-    """True in a notebook's kernel and in processes that its cells start. There `!./run.sh` has a terminal, but every
-    state of a progress bar that is redrawn stays in the cell's output."""
+    """True in a notebook's kernel and in processes that its cells start. `!./run.sh` has a terminal in a cell, but the
+    cell's output keeps every state of a progress bar."""
     return "JPY_PARENT_PID" in os.environ
 
 
@@ -62,9 +62,10 @@ def print_table(
     columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None, *, numbers: Iterable[str] = (),
     widths: Mapping[str, int] | None = None, has_lines: bool = False,
 ) -> None:  # fmt: skip
-    """Print rows under their columns. The first column folds only with `has_lines`, lines between the rows.
+    """Print rows under their columns.
 
-    `numbers`: columns aligned to the right. `widths`: largest number of characters of a column.
+    `numbers`: columns aligned to the right. `widths`: largest number of characters of a column. `has_lines`: draw lines
+    between the rows, and fold the first column, too, if it is too long.
     """
     from rich.box import HEAVY_HEAD, SIMPLE_HEAD
     from rich.console import Console

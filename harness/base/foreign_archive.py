@@ -1,5 +1,5 @@
-"""Reads into memory an archive from an untrusted source: regular files alone, of limited number and size, each listed
-in a manifest by its hash. Nothing is unpacked onto the disk."""
+"""Reads an archive from an untrusted source into memory: only regular files, of limited number and size, each listed
+with its hash in a manifest. Nothing is unpacked onto the disk."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MOST_FILES = 20_000
 def read_archive(path: Path, folder: str, manifest: str, endings: Collection[str]) -> dict[str, bytes]:
     """Return the files of a gzipped tar by their paths within its only folder.
 
-    Raises ValueError, one line, for anything but a whole archive whose files have these endings and are those that the
-    manifest lists.
+    Raises ValueError, one line, unless the archive is whole, its files have these endings, and the manifest lists
+    exactly these files.
     """
     try:
         files = _members(path, folder, endings)

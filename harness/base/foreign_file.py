@@ -15,9 +15,9 @@ from typing import Any
 
 MOST_BYTES = 256 * 2**20
 MOST_DEPTH = 40
-MOST_PARTS = 100_000  # parts of a YAML file, an alias counted at each use
-MOST_DIGITS = 19  # most digits of an integer, which fit 64 bits
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # a surrogate, half of a character, as JSON escapes it
+MOST_PARTS = 100_000  # most parts of a YAML file; an alias counts at each use
+MOST_DIGITS = 19  # most digits of an integer, so that it fits 64 bits
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of a surrogate, which is half of a character
 
 
 def read_text(path: Path) -> str:
@@ -25,7 +25,7 @@ def read_text(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a regular file. Raises OSError for anything else, symbolic links included, and for one that is too large;
+    """Read a regular file. Raises OSError for anything else, such as a symbolic link, and for a file that is too large;
     never waits for a pipe."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -67,7 +67,7 @@ def parsed_json(text: str) -> Any:
 
 
 def writable(value: Any) -> Any:
-    """Return the JSON value with escapes in place of surrogates, which no file can hold."""
+    """Return the JSON value with escapes in place of surrogates, which no UTF-8 file can hold."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """Forks processes from a server process that has imported torch: the import takes seconds, longer than many runs.
 
-By default the server imports no code that trains: a fork reads this project's files and the method's as they are when
-the fork starts. Each caller has one server. It ends with the caller, even if the caller is killed; its forks go on.
-Standard library only.
+By default the server imports no training code, so a fork reads this project's files and the method's as they are when
+the fork starts. Each caller has one server. The server ends with the caller, even if the caller is killed; the server's
+forks go on. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ START_SECONDS = 120.0  # most seconds until a fork starts; torch's import takes 
 
 
 class Server(NamedTuple):
-    owner: int  # number of the process that started the server; its forks inherit the connection
+    owner: int  # number of the process that started the server; its forks inherit the connection, but must not use it
     inherited: tuple[Sequence[str], dict[str, str], list[tuple[int, int]]]  # the server's imports, environment, limits
     process: subprocess.Popen[bytes]
     connection: socket.socket
@@ -52,7 +52,7 @@ class Forked:
         self.returncode: int | None = None
 
     def started(self) -> Forked:
-        """Wait until the process is forked. Raises OSError if the server ends before."""
+        """Wait until the process is forked. Raises OSError if the server ends first."""
         if not self.pid:
             self._control.settimeout(START_SECONDS)
             try:
@@ -84,8 +84,8 @@ def start(
     imports: Sequence[str] = IMPORTS,
 ) -> Forked:  # fmt: skip
     """Run the module's main() in a new fork with a session of its own; return without waiting for the fork. `output`,
-    `errors`: descriptors of the fork's streams; `kept`: descriptors that keep their numbers in it. Raises OSError if
-    the server cannot be started."""
+    `errors`: descriptors of the fork's streams; `kept`: descriptors that keep their numbers in the fork. Raises OSError
+    if the server cannot be started."""
     reader, writer = os.pipe()
     here = os.open(".", os.O_PATH)
     control, theirs = _pair()
@@ -109,7 +109,7 @@ def start(
 
 
 def close() -> None:
-    """End the server; what it has not forked yet will not start."""
+    """End the server; forks that it has not started yet will not start."""
     global _server
     if _server:
         _server.connection.close()
@@ -120,7 +120,8 @@ def close() -> None:
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import these modules without garbage collection, which would take a fifth of the time; their objects stay."""
+    """Import these modules without garbage collection, which would take a fifth of the time. Later collections skip
+    the modules' objects."""
     gc.disable()
     for name in names:
         importlib.import_module(name)
@@ -129,8 +130,8 @@ def import_all(names: Iterable[str]) -> None:
 
 
 def _connection(environment: dict[str, str], imports: Sequence[str]) -> socket.socket:
-    """Return the connection to a server with these imports, this environment (but for TMPDIR, because each worker has
-    its own) and this process's present limits; start one if there is none."""
+    """Return the connection to a server with these imports, this environment and this process's present limits; start a
+    server if there is none. TMPDIR in the environment may differ, because each worker has its own."""
     global _server
     environment = {name: value for name, value in environment.items() if name != "TMPDIR"}
     inherited = imports, environment, [resource.getrlimit(kind) for kind in LIMITS]
@@ -154,12 +155,13 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Forks:
-    """The server's state: the connection to its caller, and for each fork the connection that reports its end."""
+    """The server's state: the connection to its caller, and for each fork the connection that reports the fork's
+    end."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.waiting, self.connection = selectors.DefaultSelector(), connection
         self.waiting.register(connection, selectors.EVENT_READ)
-        self.running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process number, connection to the asker
+        self.running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: the fork's number, its caller
 
     def serve(self) -> NoReturn:
         """Fork as asked; send for each fork its process number and, at its end, its exit code."""
@@ -177,7 +179,7 @@ class Forks:
             if not (pid := os.fork()):
                 self._forget()
                 _work(json.loads(message), asked, *given)
-        except OSError:  # the system allows no more processes: closing the connection tells the asker
+        except OSError:  # the system allows no more processes: closing the connection tells the caller
             asked.close()
         else:
             end = os.pidfd_open(pid)
@@ -191,7 +193,7 @@ class Forks:
         os.close(end)
         pid, asked = self.running.pop(end)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with contextlib.suppress(OSError), asked:  # the asker may be gone
+        with contextlib.suppress(OSError), asked:  # the caller may be gone
             asked.send(str(code).encode())
 
     def _forget(self) -> None:

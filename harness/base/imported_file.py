@@ -30,8 +30,8 @@ def imported(name: str, file: Path) -> Any:
 def guard(
     cls: type, passed: tuple[type[Exception], ...], returned: Mapping[str, type] | None = None, but: Sequence[str] = ()
 ) -> None:
-    """Replace each public function of a class by a Called, except those named in `but`. `returned`: by name, the types
-    that functions must return."""
+    """Replace each public function of a class by a Called, except those named in `but`. `returned`: for a function's
+    name, the type that the function must return."""
     file = Path(sys.modules[cls.__module__].__file__ or "")
     for name, own in list(vars(cls).items()):
         if not name.startswith("_") and name not in but and (callable(own) or hasattr(own, "__get__")):
@@ -89,7 +89,8 @@ def _text(error: BaseException) -> str:
 
 
 def line_in(folder: Path | None, error: BaseException) -> str:
-    """Return the innermost line of a file in this folder in the error's traceback; empty if there is none."""
+    """Return, as text, the innermost line in the error's traceback that lies in a file of this folder; empty if there
+    is none."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).parent == folder]
     if not frames:
         return ""
@@ -99,8 +100,8 @@ def line_in(folder: Path | None, error: BaseException) -> str:
 
 @contextlib.contextmanager
 def staying() -> Iterator[None]:
-    """Make os._exit() (posix._exit()) raise SystemExit within this context, because it would end this process at once
-    and without a message. A signal still ends the process; the caller's shell reports that."""
+    """Make os._exit() and posix._exit() raise SystemExit within this context, because they would end this process at
+    once and without a message. A signal still ends the process, and the caller's shell reports the signal."""
     end, here = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Named entries of a YAML file at the root, such as machines.yaml; an unknown name is refused with the nearest one."""
+"""Named entries of a YAML file, such as machines.yaml; the error about an unknown name tells the nearest name."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FEW = 20  # most names that a message lists
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
-    """Return the nearest names, at most so many, or the names that contain this one, as a hint that ends with a space;
-    empty if none is near. Capital and small letters count as equal."""
+    """Return a hint that ends with a space: the nearest names, at most `most` of them, else the names that contain this
+    name as a part between hyphens; empty if there are none. Capital and small letters count as equal."""
     small = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), small, n=most, cutoff=0.4)
     near = [small[each] for each in near] or [small[each] for each in small if name.lower() in each.split("-")]
@@ -28,7 +28,8 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
 
 
 def entries(file: Path, example: str) -> dict[str, Any]:
-    """Return every entry as written. Raises ValueError, one line with an example, if the file holds none."""
+    """Return every entry of the file as written. Raises ValueError, one line with an example, if the file cannot be
+    read or holds no entries."""
     try:
         return _parsed(file, file.stat().st_mtime_ns)
     except (OSError, ValueError) as error:
@@ -73,5 +74,6 @@ def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: s
 
 @functools.lru_cache
 def _parsed(file: Path, written: int) -> dict[str, Any]:
-    """Parse the file; `written`, its time of change, is part of the cache's key. Parsing takes longer than a plan."""
+    """Parse the file. The cache, whose key includes the file's time of change `written`, is needed because parsing
+    takes longer than a plan."""
     return checked(dict[str, Any], read_yaml(file) or {})

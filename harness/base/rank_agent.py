@@ -1,4 +1,4 @@
-"""Starts this machine's ranks, watches them, and ends them, round after round. It imports torch only for their store.
+"""Starts this machine's ranks, watches them, and ends them, round after round. Imports torch only for the ranks' store.
 
 An agent forks ranks from its own process, which has imported torch, so they start at once. The agent has only one
 thread whenever it forks, so that forking is safe. The system kills ranks whose agent ends.
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, NoReturn
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-GRACE_SECONDS = 1.5  # wait after a rank's failure: ends of other ranks may show that another one failed first
-INTERRUPT_SECONDS = 15.0  # wait for interrupted ranks to end by themselves, before they are killed
-Work = Callable[[int], int]  # what a rank does: takes the descriptor of its pipe to the agent, returns its exit code
+GRACE_SECONDS = 1.5  # wait after a rank's failure, in case another rank's end shows that it failed first
+INTERRUPT_SECONDS = 15.0  # wait for interrupted ranks to end by themselves; then they are killed
+Work = Callable[[int], int]  # gets the descriptor of the rank's pipe to the agent, returns the rank's exit code
 
 
 class Rendezvous(NamedTuple):
@@ -72,7 +72,7 @@ class RankAgent:
         self.private = list(private)
         self.ranks: dict[int, Rank] = {}
         self.listener: socket.socket | None = None  # socket at which the next round's ranks will meet
-        self.store: Any = None  # torch's store, through which ranks find one another; it has a thread
+        self.store: Any = None  # torch's store, through which ranks find one another; the store has a thread
         self.waiting = selectors.DefaultSelector()
         noticed, noticing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.private += [noticed, noticing]
@@ -82,30 +82,31 @@ class RankAgent:
             signal.signal(kind, ignore)
 
     def told(self, rank: int, data: bytes) -> None:
-        """Take what a rank wrote into its pipe: whole lines, if it writes whole lines of at most 4096 bytes."""
+        """Take the data that a rank wrote into its pipe: whole lines, if the rank writes whole lines of at most 4096
+        bytes."""
 
     def exited(self, rank: int, code: int) -> None:
-        """Take the exit code of a rank; it is -9 for ranks that this agent killed, too."""
+        """Take the exit code of a rank; a rank that this agent killed has the code -9, too."""
 
     def signalled(self, kinds: bytes) -> None:
-        """Take the numbers of the signals that came."""
+        """Take the numbers of the signals that arrived."""
 
     def watch(self, descriptor: int, then: Callable[[], Any]) -> None:
         """Call `then` whenever the descriptor has something to read."""
         self.waiting.register(descriptor, selectors.EVENT_READ, then)
 
     def turn(self, seconds: float) -> None:
-        """Wait at most this many seconds for an event, and handle those that came."""
+        """Wait for events, at most this many seconds, and handle all that arrived."""
         for key, _ in self.waiting.select(seconds):
-            if key.fileobj in self.waiting.get_map():  # an earlier one may have closed it
+            if key.fileobj in self.waiting.get_map():  # an earlier handler may have closed it
                 key.data()
 
     # ---- A round
 
     def listen(self, address: str = LOOPBACK, port: int = 0) -> tuple[str, int]:
-        """Open the socket at which the next round's ranks meet; return its address and port. It listens at this address
-        alone or, if that is only Slurm's name of a node, at the machine's own name; port 0 lets the system choose.
-        Raises OSError if this machine cannot listen there."""
+        """Open the socket at which the next round's ranks meet; return its address and port. The socket listens at this
+        address alone or, if the address is only Slurm's name of a node, at the machine's own name. Port 0 lets the
+        system choose. Raises OSError if this machine cannot listen there."""
         try:
             family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         except socket.gaierror:
@@ -132,12 +133,12 @@ class RankAgent:
             self.store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
 
     def kill(self) -> None:
-        """End the round: kill the ranks that are left and what they started, and close the store."""
+        """End the round: kill the remaining ranks and the processes that they started, and close the store."""
         for rank in self.ranks.values():
             rank.signal(signal.SIGKILL)
         for rank in [*self.ranks.values()]:
             self._ended(rank)
-        self.store = None  # ends its thread
+        self.store = None  # ends the store's thread
         if self.listener:
             self.listener.close()
             self.listener = None
@@ -163,7 +164,7 @@ class RankAgent:
     def _work(self, work: Work, tells: int, others: list[int]) -> NoReturn:
         """Do a rank's work in this process, which is a new fork, and end it."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.set_wakeup_fd(-1)  # SIGTERM, which reaches all processes of a machine, is for the agent to handle
+        signal.set_wakeup_fd(-1)  # ranks ignore SIGTERM, which reaches all processes: the agent handles it
         self.waiting.close()
         if self.listener:
             self.listener.close()
@@ -195,7 +196,7 @@ class OneRound(RankAgent):
         self.hear = hear
         self.failed: dict[int, int] = {}
         self.is_interrupted = False
-        self.limit = math.inf  # time at which the ranks that are left are killed
+        self.limit = math.inf  # time at which the remaining ranks are killed
 
     def meet(
         self, work: Callable[[dict[str, str], int], int], num_local: int, world_size: int, there: Rendezvous
@@ -213,7 +214,7 @@ class OneRound(RankAgent):
     def run(self, works: Mapping[int, Work]) -> dict[int, int]:
         """Run ranks to their ends. Return the exit codes of the ranks that failed by themselves, before this agent
         killed or interrupted them, in the order seen."""
-        self.turn(0)  # handle a signal that came before
+        self.turn(0)  # handle a signal from before the round
         if not self.is_interrupted:
             self.fork(works)
         while self.ranks and (left := self.limit - time.monotonic()) > 0:
@@ -247,7 +248,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def ignore(number: int, frame: Any) -> None:
-    """A signal handler that does nothing; unlike SIG_IGN, programs that this process starts do not inherit it."""
+    """A signal handler that does nothing. Programs that this process starts inherit SIG_IGN, but not this handler."""
 
 
 def _fork(name: str, work: Callable[[], NoReturn]) -> int:

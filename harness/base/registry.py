@@ -1,7 +1,7 @@
 """Registries: the entries of a kind, such as methods or machines, by name.
 
-To add a method, a case, a place, a machine or claims is to add a file. The project's own entries lie in one folder or
-file; what a call adds (--methods, --cases, --machines, --claims) is known until the call ends.
+A new file adds a method, a case, a place, machines or claims. The project's own entries lie in one folder or file;
+entries that a call adds (--methods, --cases, --machines, --claims) are known until the call ends.
 """
 
 from __future__ import annotations

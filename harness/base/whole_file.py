@@ -1,5 +1,5 @@
-"""Writes a file or a folder whole or not at all. A writer that was killed leaves a temporary one, which the next writer
-removes."""
+"""Writes a file or a folder whole or not at all. A killed writer leaves a temporary file or folder; a later writer in
+the same place removes it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def write_whole(path: Path, data: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Make a new folder whole or not at all: yield a temporary folder beside it, which gets the new folder's name at
-    the end. Raises ValueError if the name is taken, by anything but an empty folder."""
+    """Make a new folder whole or not at all: yield a temporary folder beside it, which is renamed at the end. Raises
+    ValueError if the name is taken by anything but an empty folder."""
     check_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{glob.escape(folder.name)}.*{UNFINISHED}"):
@@ -73,8 +73,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove the temporary files whose writers were killed. A writer holds its file locked before it writes to it, so
-    an empty file may be one whose writer has not locked it yet."""
+    """Remove the temporary files whose writers were killed. A writer locks its file before it writes, so an empty file
+    may belong to a writer that has not locked it yet."""
     for left in folder.glob(f".*{UNFINISHED}"):
         with contextlib.suppress(OSError), open(left, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,7 +92,7 @@ def own_folder(folder: Path) -> Path:
 
 
 def check_new(folder: Path) -> None:
-    """Raise ValueError if the folder's name is taken, by anything but an empty folder."""
+    """Raise ValueError if the folder's name is taken by anything but an empty folder."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"{folder}: expected a new or empty folder, got a name that is taken; try another name")
 
