@@ -1,5 +1,5 @@
-"""What advise prints: its decision in a sentence, the next calls, the reasons, what would change the decision, and a
-row for every method."""
+"""The text that `advise` prints: the decision in a sentence, the next calls, the reasons, what would change the
+decision, and a row for every method."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HERE = "here"  # stands for this machine, where others have a name
 
 
 def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None, tokens: float) -> str:
-    """Return a sentence that says what to do."""
+    """Return the decision as a sentence, such as: train MODEL on MACHINE by METHOD."""
     load, row = made.workload, made.chosen
     size = f"{params_text(load.num_params)} parameters"
     what = f"{model} ({size})" if model else f"{size} ({load.num_layers} layers of {load.hidden_size})"
@@ -64,7 +64,7 @@ def _chosen_job(place: TrainingPlace, made: Decision) -> Job:
 
 
 def cost(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> str:
-    """Return how long the proposed training takes; an empty text if none is proposed, or if its speed is not known."""
+    """Return how long the proposed training takes; empty if no training is proposed, or if its speed is unknown."""
     if made.chosen is None:
         return ""
     job = _chosen_job(place, made)

@@ -22,7 +22,7 @@ from harness.forecast import memories
 from harness.forecast.advise import SEARCHED, Advice
 from harness.forecast.training_place import named_place, this_place
 
-CHOSEN = {  # what --help shows as the default of an option whose value the answer chooses
+CHOSEN = {  # the defaults in --help of options whose values `advise` chooses
     "batch_size": "the fastest that fits", "micro_batches": "the fastest", "seq_len": "the model's, where affordable",
     "dtype": "bf16; fp16 on GPUs without it, fp32 on a CPU", "disk": "where it helps",
 }  # fmt: skip
@@ -98,7 +98,7 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
 
 
 def _named(name: str) -> str:
-    """Return the machine's name as a call's option; if a file given by the caller defines it, with that file."""
+    """Return the machine's name as an option of a call; add the caller's file if that file defines the machine."""
     source = named_machines.source(name)
     return name if source == f"{name} in {named_machines.FILE.name}" else source
 

@@ -11,8 +11,8 @@ NAME, VARIABLE = "run.sh", "_RUN_SH_COMPLETE"  # a shell looks up the completion
 
 
 class _Zsh(ZshComplete):
-    """zsh's script, changed: it runs the command by the word that was typed, because click's script needs its name on
-    PATH."""
+    """click's script for zsh, changed to run the command as it was typed, because click's own needs the command's name
+    on PATH."""
 
     source_template = ZshComplete.source_template.replace(
         "    (( ! $+commands[%(prog_name)s] )) && return 1\n", ""

@@ -32,13 +32,13 @@ QUICK_CASES = (3, 4, 5)  # cases without a search for a largest size
 
 
 def jobs(used: CaseProfile, names: Sequence[str]) -> list[Job]:
-    """Return a job for each method at the profile's common depth. The options are those of the cases, so that no run is
-    made twice."""
+    """Return a job for each method at the profile's common depth. The jobs have the options of the cases' jobs, so that
+    no run is made twice."""
     return [resolve(used.job(name, used.common))[0] for name in names]
 
 
 def left_out(names: Sequence[str], device: str) -> dict[str, str]:
-    """Return the methods that the demo does not run, with the reasons."""
+    """Return the methods that the demo leaves out, each with the reason."""
     found = {}
     for name in names:
         trained = method.create(name, {})

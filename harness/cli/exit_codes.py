@@ -1,4 +1,4 @@
-"""The exit codes of a call, as in README's table, and how those of several jobs combine."""
+"""The exit codes of a call, as in README's table, and the rule that combines the codes of several jobs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BY_STATUS = {
     "crash": CRASH, "killed": CRASH, "oom-device": MEMORY, "oom-host": MEMORY, "does-not-fit": MEMORY,
     "timeout": TIMEOUT, "unavailable": UNAVAILABLE, "interrupted": INTERRUPTED,
 }  # fmt: skip
-SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}  # also errors if there are several jobs; other codes are then results
+SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}  # errors among several jobs, too; other codes are results there
 
 
 def of_records(records: Sequence[Record], is_sweep: bool) -> int:
-    """Return one exit code for several jobs. A crash is an error, also one of the reference. A failed gate is an error
-    if the method is declared exact; other runs that did not pass the gate are results."""
+    """Return one exit code for several jobs. A crash of a run or of its reference is an error. A failed gate is an
+    error if the method is declared exact; other runs that did not pass the gate are results."""
     several = is_sweep or len(records) > 1
     codes = {BY_STATUS.get(record.status, OK) for record in records}
     for record in records:

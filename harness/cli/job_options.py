@@ -199,7 +199,7 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
 
 
 def _budget(words: dict[str, Any], device: str = "") -> Budget:
-    """Return the budgets of the named machine for this device; budgets that are given override them."""
+    """Return the budgets of the named machine for this device; budgets that options give override these."""
     budget = (
         named_machines.load(words["machine_name"]).budget_on(device, words["dtype"])
         if words["machine_name"]

@@ -95,7 +95,8 @@ def _num_devices(job: Job) -> int:
 
 
 def _published_room(name: str, asked: Budget) -> Room:
-    """Return the published machine's budgets whole: the laws already count the bytes that its allocators reserved."""
+    """Return the published machine's budgets whole: the laws already count the bytes that the machine's allocators
+    reserved."""
     there = named_machines.load(name)
     host = asked.host_bytes or there.room.host_bytes
     return Room(asked.device_bytes or there.device_bytes, host, rates=there.room.rates)
@@ -266,7 +267,7 @@ def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[P
 
 
 def _advise(jobs: list[Job], folders: tuple[Path, ...], as_json: bool) -> None:
-    """Print which command to call instead."""
+    """Print commands to call instead of these jobs, which do not fit."""
     for call, why in next_calls_of(jobs, folders):
         print(json.dumps({"event": "next", "call": call, "why": why}) if as_json else f"try {call}\n    {why}")
 

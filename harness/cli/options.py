@@ -20,7 +20,7 @@ from harness.devices import named_machines
 from harness.forecast.sized_model import amount, sized
 from harness.gate.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 
-MODEL = "harness.model"  # key of the value of --model in click's meta
+MODEL = "harness.model"  # key of --model's value in click's context.meta
 MOST_NUMBERS = 10_000  # most values that one option may have
 
 
@@ -69,7 +69,8 @@ probe = together(
 
 
 def probe_of(words: dict[str, Any]) -> Extent | None:
-    """Take the probe's options out of a call's arguments; return the probe's size, or None if no option is given."""
+    """Remove the probe's options from a call's arguments; return the probe's extent: NONE for --no-probe, None if no
+    option is given."""
     is_left_out, *given = (words.pop(name) for name in ("no_probe", "probe_layers", "probe_steps"))
     if is_left_out and any(given):
         raise ValueError("expected --no-probe, or --probe-layers and --probe-steps, got both; leave one out")
@@ -98,8 +99,7 @@ machines = click.option(
     "--machines", type=FILE, multiple=True, is_eager=True, expose_value=False, metavar="FILE",
     callback=_adds_to("harness.devices.named_machines"), help="Add machines from a file written like machines.yaml.",
 )  # fmt: skip
-# For verbs that read results: records name methods, cases, claims and machines that may come from outside of this
-# project.
+# For verbs that read results, because records may name methods, cases, claims and machines from outside this project.
 added = together(
     click.option("--methods", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
                  callback=_adds_to("harness.core.method"), help="Add a folder of methods."),
@@ -140,8 +140,8 @@ class MachineName(click.ParamType):
 
 def _take_sizes(context: click.Context, param: click.Parameter, name: str | None) -> dict[str, Any]:
     """Make the model's sizes the defaults of the other options. A verb's own defaults stay, such as the largest depth
-    of a search. If a number of parameters is given instead of a name, the model is a GPT of about that size. Return the
-    fields of a Workload that have no option."""
+    of a search. For a number of parameters instead of a name, take a GPT of about that size. Return the fields of a
+    Workload that have no option."""
     if name is None:
         return {}
     if num_params := amount(name):

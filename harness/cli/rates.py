@@ -48,4 +48,4 @@ def rates(name: str | None, results: Path, **sizes: Any) -> None:
         "host_memory": f"{machine.host_bytes() // MIB}MiB",
         "facts": {"precision": workload.dtype, **facts_of(found)},
     }
-    print(f"{name or plain(gpu['gpu'])}: {json.dumps(entry)}")  # JSON is YAML, and quotes what has to be
+    print(f"{name or plain(gpu['gpu'])}: {json.dumps(entry)}")  # JSON is valid YAML, and quotes what YAML needs quoted

@@ -1,5 +1,5 @@
-"""The verbs that read results (fairness, verify, compare, report, bundle, notebook), and those that take in what others
-measured: import (logs) and add (records)."""
+"""The verbs that read results (fairness, verify, compare, report, bundle, notebook), and those that take in others'
+measurements: import (logs), add (records)."""
 
 from __future__ import annotations
 
