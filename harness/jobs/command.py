@@ -44,14 +44,14 @@ def command(job: Job, is_short: bool = False) -> str:
 
 
 def again(record: Record, is_short: bool = False) -> str:
-    """Return the command line that repeats a record's run, and judges it as the record was judged."""
+    """Return the command line that repeats a record's run, and judges the new run as the record was judged."""
     is_unprobed = LEFT_OUT in record.gate.text
     return command(record.job, is_short) + (" --no-probe" if is_unprobed else "")
 
 
 def size_text(size: float) -> str:
-    """Return a size as text in the largest unit that gives a whole number, else in KiB: to divide by a power of two is
-    exact."""
+    """Return a size as text in the largest unit that gives a whole number, else in KiB, because division by a power of
+    two is exact."""
     units = [("TiB", 2**40), ("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20)]
     unit, factor = next(((unit, each) for unit, each in units if size % each == 0), ("KiB", 1024))
     return f"{Decimal(size) / factor}{unit}"

@@ -1,9 +1,10 @@
-"""`search largest`: the search of harness/jobs/size_search.py over real runs, each an ordinary record, and its table.
+"""`search largest`: searches the largest size by real runs (harness/jobs/size_search.py), each with an ordinary record,
+and makes the table.
 
-A size is what harness/jobs/size_axis.py counts: layers, samples or tokens. The first guess is the largest size whose
-plan fits. Two small runs then show how much a method takes beyond its plan, and later sizes are planned in the room
-that is left; at each size the method chooses the options that depend on memory (a window, resident layers) anew. A run
-near the largest size takes place even if its plan does not fit, unless it would exhaust this machine's memory.
+A size is a number of layers, samples or tokens (harness/jobs/size_axis.py). The first guess is the largest size whose
+plan fits. Two small runs then show how many bytes a method takes beyond its plan, and later sizes are planned in the
+remaining room; at each size the method chooses anew the options that depend on memory (a window, resident layers). A
+size near the largest is run even if its plan does not fit, unless the run would exhaust this machine's memory.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from harness.jobs.size_axis import LAYERS, OPTIONS, STEPPED, UNITS, SizeAxis, pa
 from harness.jobs.size_search import SizeAnswer, SizeOutcome, extrapolate, search
 from harness.jobs.sweep import Sweep
 
-BEYOND_PLAN = 4  # sizes up to this many times the planned one are tried, and up to FEWEST_BEYOND
+BEYOND_PLAN = 4  # sizes are tried up to this many times the planned size, and at least up to FEWEST_BEYOND
 FEWEST_BEYOND = 64
-BUDGETED = {"pinned": "host", "shm": "host"}  # kinds of memory that count towards another's budget
+BUDGETED = {"pinned": "host", "shm": "host"}  # kinds of memory that count towards the budget of another kind
 FEWEST_STEPS = 5  # steps of a probe: by then the optimizer's state exists and memory has settled
 
 
 class Probes:
-    """The runs of one method at several sizes; a call with a size makes the next run, at this size. `of`: what grows
-    with the size; `job` has all else."""
+    """The runs of one method at several sizes; a call with a size makes the next run. `of`: the quantity that a size
+    counts, such as LAYERS; `job` sets all other quantities."""
 
     def __init__(self, sweep: Sweep, job: Job, of: str = LAYERS) -> None:
         self.sweep, self.job = sweep, job
@@ -39,7 +40,7 @@ class Probes:
         self.records: list[Record] = []
         self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # by memory: size, bytes beyond the plan
         self.lacking: dict[str, int] = {}  # by memory: least bytes beyond the plan, shown by unforeseen failures
-        self.decided: dict[int, Job] = {}  # by size: the job that repeats run
+        self.decided: dict[int, Job] = {}  # by size: the job that repeated probes run
         self.least = 1
         if of in STEPPED:
             self.axis = self.axis.fitting(self.guess())
@@ -47,7 +48,7 @@ class Probes:
         self._check()
 
     def _start(self) -> None:
-        """Set the least size that has a plan, and make the axis count only sizes that have one."""
+        """Set the least size that has a plan, and make the axis count only sizes that have a plan."""
         least = min(MOST_LAYERS, method.largest_depth(lambda size: self._next(size) is None) + 1)
         first, _ = self._next(least) or (least, None)
         second, _ = self._next(first + 1) or (first + 1, None)
@@ -66,13 +67,13 @@ class Probes:
             raise ValueError(f"{error}; {told}") from error
 
     def __call__(self, size: int) -> SizeOutcome:
-        """Run at this size. If the run fails although its plan fitted, and other options should need less memory, try
-        them, too: a size is too large if it trains with no options."""
+        """Run the job at this size. If the run fails although its plan fitted, try other options that should need less
+        memory: a size is too large only if no options train it."""
         if size in self.decided:
             return self._run(self.decided[size])
         try:
             job, plan = self._planned(size)
-        except ValueError as error:  # longer than the model's samples
+        except ValueError as error:  # the sequence is longer than the model takes
             return SizeOutcome(False, evidence=str(error))
         if refused := self._refusal(plan):
             return SizeOutcome(False, evidence=refused)
@@ -96,7 +97,7 @@ class Probes:
         return SizeOutcome(record.status == "ok", memory_of(record), stop, record)
 
     def most(self, given: int | None) -> int:
-        """Return the size for this number of what grows; if none is given, the largest size that there is."""
+        """Return the size for this number of layers, samples or tokens; if none is given, the largest possible size."""
         if given is None and self.axis.of != LAYERS:
             return MOST_LAYERS
         asked: dict[str, Any] = {OPTIONS[self.axis.of]: given or MOST_LAYERS}
@@ -108,7 +109,7 @@ class Probes:
         def fits(size: int) -> bool:
             if size < self.least:
                 return True
-            found = self._next(size)  # none is longer than the model's samples
+            found = self._next(size)  # None beyond the longest sequence of the model
             return found is not None and self._fits(found[1][1], found[0])
 
         return method.largest_depth(fits)
@@ -118,7 +119,7 @@ class Probes:
         return plan.shortfall(room) is None and not self._refusal(plan)
 
     def refine(self) -> int:
-        """Return guess() by the bytes beyond the plan that two small runs show."""
+        """Return guess() again, with the bytes that two small runs took beyond the plan."""
         self.lacking.clear()
         for record in (record for record in self.records if record.status == "ok"):
             planned = Plan(record.predicted["device"], record.predicted["host"]).pooled(self.room)
@@ -128,11 +129,12 @@ class Probes:
         return self.guess()
 
     def _next(self, size: int) -> tuple[int, tuple[Job, Plan]] | None:
-        """Return the first size, from this one on, that has a plan, with its job and plan."""
+        """Return the first size from `size` on that has a plan, with the job and the plan; None if there is none."""
         return next_planned(self._planned, size, self.job.world_size)
 
     def _planned(self, size: int) -> tuple[Job, Plan]:
-        """Return the job and the plan at this size, with the options that the method chooses for the room at hand."""
+        """Return the job and the plan at this size, with the options that the method chooses for the room at this
+        size."""
         workload = self.axis.grown(size)
         trained = method.create(self.job.method, self.job.options, self.sweep.folders)
         plan = trained.plan(workload, self._room_at(size))
@@ -140,7 +142,8 @@ class Probes:
         return dataclasses.replace(self.job, workload=workload, options=options), plan
 
     def _learn(self, record: Record, plan: Plan) -> None:
-        """Learn from a run that failed although its plan fitted: beyond the plan it takes more than was left."""
+        """Learn from a run that failed although its plan fitted: the run takes more bytes beyond the plan than the room
+        had left."""
         size, lacked = self.axis.number(record.job.workload), memory_of(record)
         memory, room = BUDGETED.get(lacked, lacked), self._room_at(size)
         have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, plan.pooled(room)))
@@ -160,7 +163,8 @@ class Probes:
         return dataclasses.replace(self.room, **rooms)
 
     def _refusal(self, plan: Plan) -> str:
-        """Return the memory that a probe would exhaust, if any: the disk's budget or this machine's host memory."""
+        """Return, as text, the memory that a run by this plan would exhaust, the disk's budget or this machine's host
+        memory; empty if there is none."""
         disk, host = self.room.disk_bytes, machine.host_bytes()
         if disk is not None and plan.disk_bytes > disk:
             return f"disk, by plan: {gib(plan.disk_bytes)} of {gib(disk)}"
@@ -174,8 +178,8 @@ def memory_of(record: Record) -> str:
 
 
 def measured(record: Record) -> dict[str, int]:
-    """Return peak bytes by memory, as each budget counts them. The host's are those of tensors alone if the device
-    accounts for them, as sim does; else those of the whole process or, with several ranks, their average."""
+    """Return the peak bytes of each memory, as its budget counts them. The host's peak counts tensors alone if the
+    device accounts for them, as sim does; else the whole process or, with several ranks, the ranks' average."""
     peaks = record.peaks
     sizes = {
         "device": peaks.get("device_reserved") or peaks.get("device_allocated", 0),
@@ -214,7 +218,7 @@ def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
 
 
 def _amount(axis: SizeAxis, size: int) -> int | None:
-    """Return the number of what grows at a size; None if the model takes no such size."""
+    """Return a size as a number of layers, samples or tokens; None if the model takes no such size."""
     with contextlib.suppress(ValueError):
         return axis.amount(size)
     return None

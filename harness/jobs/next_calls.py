@@ -1,4 +1,4 @@
-"""Suggests command lines in place of a job that cannot fit; by its plan, each of these jobs fits."""
+"""Suggests command lines in place of a job that cannot fit; each suggested job fits by its plan."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from harness.jobs.scale import to_fit
 
 
 def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Return next_calls() for jobs of which none can fit; for several methods at one size, the commands name all."""
+    """Yield next_calls() for jobs of which none can fit; for several methods at one size, each command names all
+    methods."""
     if len(jobs) == 1:
         yield from next_calls(jobs[0], folders)
     if len(jobs) == 1 or len({job.workload for job in jobs}) > 1:
         return
-    told = max(jobs, key=lambda job: len(job.options))  # the others have some of its options
+    told = max(jobs, key=lambda job: len(job.options))  # the other jobs have some of these options
     all_of_them = dataclasses.replace(told, method=",".join(job.method for job in jobs))
     with contextlib.suppress(ValueError):  # a fixed placement, or sizes that no factor divides
         if seconds := _seconds_of_all([to_fit(job, folders)[0] for job in jobs], folders):
             yield f"{command(all_of_them, is_short=True)} --scale fit", f"scaled down, {_about(seconds)}"
     depth = min(largest(method.create(job.method, job.options, folders), job, machine.rank_room(job)) for job in jobs)
-    with contextlib.suppress(ValueError):  # no layer, or fewer than a window that was given
+    with contextlib.suppress(ValueError):  # no layer fits, or fewer layers than the given window
         load = told.workload.at_depth(depth)
         if seconds := _seconds_of_all([dataclasses.replace(job, workload=load) for job in jobs], folders):
             smaller = dataclasses.replace(all_of_them, workload=load)
@@ -39,7 +40,7 @@ def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterat
 
 
 def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Return commands in place of a job that was asked for, each with its effect and duration as text."""
+    """Yield commands in place of a job that was asked for, each with its effect and duration as text."""
     with contextlib.suppress(ValueError):  # a fixed placement, or sizes that no factor divides
         scaled, factor = to_fit(job, folders)
         if factor > 1 and (told := minutes(scaled, folders)):
@@ -68,7 +69,8 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
 
 
 def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-    """Suggest to put layers on the disk: at this number of layers or, if they do not fit, at the largest that does."""
+    """Suggest a call with layers on the disk, at the job's number of layers or, if that does not fit, at the largest
+    number that fits."""
     if "disk" not in method.option_names(method.load(job.method, folders)) or job.options.get("disk"):
         return
     folder = tempfile.gettempdir()
@@ -89,7 +91,8 @@ def _fits(job: Job, room: Room, folders: tuple[Path, ...]) -> bool:
 
 
 def minutes(job: Job, folders: tuple[Path, ...]) -> str:
-    """Return the time of the run and its reference on this machine as text; empty if the run does not fit."""
+    """Return, as text, the time of the run, its reference and its probe on this machine; empty if the run does not
+    fit."""
     seconds = _seconds_of_all([job], folders)
     return _about(seconds) if seconds else ""
 

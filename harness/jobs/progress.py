@@ -45,7 +45,8 @@ def _print_json(event: dict[str, Any]) -> None:
 
 
 def _title(event: dict[str, Any]) -> str:
-    """Return a job's title: the method, the job's number or role, and its sizes, in which references may differ."""
+    """Return a job's title: the method, the job's number or role, and its sizes, which may differ between a job and its
+    reference."""
     job: Job = event["job"]
     load = job.workload
     place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
@@ -56,8 +57,8 @@ def _title(event: dict[str, Any]) -> str:
 
 
 def _rates_text(job: Job) -> str:
-    """Return the learning rates of the first and the last step: in a short run all are in warm-up, far below the
-    peak."""
+    """Return the learning rates of the first and the last step, because in a short run all steps are in warm-up, far
+    below the peak."""
     first, last = (f"{job.workload.learning_rate_at(step):.3g}" for step in (1, job.steps))
     return f"{first} to {last} (peak {job.workload.learning_rate:g})"
 
@@ -120,7 +121,7 @@ class _Lines:
             self.write(f"warning: {event['text']}")
 
     def foretell(self, event: dict[str, Any]) -> None:
-        """Report, after the first step, the time that is left, if it is long."""
+        """Report the remaining time after the first step if it is long."""
         left = (self.steps - event["step"]) * event["seconds"]
         left += self.steps * event["seconds"] * (bool(self.has_reference) + self.probe_runs)
         if event["step"] == 1 and left > LEAST_FORETOLD:
@@ -163,7 +164,7 @@ class _Bar:
 
 
 def shares_text(event: dict[str, Any]) -> str:
-    """Return each model's share of the devices' time, and the share in use."""
+    """Return, as text, each model's share of the devices' time, and the share of that time in use."""
     shares = event.get("shares", ())
     told = f"  models {' '.join(f'{100 * share:.0f}' for share in shares)} % of the devices, in use {sum(shares):.0%}"
     return told if shares else ""

@@ -35,8 +35,8 @@ def shrunk(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, B
 
 
 def to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
-    """Scale the job to the simulated device, by the least factor with which it takes about a minute on this machine;
-    return the scaled job and the factor. A job without budgets gets those of the published runs' machine."""
+    """Scale the job to the simulated device, by the least factor with which the job takes about a minute on this
+    machine; return the scaled job and the factor. A job without budgets gets those of the published runs' machine."""
     published = named_machines.load(named_machines.PUBLISHED).budget_on("sim")
     given = {name: size for name, size in vars(job.budget).items() if size is not None and name.endswith("_bytes")}
     whole = dataclasses.replace(published, rates=None, **given, seconds=job.budget.seconds)

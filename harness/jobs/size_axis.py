@@ -1,8 +1,9 @@
-"""What `search largest` makes larger: layers, samples of a step, tokens of a sample, or tokens of a step.
+"""The quantity that `search largest` makes larger: layers, samples of a step, tokens of a sample, or tokens of a step.
 
-A search counts sizes from 1. Layers are counted one by one, samples by as many as the ranks' micro-batches are, tokens
-in steps: a power of two that is at most a 32nd of what should fit, because nobody trains sequences that differ by a
-token. Where only every so many of these can be planned, as with pipeline stages, those alone are sizes.
+A search counts sizes from 1. From one size to the next, the workload gets one layer more, one sample more for each
+micro-batch of each rank, or one step of tokens more. A step is a power of two, at most a 32nd of the tokens that should
+fit, because nobody trains sequences that differ by one token. If only every n-th of these workloads can be planned, as
+with pipeline stages, only those are sizes.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class SizeAxis:
         return dataclasses.replace(self, **changes)
 
     def grown(self, number: int) -> Workload:
-        """Return the workload of a size. For tokens of a step, first the samples (one of each part) grow up to --seq,
-        then their number grows. Raises ValueError if the model takes no such size."""
+        """Return the workload of a size. For tokens of a step, first the length of the samples (one for each part)
+        grows up to --seq, then their number. Raises ValueError if the model takes no such size."""
         load = self.asked
         if self.of == LAYERS:
             return load.at_depth(number * self.step)

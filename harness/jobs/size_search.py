@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 GALLOP = 0.03  # first stride, as a share of the guess; 5 trials on average if the guess is 10 % off
-REFINED_FROM = 8  # smallest guess that is refined; from a smaller one the search itself is shorter
+REFINED_FROM = 8  # smallest guess that is refined; below it the search without refinement is shorter
 MAX_TRIALS = 40
 
 
@@ -133,7 +133,7 @@ def _next(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[in
         return max(answer.least, first - stride), 2 * stride
     if above is None and last < answer.most:  # nothing failed above the last pass: go up
         return min(answer.most, last + stride), 2 * stride
-    if first - below > 1 and first <= answer.most:  # from a failed guess go down by strides, as up
+    if first - below > 1 and first <= answer.most:  # go down from a failed guess by strides, as when going up
         return max((below + first) // 2, first - stride), 2 * stride
     if above is not None and above - last > 1:
         return (last + above) // 2, stride
@@ -141,7 +141,7 @@ def _next(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[in
         if size is not None and answer.least <= size and known.count(size) < repeats:
             return size, stride
     if repeats > 1 and above is not None and above < answer.most and above + 1 not in answer.failing:
-        return above + 1, stride  # look above what failed: it may be an exception, with passes above
+        return above + 1, stride  # look above the failure, which may be an exception
     return None, stride
 
 

@@ -28,7 +28,7 @@ from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 
 PROBES = Extent()  # default extent of the gate's probes
-SHARERS = 4  # runs may share a device if each needs at most one part in SHARERS of the machine's memory
+SHARERS = 4  # runs may share a device if each needs at most 1/SHARERS of the machine's memory
 
 
 class FolderLost(Exception):
@@ -69,8 +69,8 @@ class Sweep:
             return [self._end(self._measure(job, {"index": n, "total": total})) for n, job in enumerate(jobs, start=1)]
 
     def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
-        """Return measurement `number` of a resolved job, judged. If there are fewer, run the job now, even if its plan
-        does not fit; a refusal by plan is not a measurement. Raises FolderLost."""
+        """Return measurement `number` of a resolved job, judged. If the records hold fewer measurements, run the job
+        now, even if its plan does not fit; a refusal by plan is not a measurement. Raises FolderLost."""
         with self._in_its_folder():
             self.timed_keys.add(self.key(job))
             return self._end(self._tried(job, number, place))
@@ -134,7 +134,7 @@ class Sweep:
         return record.answers(job) and (record.is_timed or record.key not in self.timed_keys)
 
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
-        """Return the path of the job's record: the newest result, else one made now."""
+        """Return the path of the job's record: the newest result, else a record made now."""
         key = self.key(job)
         known = [path for path in self._known(key) if self._answers(self.records[path], job)]
         if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
@@ -148,8 +148,9 @@ class Sweep:
         return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key, plan)
 
     def _foreseen(self, job: Job, plan: Plan, is_asked_for: bool) -> dict[str, Any]:
-        """Return the job's foreseen seconds, with those of a missing reference and probe; whether a reference is to
-        come; and the probe's duration in runs of the job. A job that this call did not ask for counts alone."""
+        """Return the job's foreseen seconds, those of a missing reference and probe included; whether a reference will
+        run; and the probe's duration in runs of the job. For a job that this call did not ask for, return its own
+        seconds alone."""
         run = run_seconds(job, plan, machine.rank_room(job).rates)
         if not is_asked_for:
             return {"run_seconds": run}
@@ -163,7 +164,8 @@ class Sweep:
         }  # fmt: skip
 
     def probe_seconds(self, job: Job, run: float) -> float:
-        """Return the seconds of the probe that the job's verdict still needs, by a run's seconds; 0 without a probe."""
+        """Return the seconds of the probe that the job's verdict still needs; 0 if it needs none. `run`: seconds of a
+        run."""
         there = (job.method, job.workload.dtype, job.device)
         for record in self.records.values():
             known = (record.job.method, record.job.workload.dtype, record.job.device)
@@ -230,7 +232,7 @@ class Sweep:
             return self._judge_by_twin(whole, number, other)
         judged_by = self._judge(self._measure(other, {"role": "reference"}))
         depth = record.job.workload.num_layers
-        if judged_by.status.startswith("oom") and depth > 1:  # only the reference's plan fitted
+        if judged_by.status.startswith("oom") and depth > 1:  # the reference did not fit, although its plan did
             return self._judge_by_twin(whole, number, other, most=depth // 2)
         undropped = None
         if record.job.workload.dropout and not method.load(record.job.method, self.folders).drops_alike:
@@ -277,13 +279,15 @@ class Sweep:
             return verdict
         extent = self.extent.or_more(_probed(whole))  # at least the extent of an earlier verdict
         left_out = Probe(untested=LEFT_OUT)
-        # A search tries jobs beyond their plans. One that trained shows its plan to be too large, and its probe's, too.
+        # A search runs jobs whose plans do not fit. If such a job trained, its plan is too large, and so is its probe's
+        # plan.
         beyond = whole.job.method if resolve(whole.job, self.folders)[2] else None
         found = train_probe(whole.job, number, extent, self._probe_runs(beyond)) if extent else left_out
         return with_probe(verdict, whole.models()[number], found)
 
     def _probe_runs(self, beyond: str | None = None) -> probe.Runs:
-        """`beyond`: a method whose jobs run even if their plans do not fit."""
+        """Return the functions by which a probe runs its jobs. `beyond`: a method whose jobs run even if their plans do
+        not fit."""
         if self._probe_records is None:
             folder, folders = own_folder(self.results / probe.FOLDER), (*self.folders, probe.METHODS)
             self._probe_records = Sweep(
@@ -322,14 +326,14 @@ def _probed(record: Record) -> Extent:
 
 
 def read_by(job: Job) -> tuple[Workload, int] | None:
-    """Return the workload and number of samples of a job that reads a corpus or weights from files; else None."""
+    """Return the workload and the number of samples if the job reads a corpus or weights from files; else None."""
     load = job.workload
     return None if load.corpus is load.weights is None else (load, job.steps * load.batch_size)
 
 
 def context(name: str, files: tuple[Workload, int] | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Return what a measurement depends on beside its job: hashes of the source of the method `name` and of the files
-    that read_by() tells, and this machine's facts. A changed file changes the job's key."""
+    """Return the facts on which a measurement depends beside its job: hashes of the source of the method `name` and of
+    the `files` that read_by() gives, and this machine's facts. A changed file changes the job's key."""
     found = {"source": method.source_hash(name, folders), "corpus": "", **machine.checked()}
     load, num_samples = files or (None, 0)
     if load and load.corpus is not None:
