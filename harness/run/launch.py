@@ -35,7 +35,7 @@ SAMPLE_SECONDS = 0.1
 LIST_SECONDS = 1.0  # seconds between lists of the worker's children; a list takes 1.5 ms of the cores that train
 GRACE_SECONDS = 20.0  # seconds from the signal that stops a worker until it is killed
 AFTER_TRAINING = ("drain", "inspect", "done")  # phases after training, whose memory does not count
-# Statuses of a worker that was stopped: an import that the stop cuts off may raise any exception.
+# Statuses that a stopped worker may report: an import that the stop interrupts may raise any exception.
 AFTER_A_STOP = ("interrupted", "crash", "unavailable")
 LOG_TAIL_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
@@ -50,9 +50,9 @@ def launch(
 ) -> Path:  # fmt: skip
     """Run the job in a process of its own; return the path of its record: `stem`, or a new name, with .json.
 
-    An untimed job may share the device with other untimed jobs, and then its seconds do not count. When the device is
-    free, `recorded` is asked first: the process that held the device may have made the record, whose path it returns. A
-    first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
+    An untimed job may share the device with other untimed jobs, and then its seconds do not count. Once the device is
+    free, `recorded` is called first: it returns the path of the record if the process that held the device has made
+    one. A first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
     """
     with turn(job, report, is_timed, foreseen_seconds) as held:
         if found := recorded():
@@ -100,7 +100,8 @@ class Events:
         self._pending, self._unread = b"", list[bytes]()
 
     def feed(self, data: bytes) -> None:
-        """Read a part of the events, one JSON object a line. If `report` raises, the next call goes on after it."""
+        """Read a part of the events, one JSON object a line. If `report` raises, the next call continues with the next
+        event."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         self._unread += lines
         while self._unread:

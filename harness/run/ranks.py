@@ -46,8 +46,8 @@ def num_local_ranks(job: Job) -> int:
 
 
 class JobAgent(OneRound):
-    """The agent of a job's ranks on this machine. The parent sends the job on standard input. When that closes, because
-    the parent is gone, the agent interrupts the ranks."""
+    """The agent of a job's ranks on this machine. The parent sends the job on standard input. When standard input
+    closes, because the parent is gone, the agent interrupts the ranks."""
 
     def __init__(self) -> None:
         self.order = json.loads(sys.stdin.readline())
@@ -59,7 +59,7 @@ class JobAgent(OneRound):
         self.job, self.folder = Job.from_dict(self.order["job"]), folder_of(Path(self.order["record"]))
 
     def train(self) -> dict[int, int]:
-        """Run the ranks; return the exit codes of those that failed, as OneRound.run() does."""
+        """Run the ranks; return the exit codes of the ranks that failed, as OneRound.run() does."""
         fork_server.import_all(fork_server.IMPORTS)
         num_local = num_local_ranks(self.job)
         if self.job.device == "cuda" and len(machine.visible_gpus()) < num_local:
@@ -125,9 +125,9 @@ def main() -> None:
 
 
 def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
-    """Return the first rank that failed by itself, and not because a peer was lost; a killed rank, which left no
-    record, comes before one with a record, and a rank before those that waited for it. failed: exit codes in the order
-    seen."""
+    """Return the first rank that failed by itself, not because a peer was lost. A killed rank, which left no record,
+    comes before a rank with a record, and a rank comes before the ranks that waited for it. `failed`: exit codes in the
+    order seen."""
 
     def order(rank: int) -> tuple[bool, bool, bool]:
         record = ended.get(rank)
@@ -143,7 +143,7 @@ def followed(record: Record) -> bool:
 
 
 def together(records: list[Record]) -> Record:
-    """Return the first record, but with the largest of each peak over all records, and with every rank's facts."""
+    """Return the first record with every rank's facts, and with the maximum of each peak over all records."""
     names = sorted({name for record in records for name in record.peaks})
     peaks = {name: max(record.peaks.get(name, 0) for record in records) for name in names}
     stated = [rank for record in records for rank in record.machine.get("ranks", [])]
@@ -155,13 +155,14 @@ def together(records: list[Record]) -> Record:
 
 
 def _peak_bytes(stated: dict[str, Any]) -> int:
-    """Return a rank's peak of device memory or, if it has no device memory, that of its process."""
+    """Return a rank's peak of device memory or, if it has no device memory, the peak of its process's resident
+    memory."""
     return int(stated.get("device_allocated", stated["resident_peak_bytes"]))
 
 
 def of_nodes(records: list[Record]) -> Record:
-    """Merge the records of a job's machines, rank 0's first. If a rank failed, return the record of the first rank that
-    did, else all records together()."""
+    """Merge the records of a job's machines, rank 0's machine first. If some failed, return the first of them that
+    failed by itself, else all records together()."""
     failed = [record for record in records if record.status != "ok"]
     return min(failed, key=followed) if failed else together(records)
 

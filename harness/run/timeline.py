@@ -1,5 +1,5 @@
-"""A timeline: spans of work on streams and threads, its files in the trace format of Chrome and Perfetto, and how much
-of a step's copies and updates ran during compute."""
+"""A timeline of spans of work on streams and threads; its files, in the trace format of Chrome and Perfetto; and the
+share of a step's copies and updates that ran during compute."""
 
 from __future__ import annotations
 

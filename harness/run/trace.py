@@ -1,8 +1,8 @@
 """The trace of a run: when each stream and thread did which work, and how long the allocation of host memory took.
 
-Methods name their work on streams and threads (Device.span) and read no clock; this module does. On an asynchronous
-stream a moment is an event whose time is read at the end, so that nothing waits; on a thread, or a stream of the CPU,
-it is the host's clock. Without a trace nothing is noted.
+Methods name their work on streams and threads (Device.span) and read no clock; this module reads the clock. On an
+asynchronous stream a moment is an event, whose time is read at the end, so that nothing waits; on a thread, or on a
+stream of the CPU, a moment is the host's time. Without --trace nothing is noted.
 """
 
 from __future__ import annotations

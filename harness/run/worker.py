@@ -1,9 +1,9 @@
 """Runs one job in this process: trains under the clock, inspects the trained tensors, classifies the end, and hands
 over the record.
 
-launch.py sends the job on standard input and keeps that open. If standard input closes, the parent is gone, and the run
-ends as interrupted. Standard output is the readable log; events (one JSON object a line) go to a descriptor of their
-own, so that nothing an engine prints is mistaken for a measurement.
+launch.py sends the job on standard input, which it keeps open. If standard input closes, the parent is gone, and the
+run ends as interrupted. Standard output is the readable log; events (one JSON object a line) go to a descriptor of
+their own, so that nothing an engine prints is mistaken for a measurement.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Counted:
 
 @functools.cache
 def executed_files() -> set[str]:
-    """Return the files whose code this process executes after the first call of this function, however it loads them.
-    The audit hook is set once for a process, because Python cannot remove it."""
+    """Return the files whose code this process executes after the first call of this function, however the files are
+    loaded. The audit hook is set once for a process, because Python cannot remove it."""
     files: set[str] = set()
 
     def hear(event: str, told: tuple[Any, ...]) -> None:
@@ -98,7 +98,7 @@ def executed_files() -> set[str]:
 
 
 class Run:
-    """A run's measurements so far; they remain if the run fails."""
+    """A run's measurements so far, which remain if the run fails."""
 
     def __init__(self, job: Job, emit: Emit) -> None:
         self.job, self.emit = job, emit
@@ -108,7 +108,7 @@ class Run:
         self.phase, self._since = "start", time.perf_counter()
         self._waiting: list[Step] = []  # steps whose loss and norm are on their way to the host
         self._num_taken = 0  # number of batches taken
-        self._ahead: set[int] = set()  # how many batches beyond the yielded step the method had taken, at each step
+        self._ahead: set[int] = set()  # numbers of batches that the method had taken beyond the yielded step
 
     def enter(self, phase: str) -> None:
         now = time.perf_counter()
@@ -142,8 +142,8 @@ class Run:
         self.enter("build")
 
         def feed() -> Iterator[tuple[Any, Any]]:
-            """Yield the batches. The method takes the first batch when it has built its model, so the clock starts
-            there."""
+            """Yield the batches. The clock starts at the first batch, which the method takes once it has built its
+            model."""
             for step, batch in enumerate(zip(inputs, targets, strict=True), start=1):
                 if step == 1:
                     taking.end()
@@ -298,7 +298,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
 
 
 def _readable(record: Record) -> Record:
-    """Return the record; if JSON cannot hold its values, that of a crash without the method's results."""
+    """Return the record or, if JSON cannot hold its values, the record of a crash without the method's results."""
     try:
         Record.from_dict(parsed_json(json.dumps(record.to_dict(), allow_nan=False)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -329,7 +329,8 @@ def _predicted(plan: Plan) -> dict[str, Any]:
 
 
 def trains_alone(job: Job) -> str:
-    """Say so if this rank trains without the others, which would multiply the throughput; empty if it does not."""
+    """Return a complaint if this rank trains without the other ranks, which would multiply the throughput; empty if
+    not."""
     import torch.distributed as dist
 
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
