@@ -1,9 +1,9 @@
-"""Runs jobs in containers: launch.py runs as it does here, in an image with Python and the engines, limited to the
-job's memory.
+"""Runs jobs in containers: launch.py runs as on this machine, but in an image with Python and the engines, and limited
+to the job's memory.
 
-The container sees this checkout, the folder of results and the job's own folders, at the same paths. Source code comes
-from this checkout, packages from the image. The container has no network, never runs as root (container_user.py), and
-ends when this process ends.
+The container sees this checkout, the folder of results and the job's own folders, all at the same paths as here. Source
+code comes from this checkout, packages come from the image. The container has no network, never runs as root
+(container_user.py), and ends when this process ends.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order
 from harness.run.launch import GRACE_SECONDS, Events
 
 PYTHON = "/harness/.venv/bin/python"  # as in docker/Dockerfile
-WATCHER_BYTES = 96 * 2**20  # memory for the worker's parent in the container: 60 MiB, rounded up
-START_SECONDS = 120.0  # allowed for the container's start, and after the worker's end, beyond the job's time
+WATCHER_BYTES = 96 * 2**20  # memory for the worker's parent in the container: measured 60 MiB, rounded up
+START_SECONDS = 120.0  # seconds for the container's start, and for its end after the worker's, beyond the job's time
 POLL_SECONDS = 0.5
 STDOUT, ENDED = 1, -1  # the engine's number of a stream; this module's number for the end of all streams
 # Options of methods that name folders, as the command line spells them.
 WRITTEN, READ = {"disk": "--disk", "checkpoint": "--option checkpoint"}, {"resume": "--resume"}
 SCRATCH = "/tmp"  # the only folder of the image that a job may write to; it lies in memory
-CLOSED = Path("/root")  # closed in the image; an open folder takes its place if a shown path leads through it
+# Closed in the image; if a path that the container sees leads through it, an open folder takes its place.
+CLOSED = Path("/root")
 MOST_PROCESSES = 4096
 LABEL, STEM, KEY = "harness.results", "harness.stem", "harness.key"
 NO_ENGINE = "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
 
 
 def default_image(device: str) -> str:
-    """Return the name of the image for a device. The tag is a hash of the pinned packages, so other pins make another
+    """Return the name of the image for a device. The tag is a hash of the pinned packages, so other pins give another
     image."""
     key = hashlib.sha256()
     names = (ROOT / name for name in ("docker/Dockerfile", "venv.sh", "pyproject.toml"))
@@ -62,7 +63,7 @@ def default_image(device: str) -> str:
 
 @functools.cache
 def engine() -> Any:
-    """Connect to the container engine that DOCKER_HOST names, else to the system's. Raises Unavailable if none
+    """Connect to the container engine that DOCKER_HOST names, else to the system's engine. Raises Unavailable if none
     answers."""
     from docker.client import from_env
     from docker.errors import DockerException
@@ -76,7 +77,7 @@ def engine() -> Any:
 
 
 class Docker(Place):
-    """The place --on docker: an engine, and an image of it. Raises Unavailable if either is missing."""
+    """The place --on docker: an engine, and one of its images. Raises Unavailable if either is missing."""
 
     cli_options: ClassVar = {
         "image": click.option(
@@ -127,8 +128,8 @@ class Docker(Place):
         return path
 
     def _take_left(self, results: Path, report: Report) -> None:
-        """Clean up after calls that were killed: end containers that outlived their calls and, if root had called, take
-        their records."""
+        """Clean up after killed calls: end the containers that outlived their calls and, if root made the calls, take
+        the containers' records."""
         from docker.errors import APIError
 
         found = self.client.containers.list(all=True, filters={"label": f"{LABEL}={results}"}, ignore_removed=True)
@@ -146,11 +147,11 @@ class Docker(Place):
                 place_record(path, self._told(container.attrs["Image"]), {}, None)
             ended += [container] if container and container.status == "created" else []
         for container in ended:
-            with contextlib.suppress(APIError):  # another call has removed it already
+            with contextlib.suppress(APIError):  # another call has removed the container already
                 container.remove()
 
     def _told(self, image: str) -> dict[str, str]:
-        """Return the facts of the place that a record holds."""
+        """Return the facts of the place for the record."""
         return {"on": "docker", "image": image, "engine": self.client.version()["Version"]}
 
     def _settings(
@@ -181,7 +182,7 @@ class Docker(Place):
         }  # fmt: skip
 
     def _complete(self, running: Running, job: Job, key: str, stem: Path, exchange: Exchange | None) -> Path:
-        """Add what the engine says of the container's end to the record; if there is no record, write one."""
+        """Add the engine's report on the container's end to the record; write a record if there is none."""
         state = running.end()
         if exchange:
             exchange.close(key)
@@ -205,15 +206,15 @@ class Docker(Place):
 
 
 def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[tuple[Path, Path, bool]]:
-    """Return the folders and files that a container of this job sees. Of each: its path here, its path in the
-    container, and True if it is read-only.
+    """Return the folders and files that a container of this job sees, each as (path here, path in the container, True
+    if it is read-only).
 
-    The two paths differ only for .venv, in whose place the container sees the files that were compiled in this image
-    for its user. Missing folders are made. Raises Unavailable if the container's user lacks a right.
+    The two paths differ only for .venv, which a folder of files compiled in this image for the container's user
+    replaces. Missing folders are made. Raises Unavailable if the container's user lacks a right.
     """
     corpus, weights = job.workload.corpus, job.workload.weights
     files = [*(corpus_files(str(Path(corpus).resolve())) if corpus else [])]
-    if weights:  # the Hub's cache has links to files elsewhere
+    if weights:  # weights in the Hub's cache are links to files elsewhere
         files += [Path(weights).resolve(), *weight_files.paths(weights)]
     named = {name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)}
     written = {named[name] for name in WRITTEN if name in named}
@@ -305,7 +306,7 @@ class Running:
             self.container.kill(number.name)
 
     def end(self) -> dict[str, Any]:
-        """End and remove the container; return what the engine says of its state."""
+        """End and remove the container; return the engine's report on its state."""
         from docker.errors import APIError
         from requests.exceptions import ConnectionError, Timeout
 

@@ -1,9 +1,10 @@
-"""Runs jobs on Kubernetes: each is a JobSet or, if the cluster has no JobSets, an Indexed Job, whose pods run torchrun.
+"""Runs jobs on Kubernetes: each job is a JobSet or, if the cluster has no JobSets, an Indexed Job; its pods run
+torchrun.
 
 No volume is shared. A pod takes this checkout's code and the order from a ConfigMap, and packages from the image;
 events, logs and the record come back in the pod's log (harness/places/shared/pods.py). The Job owns all objects that
-were made for it, so they are deleted together with it: at the end, at Ctrl-C and, if the call was killed, an hour after
-the pods have ended.
+were made for it, so Kubernetes deletes them together with the Job: at the end, at Ctrl-C and, if the call was killed,
+an hour after the pods have ended.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from harness.places.shared.pods import INDEX, MAIN, PodJob, PodState, state_of
 from harness.places.shared.torchrun_node import PORT
 
 POLL_SECONDS = 0.5
-WAIT_SECONDS = 600  # how long a job waits for nodes before it counts as unavailable
-START_SECONDS = 600.0  # allowed to a pod beyond the job's own time: imports, and a compiler
-SILENCE_SECONDS = 600.0  # how long Kubernetes may not answer before its jobs count as lost
-ANSWER_SECONDS, LOG_SECONDS = 30.0, (30.0, 300.0)  # timeouts of a request, and of connecting to and reading a log
+WAIT_SECONDS = 600  # seconds that a job waits for nodes before it counts as unavailable
+START_SECONDS = 600.0  # seconds for a pod beyond the job's own time: imports, and a compiler
+SILENCE_SECONDS = 600.0  # seconds without an answer of Kubernetes after which its jobs count as lost
+ANSWER_SECONDS, LOG_SECONDS = 30.0, (30.0, 300.0)  # seconds for a request, and for connecting to and reading a log
 CANCEL_SECONDS = 90.0
-GRACE_SECONDS = 60  # from a pod's SIGTERM to its SIGKILL; torchrun lets the run use 30 of them
-KEPT_SECONDS = 3600  # how long ended Jobs are kept if the call that made them was killed
-PORTS = (29400, 29401)  # of torchrun's store and rank 0's agent; no clash: a pod has an address of its own
+GRACE_SECONDS = 60  # seconds from a pod's SIGTERM to its SIGKILL; torchrun leaves the run 30 of them
+KEPT_SECONDS = 3600  # seconds that ended Jobs are kept if the call that made them was killed
+PORTS = (29400, 29401)  # of torchrun's store and rank 0's agent; no clash, because each pod has its own address
 MOST_CODE_BYTES = 2**20 - 2**16  # a ConfigMap holds 1 MiB
 JOB = {"apiVersion": "batch/v1", "kind": "Job"}
 JOBSET = ("jobset.x-k8s.io", "v1alpha2")
@@ -62,7 +63,7 @@ class PodOptions:
     """The options of --kubernetes."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
-    namespace: str | None = None  # default: the kubeconfig's
+    namespace: str | None = None  # default: the kubeconfig's namespace
     image: str | None = None  # default: the name that ./run.sh image build gives
     nodes: PositiveInt | None = None
     gpus: PositiveInt | None = None  # for each node; default on CUDA: one for each rank
@@ -72,8 +73,8 @@ class PodOptions:
 
 
 def packed(folders: tuple[Path, ...]) -> tuple[bytes, list[str]]:
-    """Return an archive of this checkout's code and of the method files in these folders, and the paths that the
-    folders have in a pod, relative to WORK. Raises ValueError if the archive is too large for a ConfigMap."""
+    """Return an archive of this checkout's code and of the method files in these folders, and the folders' paths in a
+    pod, relative to WORK. Raises ValueError if the archive is too large for a ConfigMap."""
     there = [f"methods-{number}" for number in range(len(folders))]
     files = {f"harness/{path.relative_to(ROOT)}": path for pattern in CODE for path in ROOT.glob(pattern)}
     for folder, name in zip(folders, there, strict=True):
@@ -107,7 +108,7 @@ def import_client() -> None:
 
 
 class Cluster:
-    """The cluster of a kubeconfig, or the one that this process runs in. Raises Unavailable if there is none."""
+    """The cluster of a kubeconfig, or the cluster in which this process runs. Raises Unavailable if there is none."""
 
     def __init__(self, namespace: str | None) -> None:
         from kubernetes import client, config
@@ -166,8 +167,8 @@ class Cluster:
             self.ask(calls[document["kind"]], self.namespace, owned)
 
     def delete(self, name: str) -> None:
-        """Delete a Job or JobSet, and all objects that it owns; its pods get SIGTERM. It is no error if it is gone
-        already."""
+        """Delete a Job or JobSet, and all objects that it owns; its pods get SIGTERM. A Job that is gone already is no
+        error."""
         options = {"propagation_policy": "Background"}
         try:
             if self.has_jobsets:
@@ -209,7 +210,7 @@ def refusal(error: Any) -> str:
 
 
 def files_named(job: Job) -> list[str]:
-    """Return the options by which a job names files of this machine. A pod has its own folder for temporary files, to
+    """Return the options by which a job names files of this machine. SCRATCH is no such file: each pod has its own, to
     which a method may write its states."""
     named = {"--data": job.workload.corpus, "--weights": job.workload.weights}
     named |= {option: job.options.get(name) for name, option in (WRITTEN | READ).items()}
@@ -242,13 +243,15 @@ class Kubernetes(Place):
         return Cluster(self.options.get("namespace"))
 
     def context(self) -> dict[str, str]:
-        """Return the image and the options of the request. They take the place of the submitting machine's facts."""
+        """Return the image and the options of the request. These replace the submitting machine's facts in a job's
+        key."""
         asked = {name: str(self.options.get(name)) for name in ("nodes", "gpus", "cpus", "node_selector")}
         here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
         return {**here, "image": self.options["image"], **{f"kubernetes_{name}": asked[name] for name in asked}}
 
     def draft(self, jobs: KeyedJobs, folders: tuple[Path, ...]) -> str:
-        """Return the manifests as YAML, without the packed code; if no cluster answers, those of Indexed Jobs."""
+        """Return the manifests as YAML, without the packed code; if no cluster answers, the manifests of Indexed
+        Jobs."""
         import yaml
 
         try:
@@ -267,7 +270,7 @@ class Kubernetes(Place):
         return note + "---\n".join(texts)
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
-        """Run the jobs. At a KeyboardInterrupt they are deleted but may finish their records; it is then raised
+        """Run the jobs. A KeyboardInterrupt deletes the jobs, which may still finish their records, and is then raised
         again."""
         call, image, code = secrets.token_hex(5), self.options["image"], packed(folders)
         running: list[PodJob] = []
@@ -275,7 +278,7 @@ class Kubernetes(Place):
         try:
             for job, key in jobs:
                 self._submit(job, key, new_stem(results.resolve(), job), code, call, running)
-            if len(running) == 1:  # only one job's events are reported: several jobs' would mix
+            if len(running) == 1:  # only one job's events are reported: events of several jobs would mix
                 running[0].report_to(report)
             self._wait(running, call, report, math.inf)
         except KeyboardInterrupt:
@@ -293,8 +296,8 @@ class Kubernetes(Place):
     def _submit(
         self, job: Job, key: str, stem: Path, code: tuple[bytes, list[str]], call: str, running: list[PodJob]
     ) -> None:
-        """Create what a job needs, and count it among the running. If Kubernetes refuses that, neither log nor job is
-        left, and the refusal is raised."""
+        """Create the Kubernetes objects of a job, and add the job to `running`. If Kubernetes refuses an object, remove
+        the job and its log, and raise the refusal."""
         if files := files_named(job):
             running.append(PodJob(job, key, stem, "", 1))
             text = f"pods see no folder of this machine: leave {' and '.join(files)} out, or try another --on"
@@ -312,7 +315,7 @@ class Kubernetes(Place):
             raise
 
     def _delete(self, job: PodJob, report: Report) -> None:
-        """Delete a job's objects; if Kubernetes does not delete them, report how they can be deleted."""
+        """Delete a job's objects. If Kubernetes does not delete them, report the command that deletes them."""
         try:
             if job.name:
                 job.is_deleted = True
@@ -326,8 +329,8 @@ class Kubernetes(Place):
     def manifest(
         self, job: Job, order: dict[str, Any], code: tuple[bytes, list[str]], name: str, call: str, has_jobsets: bool
     ) -> list[dict[str, Any]]:
-        """Return a job's documents: the JobSet or Job, the ConfigMap with the order and the code and, for the pods of a
-        Job to find one another, a Service."""
+        """Return a job's documents: the JobSet or Job, the ConfigMap with the order and the code and, so that the pods
+        of a Job find one another, a Service."""
         nodes = self._num_nodes(job)
         labels = {LABEL: name, CALL: call}
         metadata = {"name": name, "labels": labels}
@@ -389,7 +392,7 @@ class Kubernetes(Place):
             "volumes": [{"name": "order", "configMap": {"name": name}}, {"name": "work", "emptyDir": {}},
                         {"name": "tmp", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
         }  # fmt: skip
-        if nodes > 1 and not has_jobsets:  # a JobSet gives its pods this name, and makes the Service
+        if nodes > 1 and not has_jobsets:  # a JobSet sets this name for its pods, and makes the Service
             spec["subdomain"] = name
         if selector := self.options.get("node_selector"):
             label, _, value = selector.partition("=")

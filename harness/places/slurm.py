@@ -1,9 +1,9 @@
 """Runs jobs on a Slurm cluster: submits all missing jobs, waits for them, and names each job's end by the state that
 Slurm gives it.
 
-On the node, launch.py runs as it does here and writes the record into the same folder of results, which all nodes must
-see. If the ranks of a job are spread over several nodes, each node has an agent and a record; the submitter merges the
-records.
+On the node, launch.py runs as on this machine and writes the record into the same folder of results, which all nodes
+must see. If the ranks of a job are spread over several nodes, each node has an agent and a record; the submitter merges
+the records.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from harness.places.shared.slurm_node import node_stem, perform_on_node
 from harness.run.ranks import of_nodes
 
 POLL_SECONDS = 1.0
-START_SECONDS = 600.0  # allowed beyond the job's own time, for imports and a compiler
-LATE_SECONDS = 15.0  # a network's file system may show a record so much later than Slurm tells the job's end
+START_SECONDS = 600.0  # seconds beyond the job's own time, for imports and a compiler
+LATE_SECONDS = 15.0  # seconds by which a network file system may show a record later than Slurm tells the job's end
 CANCEL_SECONDS = 60.0
 OOM_KILL = "oom-kill event"  # part of slurmstepd's message
 # Options of --slurm that have another name in sbatch.
@@ -49,7 +49,7 @@ RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQU
 
 @dataclass(frozen=True)
 class Options:
-    """The options of --slurm: those of sbatch, and the image of the container that srun starts."""
+    """The options of --slurm: options of sbatch, and the image of the container that srun starts."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     partition: int | str | None = None
@@ -64,8 +64,8 @@ class Options:
 
 
 class SlurmState(NamedTuple):
-    """A job's state as Slurm writes it: a name such as COMPLETED, FAILED or TIMEOUT, and exit code and signal, such as
-    0:9."""
+    """A job's state as Slurm writes it: a name such as COMPLETED, FAILED or TIMEOUT, and its exit code and signal, such
+    as 0:9."""
 
     name: str = ""
     exit_code: str = ""
@@ -116,14 +116,14 @@ class Slurm(Place):
             check_containers(self.image)
 
     def context(self) -> dict[str, str]:
-        """Return the partition's name. It takes the place of the submitting machine's facts."""
+        """Return the partition's name, which replaces the submitting machine's facts in a job's key."""
         nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
         nodes |= {"image": str(self.image)} if self.image else {}
         here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
         return here | {f"slurm_{name}": value for name, value in nodes.items()}
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
-        """Run the jobs. At a KeyboardInterrupt they are canceled but may finish their records; it is then raised
+        """Run the jobs. A KeyboardInterrupt cancels the jobs, which may still finish their records, and is then raised
         again."""
         # A folder of this call alone: an earlier call's folder could hold the result of an earlier job of the same
         # number.
@@ -161,7 +161,7 @@ class Slurm(Place):
             found["additional_parameters"] = {"requeue" if requeue == "yes" else "no_requeue": True}
         found |= {"job_name": f"{job.method}-{job.workload.num_layers}", "nodes": self._num_nodes(job)}
         found |= {"srun_args": self._container(job, results, folders)}
-        if found["nodes"] > 1:  # whole nodes: two jobs could otherwise wait for each other's nodes forever
+        if found["nodes"] > 1:  # whole nodes: otherwise two jobs could wait for each other's nodes forever
             found |= {"exclusive": True, "srun_args": ["--kill-on-bad-exit=1", *found["srun_args"]]}
         limit = memory_limit(job)
         return found | ({"mem": f"{math.ceil(limit / 2**20)}M"} if limit else {})
@@ -185,7 +185,7 @@ class Slurm(Place):
         executor = SlurmExecutor(logs, python=PYTHON if self.image else None)
         executor.update_parameters(**self.words(job, results, tuple(map(Path, order["folders"]))))
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # the error contains sbatch's output, too
+            with contextlib.redirect_stderr(io.StringIO()):  # the error's text contains sbatch's output, too
                 order = {**order, "num_nodes": self._num_nodes(job), "folder": str(logs)}
                 return str(executor.submit(perform_on_node, order).job_id)
         except (FailedJobError, subprocess.CalledProcessError, RuntimeError) as error:
@@ -217,7 +217,7 @@ class Slurm(Place):
         made = [Path(f"{each}.json") for each in stems if Path(f"{each}.json").exists()]
         record = of_nodes(list(map(Record.read, made))) if made else None
         said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
-        if state.name == "FAILED" and OOM_KILL in said:  # Slurm's state of the job tells only that srun failed
+        if state.name == "FAILED" and OOM_KILL in said:  # Slurm's state of the job tells only that srun failed, not why
             state = state._replace(name="OUT_OF_MEMORY")
         end = named(state, record.phase if record else ORDERED, memory_limit(job) or 0)
         place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
@@ -240,7 +240,7 @@ def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
 
 
 def states_of(ids: list[str]) -> dict[str, SlurmState]:
-    """Read the jobs' states from sacct, as submitit does. A Slurm without accounting has no sacct: the states then come
+    """Read the jobs' states from sacct, as submitit does. Without accounting Slurm has no sacct, and the states come
     from scontrol, which forgets a job after some minutes."""
     from submitit.slurm.slurm import SlurmInfoWatcher
 

@@ -4,7 +4,7 @@
         -m harness -m METHOD --ranks R --on torchrun
 
 The first node plans, judges and keeps the results. The other nodes connect to it; if a job has several ranks, each node
-runs its part of them. Nodes send one another lines of JSON. If a node fails or is gone, the job ends on all nodes.
+runs some of them. Nodes send one another lines of JSON. If a node fails or is gone, the job ends on all nodes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order
 from harness.places.shared.torchrun_node import meet
 from harness.run.ranks import of_nodes
 
-WAIT_SECONDS = 600.0  # time in which all nodes must have connected
-HELLO_SECONDS = 10.0  # time in which a process that connects must say which node it is
+WAIT_SECONDS = 600.0  # seconds in which all nodes must connect
+HELLO_SECONDS = 10.0  # seconds in which a connecting process must tell its node's number
 RETRY_SECONDS = 0.2
 NO_TORCHRUN = "no torchrun runs this call: try torchrun --nproc-per-node 1 ... -m harness, or leave --on torchrun out"
 
@@ -65,8 +65,8 @@ class Torchrun(Place):
         return [self._launch(job, key, new_stem(results.resolve(), job), folders, report) for job, key in jobs]
 
     def _launch(self, job: Job, key: str, stem: Path, folders: tuple[Path, ...], report: Report) -> Path:
-        """Run the job. At a KeyboardInterrupt it ends on all nodes, which finish their records; the interrupt is then
-        raised again."""
+        """Run the job. A KeyboardInterrupt ends the job on all nodes, which finish their records, and is then raised
+        again."""
         peers = self.peers[: num_nodes(job.world_size, 1 + len(self.peers), "--nnodes") - 1]
         asked = order(job, key, stem, folders)
         os.environ["PET_NNODES"] = str(1 + len(peers))
@@ -86,8 +86,8 @@ class Torchrun(Place):
         return path
 
     def _refused(self, asked: dict[str, Any], peers: list[Peer], source: str) -> str:
-        """Give the order to the other nodes, and let them begin. If a node refuses the order, none begins; its reason
-        is returned."""
+        """Give the order to the other nodes, and let all nodes begin unless one refuses the order. Return the
+        reasons of nodes that refuse; empty if none refuses."""
         for peer in peers:
             peer.tell({"order": asked, "num_nodes": 1 + len(peers), "source": source})
         answers = [peer.hear().get("refused", "it is gone") for peer in peers]
@@ -176,7 +176,7 @@ def follow(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
 def perform_beside(
     asked: dict[str, Any], peers: list[Peer], report: Report = lambda event: None
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Run this node's part of an order, and exchange with the peers how each part ended. If a peer fails or is gone,
+    """Run this node's part of an order, and exchange the ends of the parts with the peers. If a peer fails or is gone,
     this part is interrupted. Return the messages of the peers, and True if the user interrupted the run."""
     heard: list[dict[str, Any]] = [{} for _ in peers]
     lock, is_running, is_stopped, is_interrupted = threading.Lock(), True, False, False
@@ -200,7 +200,7 @@ def perform_beside(
         is_running = False
         is_interrupted = not is_stopped
     path = Path(f"{asked['stem']}.json")
-    if not path.exists():  # interrupted before the run began, as when a node is gone while this one compiles
+    if not path.exists():  # interrupted before the run began, as when a node is gone while another compiles
         end = failures.of_stop(failures.End(ORDERED, stopped="interrupt"))
         write_end(Job.from_dict(asked["job"]), asked["key"], Path(asked["stem"]), end)
     record = json.loads(path.read_text())

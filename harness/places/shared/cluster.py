@@ -1,5 +1,5 @@
-"""What the places on clusters share: reading their options, the number of a job's nodes, the names of its ends, and its
-record."""
+"""Functions that the places on clusters share: they read a place's options, compute a job's number of nodes, name a
+job's end, and write its record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.core.record import Record
 from harness.places.shared.place import place_record, write_end
 from harness.run.ranks import followed
 
-# For each status of a record, the ends of which the cluster's word counts more than the record's.
+# For each status of a record, the statuses that replace it if the cluster names the job's end so.
 BETTER_KNOWN = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}
 PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # the characters that an option's text may have
 
@@ -39,7 +39,7 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
     try:
         options = dataclasses.asdict(checked(kind, found))
         for name, value in options.items():
-            if isinstance(value, str) and not PLAIN.fullmatch(value):  # the text becomes a part of a script or manifest
+            if isinstance(value, str) and not PLAIN.fullmatch(value):  # the text becomes part of a script or manifest
                 raise ValueError(f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}")
     except ValueError as error:
         names = ", ".join(item.name for item in dataclasses.fields(kind))
@@ -57,7 +57,7 @@ def num_nodes(world_size: int, asked: int, option: str) -> int:
 
 
 def better_known(record: Record, end: Failure) -> Failure | None:
-    """Return the end that the cluster tells of a job, if it says more than the record's own; otherwise None."""
+    """Return the cluster's end of a job if it tells more than the record's own end; otherwise None."""
     better = BETTER_KNOWN.get(record.status, ())
     if record.status == "crash" and followed(record):
         better = ("interrupted", "timeout", "killed", "oom-host")
@@ -65,7 +65,7 @@ def better_known(record: Record, end: Failure) -> Failure | None:
 
 
 def out_of_memory(phase: str, limit_bytes: int) -> Failure:
-    """Return the end of a job that the cluster killed for want of memory; limit_bytes: 0 if it had no limit."""
+    """Return the end of a job that the cluster killed for want of memory; `limit_bytes`: 0 if the job had no limit."""
     return of_process(End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes))
 
 
@@ -78,8 +78,8 @@ def killed(phase: str, text: str) -> Failure:
 
 
 def unavailable(text: str, name: str) -> Failure:
-    """Return the end of a job that the cluster cannot run. `name`: what the cluster lacks, the class of the
-    evidence."""
+    """Return the end of a job that the cluster cannot run. `name`: the class of the evidence, which is the thing that
+    the cluster lacks."""
     return ended("unavailable", name, text)
 
 
@@ -87,10 +87,12 @@ def complete(
     job: Job, key: str, stem: Path, record: Record | None, end: Failure, said: str, place: dict[str, Any],
     evidence: dict[str, Any], seen: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """Write a job's record: its nodes', or without one that of its end; return the path.
+    """Write a job's record, and return its path. The record is `record`, merged from the nodes' records; if that is
+    None, it is a record of the job's end.
 
-    `place` names where it ran. The cluster's evidence is added unless the job ended well, and its name of the end where
-    it knows that better. Without a record the log gets what the job's programs said, and the record the fields `seen`.
+    `place` tells where the job ran. The cluster's evidence is added unless the job ended well. The cluster's name of
+    the end is added if better_known(). Without a nodes' record, the log gets the output `said` of the job's programs,
+    and the record gets the fields `seen`.
     """
     path = Path(f"{stem}.json")
     if record:

@@ -1,10 +1,10 @@
-"""The user that a container runs as: the caller or, if root calls, USER; and how USER's record gets into root's
+"""The user of a container, which is the caller or, if root calls, USER; and the way of USER's record into root's
 results.
 
-If root calls, a container sees an empty exchange folder in the place of the results. On this side the folder lies in
+If root calls, a container sees an empty exchange folder instead of the results. On the host the folder lies in
 `results/.exchange-STEM`, which only root can enter. When the container has ended, root reads the job's record and the
-output of its compilers, writes them anew into the results, and removes the exchange folder with all other files. Only
-the log lies in the results from the start: USER owns it while the job runs, so that it can be read meanwhile.
+output of its compilers, writes both anew into the results, and removes the exchange folder with all other files. Only
+the log lies in the results from the start: USER owns it while the job runs, so that the log can be read meanwhile.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from harness.core.record import Record
 
 USER = 1000  # user and group of docker/Dockerfile
 PREFIX = ".exchange-"
-CODE = ("*.yaml", "harness/**/*", "methods/**/*")  # files of this checkout that a job reads
+CODE = ("*.yaml", "harness/**/*", "methods/**/*")  # patterns of this checkout's files that a job reads
 MOST_NAMES = 8
 
 
 def ids() -> tuple[int, int]:
-    """Return the ids of the user and the group that a container runs as."""
+    """Return the ids of a container's user and group."""
     return (os.getuid(), os.getgid()) if os.getuid() else (USER, USER)
 
 
 def make_writable(folder: Path) -> None:
-    """Make a folder that a container writes to, if it is missing. Raises Unavailable if the container's user may not
-    write."""
+    """Make a folder to which a container writes, if it is missing. Raises Unavailable if the container's user may not
+    write there."""
     if not folder.exists():
         folder.mkdir(parents=True)
         if not os.getuid():
@@ -50,7 +50,7 @@ def make_writable(folder: Path) -> None:
 
 
 def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
-    """Raise Unavailable if the container's user may not read the path, or its files of these patterns."""
+    """Raise Unavailable if the container's user may not read the path, or the files in it that match these patterns."""
     if os.getuid() or not path.exists():
         return
     for found in (path, *(found for pattern in patterns for found in path.glob(pattern))):
@@ -63,15 +63,15 @@ def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
 
 
 def _may(path: Path, bits: int) -> bool:
-    """True if the path's mode gives USER these permission bits. Folders above the path do not count, because a
-    container is shown the path itself."""
+    """True if the path's mode gives USER these permission bits. Folders above the path do not count, because the
+    container sees the path itself."""
     status = path.stat()
     shift = 6 if status.st_uid == USER else 3 if status.st_gid == USER else 0
     return status.st_mode >> shift & bits == bits
 
 
 class Exchange:
-    """The exchange folder of one job. Its lock on the log tells other calls that the call which runs the job is alive.
+    """The exchange folder of one job. A lock on the log tells other calls that the job's call is alive.
 
     Raises Unavailable if files of the results cannot be given to USER, BlockingIOError if another call has the lock.
     """
@@ -141,14 +141,14 @@ class Exchange:
             text = error.strerror if isinstance(error, OSError) else error
             self.refused = f"the record that its container left was not taken: {text}"
         with os.scandir(self.folder) as entries:
-            # The engine, as root, made the mount points of the files that it showed there.
+            # The engine, as root, made the mount points in this folder for the files that the container sees.
             others = (each for each in entries if each.stat(follow_symlinks=False).st_uid == USER)
             others = (each for each in others if each.name not in (record, log, *builds) and each.name[0] != ".")
             self.left += [f"{each.name!a:.80}" for each in islice(others, MOST_NAMES)]
 
 
 def left(results: Path) -> Iterator[Exchange]:
-    """Yield the exchange folders that killed calls left. The caller closes or releases each."""
+    """Yield the exchange folders that killed calls left behind. The caller closes or releases each folder."""
     for outer in results.glob(f"{PREFIX}*") if not os.getuid() else ():
         status = outer.lstat()
         if status.st_uid or not stat.S_ISDIR(status.st_mode):  # not root's, so not made by this harness

@@ -18,7 +18,7 @@ from harness.core.method import Unavailable
 from harness.places.docker import Docker, default_image, engine, told
 from harness.places.shared import container_user
 
-COLOR = re.compile(r"\x1b\[\d+m")  # the engine colors what a step prints to its standard error
+COLOR = re.compile(r"\x1b\[\d+m")  # the engine colors the text that a step prints to standard error
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch build.")
 name_option = click.option(
     "--image", "name", metavar="NAME", help="Name of the image; default: the name that --on docker uses."
@@ -45,7 +45,7 @@ def image(context: click.Context) -> None:
               help="Install from the wheels in this folder, without network; pip wheel -w DIR makes them.")  # fmt: skip
 @click.option("--build-arg", "given", multiple=True, metavar="NAME=VALUE", help="Set an ARG of docker/Dockerfile.")
 def build(device: str, name: str | None, base: str | None, wheelhouse: Path | None, given: tuple[str, ...]) -> None:
-    """Build the image from docker/Dockerfile with the pinned dependencies. It is built once, in some minutes."""
+    """Build the image from docker/Dockerfile with the pinned dependencies. The build takes some minutes, once."""
     client, name = engine(), name or default_image(device)
     values = dict(text.partition("=")[::2] for text in given) | {"DEVICE": device}
     from docker.errors import APIError
@@ -71,7 +71,8 @@ def build(device: str, name: str | None, base: str | None, wheelhouse: Path | No
 
 
 def pack(context: IO[bytes], wheelhouse: Path | None) -> None:
-    """Write what `docker build -f docker/Dockerfile .` would send: the checkout by .dockerignore, and the wheels."""
+    """Write the build context of `docker build -f docker/Dockerfile .`: the checkout by .dockerignore, and the
+    wheels."""
     from docker.utils.build import exclude_paths
 
     patterns = [line for line in (ROOT / ".dockerignore").read_text().split("\n") if line and line[0] != "#"]

@@ -1,11 +1,11 @@
 """Runs a job at another place, in a container or on a cluster's node: makes the order here, performs it there, and
-records how it ended.
+records the job's end.
 
 The places are the files of harness/places; each holds one class of Place.
 
-At the place, launch.py runs as it does here and writes the record into the same folder. An order is plain data. The
-caller chooses the file names of record and log (their stem), so that it can write a record itself if the order left
-none.
+At the place, launch.py runs as on this machine and writes the record into the same folder. An order is plain data. The
+caller chooses the file names of record and log (their stem), so that the caller can write a record itself if the order
+left none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ORDERED = "ordered"  # phase of a job whose worker has not reported yet
 class Place(ABC):
     """A place that runs jobs, other than this process's machine."""
 
-    is_parallel: ClassVar[bool] = False  # True: give it several jobs at once
+    is_parallel: ClassVar[bool] = False  # True: launch() should get several jobs at once
     # The options that the place adds to the command line, beside --on: decorators of click.option() by the option's
     # name.
     cli_options: ClassVar[dict[str, Callable[[Any], Any]]] = {}
@@ -54,15 +54,15 @@ class Place(ABC):
 
     @abstractmethod
     def context(self) -> dict[str, str]:
-        """Return the facts of the place that results depend on. They are part of a job's key, and override those of
-        machine.checked()."""
+        """Return the facts of the place on which results depend. These facts are part of a job's key, and override
+        those of machine.checked()."""
 
     @abstractmethod
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
         """Run the jobs; return the paths of their records, in order."""
 
     def draft(self, jobs: KeyedJobs, folders: tuple[Path, ...]) -> str:
-        """Return what launch() would submit, as text. Raises ValueError if the place has no such text."""
+        """Return, as text, the data that launch() would submit. Raises ValueError if the place has no such text."""
         raise ValueError(NO_DRAFT)
 
 
@@ -89,8 +89,8 @@ def loadable() -> dict[str, type[Place]]:
 
 
 def order(job: Job, key: str, stem: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """Make the order that perform() takes."""
-    # LD_PRELOAD names a library of this machine, which the other may lack.
+    """Return an order for perform()."""
+    # LD_PRELOAD names a library of this machine, which the other machine may lack.
     environment = {name: os.environ[name] for name in FORWARDED if name in os.environ and name != "LD_PRELOAD"}
     where = {"stem": str(stem), "folders": list(map(str, folders))}
     return {"job": job.to_dict(), "key": key, **where, "environment": environment}
@@ -109,8 +109,8 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
 
 
 def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[str, Any] | None = None) -> Path:
-    """Write the record, and the log's closing line, of an order that left no record. `seen`: the fields of the record
-    that are known."""
+    """Write the record, and the log's closing line, of an order that left no record. `seen`: the known fields of the
+    record."""
     path = Path(f"{stem}.json")
     fields = {"phase": ORDERED, "started": time.time(), "clock": job.device, **(seen or {})}
     record = Record(job, key, **end.changes({}), **fields)
@@ -121,8 +121,8 @@ def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[
 
 
 def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], end: failures.Failure | None) -> Path:
-    """Add to a record the place, the place's evidence of how the job ended and, if the place knows it better, the name
-    of the end."""
+    """Add to a record the place, the place's evidence of the job's end and, unless `end` is None, the end as the place
+    names it."""
     record = Record.read(path)
     software = {**record.software, "commit": machine.software()["commit"]}  # the place runs this checkout's source code
     changes: dict[str, Any] = end.changes(record.evidence) if end else {"evidence": record.evidence}
@@ -134,8 +134,8 @@ def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], en
 def main() -> None:
     """Entry point at the place.
 
-    The order comes on standard input, which stays open: it closes when the calling process is gone, and the run ends as
-    interrupted. Events go to standard output, one JSON object a line.
+    The order comes on standard input, which stays open. If standard input closes, the calling process is gone, and the
+    run ends as interrupted. Events go to standard output, one JSON object a line.
     """
     order = json.loads(sys.stdin.readline())
     when_closed(0, interrupt_here)

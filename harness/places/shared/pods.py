@@ -1,6 +1,6 @@
-"""A job's pods on Kubernetes: their states, what their logs tell, and how the job ended.
+"""A job's pods on Kubernetes: the pods' states, the events and records in their logs, and the job's end.
 
-A log has the lines of JSON that harness/places/shared/torchrun_node.py prints, and lines that other programs print.
+A log has the JSON lines that harness/places/shared/torchrun_node.py prints, and the lines that other programs print.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.run.ranks import of_nodes
 INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of a pod: its node's number
 MAIN = "job"  # the container that trains
 SAID_LENGTH = 4096
-POD_SECONDS = 60.0  # time in which a cluster makes a pod, even if no node has room for it
+POD_SECONDS = 60.0  # seconds in which a cluster makes a pod, even if no node has room for the pod
 # Kubernetes' reasons for a container that will never start: a wrong image, or a program that the image lacks.
 NEVER_STARTS = ("InvalidImageName", "ErrImageNeverPull", "ImagePullBackOff", "CreateContainerConfigError",
                 "ContainerCannotRun", "StartError")  # fmt: skip
@@ -35,7 +35,7 @@ UNPLACED = ("Unschedulable", "SchedulingGated")
 
 
 class PodState(NamedTuple):
-    """What Kubernetes says of a pod. If something went wrong, reason, message and exit code tell what."""
+    """What Kubernetes says of a pod. If something went wrong, reason, message and exit code describe it."""
 
     name: str
     number: int  # the node's number
@@ -89,7 +89,7 @@ def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures
 
 
 class PodLog:
-    """The log of a pod. A thread reads its lines; if the thread's connection breaks, another thread goes on after the
+    """The log of a pod. A thread reads its lines; if the thread's connection breaks, another thread continues after the
     last line read."""
 
     def __init__(self, open_log: Callable[[], Any]) -> None:
@@ -103,8 +103,8 @@ class PodLog:
         return self.thread is not None and self.thread.is_alive()
 
     def follow(self, has_ended: bool) -> None:
-        """Start a thread that reads, if none does. `has_ended`: the pod writes no more, so a log that is read to its
-        end now is complete."""
+        """Start a thread that reads, if none does. `has_ended`: True if the pod writes no more, so that a log read to
+        its end is complete."""
         if not self.is_reading and not self.is_whole:
             self.thread = threading.Thread(target=self._read, args=(has_ended,), daemon=True)
             self.thread.start()
@@ -129,10 +129,10 @@ class PodLog:
 
 
 class PodJob:
-    """A job on the cluster: its pods, what their logs tell, and its end. `end`: a failure that is known before any
-    pod's end.
+    """A job on the cluster: its pods, the data from their logs, and its end. `end`: a failure that is known before any
+    pod has ended.
 
-    `name`: the name of its objects in Kubernetes, "" if there are none.
+    `name`: the name of the job's objects in Kubernetes, "" if there are none.
     """
 
     def __init__(self, job: Job, key: str, stem: Path, name: str, num_nodes: int) -> None:
@@ -142,7 +142,7 @@ class PodJob:
         self.gone: set[str] = set()
         self.logs: dict[str, PodLog] = {}
         self.records: dict[int, Record] = {}
-        self.said: dict[int, str] = {}  # by node: the pod's output beside its events
+        self.said: dict[int, str] = {}  # by node: the pod's output other than events
         self.end: failures.Failure | None = None
         self.is_deleted = False
         self.began = time.monotonic()
@@ -150,7 +150,7 @@ class PodJob:
         self.texts = (f"{stem.name}.txt", *builds)  # names of the files that get the first pod's texts
 
     def take(self, pods: list[PodState], open_log: Callable[[str], Any], image: str, wait: float) -> None:
-        """Take the states of the job's pods, and read their logs. If the job cannot start, name its end. `wait`: the
+        """Take the states of the job's pods, and read the pods' logs. Set `end` if the job cannot start. `wait`: the
         seconds for which the job may wait for nodes."""
         self.gone |= self.pods.keys() - {pod.name for pod in pods}
         self.pods |= {pod.name: pod for pod in pods}
@@ -176,8 +176,8 @@ class PodJob:
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended and nothing more can come: its end is named, or its pods have ended or are gone and
-        their logs were read."""
+        """True if the job has ended and no more data can come: its end is known, or its pods have ended or are gone and
+        all their logs were read."""
         has_failed = self.gone or any(pod.phase == "Failed" for pod in self.pods.values())  # no further pod will come
         are_all = bool(self.pods) and (len(self.pods) >= self.num_nodes or bool(has_failed))
         return self.end is not None or ((are_all or self.is_deleted) and all(map(self._is_read, self.pods.values())))
@@ -189,7 +189,7 @@ class PodJob:
         return pod.has_ended and log.lines.empty() and (log.is_whole or not pod.has_log)
 
     def _hear(self, node: int, line: bytes) -> None:
-        """Take a line of a node's log: an event, or what a program printed."""
+        """Take a line of a node's log: an event, or a program's output."""
         try:
             event = json.loads(line)
             kind = event["event"]
@@ -216,8 +216,7 @@ class PodJob:
             self.end = failures.ended("crash", "record", text)
 
     def complete(self, is_interrupted: bool, image: str) -> Path:
-        """Write the job's record, from its nodes' records and from what Kubernetes says of its pods; return the
-        path."""
+        """Write the job's record, from its nodes' records and from Kubernetes' states of its pods; return the path."""
         end = self.end or self._end(is_interrupted, image)
         record = of_nodes([self.records[node] for node in sorted(self.records)]) if self.records else None
         said = "".join(self.said[node] for node in sorted(self.said))
@@ -227,7 +226,8 @@ class PodJob:
         return complete(self.job, self.key, self.stem, record, end, said, place, evidence, self.events.fields())
 
     def _end(self, is_interrupted: bool, image: str) -> failures.Failure:
-        """Return the job's end, named by its pods: the first pod that failed and left no record counts."""
+        """Return the job's end, named by the failed pod that comes first: a pod without a record, then one with a
+        reason, then the lowest node."""
         if is_interrupted:
             return failures.of_stop(failures.End(self.events.phase, stopped="interrupt"))
         failed = [pod for pod in self.pods.values() if pod.phase != "Succeeded"]

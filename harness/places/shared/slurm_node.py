@@ -40,7 +40,7 @@ def _meet(order: dict[str, Any]) -> Path:
     from submitit.helpers import TorchDistributedEnvironment
 
     nodes = TorchDistributedEnvironment()  # each node has one task, so a task's rank is the node's
-    # srun runs on the first node, and tells the address by which the others reach that node.
+    # srun runs on the first node, and tells the address at which the others reach it.
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or nodes.master_addr
     os.environ |= {
         "PET_NNODES": str(nodes.world_size), "PET_NODE_RANK": str(nodes.rank),

@@ -1,4 +1,5 @@
-"""A node's part of a job under torchrun, which starts one process of this module on each node: run this node's ranks.
+"""A node's part of a job under torchrun, which starts one process of this module on each node: it runs the node's
+ranks.
 
     torchrun ... --nproc-per-node 1 -m harness.places.shared.torchrun_node ORDER
 
@@ -39,7 +40,7 @@ class Teller:
 
 
 def relay(folder: Path, tell: Teller, is_over: threading.Event) -> None:
-    """Tell each whole line that is written into the logs of a folder, until `is_over` is set."""
+    """Send each whole line that is written into the logs of a folder to `tell`, until `is_over` is set."""
     told: dict[str, int] = {}
     is_last = False
     while not is_last:
@@ -55,8 +56,8 @@ def relay(folder: Path, tell: Teller, is_over: threading.Event) -> None:
 
 
 def meet(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment with the variables by which this project's agents find the nodes, and without those that
-    describe torchrun's own processes."""
+    """Return the environment with the variables by which this project's agents find the nodes, and without the
+    variables that describe torchrun's own processes."""
     if environment["LOCAL_WORLD_SIZE"] != "1":
         raise ValueError(f"expected one process per node, got {environment['LOCAL_WORLD_SIZE']}; try"
                          " --nproc-per-node 1, and --ranks for the number of ranks")  # fmt: skip
