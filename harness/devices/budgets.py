@@ -1,10 +1,10 @@
 """Enforces the budgets of a run.
 
 The host's budget covers the worker's anonymous and shared memory, imports included. In the worker RLIMIT_DATA turns an
-excess of private memory into an exception; at the end of training both kinds of memory are compared with the budget. A
-memory group of the kernel around the worker, if one may be made, is the hard limit: it also counts shared memory and
-the worker's children. The device sim accounts for host tensors itself, so there RLIMIT_DATA is only a generous
-backstop.
+excess of private memory into an exception; at the end of training the worker's private and shared memory are compared
+with the budget. A memory group of the kernel around the worker, if the system allows one, is the hard limit: the group
+also counts shared memory and the worker's children. The device sim accounts for host tensors itself, so on sim
+RLIMIT_DATA is only a generous backstop.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from harness.core.job import Budget, Job, Room, gib
 from harness.devices import cuda_budget, machine, sim
 
 MIB = 2**20
-BASELINES = ROOT / ".venv" / "baselines.json"  # baseline_bytes() by device, machine and packages
+BASELINES = ROOT / ".venv" / "baselines.json"  # cache of baseline_bytes() by device, machine and packages
 PROCESSES = Path("/proc")
 LEAST_ROOM_BYTES = 64 * MIB
-AGENT_BYTES = 256 * MIB  # memory of the agent of several ranks, which is in the memory group and trains nothing
-# What the memory group may take beyond the budget: page tables, kernel stacks and code pages are charged to it, too.
+AGENT_BYTES = 256 * MIB  # memory of the agent of several ranks, which trains nothing but is in the memory group
+# Bytes that the memory group may take beyond the budget, because page tables, kernel stacks and code pages count, too.
 WALL_BYTES, WALL_SHARE = 32 * MIB, 1 / 256
 
 
@@ -40,7 +40,7 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
     if device == "cuda":
         there = dataclasses.replace(there, device_bytes=machine.gpu()["gpu_bytes"])
         check_device(budget.device_bytes, world_size)
-    if device == "sim":  # sim's device memory is the host's
+    if device == "sim":  # sim's device memory lies in the host's memory
         there = Room(machine.host_bytes(), machine.host_bytes())
     for name, option in (("device_bytes", "--device-memory"), ("host_bytes", "--host-memory")):
         asked, most = getattr(budget, name), getattr(there, name)
@@ -57,7 +57,8 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
 
 
 def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
-    """Raise ValueError if a GPU's budget leaves next to nothing beside the driver's context."""
+    """Raise ValueError if a GPU's budget leaves less than LEAST_TENSOR_BYTES beside the driver's context and the
+    reserve."""
     context = machine.context_bytes(num_ranks)
     least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context)
     if budget_bytes is not None and budget_bytes < least:
@@ -69,22 +70,23 @@ def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
 
 @functools.cache
 def baseline_bytes(device: str) -> int:
-    """Return the anonymous memory of a process with a worker's imports and no training; 0 if the system does not tell.
-    It is measured once for this machine and its packages, because making a GPU's context takes seconds."""
+    """Return the anonymous memory of a process with a worker's imports and no training; 0 if the system does not tell
+    it. Each machine with its packages is measured once, because making a GPU's context takes seconds."""
     about, kept = json.dumps([device, machine.checked()]), dict[str, int]()
     with contextlib.suppress(OSError, ValueError, TypeError):
         kept = {str(name): int(size) for name, size in dict(json.loads(BASELINES.read_text())).items()}
     if about not in kept:
         with contextlib.suppress(ValueError):  # torch is missing: the run's record will say so
             kept[about] = ask("harness.devices.budgets", device)
-            with contextlib.suppress(OSError):  # another user installed .venv: measure again next time
+            with contextlib.suppress(OSError):  # another user installed .venv: the next process measures again
                 BASELINES.parent.mkdir(exist_ok=True)
                 write_whole(BASELINES, json.dumps(kept, indent=1))
     return kept.get(about, 0)
 
 
 def enforce(job: Job) -> dict[str, str]:
-    """Enforce the budgets in the worker, after the imports that every run needs; return what enforces each budget."""
+    """Enforce the budgets in the worker, after the imports that every run needs; return the mechanism that enforces
+    each budget."""
     import torch  # noqa: F401
 
     found: dict[str, str] = {}
@@ -100,8 +102,8 @@ def enforce(job: Job) -> dict[str, str]:
 
 
 def lift(job: Job) -> dict[str, int]:
-    """End the limits after training. Return bytes at that moment: those of the host and, if RLIMIT_DATA enforced its
-    budget, the budget; and those of the device."""
+    """End the limits after training. Return bytes at that moment: the host's bytes and, if RLIMIT_DATA enforced the
+    host's budget, that budget; and the GPU's free and total bytes."""
     limit, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     if job.device == "sim" and sim.started:
@@ -110,7 +112,7 @@ def lift(job: Job) -> dict[str, int]:
     if "VmData" in sizes and "RssAnon" in sizes and job.device != "sim":  # gVisor's kernel tells VmData alone
         found["host_bytes"] = sizes["RssAnon"]
         if limit != most and job.budget.host_bytes:
-            # Count as RLIMIT_DATA does: mapped memory is in use, touched or not.
+            # Count as RLIMIT_DATA does: mapped memory counts whether it was touched or not.
             found["host_bytes"] = job.budget.host_bytes - (limit - sizes["VmData"])
             found["host_limit_bytes"] = job.budget.host_bytes
     torch: Any = sys.modules.get("torch")
@@ -123,9 +125,9 @@ def lift(job: Job) -> dict[str, int]:
 
 def check_taken(job: Job, before: dict[str, int]) -> None:
     """Raise MemoryError if training in this process has taken more than the budget. RLIMIT_DATA does not count shared
-    memory, to which CUDA's page-locked memory belongs; a memory group, where one may be made, does.
+    memory, to which CUDA's page-locked memory belongs; a memory group does, if the system allows one.
 
-    `before`: process_bytes() after the imports; the system counts their files on a tmpfs as shared memory, too.
+    `before`: process_bytes() after the imports; the system counts the imports' files on a tmpfs as shared memory, too.
     """
     sizes, limit = process_bytes(), wall_bytes(job)
     shared = max(0, sizes.get("RssShmem", 0) - before.get("RssShmem", 0))
@@ -145,8 +147,8 @@ def wall_bytes(job: Job) -> int | None:
 
 
 def _limit_data(job: Job) -> str:
-    """Allow this process to map, beyond its present mappings, the budget less its resident bytes: mappings that were
-    never touched take no memory."""
+    """Allow this process to map, beyond its present mappings, the budget less the process's resident bytes, because
+    mappings that were never touched take no memory."""
     sizes, budget = process_bytes(), job.budget.host_bytes or 0
     try:
         limit = sizes["VmData"] + max(0, budget - sizes["RssAnon"])
@@ -193,8 +195,9 @@ def _cap_device(budget_bytes: int | None, num_ranks: int = 1) -> dict[str, str]:
 
 
 def context_since(free_bytes: int | None) -> int | None:
-    """Return the device bytes that this process has taken outside torch's allocator since the device had this
-    many free bytes; None if the driver does not tell. Another process's changes count, too: measure alone."""
+    """Return the device bytes that this process has taken outside torch's allocator since the device had this many free
+    bytes; None if the driver does not tell. Other processes' changes count, too, so call this while no other process
+    uses the device."""
     import torch
 
     torch.cuda.synchronize()
@@ -218,16 +221,16 @@ def device_peaks(device: str) -> dict[str, int]:
 
 
 def limit_of_the_call() -> str:
-    """Name the limit that the caller's shell sets on the memory of its processes; "" if there is none. Out of memory
-    under such a limit is a result of this call alone."""
+    """Name the limit that the caller's shell sets on the memory of its processes; "" if there is none. If a run is out
+    of memory under such a limit, the result holds for this call alone."""
     limits = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
     found = (word for word, kind in limits.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY)
     return ", ".join(found)
 
 
 def process_bytes(pid: int | None = None) -> dict[str, int]:
-    """Return the bytes of a process, by default this one, by the kernel's names, such as RssAnon and VmData; a kernel
-    may tell only some."""
+    """Return the bytes of a process (default: this one) under the kernel's names, such as RssAnon and VmData; a kernel
+    may tell only some of them."""
     with contextlib.suppress(OSError):
         lines = (PROCESSES / str(pid or os.getpid()) / "status").read_text().splitlines()
         return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmData"))}
@@ -235,8 +238,8 @@ def process_bytes(pid: int | None = None) -> dict[str, int]:
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): reads a device and prints its baseline_bytes(). It makes an optimizer,
-    because the first one imports half as much as torch."""
+    """Entry point for child_process.ask(): reads a device and prints its baseline_bytes(). The process makes an
+    optimizer first, because the first optimizer imports half as much as torch."""
     import torch
 
     torch.optim.AdamW([torch.zeros(1, device=json.load(sys.stdin))], fused=True)

@@ -1,7 +1,8 @@
-"""The kernel's memory groups (cgroups, v1 and v2): the limit in force, the count of kills, a group for a worker.
+"""The kernel's memory groups (cgroups, v1 and v2): reads the limit in force and the count of kills, and makes a group
+for a worker.
 
 Groups form a tree; a process is under the limits of its group and of all groups above that. In a container the visible
-tree may begin at the container's own group, and is often read-only.
+tree may begin at the container's own group; this tree is often read-only.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Group:
 
 
 def current(process: Path = Path("/proc/self")) -> Group | None:
-    """Return a process's memory group, by the files `cgroup` and `mountinfo` in its /proc folder; None without any."""
+    """Return a process's memory group, found by the files `cgroup` and `mountinfo` in the process's /proc folder; None
+    if there is none."""
     groups = [line.split(":", 2) for line in _read(process / "cgroup").splitlines()]
     mounts = [line.split() for line in _read(process / "mountinfo").splitlines()]
     # A machine may have both versions: then v1 controls memory, and its entry says so.
@@ -83,13 +85,14 @@ def current(process: Path = Path("/proc/self")) -> Group | None:
 
 
 def make(limit_bytes: int) -> Group | None:
-    """Make a new group whose limit includes swap; None if that is not allowed. Removes groups of dead processes."""
+    """Make a new group whose limit includes swap, and remove the groups of dead processes; return None if the system
+    does not allow a group."""
     here = current()
     if here is None:
         return None
     for parent in here.lineage():
         if here.version == 2 and "memory" not in _read(parent / "cgroup.subtree_control").split():
-            continue  # v2: children of this group cannot have limits
+            continue  # cgroups v2: children of this group cannot have limits
         _remove_groups_of_the_dead(parent)
         group = Group(parent / f"harness-{os.getpid()}-{next(_serial)}", here.top, here.version)
         try:
@@ -107,13 +110,13 @@ def make(limit_bytes: int) -> Group | None:
 
 def oom_kills(counts: Path = Path("/proc/vmstat")) -> int:
     """Return the number of processes that the kernel killed for want of memory, in a group or on the whole machine; 0
-    if it does not count."""
+    if the kernel does not count."""
     lines = _read(counts).splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def _read(file: Path) -> str:
-    """Read a file of the kernel; empty if there is none."""
+    """Read a file of the kernel; empty if there is no such file."""
     with contextlib.suppress(OSError):
         return file.read_text()
     return ""

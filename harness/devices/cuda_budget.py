@@ -1,23 +1,24 @@
-"""How a CUDA device's budget is divided, for plans, refusals and the allocator's cap alike.
+"""The division of a CUDA device's budget, which plans, refusals and the allocator's cap share.
 
-    budget = context + what torch's allocator may reserve
-    what the allocator may reserve = a reserve + what a plan's tensors may fill
+    budget = context + bytes that torch's allocator may reserve
+    bytes that the allocator may reserve = reserve + bytes that a plan's tensors may fill
 
-The context is driver and library memory outside the allocator; of each of several ranks NCCL's buffers, too. The
-reserve is for what plans do not count: cuBLAS's workspaces, segments rounded up, and fragments.
+The context is driver and library memory outside the allocator; with several ranks it includes NCCL's buffers. The
+reserve is for memory that plans do not count: cuBLAS's workspaces, segments rounded up, and fragments.
 """
 
 from __future__ import annotations
 
-# Upper estimate of the context, not measured; for machines without a calibration.
+# Upper estimate of the context for machines without a calibration; not measured.
 CONTEXT_BYTES = 768 * 2**20
-# The reserve, not measured: RESERVE_BYTES for workspaces, and one part in RESERVE_PARTS for rounding and fragments.
+# The reserve, not measured: RESERVE_BYTES for workspaces, and 1/RESERVE_PARTS for rounding and fragments.
 RESERVE_BYTES, RESERVE_PARTS = 256 * 2**20, 32
-# What NCCL's communicators take in each of several ranks, not measured: stronghold and l2l have two, others more.
+# Bytes of NCCL's communicators in each of several ranks, not measured: stronghold and l2l have two communicators, other
+# methods more.
 COMMUNICATORS_BYTES = 512 * 2**20
 LEAST_TENSOR_BYTES = 256 * 2**20
-# Bytes on the first GPU of a process that leads the processes of several GPUs, not measured: the context, a workspace
-# of cuBLAS and the batches' tokens.
+# Bytes that a process which leads the processes of several GPUs takes on the first GPU, not measured: the context, a
+# workspace of cuBLAS and the batches' tokens.
 LEADING_BYTES = CONTEXT_BYTES + 64 * 2**20
 
 

@@ -1,10 +1,10 @@
-"""Device locks: a timed run holds its devices alone, untimed runs share them among themselves.
+"""Device locks: a timed run holds its devices alone; untimed runs share devices with each other.
 
-A job of several GPUs holds each of them. Each device has three files. They lie in /tmp whatever TMPDIR is, because all
-callers share the device. `.lock`: a run holds it alone or shared, and the worker inherits it, so a device is free when
-its worker is gone, even if the parent went first. `.queue`: the process that waits for the lock holds it, so that no
-stream of untimed runs keeps a timed one out. `.holders`: names the holders, for people, and counts runs that arrive;
-the seconds of an untimed run count if no other run arrived meanwhile.
+A job of several GPUs holds each of them. Each device has three files. The files lie in /tmp whatever TMPDIR is, because
+all callers share the device. A run locks `.lock` alone or shared, and the worker inherits the lock, so a device is free
+once its worker is gone, even if the parent ended first. A process that waits for `.lock` holds `.queue`, so that a
+stream of untimed runs cannot keep a timed run out. `.holders` names the holders, for people, and counts the runs that
+arrive: the seconds of an untimed run count if no other run arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from harness.core.record import LATEST
 from harness.devices import machine
 
 Report = Callable[[dict[str, Any]], None]
-MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # most holders in a list, most characters of a job's name there
+MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # most holders in a list, most characters of a job's name in it
 
 
 @dataclass
 class HeldDevice:
-    """A run's turn on one device. `descriptor`: that of the device's lock; `number`: counts the device's turns."""
+    """A run's turn on one device. `descriptor`: the descriptor of the device's lock; `number`: the number of this turn
+    among the device's turns."""
 
     path: Path
     descriptor: int
@@ -62,7 +63,8 @@ class Turn:
 
 
 def folder() -> Path:
-    """Return the folder of the locks: $HARNESS_LOCKS, if several machines share one system, else /tmp."""
+    """Return the folder of the locks: $HARNESS_LOCKS, if several machines share one system, else /tmp; if that is not
+    writable, the folder for temporary files."""
     shared = Path(os.environ.get("HARNESS_LOCKS", "/tmp"))
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -71,8 +73,8 @@ def folder() -> Path:
 def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: float = 0.0) -> Iterator[Turn]:
     """Hold the job's devices, alone if the job is timed; a waiting call reports which processes hold one.
 
-    An untimed run holds a GPU alone, too, because processes cannot divide the GPU's memory. It also holds a device
-    alone if another user owns the list of holders, because it could not enter itself there. All calls take their
+    An untimed run holds a GPU alone, too, because processes cannot divide the GPU's memory. An untimed run also holds a
+    device alone if another user owns the list of holders, which the run then cannot change. All calls take their
     devices in the same order, so that no two calls wait for each other.
     """
     with contextlib.ExitStack() as stack:
@@ -97,10 +99,10 @@ def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds
                     fcntl.flock(handle, fcntl.LOCK_EX)
             with _changed(path) as listed:
                 found.number = listed["entered"] = listed["entered"] + 1
-                before = listed["holders"] if found.began_shared else []  # a run alone: the others listed have died
+                before = listed["holders"] if found.began_shared else []  # a run alone: the other holders have died
                 listed["holders"] = [*before, _sign(found.number, told, foreseen_seconds)]
             if shares:
-                fcntl.flock(handle, fcntl.LOCK_SH)  # from alone to shared; nobody comes between, as the queue is held
+                fcntl.flock(handle, fcntl.LOCK_SH)  # from alone to shared, while this run holds the queue
         yield found
     finally:
         with _changed(path) as listed:
@@ -110,7 +112,7 @@ def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds
 
 
 def wait_seconds(job: Job) -> float:
-    """Return the seconds until the job's devices are free, as their holders estimate; 0 if the devices are free or the
+    """Return the seconds until the job's devices are free, as the holders estimate; 0 if the devices are free or the
     time is unknown."""
     return max((_left(sign) for path in _paths(job) for sign in _holders(path)), default=0.0)
 
@@ -143,8 +145,8 @@ def _paths(job: Job) -> list[Path]:
 
 
 def _uuid(name: str) -> str:
-    """Return the whole UUID of a GPU that CUDA_VISIBLE_DEVICES names by its index or by the start of its UUID; 0 if the
-    driver does not know it."""
+    """Return the whole UUID of a GPU, from its index or the start of its UUID in CUDA_VISIBLE_DEVICES; 0 if the driver
+    does not know the GPU."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -160,7 +162,7 @@ def _uuid(name: str) -> str:
 
 @contextlib.contextmanager
 def _queued(path: Path, job: Job | None = None, report: Report | None = None) -> Iterator[None]:
-    """Hold the queue: only the process that holds it waits for the device or adds to the list of holders."""
+    """Hold the queue: only the process that holds the queue waits for the device or adds to the list of holders."""
     handle = _open(path.with_suffix(".queue"))
     try:
         if not _takes(handle, fcntl.LOCK_EX):
@@ -177,7 +179,7 @@ def _tell(path: Path, job: Job, report: Report) -> None:
 
 
 def _takes(handle: int, kind: int) -> bool:
-    """Take the lock if that needs no waiting."""
+    """Take the lock if no waiting is needed; return whether it was taken."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -219,7 +221,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_sign(sign: Any) -> bool:
-    """True if _sign() could have made this entry of the list, by the bounds of process numbers and times."""
+    """True if _sign() could have made this entry of the list, judged by the bounds of process numbers and times."""
     is_whole = isinstance(sign["number"], int) and isinstance(sign["pid"], int)
     is_named = isinstance(sign["job"], str) and len(sign["job"]) <= MOST_CHARACTERS
     times = 0 <= sign["since"] < LATEST and 0 <= sign["foreseen_seconds"] < LATEST
@@ -233,7 +235,7 @@ def _can_write(path: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    """Open the file, or create it. Another user's file may be read-only here, which suffices to lock it."""
+    """Open the file, or create it. Another user's file may be read-only for this process, which suffices for a lock."""
     for flags in (os.O_RDWR, os.O_RDONLY):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             return os.open(path, flags | os.O_NOFOLLOW)

@@ -1,8 +1,9 @@
-"""What the ranks of one training exchange: parts of weights on the way in, sums of gradients on the way out.
+"""Exchange between the ranks of one training: ranks gather parts of weights on the way in, and sum gradients on the way
+out.
 
-Every rank trains on its part of each batch, and keeps and updates its part of each slab, the flat tensor of a layer's
-weights, in its home on the host. The same calls pass messages by NCCL between GPUs and by gloo between CPUs. On sim a
-rank is only rehearsed, and passes no messages; a rank alone exchanges nothing.
+Every rank trains on its part of each batch. Of each slab, the flat tensor of a layer's weights, every rank keeps and
+updates its part on the host. The same calls pass messages by NCCL between GPUs and by gloo between CPUs. On sim a rank
+is only rehearsed, and passes no messages; a single rank exchanges nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Ranks:
     """The ranks that train one model, and the number of this process's rank.
 
     Collectives must come in the same order on all ranks. The thread that copies weights in and the computing thread
-    each have an order of their own, so they have a process group each. Between GPUs the collectives of both may be
-    under way at once, in another order on each rank, so neither may keep the other from starting.
+    each have their own order, and so their own process group. Between GPUs the collectives of both threads may run at
+    once, in another order on each rank, so a collective of one thread must not keep one of the other from starting.
     """
 
     def __init__(self, device: str, num_ranks: int = 1) -> None:
@@ -56,7 +57,8 @@ class Ranks:
         return whole.chunk(self.num_ranks)[self.rank] if self.num_ranks > 1 else whole
 
     def gather(self, slab: Tensor) -> None:
-        """Fill a slab, which holds this rank's part, with the parts of the others. For the thread that copies in."""
+        """Fill a slab, which holds this rank's part, with the other ranks' parts. Only the thread that copies in calls
+        this."""
         if self.is_joined:
             all_gather(slab, self.part(slab), group=self.copiers)
 
@@ -79,7 +81,7 @@ class Ranks:
         return square.sqrt_()
 
     def gathered(self, part: Tensor) -> Tensor:
-        """Return a new slab of all ranks' parts. For the thread that computes."""
+        """Return a new slab of all ranks' parts. Only the thread that computes calls this."""
         if not self.is_joined:
             return part
         slab = torch.empty(len(part) * self.num_ranks, dtype=part.dtype, device=part.device)
@@ -87,7 +89,7 @@ class Ranks:
         return slab
 
     def until_read(self, tensors: Iterable[Read]) -> Iterator[Read]:
-        """Yield these tensors, which all ranks gather one by one, then leave torch.distributed."""
+        """Yield these tensors, which all ranks gather one by one; then leave torch.distributed."""
         yield from tensors
         self.leave()
 
@@ -111,8 +113,8 @@ def join_others(device: str) -> None:
 
 
 def leave_others() -> None:
-    """Leave torch.distributed; do nothing on a GPU's rank while an exception passes, because NCCL would wait for the
-    other ranks, which wait for this one."""
+    """Leave torch.distributed. On a GPU's rank do nothing while an exception passes, because NCCL would wait for the
+    other ranks, which wait for this rank."""
     is_failing = sys.exc_info()[0] is not None
     if not (is_failing and dist.get_world_size() > 1 and "nccl" in dist.get_backend_config()):
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Facts of this machine and its software, gathered without torch, and what a run may use of it."""
+"""Facts of this machine and its software, gathered without torch, and the memory and rates that a run may use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.core.job import Budget, Job, Room, Workload
 from harness.core.rates import Rates
 from harness.devices import cgroup, cuda_budget
 
-CALIBRATION = ROOT / "results" / "calibration.json"  # of this machine, written by `doctor --calibrate`
+CALIBRATION = ROOT / "results" / "calibration.json"  # this machine's calibration, written by `doctor --calibrate`
 # Environment variables that change the kernels or the speed of the same code on the same cores.
 KERNEL_VARIABLES = (
     "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES",
@@ -38,9 +38,9 @@ KERNEL_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE",
     "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS",
 )  # fmt: skip
-# Operations of a layer's forward pass on one sample (not on a batch, so that its size changes no result) from which
-# more than one thread computes. Below, a second thread gains nothing, and two threads, which wait busily for each
-# other, took up to 25 times as long beside other work, results/LOG.md.
+# Least FLOPs of a layer's forward pass on one sample for which several threads compute (on a sample and not on a batch,
+# so that the batch's size changes no result). Below, a second thread gains nothing, and two threads, which wait
+# busily for each other, took up to 25 times as long beside other work, results/LOG.md.
 FLOPS_FOR_THREADS = 1e8
 PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
@@ -59,8 +59,8 @@ def facts() -> dict[str, Any]:
 
 
 def affinity() -> dict[str, str]:
-    """Return the cores that this process may use, as {"affinity": "0,2-3"}; empty if it may use all. Two of them may
-    share a physical core, or be slower than others."""
+    """Return the cores that this process may use, as {"affinity": "0,2-3"}; empty if it may use all. Two of these cores
+    may share a physical core, or be slower than others."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if not cores or len(cores) == os.cpu_count():
         return {}
@@ -83,7 +83,7 @@ def software() -> dict[str, Any]:
 
 
 def checked() -> dict[str, str]:
-    """Return the facts that make two measurements comparable; they are part of a job's identity."""
+    """Return the facts that make two measurements comparable; these facts are part of a job's key."""
     names = ("cpu", "cores", "gpu")
     found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
     found["python"] = software()["python"].rpartition(".")[0]
@@ -135,7 +135,7 @@ def gpu_free_bytes() -> int | None:
 
 
 def surroundings(device: str) -> dict[str, Any]:
-    """Return the machine's load and other processes on the GPU, as a job begins."""
+    """Return the machine's load and the other processes on the GPU when a job begins."""
     import pynvml
 
     found: dict[str, Any] = {"load_average": round(psutil.getloadavg()[0], 2)}
@@ -157,14 +157,15 @@ def has_bf16() -> bool:
 
 
 def allocator_settings() -> str:
-    """Return the settings of torch's caching allocator in the environment, by the new variable and the old."""
+    """Return the settings of torch's caching allocator in the environment, by the new or the old variable; empty if
+    neither is set."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
 
 
 def _gpu_handle() -> Any:
-    """Return NVML's handle of CUDA's device 0: CUDA_VISIBLE_DEVICES names it by its index, or by (the start of) its
-    UUID."""
+    """Return NVML's handle of CUDA's device 0, which CUDA_VISIBLE_DEVICES names by its index or by its UUID or the
+    start of it."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -198,10 +199,10 @@ def devices() -> list[str]:
 
 
 def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks: int = 1) -> Room:
-    """Return what each rank's plan may fill if `num_ranks` share this machine: the budget asked for, else what the
-    machine has. A GPU's bytes leave out its context and reserve. A CPU has no device memory: device_bytes is None
-    unless a budget sets it. sim's memories without budgets have no limit. Bytes that dropout takes on a CPU are
-    subtracted. Rates are the budget's, else those calibrated for this workload."""
+    """Return the bytes that each rank's plan may fill if `num_ranks` ranks share this machine: the budget asked for,
+    else the machine's memory. A GPU's bytes leave out the context and the reserve. A CPU has no device memory:
+    device_bytes is None unless a budget sets it. sim's memories without budgets have no limit. Bytes that dropout takes
+    on a CPU are subtracted. Rates are the budget's, else the rates calibrated for this workload."""
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
         device_bytes = gpu()["gpu_bytes"]
@@ -221,22 +222,22 @@ def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks
 
 
 def dropout_bytes(workload: Workload) -> int:
-    """Return the bytes that a layer's backward pass takes for dropout on a CPU, where attention that drops elements has
-    no kernel of its own: by rehearsals at most 14 for each pair of tokens and head, and three layer inputs."""
+    """Return the bytes that a layer's backward pass takes for dropout on a CPU, which has no fused kernel for attention
+    with dropout: by rehearsals at most 14 for each pair of tokens and head, and three layer inputs."""
     pairs = workload.batch_size * workload.num_heads * workload.seq_len**2
     return 14 * pairs + 3 * workload.boundary_bytes
 
 
 def context_bytes(num_ranks: int = 1) -> int:
-    """Return the bytes of a CUDA context: device memory that a process takes outside torch's allocator. They are
-    measured by this machine's calibrations, else an upper estimate; of several ranks NCCL's are added."""
+    """Return the bytes of a CUDA context: device memory that a process takes outside torch's allocator. The bytes come
+    from this machine's calibrations, else from an upper estimate; with several ranks NCCL's bytes are added."""
     measured = [entry.get("measured", {}).get("context_bytes", 0) for entry in calibrations()]
     alone = max(measured, default=0) or cuda_budget.CONTEXT_BYTES
     return alone + (cuda_budget.COMMUNICATORS_BYTES if num_ranks > 1 else 0)
 
 
 def rank_room(job: Job) -> Room:
-    """Return what the plan of each of a job's ranks may fill if all ranks are on this machine. Raises ValueError if the
+    """Return the room for the plan of each of a job's ranks, if all ranks are on this machine. Raises ValueError if the
     ranks or devices cannot train together."""
     if job.world_size > 1 and job.device == "sim":
         raise ValueError("several ranks train on cpu or cuda, not on sim: leave --ranks or --device-memory out")
@@ -249,8 +250,8 @@ def rank_room(job: Job) -> Room:
 
 
 def rates(device: str, workload: Workload) -> Rates | None:
-    """Return the rates of the calibration nearest to this workload, if any. A simulated device computes as the CPU
-    does."""
+    """Return the rates of the calibration nearest to this workload; None without a calibration. The device sim has the
+    CPU's rates."""
     entry = _calibration(device, workload)
     return Rates(**entry["rates"]) if entry else None
 
@@ -279,7 +280,7 @@ def _calibration(device: str, workload: Workload) -> dict[str, Any] | None:
 
 
 def calibrations() -> list[dict[str, Any]]:
-    """Return the complete entries of CALIBRATION, if the file was written on this machine as it is now."""
+    """Return the complete entries of CALIBRATION, if this machine, with its present facts, wrote the file."""
     try:
         data = json.loads(CALIBRATION.read_text())
         names = {item.name for item in dataclasses.fields(Rates)}
@@ -290,7 +291,7 @@ def calibrations() -> list[dict[str, Any]]:
 
 
 def keep_calibration(entry: dict[str, Any]) -> None:
-    """Add an entry to CALIBRATION; it replaces the one of the same device, dtype and size."""
+    """Add an entry to CALIBRATION; it replaces the entry of the same device, dtype and size."""
     names = ("device", "dtype", "forward_flops")
     others = [old for old in calibrations() if any(old[name] != entry[name] for name in names)]
     text = json.dumps({"machine": _calibrated_facts(), "entries": [*others, entry]}, indent=1)

@@ -1,12 +1,13 @@
-"""A second memory on a CPU, accounted for in Python: a device called sim with bytes and a budget of its own.
+"""A second memory on a CPU, accounted for in Python: a device called sim with its own bytes and budget.
 
-Every tensor lies in the host's memory; the account tracks where it would lie. A TorchDispatchMode books each new
-storage as "device" or "host" until the storage dies: an operation with an input on the device makes outputs on the
-device, as does a factory with device="sim". While a Tracker is active, tensors booked to the device report sim as
-their device, and .to() copies between the two. Works on real tensors and, for memory rehearsals, on FakeTensors.
+Every tensor lies in the host's memory; the account tracks the memory in which the tensor would lie. A TorchDispatchMode
+books each new storage as "device" or "host" until the storage dies: an operation with an input on the device makes
+outputs on the device, as does a factory with device="sim". While a Tracker is active, tensors booked to the device
+report sim as their device, and .to() copies between the two memories. The account works on real tensors and, for memory
+rehearsals, on FakeTensors.
 
-Source of the idea: torch.distributed._tools.MemTracker; this one knows two memories. It costs 10 us an
-operation (2-core EPYC), beside 2 of a small one itself.
+Source of the idea: torch.distributed._tools.MemTracker; this account knows two memories. It adds 10 us to each
+operation (2-core EPYC); a small operation itself takes 2 us.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 class Booked(NamedTuple):
-    """A storage booked in a memory; the weak reference reports when it dies."""
+    """A storage booked in a memory; the weak reference reports the storage's end."""
 
     memory: str
     num_bytes: int
@@ -44,8 +45,8 @@ class Booked(NamedTuple):
 
 
 class Tracker:
-    """Books allocations while it is active, in this thread and in those of every ThreadPoolExecutor. Raises
-    torch.OutOfMemoryError beyond a budget, in bytes; None is no budget."""
+    """Books allocations while it is active, in this thread and in the threads of every ThreadPoolExecutor. Raises
+    torch.OutOfMemoryError beyond a budget, in bytes; None: no budget."""
 
     def __init__(self, device_bytes: int | None = None, host_bytes: int | None = None) -> None:
         self.budgets = {"device": device_bytes, "host": host_bytes}
@@ -53,10 +54,11 @@ class Tracker:
         self.peaks = {"device": 0, "host": 0}
         self._is_lifted = False
         self._booked: dict[int, Booked] = {}
-        # A storage may die at any time, even while the lock is held: so its entry waits here for _bury().
+        # A storage may die at any time, even while a thread holds the lock: so the storage's entry waits here for
+        # _bury().
         self._dead: deque[Booked] = deque()
         self._lock = threading.Lock()
-        self.thread = threading.local()  # inside: an operation runs; to_host: its results go to the host
+        self.thread = threading.local()  # inside: an operation runs now; to_host: its results go to the host
         self._entered = ExitStack()
 
     def __enter__(self) -> Tracker:
@@ -72,8 +74,8 @@ class Tracker:
     def in_thread(self) -> AbstractContextManager:
         """Book this thread's allocations, too, because modes belong to a thread.
 
-        Used without entering the tracker, this books host memory and changes nothing in torch. Entering names a device
-        sim, after which the process can no longer work with other devices.
+        If the tracker is not entered, this context books host memory and changes nothing in torch. Entering the tracker
+        registers a device named sim, after which the process can no longer use other devices.
         """
         return _Booking(self)
 
@@ -96,7 +98,7 @@ class Tracker:
         self._is_lifted = True
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call one operation and book the storages that it made."""
+        """Call one operation and book the storages that the operation made."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 0.5  # a tensor without bytes has no number
         inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
@@ -105,7 +107,7 @@ class Tracker:
         if to_device:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
-        # device="cpu" is ignored: autograd also asks for it, for tensors that it takes to be the CPU's.
+        # device="cpu" is ignored, because autograd also asks for it, for tensors that it takes for the CPU's.
         to_host = getattr(self.thread, "to_host", False)
         on_device = to_device or (not to_host and any(self._memory_of(storage) == "device" for storage in inputs))
         self.thread.inside = True
@@ -119,16 +121,16 @@ class Tracker:
         return result
 
     def device_of(self, actual: Any, tensor: Tensor) -> torch.device:
-        """Return a tensor's device: sim for all callers but the operation that runs on it. `actual`: torch's
-        property."""
+        """Return a tensor's device as callers see it: sim for tensors booked to the device, except while an operation
+        runs. `actual`: torch's property."""
         device: torch.device = actual.__get__(tensor)
         if getattr(self.thread, "inside", False) or device.type == "meta":
             return device
         return torch.device(NAME) if self._memory_of(tensor.untyped_storage()._cdata) == "device" else device
 
     def _memory_of(self, key: int) -> str:
-        """Return the memory in which a storage is booked; "host" for storages made before the tracker or outside of
-        torch's allocator."""
+        """Return the memory in which a storage is booked; "host" for storages that were made before the tracker's start
+        or outside torch's allocator."""
         entry = self._booked.get(key)
         return entry.memory if entry else "host"
 
@@ -164,7 +166,8 @@ class Tracker:
             self.in_use[dead.memory] -= dead.num_bytes
 
     def _patches(self) -> Iterator[Any]:
-        """Yield patches for what a dispatch mode does not see: a tensor's device, a resized storage, other threads."""
+        """Yield patches for what a dispatch mode does not see: tensors' devices, resized storages, and other
+        threads."""
         for cls in (Tensor, FakeTensor):
             yield mock.patch.object(cls, "device", property(partial(self.device_of, cls.device)))
         yield mock.patch.object(Tensor, "to", _to(self, Tensor.to))
@@ -207,7 +210,7 @@ def name_device() -> None:
         module: Any = types.ModuleType(f"torch.{NAME}")
         module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
         module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
-        module.is_available = lambda: False  # a device that is "available" would need streams and graphs
+        module.is_available = lambda: False  # an "available" device would need streams and graphs
         torch._register_device_module(NAME, module)
         STREAMS[NAME] = CpuStreams()
 
@@ -217,7 +220,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a torch.tensor() that can make tensors on sim and from a list of FakeTensors, as torch's own cannot."""
+    """Return a torch.tensor() that can make tensors on sim and tensors from a list of FakeTensors, which torch's own
+    cannot."""
 
     def made(data: Any, **kwargs: Any) -> Tensor:
         inner = data[0] if isinstance(data, list) and len(data) == 1 else data
@@ -225,7 +229,7 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return torch.stack(inner)
         device, requires_grad = kwargs.pop("device", None), kwargs.pop("requires_grad", False)
         made_here = tensor(data, **kwargs)
-        if device is not None and torch.device(device).type != "cpu":  # any name of sim means its one device
+        if device is not None and torch.device(device).type != "cpu":  # each name of sim means its only device
             made_here = made_here.to(NAME)
         return made_here.requires_grad_(requires_grad)
 
@@ -245,7 +249,7 @@ def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
         options = {name: value for name, value in kwargs.items() if name != "device"}
         if goal == tensor.device.type:
             return to(tensor, CPU, *args[1:], **options)
-        # torch would ask a device without a number for its current one, which only a backend can tell.
+        # torch would ask for the current device of a type without a number, which only a compiled backend can tell.
         there = CPU if goal == "cpu" else torch.device(NAME, 0)
         tracker.thread.to_host = goal == "cpu"
         try:

@@ -2,7 +2,8 @@
 
 A method's train() runs two steps on FakeTensors, in this process, while a Tracker books the bytes of every storage on
 the device and on the host. The peak is exact, except for what CUDA adds (the context, the allocator's fragments) and
-for kernels whose buffers differ from the CPU's. No step may depend on a computed number: each number read is one half.
+for kernels whose buffers differ from the CPU's. No step may depend on a computed number, because each number that a
+step reads is one half.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from harness.core.job import Job, Room, Workload
 from harness.core.method import Method, Unavailable, create
 from harness.devices.memory_account import NAME, Tracker
 
-STEPS = 2  # steps of a rehearsal: only from the second on does the optimizer's state exist throughout
+STEPS = 2  # steps of a rehearsal: the optimizer's state exists throughout only from the second step on
 
 
 class Prediction(NamedTuple):
@@ -39,8 +40,8 @@ class Prediction(NamedTuple):
 
 
 def predict(method: Method, workload: Workload, steps: int = STEPS) -> Prediction:
-    """Train without memory. `steps`: the device holds the batches of this number of steps. Raises Unavailable if the
-    method's engine cannot run without memory."""
+    """Train on tensors without bytes; return the peaks. `steps`: the device holds the batches of this number of steps.
+    Raises Unavailable if the method's engine cannot run so."""
     if not method.can_rehearse:
         raise Unavailable(f"{method.label} has no memory rehearsal: its engine does not run on tensors without memory")
     started = time.perf_counter()
@@ -59,14 +60,15 @@ def predict(method: Method, workload: Workload, steps: int = STEPS) -> Predictio
 
 @contextmanager
 def without_memory() -> Iterator[Tracker]:
-    """Make tensors without bytes, run threads as calls in order, and let the only rank exchange nothing."""
+    """Make tensors without bytes, run the work of threads as calls in order, and let the only rank exchange nothing."""
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         tracker = stack.enter_context(Tracker())
         for target, name, replacement in (
             (ThreadPoolExecutor, "submit", _submit),
             (nn.Module, "_apply", _apply),
-            # An optimizer updates tensors of these types many at once, which takes other buffers than one by one.
+            # An optimizer updates several tensors of these types at once, which takes other buffers than updates one by
+            # one.
             (import_module("torch.optim.optimizer"), "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
             (dist, "all_reduce", lambda *args, **kwargs: None),
             (dist, "all_gather_object", lambda gathered, item, **kwargs: gathered.__setitem__(0, item)),
@@ -85,8 +87,8 @@ def _submit(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, *
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Replace nn.Module._apply by one that makes new parameters: torch's swaps tensors in place, which FakeTensors do
-    not allow."""
+    """Replace nn.Module._apply by a function that makes new parameters, because torch's own swaps tensors in place,
+    which FakeTensors do not allow."""
     for child in module.children() if recurse else ():
         child._apply(function)
     with torch.no_grad():
@@ -99,8 +101,8 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): reads a job and folders of methods, prints a Prediction or the reason why
-    there is none, as {"unavailable": reason}."""
+    """Entry point for child_process.ask(): reads a job and folders of methods, prints a Prediction, or {"unavailable":
+    reason} if there is none."""
     arguments = json.load(sys.stdin)
     job = Job.from_dict(arguments["job"])
     method = create(job.method, job.options, tuple(map(Path, arguments["folders"])))

@@ -1,4 +1,5 @@
-"""Machines by name: the budgets of --machine, from machines.yaml. To add a machine is to add an entry there."""
+"""Machines by name: the budgets and rates of --machine, from machines.yaml. A new entry of machines.yaml adds a
+machine."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PUBLISHED = "v100-vm"  # the machine of the published runs
 EXAMPLE = "v100-vm: {device_memory: 32GiB}"
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9 ._-]{0,59}")
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-LEAST_END = 4  # fewest characters of a name's end that may stand for the whole name, such as 4090
+LEAST_END = 4  # fewest characters of a name's ending that may stand for the whole name, such as 4090
 
 
 # Assumed shares of a datasheet's rates that a step achieves. The published V100 runs had 0.70, 0.55 and 0.73.
@@ -30,15 +31,15 @@ ACHIEVED_FLOPS = {"fp32": 0.7, "bf16": 0.5, "fp16": 0.5}
 ACHIEVED_MEMORY, ACHIEVED_LINK = 0.7, 0.75
 # NCCL sends 370 of the 450 GB/s of NVLink 4, as one of its authors says (GitHub, NVIDIA/nccl-tests, number 212).
 ACHIEVED_NVLINK = 0.8
-# Assumed for a machine without facts of its disk: an NVMe disk on four lanes of PCIe 3.0, whose peak is 3.9 GB/s. A
-# rate that is left out would count as infinite.
+# Assumed for a machine without facts of its disk: an NVMe disk on four lanes of PCIe 3.0, whose peak is 3.9 GB/s.
+# Without an assumed rate the disk's rate would count as infinite.
 ASSUMED_DISK = {"disk_read_gb_per_second": 3.0, "disk_write_gb_per_second": 2.0}
 
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A GPU maker's datasheet: peaks of dense arithmetic, the memory's rate, and in one direction the rates of the link
-    to the host and of NVLink, if the GPU has it."""
+    """A GPU maker's datasheet: peaks of dense arithmetic, the memory's rate, and the rates, in one direction, of the
+    link to the host and of NVLink, if the GPU has NVLink."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     memory_gb_per_second: float
@@ -50,7 +51,8 @@ class Datasheet:
     nvlink_gb_per_second: float | None = None
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Return the peak in this dtype; None if the datasheet has none, because the GPU does not compute in it."""
+        """Return the peak in this dtype; None if the datasheet has none, because the GPU does not compute in this
+        dtype."""
         peak = getattr(self, f"{dtype}_tflops", None)
         return peak and 1e12 * peak
 
@@ -78,7 +80,8 @@ class Machine:
     datasheet: Datasheet | None = None
 
     def rates(self, dtype: str) -> Rates | None:
-        """Return the rates for training in this dtype; the fact gpu_tflops counts only if measured in this dtype."""
+        """Return the rates for training in this dtype; the fact gpu_tflops counts only if it was measured in this
+        dtype."""
         facts = ASSUMED_DISK | (self.facts or {})
         if self.datasheet is None:
             return of_facts(facts)
@@ -93,8 +96,8 @@ class Machine:
 
     @property
     def room(self) -> Room:
-        """Return what plans may fill; a simulated device has as much memory. The GPU's bytes leave out the reserve for
-        what plans do not count. Rates are for the dtype of the fact `precision`, else fp32."""
+        """Return the bytes that plans may fill; a simulated device has as many. The GPU's bytes leave out the reserve
+        for memory that plans do not count. Rates are for the dtype of the fact `precision`, else fp32."""
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("host", "disk")}
         given: dict[str, Any] = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
         if self.device_bytes is not None:
@@ -110,7 +113,8 @@ class Machine:
 
     def budget_on(self, device: str, dtype: str | None = None) -> Budget:
         """Return the budget that leaves this machine's room on a device, with rates for a dtype. On a GPU the budget
-        includes the context and the reserve; on a card that is a little smaller, it is all that the card has."""
+        includes the context and the reserve; if this machine's own card is a little smaller, the budget is all of that
+        card's bytes."""
         room = self.room
         rates = self.rates(dtype) if dtype else room.rates
         budget = Budget(room.device_bytes, room.host_bytes, room.disk_bytes, rates=rates)
@@ -125,7 +129,7 @@ class Machine:
 
 class MachineRegistry(Registry):
     def add(self, places: Iterable[Path]) -> None:
-        """Add files of machines. Raises ValueError if an entry is wrong, because tables, figures and reports ask every
+        """Add files of machines. Raises ValueError if an entry is wrong, because tables, figures and reports read every
         machine."""
         files = [file.absolute() for file in places]
         for file in files:
@@ -150,18 +154,20 @@ def names(*files: Path) -> list[str]:
 
 
 def load(name: str, *files: Path) -> Machine:
-    """Return the machine of this name. Raises ValueError that names the nearest one, or the entry's wrong fields."""
+    """Return the machine of this name. Raises ValueError that names the nearest machine, or the entry's wrong
+    fields."""
     return entry(Machine, "machine", name, files or REGISTRY.places, EXAMPLE)
 
 
 def plain(name: str) -> str:
-    """Return a GPU's name in the form that machines.yaml, people and the driver share."""
+    """Return a GPU's name in lower case with letters and digits alone: the form in which names of machines.yaml, of
+    people and of the driver agree."""
     return "".join(character for character in name.lower() if character.isalnum())
 
 
 def spelled(name: str) -> str:
-    """Return the entry's name for what people write, such as RTX 4090, 4090, NVIDIA H100, a100-80gb. A name that no
-    entry matches, or several, is returned unchanged."""
+    """Return the name of the entry that people mean by a name such as RTX 4090, 4090, NVIDIA H100, a100-80gb. A name
+    that no entry matches, or several, is returned unchanged."""
     word = plain(name).removeprefix("nvidia").removeprefix("geforce").removesuffix("gb")
     same = [each for each in names() if plain(each) == word]
     ends = [each for each in names() if plain(each).endswith(word)] if len(word) >= LEAST_END else []
@@ -181,7 +187,7 @@ def source(name: str) -> str:
 
 
 def words(name: str) -> str:
-    """Return the options of a call that names the machine."""
+    """Return the options of a call that name the machine and, if a file given by the caller defines it, that file."""
     file = places(REGISTRY.places, EXAMPLE).get(name)
     return shlex.join(["--machine", name, *(["--machines", str(file)] if file in REGISTRY.added else [])])
 

@@ -1,9 +1,9 @@
-"""The device `sim`: a second memory on a CPU with enforced budgets, so that models larger than a device train, and
-fail, on machines without one.
+"""The device `sim`: a second memory on a CPU with enforced budgets, so that models larger than a device train, or fail,
+on machines without a GPU.
 
-sim.cpp is the device. The system's compiler compiles it once, into .venv/sim; the library's file name contains a hash
-of the source and of torch's version. Without a compiler memory_account.py counts the same bytes in Python. A process
-has one sim, started before any tensor is made; starting it imports torch.
+sim.cpp implements the device. The system's compiler compiles it once, into .venv/sim; the library's file name contains
+a hash of the source and of torch's version. Without a compiler memory_account.py counts the same bytes in Python. A
+process has one sim, which is started before any tensor is made; the start imports torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_built() -> bool:
 
 
 def to_build() -> str | None:
-    """Return what build() would compile, for people; None if it exists, or there is no compiler."""
+    """Return what build() would compile, for people; None if the library exists or there is no compiler."""
     return library().to_build()
 
 
@@ -52,7 +52,7 @@ def build() -> None:
 
 
 class Compiled:
-    """The device of sim.cpp, started: `sim` is a device of this process's torch."""
+    """The started device of sim.cpp: `sim` is a device of this process's torch."""
 
     def __init__(self, budget: Budget, pinned_bytes: int | None) -> None:
         import torch
@@ -72,10 +72,10 @@ class Compiled:
 
 
 def start(budget: Budget, pinned_bytes: int | None = None) -> dict[str, str]:
-    """Make `sim` a device of this process's torch; return what enforces each budget.
+    """Make `sim` a device of this process's torch; return the mechanism that enforces each budget.
 
     A memory without a budget has no limit; without a rate of the link copies take no time. From this call on, torch's
-    allocations are counted, and one beyond a budget raises torch.OutOfMemoryError.
+    allocations are counted, and an allocation beyond a budget raises torch.OutOfMemoryError.
     """
     global started
     if is_built():
@@ -112,7 +112,7 @@ def _module(sim: Compiled) -> types.ModuleType:
     module.memory_allocated = lambda device=None: sim.stats()["device_allocated"]
     module.max_memory_allocated = lambda device=None: sim.stats()["device_peak"]
     module.mem_get_info = lambda device=None: torch.accelerator.get_memory_info()
-    # sim draws the CPU's random numbers and computes in its precisions: these functions have nothing to do.
+    # sim draws the CPU's random numbers and computes in the CPU's precisions: these functions have nothing to do.
     module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
     module.get_amp_supported_dtype = list
     return module

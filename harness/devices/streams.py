@@ -1,7 +1,7 @@
-"""Order between a device and its host: streams, events, threads, and the memory they share.
+"""Keeps order between a device and its host: streams, events, threads, and the memory that both share.
 
 The same code runs on a CPU, where a stream has nothing to wait for, and on a CUDA device. The race detector and the
-virtual clock put their own streams and threads into STREAMS and watch the same code.
+virtual clock put streams and threads of their own into STREAMS, and so watch the same code.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class CpuStreams:
 
     stream: Any = HostStream
     current: Any = HostStream
-    # Contexts around work on streams and threads (span) and around taking host memory (taking), which
-    # harness/run/trace.py sets.
+    # The contexts around work on streams and threads (span) and around the allocation of host memory (taking);
+    # harness/run/trace.py sets both.
     span: Any = None
     taking: Any = nullcontext
 
@@ -57,7 +57,7 @@ class CpuStreams:
         """Make a pool of threads of one core each.
 
         torch sets a thread's number of cores at the thread's first parallel work, from a global count that the pool's
-        threads overwrite. So the calling thread, which computes, takes its number first.
+        threads overwrite. So the calling thread, which computes, takes its number before the pool's threads.
         """
         torch.get_num_threads()
         return ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
@@ -68,7 +68,7 @@ class CpuStreams:
 
 
 class CudaStream(torch.cuda.Stream):
-    """A stream whose events let a waiting thread sleep: a spinning one would take a core from the host's Adam."""
+    """A stream whose events let a waiting thread sleep: a thread that spins would take a core from the host's Adam."""
 
     def record_event(self, event: Any = None) -> Any:
         return super().record_event(event or torch.cuda.Event(blocking=True))
@@ -94,7 +94,7 @@ def _start_thread(device_index: int) -> None:
 
 class SimStreams(CpuStreams):
     """Streams of the device sim: queued work runs at once, and a wait for a copy sleeps until the copy would have
-    ended. If sim is only accounted for, its streams are the CPU's (memory_account.py)."""
+    ended. If sim is not compiled but accounted for in Python (memory_account.py), its streams are the CPU's."""
 
     def pool(self, num_threads: int) -> Any:
         """Make a pool as CpuStreams does, after sim's thread for backward passes has taken its number of cores, too.
@@ -130,15 +130,17 @@ class Device:
         self.ranks = Ranks(name, num_ranks)
         self.compute = self.streams.current()
         self.inbound, self.outbound = self.streams.stream(), self.streams.stream()
-        # Parked layers return by a thread of their own: it waits for updates, for which other copies must not wait.
+        # Parked layers return by a thread of their own, because this thread waits for updates, for which other copies
+        # must not wait.
         self.copier, self.returner = self.streams.pool(1), self.streams.pool(1)
         self.workers, self.num_workers = self.streams.workers(num_workers), num_workers
         self._threads: list[Any] = [self.workers, self.returner, self.copier]  # each waits only for those before it
         self.moved_bytes = 0
         self.next_place = itertools.count().__next__  # numbers homes in the order of the forward pass
         self._page_locked: list[torch.UntypedStorage] = []
-        # If memory is unmapped while it is locked, the machine keeps it, and its address cannot be locked again. So a
-        # device that is dropped without __exit__ unlocks its memory, too; until then the list keeps the memory mapped.
+        # If memory is unmapped while it is locked, the machine keeps the memory, and its address cannot be locked
+        # again. So a device that is dropped without __exit__ unlocks its memory, too; until then the list keeps the
+        # memory mapped.
         weakref.finalize(self, unlock, self._page_locked, self.name).atexit = False
 
     def __enter__(self) -> Device:
@@ -163,7 +165,7 @@ class Device:
         return self._threads[-1]
 
     def room(self, numel: int, dtype: torch.dtype, *, host: bool) -> Tensor:
-        """Return a zeroed slab of exactly this size; on the host of a CUDA device it is page-locked. Raises
+        """Return a zeroed slab of exactly this size; on the host of a CUDA device the slab is page-locked. Raises
         torch.OutOfMemoryError if the host's memory cannot be locked."""
         if not host:
             return torch.zeros(numel, dtype=dtype, device=self.name)
@@ -174,7 +176,7 @@ class Device:
 
     def _pages(self, numel: int, dtype: torch.dtype) -> Tensor:
         slab = pages(numel, dtype)
-        # Touch every page now with all cores; otherwise one core would touch them in the first step.
+        # Touch every page now with all cores; otherwise one core would touch all pages in the first step.
         whole = slab.view(torch.uint8).numpy()
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)))
@@ -184,7 +186,7 @@ class Device:
 
     def page_lock(self, memory: torch.UntypedStorage) -> None:
         """Lock host memory for this process's copies until the device is left or dropped; each process that shares the
-        memory must lock it. Raises torch.OutOfMemoryError if there is not enough."""
+        memory must lock it. Raises torch.OutOfMemoryError if not enough memory can be locked."""
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes(), 0))
         if code == NO_MEMORY:
             raise torch.OutOfMemoryError(f"cannot page-lock {memory.nbytes()} bytes of host memory: CUDA error {code}")
@@ -201,7 +203,7 @@ class Device:
 
 
 def unlock(locked: list[torch.UntypedStorage], device: torch.device) -> None:
-    """Unlock host memory after all that is queued on the device, and empty the list."""
+    """Unlock host memory once all work queued on the device is done, and empty the list."""
     if locked:
         torch.cuda.synchronize(device)
     while locked:
@@ -209,8 +211,8 @@ def unlock(locked: list[torch.UntypedStorage], device: torch.device) -> None:
 
 
 def pages(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return host zeros in a mapping of their own. So no two slabs share a page, which could be locked only once; pages
-    can be huge, and take memory at the first touch."""
+    """Return host zeros in a mapping of their own, so that no two slabs share a page, because a page can be locked only
+    once. The mapping's pages can be huge, and take memory at the first touch."""
     mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # this kernel has no huge pages
@@ -220,13 +222,14 @@ def pages(numel: int, dtype: torch.dtype) -> Tensor:
 
 def num_update_threads(device: str) -> int:
     """Return the number of threads for the host's Adam. Beside a GPU two cores are left free, to launch kernels. On a
-    CPU device all cores update: if only one did, all others would wait for its share of each matrix product. Ranks that
-    torchrun starts on one machine share the machine's cores."""
+    CPU device all cores update: if one core updated, the other cores would wait for its share of each matrix product.
+    Ranks that torchrun starts on one machine share the machine's cores."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, cores - 2 if device.startswith("cuda") else cores)
 
 
 def require_device(device: str, engine: str) -> None:
-    """Raise Unavailable if sim is not compiled, but only accounted for in Python: an engine needs a device of torch."""
+    """Raise Unavailable if sim is accounted for in Python instead of compiled, because an engine needs a device of
+    torch."""
     if device == "sim" and not torch.get_device_module(device).is_available():
         raise Unavailable(f"{engine} needs the compiled device sim: try apt-get install g++, then the same call")

@@ -15,7 +15,7 @@ def asked() -> list[str]:
 
     found = [f"{name}=1" for name in VARIABLES if os.environ.get(name) == "1"]
     products: Any = torch.backends.cuda.matmul
-    # torch before 2.9, which a borrowed GPU's machine may bring, has the older switch alone.
+    # torch before 2.9, which a borrowed GPU's machine may have, knows only the older switch.
     name, tf32 = ("fp32_precision", "tf32") if hasattr(products, "fp32_precision") else ("allow_tf32", True)
     if getattr(products, name) == tf32:
         found.append(f"torch.backends.cuda.matmul.{name}")
@@ -23,7 +23,7 @@ def asked() -> list[str]:
 
 
 def check(device: str, dtype: str) -> None:
-    """Raise ValueError if a run in fp32 would compute, or has computed, in TF32."""
+    """Raise ValueError if a run in fp32 will compute, or has computed, in TF32."""
     if (device, dtype) == ("cuda", "fp32") and (found := asked()):
         raise ValueError(
             f"expected matrix products in fp32 for --dtype fp32, got TF32 by {' and '.join(found)}; try without this"

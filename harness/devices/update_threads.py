@@ -1,7 +1,7 @@
 """The optimizer's updates on the host: threads share a layer's update; the layer that is needed first goes first.
 
-An update is cut into chunks. A thread repeatedly takes chunks of the update with the earliest deadline among those
-whose gradient has landed: a slow thread delays no other, and no thread waits for another.
+An update is cut into chunks. A free thread takes the next chunks of the update with the earliest deadline, among
+the updates whose gradient has landed. So a slow thread delays no other thread, and no thread waits for another.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 
 class Update:
-    """An update in `num_chunks` chunks. `landed`: the event of the gradient's arrival; `work` waits for it, so an
-    update is best begun after it."""
+    """An update in `num_chunks` chunks. `landed`: the event of the gradient's arrival. `work` waits for this event, so
+    a thread best begins an update after it."""
 
     def __init__(
         self, number: int, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]
@@ -27,7 +27,7 @@ class Update:
 
 
 class Workers:
-    """The threads that do updates, and the updates that wait for them."""
+    """The threads that do updates, and the updates that wait for a thread."""
 
     def __init__(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
         self._pool, self._num_threads = pool, num_threads
@@ -51,7 +51,7 @@ class Workers:
         with self._lock:
             if not self._waiting:
                 return
-            # If nothing has landed yet, the update asked for first will land first.
+            # If no gradient has landed yet, the gradient of the update asked for first will land first.
             landed = (update for update in self._waiting if update.landed.query())
             update = next(landed, None) or min(self._waiting, key=lambda waiting: waiting.number)
             first, left = update.num_taken, update.num_chunks - update.num_taken
