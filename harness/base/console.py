@@ -36,7 +36,7 @@ class _Readable:
 @contextlib.contextmanager
 def readable_output() -> Iterator[None]:
     """Pass all output in this context through readable(), because logs, records and file names may hold anything."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed stream's number must go to no other file
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed stream's number must not go to another file
         pass
     os.close(handle)
     streams = sys.stdout, sys.stderr

@@ -74,7 +74,7 @@ class Forked:
     def wait(self) -> int:
         if self.returncode is None:
             told = self.started()._control.recv(MESSAGE_BYTES)
-            self.returncode = int(told) if told else -signal.SIGKILL  # the server, which sends the code, was killed
+            self.returncode = int(told) if told else -signal.SIGKILL  # the server, which sends exit codes, was killed
             self._control.close()
         return self.returncode
 

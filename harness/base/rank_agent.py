@@ -98,7 +98,7 @@ class RankAgent:
     def turn(self, seconds: float) -> None:
         """Wait for events, at most this many seconds, and handle all that arrived."""
         for key, _ in self.waiting.select(seconds):
-            if key.fileobj in self.waiting.get_map():  # an earlier handler may have closed it
+            if key.fileobj in self.waiting.get_map():  # an earlier handler may have closed this one
                 key.data()
 
     # ---- A round
@@ -152,7 +152,7 @@ class RankAgent:
             rank.told = -1
 
     def _ended(self, rank: Rank) -> None:
-        rank.signal(signal.SIGKILL)  # kills the rank's children; the number is not reused before waitpid()
+        rank.signal(signal.SIGKILL)  # kills the rank's children; the system reuses no process number before waitpid()
         code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
         while rank.told >= 0:
             self._relay(rank)

@@ -21,7 +21,7 @@ Name = TypeVar("Name", str, int)
 
 
 class Registry:
-    """The folders or files that hold entries of one kind; `own` is this project's."""
+    """The folders or files that hold entries of one kind; `own`: this project's folder or file."""
 
     def __init__(self, kind: str, own: Path) -> None:
         self.kind, self.own = kind, own

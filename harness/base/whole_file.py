@@ -24,7 +24,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with open(temporary, "xb") as file:
-            with contextlib.suppress(OSError):  # no locks on this file system: _remove_left() removes nothing either
+            with contextlib.suppress(OSError):  # without locks on this file system _remove_left() removes nothing
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
             file.flush()

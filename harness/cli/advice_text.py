@@ -19,7 +19,7 @@ from harness.jobs.next_calls import minutes
 
 NUMBERS = ("s a step", "tokens/s", "hours", "MFU", "deepest")
 PLAN = "./run.sh plan"  # beginning of the calls that train nothing
-HERE = "here"  # stands for this machine, where others have a name
+HERE = "here"  # stands in for this machine's name
 
 
 def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None, tokens: float) -> str:

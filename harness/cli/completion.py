@@ -1,4 +1,4 @@
-"""The verb `completion`, and the answers that a shell asks for at each Tab; both are click's."""
+"""The verb `completion`, and the answers that a shell asks for at each Tab; click makes both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import click
 from click.shell_completion import BashComplete, ShellComplete, ZshComplete
 
-NAME, VARIABLE = "run.sh", "_RUN_SH_COMPLETE"  # a shell looks up the completion of ./run.sh by its last part
+NAME, VARIABLE = "run.sh", "_RUN_SH_COMPLETE"  # a shell looks up the completion of ./run.sh under run.sh
 
 
 class _Zsh(ZshComplete):
@@ -36,7 +36,7 @@ def is_asked_for() -> bool:
 
 
 def answer(door: click.Command) -> None:
-    """Print the words that may stand where the Tab was pressed."""
+    """Print the words that complete the word at the Tab."""
     shell = os.environ[VARIABLE].removesuffix("_complete")
     if shell in SHELLS:
         print(SHELLS[shell](door, {}, NAME, VARIABLE).complete())

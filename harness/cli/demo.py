@@ -65,7 +65,7 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
         print(f"left out: {name}: {why}", file=sys.stderr)
     names = [name for name in names if name not in without]
     set_up(results, as_json, names)
-    used = case.profile_of("demo", None)  # after set_up(), which compiles sim: the link's speed depends on that
+    used = case.profile_of("demo", None)  # after set_up(), as the link's speed depends on whether sim is compiled
     with reporter(as_json) as tell:
         finished = []
         for job in [] if is_quick else jobs(used, names):

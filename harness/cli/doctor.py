@@ -90,7 +90,7 @@ def methods(device: str) -> list[tuple[str, str]]:
 
 def measure(workload: Workload, device: str, results: Path) -> None:
     """Measure the rates in a separate process, while no job runs on the device, and save them."""
-    for folder in (results, machine.CALIBRATION.parent):  # if a folder is not writable, fail before the measuring
+    for folder in (results, machine.CALIBRATION.parent):  # fail before the measurement if a folder is not writable
         check_writable(folder)
     print("calibrating", flush=True)
     arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}

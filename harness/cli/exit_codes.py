@@ -16,7 +16,7 @@ BY_STATUS = {
     "crash": CRASH, "killed": CRASH, "oom-device": MEMORY, "oom-host": MEMORY, "does-not-fit": MEMORY,
     "timeout": TIMEOUT, "unavailable": UNAVAILABLE, "interrupted": INTERRUPTED,
 }  # fmt: skip
-SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}  # errors among several jobs, too; other codes are results there
+SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}  # errors even among several jobs, where other codes are results
 
 
 def of_records(records: Sequence[Record], is_sweep: bool) -> int:
@@ -32,8 +32,8 @@ def of_records(records: Sequence[Record], is_sweep: bool) -> int:
 
 
 def of_baseline(held: Sequence[Held], missing: Sequence[str]) -> int:
-    """Return the exit code of `compare --baseline`. A point that trains differently decides first; then one that is
-    missing or could not be compared; then one that is slower."""
+    """Return the exit code of `compare --baseline`. A point that trains differently decides first; then a point that is
+    missing or could not be compared; then a slower point."""
     if any(one.trains_otherwise for one in held):
         return GATE_FAILED
     if missing or not held or not all(one.is_compared for one in held):

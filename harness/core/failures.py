@@ -49,8 +49,8 @@ CHILD_KILLED = re.compile(r"killed by signal|exited unexpectedly|terminated abru
 # Messages of a rank that could no longer reach another one.
 LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted")
 NOT_FINITE = re.compile(r"\b(nan|infs?|infinite|non-?finite|not finite)\b", re.IGNORECASE)
-# The name of each size in the evidence, and a pattern that finds the size in a message; of a name's matches the first
-# counts.
+# For each size: its name in the evidence, and a pattern that finds the size in a message. If several patterns of a name
+# match, the first counts.
 SIZES = (
     ("asked_bytes", r"(?:tried|unable) to (?:allocate|mmap) ([\d.]+) ?(bytes|[KMGTPE]iB)"),
     ("in_use_bytes", r"(\d+) of \d+ (bytes) in use|([\d.]+) (\w+) is allocated by PyTorch"),
@@ -118,7 +118,7 @@ class End:
 
     phase: str
     code: int = 0  # exit code of the process; negative: a signal
-    stopped: str = ""  # why the parent ended it: "deadline", "silence", "interrupt"
+    stopped: str = ""  # the parent's reason to stop the worker: "deadline", "silence", "interrupt"
     seconds: float = 0.0  # time limit of the run
     oom_kills: int = 0  # processes that the kernel killed in the worker's memory group during the run
     owns_group: bool = False  # True: the memory group held this worker alone

@@ -25,7 +25,7 @@ from harness.core.anatomy import anatomy_of
 from harness.core.job import BETAS, EPSILON, NUM_LOGITS, WEIGHT_DECAY, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# A model's function of each logit; it returns the new logits and its slopes.
+# A model's function of each logit; it returns the new logits and the function's slopes.
 Bend = Callable[[Tensor], tuple[Tensor, Tensor | float]]
 DRAWN_AT_ONCE = 2**18  # elements in a block of starting values; a multiple of 16: torch draws 16 numbers at once
 
@@ -68,7 +68,7 @@ class Ends(nn.Module):
         self.lnf = nn.LayerNorm(workload.hidden_size)
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """(B, T) token ids to (B, T, D)."""
+        """Map (B, T) token ids to (B, T, D)."""
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         return F.dropout(self.wte(inputs) + self.wpe(positions), self.dropout)
 
@@ -129,7 +129,7 @@ class HeadLoss(torch.autograd.Function):
             else:  # under autocast the dtypes differ
                 dx[block] = dlogits @ weight
             dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
-            del dlogits  # free it before the next block
+            del dlogits  # free the block's gradients before the next block
         ctx.gradients = dx, dweight
         return total
 
@@ -169,7 +169,7 @@ class GPT(nn.Module):
         return self.loss(self.embed(inputs), targets, scale)
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """(B, T) token ids to (B, T, D)."""
+        """Map (B, T) token ids to (B, T, D)."""
         return self.ends.embed(inputs)
 
     def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
@@ -201,7 +201,8 @@ def drawn_blocks(
     may lack room for a whole embedding. `at_once`: elements of a block, a multiple of 16."""
     numel, draw = shape.numel(), _drawing(name, workload)
     room = torch.empty(min(numel, 2 * at_once))
-    # torch draws 16 numbers at once, and draws the last 16 of a tensor again: so the last block takes in a short rest.
+    # torch draws 16 numbers at once, and draws the last 16 of a tensor again: so a rest shorter than a block joins the
+    # last block.
     for start in range(0, max(1, numel - at_once + 1), at_once):
         left = numel - start
         yield start, draw(room[: left if left < 2 * at_once else at_once])

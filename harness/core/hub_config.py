@@ -65,7 +65,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def text_of(config: dict[str, Any]) -> str:
-    """Return the configuration as a Workload holds it."""
+    """Return the configuration as the text that a Workload holds, without the fields of LEFT_OUT."""
     return json.dumps({name: value for name, value in config.items() if name not in LEFT_OUT}, sort_keys=True)
 
 

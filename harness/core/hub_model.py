@@ -47,7 +47,7 @@ class HubModel(nn.Module):
         self.recompute(reentrant=False)
 
     def recompute(self, *, reentrant: bool) -> None:
-        """Checkpoint every layer, by torch's reentrant implementation or by its newer one."""
+        """Checkpoint every layer, by torch's reentrant implementation of checkpoints or by the newer one."""
         _base(self).activation_checkpointing_enable({"use_reentrant": reentrant})
 
     @property
@@ -65,7 +65,7 @@ class HubModel(nn.Module):
         return _head_loss(self, _base(self)(input_ids=inputs, use_cache=False)[0], targets, scale)
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """(B, T) token ids to (B, T, D), by the embedding table alone."""
+        """Map (B, T) token ids to (B, T, D), by the embedding table alone."""
         embedded: Tensor = _base(self).get_input_embeddings()(inputs)
         return embedded
 
@@ -85,7 +85,7 @@ class HubModel(nn.Module):
 
 
 class HubEnds(nn.Module):
-    """The model before its first layer and after its last."""
+    """The modules of the model before its first layer and after its last."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ class HubEnds(nn.Module):
         _adopt(self, causal)
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """(B, T) token ids to (B, T, D); ids without memory go through the embedding table alone, which gives the right
-        shape."""
+        """Map (B, T) token ids to (B, T, D). Ids without memory go through the embedding table alone, which gives the
+        right shape."""
         base = _base(self)
         if inputs.is_meta:  # the model's loop may choose a mask by the ids, which have no values here
             shaped: Tensor = base.get_input_embeddings()(inputs)
@@ -339,7 +339,7 @@ def _layers(module: Any) -> nn.ModuleList:
 
 
 def _take_out(causal: Any) -> nn.ModuleList:
-    """Return the model's layers, and leave it without any."""
+    """Remove the model's layers from the model, and return the layers."""
     base = causal.base_model
     name = _list_name(base)
     layers: nn.ModuleList = base._modules[name]

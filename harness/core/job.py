@@ -20,7 +20,7 @@ from harness.core.rates import Rates
 
 GIB = 2**30
 MOST = 10**9  # upper bound of every count, so that products stay finite
-MOST_LAYERS = 2**20  # upper bound of num_layers: a method plans layer by layer
+MOST_LAYERS = 2**20  # upper bound of num_layers, because methods plan layer by layer
 MOST_PLANNED = 1e100  # upper bound of a plan's bytes: above any product of counts, far below the largest float
 # The memories of a plan, and the kinds of bytes that a plan counts in each memory.
 MEMORIES = ("device", "host", "disk")
@@ -59,7 +59,7 @@ class Workload:
     num_heads: int = 16  # attention heads of each layer
     seq_len: int = 1024  # tokens of a sample
     batch_size: int = 4  # samples of a step
-    micro_batches: int = 1  # equal parts of a batch; they are trained one after the other, their gradients summed
+    micro_batches: int = 1  # equal parts of a batch, trained one after the other; their gradients are summed
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128
     dtype: str = "fp32"  # dtype of weights and gradients: fp32, bf16 or fp16; master weights and moments are fp32
     dropout: float = 0.0  # the published runs used 0.1; 0 lets every method be compared to the last bit
@@ -69,7 +69,7 @@ class Workload:
     corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None: the synthetic stream
     model: str | None = None  # name of the model in `config`, for people
     config: str | None = None  # a model's config.json (harness/core/hub_config.py); None: the published GPT
-    weights: str | None = None  # folder of safetensors with starting weights, if config is set; None: drawn by the seed
+    weights: str | None = None  # folder of safetensors with starting weights, if config is set; None: seeded values
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):

@@ -93,7 +93,7 @@ def _billions(num_params: int) -> str:
 
 
 def _since_the_third_step(batch_size: int, step_seconds: list[float]) -> str:
-    """Return the speed as DeepSpeed's timer prints it."""
+    """Return the line of DeepSpeed's timer, whose speed is the mean over all steps but the first two."""
     counted = step_seconds[2:] or step_seconds
     now = time.time()
     clock = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(now))},{int(now % 1 * 1000):03d}"

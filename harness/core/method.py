@@ -79,7 +79,7 @@ class Trained(NamedTuple):
 
     tensors: Iterable[TensorState]
     moved_bytes: int = 0  # bytes copied between device and host
-    schedule: dict[str, Any] = {}  # noqa: RUF012 of several models: `num_models`, and the order of turns
+    schedule: dict[str, Any] = {}  # noqa: RUF012 if several models train: `num_models`, and the order of turns
     others: Sequence[OtherModel] = ()
     peaks: dict[str, int] = {}  # noqa: RUF012 largest peaks, in bytes, of the processes that a method starts
 
@@ -87,7 +87,7 @@ class Trained(NamedTuple):
 Training = Generator[Step, None, Trained]
 
 
-RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # what a method's functions must return, by name
+RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # types that functions must return, by name
 
 
 class Method(ABC):

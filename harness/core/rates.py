@@ -37,7 +37,7 @@ NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 class Rates:
     """Achieved rates, not those of a data sheet; a rate that is not given is infinite."""
 
-    device_flops_per_second: float  # compute of a step, counted as in Workload.flops_per_step
+    device_flops_per_second: float  # FLOPs of a step, counted as in Workload.flops_per_step
     forward_share: float = 0.25  # the forward pass's share of compute time, with every layer recomputed
     device_bytes_per_second: float = math.inf  # bytes that the device's Adam reads and writes
     inbound_bytes_per_second: float = math.inf  # host to device, page-locked memory

@@ -100,7 +100,7 @@ class Record:
     bit_exact: bool = False  # True: the method promises the reference's bits on a CPU in this dtype
     is_exact: bool = True  # False: by design the method trains differently from the reference
     tensors: dict[str, Tensor] = field(default_factory=dict)  # changes of each trained tensor, by its name
-    others: list[Other] = field(default_factory=list)  # if several models trained, all but the first
+    others: list[Other] = field(default_factory=list)  # if several models trained, all models but the first
     gate: Gate = Gate()  # whether the method trained as the reference does
 
     @property

@@ -47,7 +47,7 @@ PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
 @functools.cache
 def facts() -> dict[str, Any]:
-    """Return CPU, cores and memory that this process may use, GPU and driver."""
+    """Return the machine's facts: CPU, cores and memory that this process may use, GPU and driver."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
@@ -93,7 +93,7 @@ def checked() -> dict[str, str]:
 
 
 def host_bytes() -> int:
-    """Return the memory that this process may use: the machine's, or the least limit of its memory groups."""
+    """Return the memory that this process may use: the machine's memory, or the least limit of its memory groups."""
     group = cgroup.current()
     limit = group.limit_bytes() if group else None
     return min(psutil.virtual_memory().total, limit or 2**63)

@@ -160,7 +160,7 @@ class Device:
         return UNNOTED if note is None else note(getattr(self, track, None), track, work, of)
 
     def threads(self, num_threads: int) -> Any:
-        """Make more host threads, shut down with the device."""
+        """Make a pool of more host threads, which the device shuts down when it is left."""
         self._threads.append(self.streams.pool(num_threads))
         return self._threads[-1]
 

@@ -57,7 +57,7 @@ def _title(event: dict[str, Any]) -> str:
 
 
 def _rates_text(job: Job) -> str:
-    """Return the learning rates of the first and the last step, because in a short run all steps are in warm-up, far
+    """Return, as text, the learning rates of the first and the last step. In a short run both steps are in warm-up, far
     below the peak."""
     first, last = (f"{job.workload.learning_rate_at(step):.3g}" for step in (1, job.steps))
     return f"{first} to {last} (peak {job.workload.learning_rate:g})"

@@ -19,7 +19,7 @@ LAYERS, BATCH, SEQ, TOKENS = OF = ("layers", "batch", "seq", "tokens")
 OPTIONS = {LAYERS: "num_layers", BATCH: "batch_size", SEQ: "seq_len", TOKENS: "batch_size"}
 UNITS = {LAYERS: "layers", BATCH: "samples", SEQ: "tokens a sample", TOKENS: "tokens a step"}
 STEPPED = (SEQ, TOKENS)  # counted in steps
-STEPS = 32  # least number of steps in the number of tokens that should fit
+STEPS = 32  # fewest steps in the tokens that should fit
 
 
 def parts_of(micro_batches: int, num_ranks: int) -> int:

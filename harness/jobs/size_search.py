@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-GALLOP = 0.03  # first stride, as a share of the guess; 5 trials on average if the guess is 10 % off
+GALLOP = 0.03  # first stride, as a share of the guess; a search takes 5 trials on average if the guess is 10 % off
 REFINED_FROM = 8  # smallest guess that is refined; below it the search without refinement is shorter
 MAX_TRIALS = 40
 

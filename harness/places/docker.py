@@ -239,7 +239,7 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
 
 
 def memory_limit(job: Job) -> int | None:
-    """Return the container's memory limit, swap included: the worker's limit, and memory for the worker's parent."""
+    """Return the container's memory limit, swap included: the worker's limit plus memory for the worker's parent."""
     wall = budgets.wall_bytes(job)
     return wall + WATCHER_BYTES if wall else None
 

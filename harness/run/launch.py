@@ -78,7 +78,7 @@ def environment(job: Job) -> dict[str, str]:
 
     On a CPU one thread computes small layers; ranks share the cores. CUDA numbers GPUs as NVML does. On CUDA torch's
     allocator grows its segments instead of adding new ones, which leaves fewer fragments. Such segments cannot be
-    shared with another process, which no method needs.
+    shared with another process, but no method needs to share any.
     """
     chosen = dict(GPU_ORDER)
     if job.device == "cuda" and not machine.allocator_settings():
@@ -134,11 +134,11 @@ class Watch:
         self.listed = 0.0  # time at which the processes were listed last
         self.events = Events("start", self._take)
         self.rank: dict[str, Any] = {}  # the event of the rank that ended the others
-        self.executed: list[str] = []  # files that the worker executed, as it tells them after its training
-        self.record: Record | None = None  # the worker's record, unfinished and on no disk until complete()
+        self.executed: list[str] = []  # files that the worker executed, as the worker reports them after training
+        self.record: Record | None = None  # the worker's record, unfinished and not written until complete()
         self.started = time.time()
         self.began = self.last_event = self.signalled = time.monotonic()  # monotonic: the clock may be set
-        self.stopped = ""  # why this process stopped the worker, as in failures.End; "": it did not
+        self.stopped = ""  # why this process stopped the worker, as in failures.End; "" if it did not
         self.interrupted = False
         self.broken: BrokenPipeError | None = None  # set when the report's reader is gone
         self.shm_free_bytes: int | None = None

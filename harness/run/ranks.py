@@ -182,7 +182,7 @@ def end_all(processes: list[psutil.Process], seconds: float) -> None:
 
 
 def rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
-    """Run one rank; return its exit code. SIGINT lets it finish its record."""
+    """Run one rank; return its exit code. After SIGINT the rank still finishes its record."""
     os.environ |= environment
     signal.signal(signal.SIGINT, interrupt_once)
     number, local, local_ranks = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))

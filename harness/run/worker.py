@@ -196,7 +196,7 @@ class Run:
 
         try:
             while True:
-                # Watch the second step if it is warm-up, because the first one's duration is reported to the user.
+                # Watch the second step if it is warm-up, because the first step's duration is reported to the user.
                 if len(self.clock.marks) == 2 <= self.job.warmup:
                     with Kernels() as kernels:
                         step: Step = next(training)
