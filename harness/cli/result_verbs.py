@@ -94,7 +94,8 @@ def verify(results: Path, against: str | None, machine: str | None, as_json: boo
 def compare(words: tuple[str, ...], results: Path, baseline: str | None, as_json: bool) -> None:
     """Compare the throughput of A and B: each a record, a folder of results, a commit, or METHOD[:option=value,...].
 
-    Exit code 1: they cannot be compared. With --baseline also 5: A trains otherwise; 8: it trains the same, but slower.
+    Exit code 1: A and B cannot be compared. With --baseline also 5: A trains otherwise; 8: A trains the same, but
+    slower.
     """
     from harness.evidence import baseline as held_against
     from harness.evidence.compare import run
@@ -140,10 +141,10 @@ def bundle(results: Path, out: Path | None) -> None:
 @options.results
 @options.added
 def add(source: Path, results: Path) -> None:
-    """Add results that others send to one's own. They are checked, and judged again from their records.
+    """Add results that others send to one's own. The results are checked, and judged again from their records.
 
-    FILE is an archive that `bundle` wrote, FOLDER a folder of results. Exit code 2: a part of it is wrong, or nothing
-    in it is new; nothing was written.
+    FILE is an archive that `bundle` wrote, FOLDER a folder of results. Exit code 2: a part of the results is wrong, or
+    none is new; nothing was written.
     """
     from harness.report.add import add as taken
 

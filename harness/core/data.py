@@ -19,7 +19,7 @@ from harness.core.job import Workload
 
 MOST_HASHED = 1024  # most samples that corpus_hash() reads: a disk takes about a second for 1024 seeks
 MAX_TOKEN = 50257  # number of GPT-2's tokens; ids that only pad the vocabulary are never drawn
-FOLLOW = 0.5  # chance that a token follows from the one before it
+FOLLOW = 0.5  # chance that a token follows from the previous token
 MULTIPLIER, OFFSET = 12_289, 7_919  # the successor of a token is an affine map of its id
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

@@ -93,7 +93,7 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int], folde
         is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
         reason = f"{_text(error)} at {phase}{line_in(folder, error)[:TEXT_LENGTH]}; its log has the traceback"
         return ended("crash", "numeric" if is_numeric else "exception", reason)
-    # If only a package is missing, the outermost error tells more: it may name the command that installs the package.
+    # The outermost error tells more if only a package is missing: it may name the command that installs the package.
     cause, kind = next((pair for pair in told if pair[1].status != "unavailable"), told[-1])
     evidence: dict[str, Any] = {"class": "rlimit"} if kind.resource == "host" and "host_limit_bytes" in memory else {}
     if cause is not error:

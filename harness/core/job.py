@@ -221,8 +221,8 @@ class Workload:
         return self.clip_norm > 0 or self.dtype == "fp16"
 
     def learning_rate_at(self, step: int) -> float:
-        """Learning rate of the published schedule; `step` counts from 1, steps that fp16 skips included. By default
-        steps 10 and 50 have 4.687e-07 and 2.344e-06."""
+        """Learning rate of the published schedule; `step` counts from 1, steps that fp16 skips included. By default the
+        rate is 4.687e-07 at step 10 and 2.344e-06 at step 50."""
         if step <= LR_WARMUP_STEPS:
             return self.learning_rate * step / LR_WARMUP_STEPS
         floor = min(MIN_LEARNING_RATE, self.learning_rate)

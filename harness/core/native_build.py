@@ -34,8 +34,8 @@ def has_header(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library in `folder`, compiled from the first of its sources. Its file name changes with any of the
-    sources and with `parts`."""
+    """A shared library in `folder`, compiled from the first of its sources. The library's file name changes with any of
+    the sources and with `parts`."""
 
     what: str  # the library's name for people
     seconds: int  # rough duration of compiling

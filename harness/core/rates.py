@@ -51,8 +51,8 @@ class Rates:
     disk_write_bytes_per_second: float = math.inf  # writes to the files that hold state
     disk_duplex_share: float = 1.0  # rate of reading and writing at once, as a share of the sum of both alone
     exchange_bytes_per_second: float = math.inf  # bytes that a device sends to others while it receives as many
-    # Rate of the head, which computes its loss and gradients together after the forward pass. If this rate is known,
-    # the first two rates are the layers' alone; else they cover all compute.
+    # Rate of the head, which computes its loss and gradients together after the forward pass. The first two rates are
+    # the layers' alone if this rate is known; else they cover all compute.
     head_flops_per_second: float | None = None  # compute of the head
     is_host: bool = False  # True: the device computes on the host's cores, so updates and compute take turns
 

@@ -1,10 +1,10 @@
 """A method's identity: a hash of its file, of the code that the file imports, directly or not, and of the SHARED files.
 
-The closure is read from the source. It holds every imported module of harness/, of methods/ or of the method's own
-folder, also if a function or import_module() imports it, but not under TYPE_CHECKING. It also holds each C++ or Python
-file that a module of the closure names and that lies beside this module. An installed package counts by its version; a
-package elsewhere on Python's path counts by its code and by the packages that it imports. A run that executes code
-outside the closure has no verdict.
+The closure, which is read from the source, holds every imported module of harness/, of methods/ or of the method's own
+folder, also if a function or import_module() imports it, but not under TYPE_CHECKING. The closure also holds each
+C++ or Python file that a module of the closure names and that lies beside this module. An installed package counts by
+its version; a package elsewhere on Python's path counts by its code and by the packages that it imports. A run that
+executes code outside the closure has no verdict.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ outputs on the device, as does a factory with device="sim". While a Tracker is a
 report sim as their device, and .to() copies between the two memories. The account works on real tensors and, for memory
 rehearsals, on FakeTensors.
 
-Source of the idea: torch.distributed._tools.MemTracker; this account knows two memories. It adds 10 us to each
-operation (2-core EPYC); a small operation itself takes 2 us.
+Source of the idea: torch.distributed._tools.MemTracker; this account knows two memories. This account adds 10 us to
+each operation (2-core EPYC); a small operation itself takes 2 us.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class SimStreams(CpuStreams):
     def pool(self, num_threads: int) -> Any:
         """Make a pool as CpuStreams does, after sim's thread for backward passes has taken its number of cores, too.
 
-        With another number of cores, sums in a backward pass would round differently from the CPU's.
+        Sums in a backward pass would round differently from the CPU's with another number of cores.
         """
         one = torch.ones((), device="sim", requires_grad=True)
         one.register_hook(lambda grad: torch.get_num_threads() and None)
@@ -138,9 +138,9 @@ class Device:
         self.moved_bytes = 0
         self.next_place = itertools.count().__next__  # numbers homes in the order of the forward pass
         self._page_locked: list[torch.UntypedStorage] = []
-        # If memory is unmapped while it is locked, the machine keeps the memory, and its address cannot be locked
-        # again. So a device that is dropped without __exit__ unlocks its memory, too; until then the list keeps the
-        # memory mapped.
+        # The machine keeps memory that is unmapped while it is locked, and the memory's address cannot be locked again.
+        # So a device that is dropped without __exit__ unlocks its memory, too; until then the list keeps the memory
+        # mapped.
         weakref.finalize(self, unlock, self._page_locked, self.name).atexit = False
 
     def __enter__(self) -> Device:

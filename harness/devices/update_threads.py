@@ -51,7 +51,7 @@ class Workers:
         with self._lock:
             if not self._waiting:
                 return
-            # If no gradient has landed yet, the gradient of the update asked for first will land first.
+            # The gradient of the update asked for first will land first if no gradient has landed yet.
             landed = (update for update in self._waiting if update.landed.query())
             update = next(landed, None) or min(self._waiting, key=lambda waiting: waiting.number)
             first, left = update.num_taken, update.num_chunks - update.num_taken

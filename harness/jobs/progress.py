@@ -219,7 +219,7 @@ def few_steps(record: Record) -> str:
     num, warmup = len(record.timed_seconds), record.job.warmup
     if record.samples_per_second is None or num >= FEWEST_TIMED or record.origin != "run":
         return ""
-    # If warm-up leaves one step, more steps also allow more warm-up, up to the default.
+    # More steps also allow more warm-up, up to the default, if warm-up leaves one step.
     grown = max(warmup, Job.warmup) if warmup == record.job.steps - 1 else warmup
     steps = record.schedule.get("resumed_steps", 0) + grown + FEWEST_TIMED
     return f"{num} step{'s' * (num > 1)} timed after {warmup} of warm-up, too few; try --steps {steps}"

@@ -2,7 +2,7 @@
 the probes.
 
 The memory that a job needs grows with its size, so there is an edge: smaller sizes pass, larger ones fail. The search
-starts at a guess. Its first stride is 3 % of the guess; strides double until the edge is between two probes, then the
+starts at a guess. The first stride is 3 % of the guess; strides double until the edge is between two probes, then the
 bracket is halved. Two small runs may refine the guess first (then strides start at one): their bytes beyond the plan
 are extrapolated, by memory and phase. Real edges may be blurred (a size that both passed and failed) or out of order (a
 failure below a pass). Then the answer is an interval: every trial up to its lower end passed, every trial from its

@@ -164,7 +164,7 @@ class Watch:
         order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "locks": locks,
                  "folders": list(map(str, folders))}  # fmt: skip
         assert self.process.stdin
-        # If the worker is dead already, writing fails, and follow() notices.
+        # Writing fails if the worker is dead already, and follow() notices that.
         with contextlib.suppress(OSError):
             if self.wall:
                 self.wall.enter(self.process.pid)  # before the worker gets the order and takes memory

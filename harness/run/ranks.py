@@ -46,8 +46,8 @@ def num_local_ranks(job: Job) -> int:
 
 
 class JobAgent(OneRound):
-    """The agent of a job's ranks on this machine. The parent sends the job on standard input. When standard input
-    closes, because the parent is gone, the agent interrupts the ranks."""
+    """The agent of a job's ranks on this machine. The parent sends the job on standard input. The agent interrupts the
+    ranks when standard input closes, because the parent is gone."""
 
     def __init__(self) -> None:
         self.order = json.loads(sys.stdin.readline())

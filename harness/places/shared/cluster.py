@@ -17,7 +17,7 @@ from harness.core.record import Record
 from harness.places.shared.place import place_record, write_end
 from harness.run.ranks import followed
 
-# For each status of a record, the statuses that replace it if the cluster names the job's end so.
+# For each status of a record, the cluster's statuses that replace it.
 BETTER_KNOWN = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}
 PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # the characters that an option's text may have
 
@@ -91,8 +91,8 @@ def complete(
     None, it is a record of the job's end.
 
     `place` tells where the job ran. The cluster's evidence is added unless the job ended well. The cluster's name of
-    the end is added if better_known(). Without a nodes' record, the log gets the output `said` of the job's programs,
-    and the record gets the fields `seen`.
+    the end replaces the record's if better_known() returns it. Without a nodes' record, the log gets the output `said`
+    of the job's programs, and the record gets the fields `seen`.
     """
     path = Path(f"{stem}.json")
     if record:

@@ -1,5 +1,5 @@
-"""A node's part of a job under torchrun, which starts one process of this module on each node: it runs the node's
-ranks.
+"""A node's part of a job under torchrun, which starts one process of this module on each node; the process runs the
+node's ranks.
 
     torchrun ... --nproc-per-node 1 -m harness.places.shared.torchrun_node ORDER
 
