@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 # torch.utils.checkpoint imports torch._dynamo at its first call; a worker's record needs both modules of pydantic.
 IMPORTS = ("torch", "torch._dynamo", "pydantic.dataclasses", "pydantic.type_adapter")
-MASKED = (signal.SIGINT, signal.SIGTERM)  # signals blocked until a fork has the handlers of a new process
+MASKED = (signal.SIGINT, signal.SIGTERM)  # signals that stay blocked until a fork has a new process's handlers
 MESSAGE_BYTES, MOST_DESCRIPTORS = 2**20, 16
 LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 START_SECONDS = 120.0  # most seconds until a fork starts; torch's import takes 2 s on an idle core

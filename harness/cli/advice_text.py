@@ -18,7 +18,7 @@ from harness.jobs.command import command, size_text
 from harness.jobs.next_calls import minutes
 
 NUMBERS = ("s a step", "tokens/s", "hours", "MFU", "deepest")
-PLAN = "./run.sh plan"  # beginning of the calls that train nothing
+PLAN = "./run.sh plan"  # start of the calls that only plan
 HERE = "here"  # stands in for this machine's name
 
 

@@ -69,7 +69,7 @@ size_options = options.together(
 
 
 def _methods(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return completions of a method's name for a shell's Tab; in a list (a,b), of the last name."""
+    """Return completions of a method's name at a shell's Tab; in a list (a,b), completions of the last name."""
     before = incomplete[: incomplete.rfind(",") + 1]
     return [before + name for name in method.names() if name.startswith(incomplete.removeprefix(before))]
 

@@ -117,8 +117,8 @@ def search(context: click.Context) -> None:
 @job_options
 @click.pass_context
 def largest(context: click.Context, of: str, **words: Any) -> None:
-    """Find the largest size that each method trains in these budgets, and what fails above it. A given -l, -b or --seq
-    is the upper limit of the search if it is the size that is searched.
+    """Find the largest size that each method trains in these budgets, and what fails above it. The search's upper limit
+    is the -l, -b or --seq of the size that is searched, if given.
 
     Every probe is a run with a record: the same call continues an interrupted search, or shows the table.
     """

@@ -72,7 +72,7 @@ class Anatomy:
 
     @cached_property
     def end_parts(self) -> list[int]:
-        """Number of parameters of both ends together if they share a tensor, else of the embedding and of the head."""
+        """Numbers of parameters: [both ends together] if the ends share a tensor, else [embedding, head]."""
         parts = [self.ends] if self.is_tied else [self.embedding, self.head]
         return [sum(map(math.prod, part.values())) for part in parts]
 

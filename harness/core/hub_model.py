@@ -197,7 +197,7 @@ class StandIn(nn.Module):
 
     def __init__(self, layer: nn.Module, heard: list[dict[str, Any]]) -> None:
         super().__init__()
-        object.__setattr__(self, "layer", layer)  # no child module: the layer's parameters are not the stand-in's
+        object.__setattr__(self, "layer", layer)  # no child: the layer's parameters are not the stand-in's
         self.heard = heard
 
     def __getattr__(self, name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.core.job import Job
 
-INTERVAL = 10  # steps between two lines of a log
+INTERVAL = 10  # steps between two metric lines of a log
 # The dialect plain: the published metric lines, but with other words where the artifact's scripts look for theirs, so
 # that those scripts leave the reference's runs out of their tables.
 PLAIN_WORDS = {

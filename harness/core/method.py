@@ -264,8 +264,8 @@ def reference(folders: tuple[Path, ...] = ()) -> str:
 
 
 def largest_depth(fits: Callable[[int], bool]) -> int:
-    """Return the layers of the deepest model that fits, by doubling and bisection; 0 if one layer does not fit. Assumes
-    that needs grow with depth."""
+    """Return the number of layers of the deepest model that fits, by doubling and bisection; 0 if one layer does not
+    fit. Assumes that needs grow with depth."""
     high = 1
     while fits(high):
         if high == MOST_LAYERS:

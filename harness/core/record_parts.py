@@ -57,7 +57,7 @@ class MachineFacts(TypedDict, total=False):
     affinity: str  # the cores that the run might use, such as 0,2-3; left out if it might use all
     environment: str  # the caller's variables that change kernels or threads, such as OMP_NUM_THREADS=2
     host_bytes: int  # bytes of host memory that the run might use
-    ranks: list[dict[str, Any]]  # number and peak of each rank
+    ranks: list[dict[str, Any]]  # number, node and peak bytes of each rank
 
 
 class SoftwareFacts(TypedDict, total=False):

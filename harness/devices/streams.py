@@ -136,7 +136,7 @@ class Device:
         self.workers, self.num_workers = self.streams.workers(num_workers), num_workers
         self._threads: list[Any] = [self.workers, self.returner, self.copier]  # each waits only for those before it
         self.moved_bytes = 0
-        self.next_place = itertools.count().__next__  # numbers homes in the order of the forward pass
+        self.next_place = itertools.count().__next__  # gives homes their numbers, in the order of the forward pass
         self._page_locked: list[torch.UntypedStorage] = []
         # The machine keeps memory that is unmapped while it is locked, and the memory's address cannot be locked again.
         # So a device that is dropped without __exit__ unlocks its memory, too; until then the list keeps the memory

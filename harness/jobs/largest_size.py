@@ -178,8 +178,8 @@ def memory_of(record: Record) -> str:
 
 
 def measured(record: Record) -> dict[str, int]:
-    """Return the peak bytes of each memory, as its budget counts them. The host's peak counts tensors alone if the
-    device accounts for them, as sim does; else the whole process or, with several ranks, the ranks' average."""
+    """Return the peak bytes of each memory, as the memory's budget counts them. The host's peak counts tensors alone if
+    the device accounts for them, as sim does; else the whole process or, with several ranks, the ranks' average."""
     peaks = record.peaks
     sizes = {
         "device": peaks.get("device_reserved") or peaks.get("device_allocated", 0),

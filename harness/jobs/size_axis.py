@@ -76,7 +76,7 @@ class SizeAxis:
 
     @property
     def _whole(self) -> int:
-        """Return the size at which one sample of each part has all of its tokens, --seq."""
+        """Return the size at which the samples, one for each part, reach the length --seq."""
         return -(-self.asked.seq_len // self.step)
 
     def amount(self, number: int) -> int:

@@ -329,8 +329,8 @@ class Kubernetes(Place):
     def manifest(
         self, job: Job, order: dict[str, Any], code: tuple[bytes, list[str]], name: str, call: str, has_jobsets: bool
     ) -> list[dict[str, Any]]:
-        """Return a job's documents: the JobSet or Job, the ConfigMap with the order and the code and, so that the pods
-        of a Job find one another, a Service."""
+        """Return a job's documents: the JobSet or Job, the ConfigMap with the order and the code and, for a Job of
+        several pods, the Service by which the pods find one another."""
         nodes = self._num_nodes(job)
         labels = {LABEL: name, CALL: call}
         metadata = {"name": name, "labels": labels}

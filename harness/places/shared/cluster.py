@@ -78,8 +78,8 @@ def killed(phase: str, text: str) -> Failure:
 
 
 def unavailable(text: str, name: str) -> Failure:
-    """Return the end of a job that the cluster cannot run. `name`: the class of the evidence, which is the thing that
-    the cluster lacks."""
+    """Return the end of a job that the cluster cannot run. `name`: the thing that the cluster lacks, as the class of
+    the evidence."""
     return ended("unavailable", name, text)
 
 

@@ -147,7 +147,7 @@ class PodJob:
         self.is_deleted = False
         self.began = time.monotonic()
         builds = [log_lines.BUILD_LOG.format(each) for each in (job.method, "sim")]
-        self.texts = (f"{stem.name}.txt", *builds)  # names of the files that get the first pod's texts
+        self.texts = (f"{stem.name}.txt", *builds)  # names of the files to which the first pod's texts are written
 
     def take(self, pods: list[PodState], open_log: Callable[[str], Any], image: str, wait: float) -> None:
         """Take the states of the job's pods, and read the pods' logs. Set `end` if the job cannot start. `wait`: the
