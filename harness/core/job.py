@@ -362,7 +362,7 @@ class Job:
     budget: Budget = Budget()  # what the run may use
     device: str = "cpu"  # cpu, cuda, or sim: a CPU with a second memory (harness/devices/sim.py)
     steps: int = 20  # number of steps, warm-up included
-    warmup: int = 5  # number of first steps that are not timed
+    warmup: int = 5  # number of steps at the start that are not timed
     trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; no part of the key
     save: str | None = field(default=None, compare=False)  # folder for the trained weights; no part of the key
 

@@ -3,7 +3,7 @@
 A whole model has `layers`, embed() for token ids and loss() for embedded tokens. The two ends have embed() and loss().
 A layer maps (B, T, D) to (B, T, D). The whole model and its parts name their parameters alike, the ends' first.
 
-Shapes: B batch, T tokens, D hidden.
+`Without memory` means parameters on torch's meta device. Shapes: B batch, T tokens, D hidden.
 """
 
 from __future__ import annotations

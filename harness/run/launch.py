@@ -33,7 +33,7 @@ from harness.run import ranks, scratch
 
 SAMPLE_SECONDS = 0.1
 LIST_SECONDS = 1.0  # seconds between lists of the worker's children; a list takes 1.5 ms of the cores that train
-GRACE_SECONDS = 20.0  # seconds from the signal that stops a worker until it is killed
+GRACE_SECONDS = 20.0  # seconds from the signal that stops a worker until the worker is killed
 AFTER_TRAINING = ("drain", "inspect", "done")  # phases after training, whose memory does not count
 # Statuses that a stopped worker may report: an import that the stop interrupts may raise any exception.
 AFTER_A_STOP = ("interrupted", "crash", "unavailable")
@@ -322,7 +322,7 @@ class Watch:
         self.sampled = {"host_anonymous": anonymous, "host_shared": shared}
 
     def _confirm(self) -> None:
-        """Let the last sample count in the peaks, unless training was over when it was taken."""
+        """Count the last sample in the peaks, unless training was over when the sample was taken."""
         if self.events.phase not in AFTER_TRAINING:
             self.peaks = {name: max(self.peaks[name], self.sampled[name]) for name in self.peaks}
 
