@@ -99,7 +99,7 @@ def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds
                     fcntl.flock(handle, fcntl.LOCK_EX)
             with _changed(path) as listed:
                 found.number = listed["entered"] = listed["entered"] + 1
-                before = listed["holders"] if found.began_shared else []  # a run alone: the other holders have died
+                before = listed["holders"] if found.began_shared else []  # none if alone: the listed holders have died
                 listed["holders"] = [*before, _sign(found.number, told, foreseen_seconds)]
             if shares:
                 fcntl.flock(handle, fcntl.LOCK_SH)  # from alone to shared, while this run holds the queue

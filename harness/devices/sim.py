@@ -39,7 +39,7 @@ def is_built() -> bool:
 
 
 def to_build() -> str | None:
-    """Return what build() would compile, for people; None if the library exists or there is no compiler."""
+    """Describe for people what build() would compile; None if the library exists or there is no compiler."""
     return library().to_build()
 
 

@@ -134,7 +134,7 @@ class Device:
         # must not wait.
         self.copier, self.returner = self.streams.pool(1), self.streams.pool(1)
         self.workers, self.num_workers = self.streams.workers(num_workers), num_workers
-        self._threads: list[Any] = [self.workers, self.returner, self.copier]  # each waits only for those before it
+        self._threads: list[Any] = [self.workers, self.returner, self.copier]  # each waits only for threads before it
         self.moved_bytes = 0
         self.next_place = itertools.count().__next__  # gives homes their numbers, in the order of the forward pass
         self._page_locked: list[torch.UntypedStorage] = []
