@@ -20,6 +20,7 @@ FILE = "config.json"
 SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
          "vocab_size": "vocab_size"}  # fmt: skip
 WIDTHS = ("intermediate_size", "head_dim")  # these shrink with the hidden size
+OF_LAYERS = ("layer_types", "no_rope_layers")  # lists with an entry for each layer
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LEAST_WIDTH = 8  # smallest narrowed width: kernels take multiples of 8
 # Fields of a configuration that a Workload leaves out, because no training depends on them.
@@ -95,8 +96,9 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
         if isinstance(config.get(name), int):
             config[name] = config[name] if share == 1 else max(LEAST_WIDTH, int(config[name] * share) // 8 * 8)
     config |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
-    if isinstance(kinds := config.get("layer_types"), list):
-        config["layer_types"] = [kinds[index % len(kinds)] for index in range(num_layers)]  # deeper models repeat them
+    for name in OF_LAYERS:
+        if (kinds := config.get(name)) and isinstance(kinds, list):
+            config[name] = [kinds[index % len(kinds)] for index in range(num_layers)]  # further layers repeat the list
     for name in TOKENS:
         ids = config.get(name) or 0
         if max(ids if isinstance(ids, list) else [ids]) >= vocab_size:

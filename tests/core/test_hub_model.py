@@ -147,10 +147,12 @@ def test_widths_shrink_with_the_hidden_size() -> None:
     assert [narrow[name] for name in ("intermediate_size", "head_dim", "num_hidden_layers")] == [384, 16, 2]
 
 
-def test_more_layers_than_a_model_has_go_on_with_its_kinds() -> None:
-    text = hub_config.text_of(config_of("qwen3", layer_types=["full_attention", "sliding_attention"]))
-    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    assert hub_config.narrowed(text, 5, 32, 101)["layer_types"] == kinds
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("layer_types", ["full_attention", "sliding_attention"]), ("no_rope_layers", [1, 0])]
+)
+def test_more_layers_than_a_model_has_go_on_with_its_kinds(name: str, kinds: list[Any]) -> None:
+    text = hub_config.text_of(config_of("smollm3", **{name: kinds}))
+    assert hub_config.narrowed(text, 5, 32, 101)[name] == [*kinds, *kinds, kinds[0]]
 
 
 def test_a_token_beyond_a_smaller_vocabulary_is_none() -> None:
