@@ -1,4 +1,4 @@
-"""Models by their config.json train as plain PyTorch trains transformers' own; methods that stream, to the last bit."""
+"""Models by their config.json: methods that stream have the bits of resident, the others pass the gate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.core.method import check, create, loadable
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from tests.methods.test_agree import difference, largest_difference
-from tests.support.configured import FAMILIES, OTHERS, configured, their_losses
+from tests.support.configured import FAMILIES, OTHERS, configured
 from tests.support.training import train
 
 STEPS = 8
@@ -20,13 +20,6 @@ STREAMED: list[tuple[str, dict[str, Any]]] = [
     ("l2l", {}), ("stronghold", {"placement": "W3", "window_size": 2}),
     ("stronghold", {"placement": "R1W1S1", "window_size": 1}), ("stronghold", {"placement": "P1S2", "window_size": 2}),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_resident_training_is_that_of_a_plain_loop(family: str, clip_norm: float) -> None:
-    workload = configured(family, clip_norm=clip_norm)
-    assert largest_difference(train("resident", workload, STEPS).losses, their_losses(workload, STEPS)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -49,11 +42,10 @@ def test_so_it_has_in_half_precision_and_by_micro_batches(family: str, changes: 
 @pytest.mark.parametrize(
     "family", ["gemma3", *(pytest.param(name, marks=pytest.mark.heavy) for name in OTHERS if name != "gemma3")]
 )
-def test_other_families_train_so_too(family: str) -> None:
+def test_so_it_has_for_other_families(family: str) -> None:
     workload = configured(family)
-    resident = train("resident", workload, STEPS)
-    assert largest_difference(resident.losses, their_losses(workload, STEPS)) < 1e-5
-    assert difference(train("stronghold", workload, STEPS, placement="W3", window_size=2), resident) == ""
+    streamed = train("stronghold", workload, STEPS, placement="W3", window_size=2)
+    assert difference(streamed, train("resident", workload, STEPS)) == ""
 
 
 @pytest.mark.heavy

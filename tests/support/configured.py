@@ -1,17 +1,14 @@
-"""Tiny models by their config.json, as workloads, and how transformers alone trains one: no code of this project."""
+"""Tiny models by their config.json, as workloads, whole and in parts."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import nn
 
 from harness.core import hub_config
-from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Workload
-from harness.core.model import build
-from harness.simulation.batches import token_batches
+from harness.core.job import Workload
+from harness.core.model import new_ends, new_layer
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 16}  # fmt: skip
@@ -26,7 +23,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
                 "tie_word_embeddings": False},
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
-    **{name: {"model_type": name, "pad_token_id": 0} for name in ("phi3", "olmo2", "smollm3", "gpt_neox")},
+    **{name: {"model_type": name, "pad_token_id": 0} for name in ("phi3", "olmo2", "gpt_neox")},
+    "smollm3": {"model_type": "smollm3", "pad_token_id": 0, "no_rope_layer_interval": 2},
     "granite": {"model_type": "granite", "pad_token_id": 0, "logits_scaling": 6.0, "embedding_multiplier": 12.0,
                 "residual_multiplier": 0.22, "attention_multiplier": 0.125},
     "gemma": {"model_type": "gemma", "pad_token_id": 0, "head_dim": 8},
@@ -50,46 +48,13 @@ def configured(family: str, **changes: Any) -> Workload:
     return Workload(**{**sizes, "model": family, "config": hub_config.text_of(config), **changes})
 
 
-def theirs(workload: Workload) -> Any:
-    """transformers' own model in fp32, with the starting values of ours, or with weights that it loads itself."""
-    import transformers
-
-    if workload.weights is not None:
-        return transformers.AutoModelForCausalLM.from_pretrained(workload.weights, dtype=torch.float32).train()
-    config = transformers.AutoConfig.for_model(**json.loads(str(workload.config)))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    named = dict(model.named_parameters())
-    ours = dict(build(workload).named_parameters())
-    assert named.keys() == ours.keys()
-    for name, weight in named.items():
-        weight.data.copy_(ours[name].data)
-    return model.train()
-
-
-def their_loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
-    logits = model(input_ids=inputs, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def their_losses(workload: Workload, steps: int) -> list[float]:
-    return their_training(workload, steps)[0]
-
-
-def their_training(workload: Workload, steps: int) -> tuple[list[float], Any]:
-    """The losses of a plain loop, and its model: torch's default AdamW, decay on matrices, clipped gradients."""
-    model, losses = theirs(workload), []
-    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
-    vectors = [weight for weight in model.parameters() if weight.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPSILON)
-    for step, (inputs, targets) in enumerate(token_batches(workload, steps), start=1):
-        loss = their_loss(model, inputs, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        if workload.clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = workload.learning_rate_at(step)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model
+def in_parts(workload: Workload, whole: nn.Module) -> tuple[Any, list[nn.Module]]:
+    """Both ends and the layers, with the weights of the whole model."""
+    ends, layers = new_ends(workload), [new_layer(workload, index) for index in range(workload.num_layers)]
+    weights = dict(whole.named_parameters())
+    for part, prefix in [(ends, ""), *((each, workload.anatomy.layer_name(i)) for i, each in enumerate(layers))]:
+        for name, _ in list(part.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(part.get_submodule(owner), leaf, nn.Parameter(weights.pop(prefix + name).detach()))
+    assert not weights
+    return ends, layers
