@@ -117,7 +117,7 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
         title, files = f"{title}, {depth} layers, {dtype}", [known[name] for name in {"resident", *names.split(",")}]
         return harness(title, seconds, f"run {sizes} {more} {probe}", *traced, files=sorted(files))
 
-    def several(depth: int, dtype: str) -> GpuStep:  # methods that the size does not fit are refused by their plans
+    def several(depth: int, dtype: str) -> GpuStep:  # a method whose plan does not fit is refused
         return train("all methods", ",".join(scale.methods), depth, dtype, seconds=400)
 
     def probes(depth: int, dtype: str) -> GpuStep:
@@ -186,7 +186,7 @@ class GpuCall:
         with open(log, "w") as file:
             code = ended(step.command, file, seconds)
         spent, times = round(time.monotonic() - started, 1), self.tried.get(step.title, {"times": 0})["times"]
-        times += code is not None or seconds == step.seconds  # a step cut off by the call's end keeps its place
+        times += code is not None or seconds == step.seconds  # a try that the call's end cuts short does not count
         self.tried[step.title] = {"code": code, "seconds": spent, "times": times, "source": self.source(step)}
         write_whole(self.file, json.dumps(self.tried, indent=1))
         gpu_results.pack(self.results, self.out)  # pack now, because this call may be killed

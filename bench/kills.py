@@ -107,7 +107,7 @@ def main() -> None:
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: print the results so far
             for kill in range(asked.kills):
                 (whom, number), call = KINDS[kill % len(KINDS)], Call(folder)
-                if kill % 3 == kill // len(KINDS) % 3:  # as many late kills of each kind
+                if kill % 3 == kill // len(KINDS) % 3:  # late kills, equally often for each kind
                     call.has_trained.wait()
                     time.sleep(chance.uniform(0, LAST_SECONDS))
                 else:

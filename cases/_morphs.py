@@ -84,7 +84,7 @@ class Machines:
         return read_lines(self.job / "steps.jsonl")
 
     def next_step(self, began: float) -> float:
-        """Return when the first step ended in a round that began after the given moment; 0.0 if none has ended yet."""
+        """Return when the first step ended after a new round began, later than `began`; 0.0 if there is none yet."""
         first = min((line["time"] for line in self.events("round", began)), default=float("inf"))
         return min((line["time"] for line in self.steps if line["time"] > first), default=0.0)
 

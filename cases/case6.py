@@ -29,7 +29,7 @@ METRIC = "samples_per_second"
 RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # number of learning rates, by profile
 NUM_BATCH_SIZES = 2  # batch sizes for each rate: the profile's and half of it
 DEVICE_SHARE = 16  # the host's memory over the device's
-IN_DEMO = {"depth": 3, "host": 2}  # fewest layers that the device cannot hold; factor on the host memory
+IN_DEMO = {"depth": 3, "host": 2}  # layers per model, too many for the device; factor on the host memory
 DEVICES = (1, 2, 4, 8, 16, 32, 100, 316, 1000)
 MANY = 4000  # number of models, enough for a thousand devices
 SIMULATED = FigureRow("speed_up", OURS, 0, 0, None, None, valid=True, origin="simulated", clock="virtual")
@@ -105,7 +105,7 @@ def _alone(used: CaseProfile, name: str) -> list[Job]:
 
 
 def _shortfall(used: CaseProfile, name: str) -> str | None:
-    """Return what the plan of one model with the whole batch lacks; None if the model fits."""
+    """Return, as text, the memory that one model with the whole batch lacks by its plan; None if the model fits."""
     alone = _profiles(used)[0]
     job = alone.job(name, _depth(used))
     return method.create(name, job.options).plan(job.workload, alone.room).shortfall(alone.room)

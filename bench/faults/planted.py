@@ -82,7 +82,7 @@ class Loop:
         initialize(((name, master.data) for name, master in self.masters.items()), workload)
         self.betas, self.epsilon, self.max_norm = BETAS, EPSILON, workload.clip_norm
         self.step = 0
-        self.patches: list[Any] = []  # makers of context managers for the model's passes
+        self.patches: list[Any] = []  # functions that make a context for the model's passes
         self.memory: dict[str, Any] = {}  # a fault's values from earlier steps
         if how.fault:
             conventions = convention_faults.of(workload)
