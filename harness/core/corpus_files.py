@@ -17,7 +17,7 @@ def corpus_files(corpus: str) -> tuple[Path, Path]:
 
 def sampled_hash(path: Path, num_blocks: int = BLOCKS) -> str:
     """Hash a file's size and `num_blocks` blocks at equal distances; a file of fewer blocks is hashed whole. The file's
-    times do not count: a copy has the same hash, and a changed block changes the hash under any time."""
+    times do not count: a copy has the same hash, and a changed block changes the hash even if the times stay."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:

@@ -16,7 +16,7 @@ from typing import Any
 from harness.base.foreign_file import parsed_json, read_json
 
 FILE = "config.json"
-# For each size of a Workload, its field in a configuration.
+# The configuration's field for each size of a Workload.
 SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
          "vocab_size": "vocab_size"}  # fmt: skip
 WIDTHS = ("intermediate_size", "head_dim")  # these shrink with the hidden size

@@ -424,7 +424,7 @@ def check_count(name: str, value: int, most: int = MOST) -> None:
 
 
 def params_text(num_params: int) -> str:
-    """Format parameters: 1.717 B, 16.3 M."""
+    """Format a number of parameters, such as 1.717 B or 16.3 M."""
     return f"{num_params / 1e9:.3f} B" if num_params >= 1e8 else f"{num_params / 1e6:.3g} M"
 
 

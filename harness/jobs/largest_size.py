@@ -109,7 +109,7 @@ class Probes:
         def fits(size: int) -> bool:
             if size < self.least:
                 return True
-            found = self._next(size)  # None beyond the longest sequence of the model
+            found = self._next(size)  # None if the sequence is longer than the model takes
             return found is not None and self._fits(found[1][1], found[0])
 
         return method.largest_depth(fits)

@@ -76,7 +76,7 @@ class Sweep:
             return self._end(self._tried(job, number, place))
 
     def _tried(self, job: Job, number: int, place: dict[str, Any]) -> Path:
-        """Return the path of measurement `number` of a job, run beyond its plan if need be."""
+        """Return the path of measurement `number` of a job; a missing one is run even if its plan does not fit."""
         key = self.key(job)
         known = [path for path, record in self.records.items() if record.key == key and record.is_lasting]
         known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
