@@ -131,7 +131,7 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
         return gate
     twins = [(twin, verdict) for twin, verdict in judged if twin is not record and _is_twin(record, twin)]
     for twin, verdict in twins:
-        of_itself = "reference_layers" not in verdict.evidence  # judged alone, as by an infinite loss
+        of_itself = "reference_layers" not in verdict.evidence  # judged by its own values, such as an infinite loss
         if gate.verdict != "failed" and verdict.verdict == "failed" and (of_itself or _is_at_depth(twin, verdict)):
             text = f"its twin at {twin.job.workload.num_layers} layers: {verdict.text}"
             return Gate("failed", verdict.reason, text, gate.evidence)
@@ -150,8 +150,8 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
 
 
 def _is_trusted(peer: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> bool:
-    """True if the peer agrees with the nearest reference, and its method agrees with a reference at some depth that
-    both ran."""
+    """True if the peer agrees with the nearest reference, and a twin of the peer agrees with a reference at the twin's
+    own depth."""
     return gate.passed and any(
         verdict.passed and _is_twin(peer, twin) and _is_at_depth(twin, verdict) for twin, verdict in judged
     )

@@ -109,7 +109,7 @@ class RawLog:
     sha256: str = ""
     arguments: dict[str, str] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)  # the values of the first line of a log of this project
-    own_end: tuple[str, str, int, str] | None = None  # of its last line: status, phase, steps done, reason
+    own_end: tuple[str, str, int, str] | None = None  # the last line's status, phase, steps, reason
     parameters: list[int] = field(default_factory=list)
     parameters_billion: list[float] = field(default_factory=list)
     vocab_size: int | None = None
@@ -173,7 +173,7 @@ def _take(log: RawLog, line: str) -> None:
 
 
 def _take_number(log: RawLog, line: str) -> None:
-    """Take the single values of a line; it has several if two processes wrote at once."""
+    """Take the single values of a line, which has several if two processes wrote at once."""
     if match := EXACT_PARAMETERS.search(line):
         log.parameters.append(int(match[1]))
     for name, pattern in METRICS.items():

@@ -2,7 +2,8 @@
 
 All runs of a figure have the same machine, device, dtype, size of a step and budget. Nothing is drawn if records differ
 in one of these: the error tells what differs, and how to choose. The case's pick(rows) selects the rows that a figure
-shows. A case about other options than the window shows only the published window of a method that ran with several.
+shows. If a method ran with several windows, cases about windows or largest sizes show all; others show the published
+one.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from harness.figures.profile import PUBLISHED_WINDOW
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-NAME = "folder"  # takes the place of a profile's name in the names of files
+NAME = "folder"  # stands in file names in place of a profile's name
 OF_WORKLOAD = ("dtype", "hidden_size", "num_heads", "batch_size", "micro_batches", "seq_len", "vocab_size", "dropout")
-ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")  # the same in a figure's runs
+ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")  # equal in a figure's runs
 CHOICES = (*ALIKE, "window_size", "num_layers", "method", "steps")  # names that --where takes
 
 

@@ -22,7 +22,7 @@ FEWEST_TIMED_STEPS = 5  # a bar of a time with fewer timed steps is hatched
 CONFIDENCE = 0.95
 LEAST_MARGIN = 0.05  # smallest relative margin of a ratio, if a row has too few runs for an interval
 STANDARD_ERRORS = 2  # distance from a ratio to the end of its margin, in standard errors
-COUNTED = ("params",)  # metrics without noise: any difference counts
+COUNTED = ("params",)  # metrics that do not scatter: any difference counts
 Metric = Callable[[Record], float | None]
 
 # The metrics of figures, each read from one record. A largest size is given by its number of parameters; the search
@@ -64,16 +64,16 @@ class FigureRow:
     keys: tuple[str, ...] = ()  # keys of the row's records
     is_final: bool = True  # False: a largest size whose search has not found a size that fails yet
     is_judged: bool = True  # False: the call that made the run ended before the gate judged it
-    series: str = ""  # names one of several bars or lines of a method
-    group: str = ""  # position on an axis of names: a model, a pair of sizes
-    x: float | None = None  # position on an axis of numbers
-    placement: str = ""  # where the layers lie, if the method chooses that for each layer
+    series: str = ""  # name of a bar or line, if a method has several
+    group: str = ""  # the row's place on an axis of names, such as a model or a pair of sizes
+    x: float | None = None  # the row's place on an axis of numbers
+    placement: str = ""  # kinds of layers, as --placement takes them
     clipping: str = ""
     num_steps: int | None = None  # number of timed steps, over all processes
     steps: tuple[float, ...] = ()  # each timed step, in the metric's unit
-    load: float | None = None  # the highest load average at the start of a run
+    load: float | None = None  # the machine's highest load average at the start of a run
     num_cores: int | None = None  # cores of the machine that made the runs
-    values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # one for each process; tables lack them
+    values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # one per process; not in tables
 
     @property
     def has_number(self) -> bool:

@@ -85,7 +85,7 @@ def _record(source: Path, name: str, data: bytes) -> Record:
 
 
 def _new(runs: dict[str, Record], results: Path) -> dict[str, Record]:
-    """Return the runs that are copies neither of a record in `results` nor of each other."""
+    """Return the runs that are new, without copies of records in `results` and without copies of each other."""
     folders = (results, *added_folders(results))
     known = {mark for folder in folders for record in read_all(folder)[0].values() for mark in marks(record)}
     new = {}

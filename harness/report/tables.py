@@ -288,7 +288,7 @@ def _sizes_shown(is_there: DataFrame) -> list[int]:
     """
     shown: list[int] = []
     while not (has_cell := is_there[shown].any(axis=1)).all():
-        shown.append(is_there[~has_cell].sum()[::-1].idxmax())  # of the most frequent sizes, the largest
+        shown.append(is_there[~has_cell].sum()[::-1].idxmax())  # the largest of the most frequent sizes
     return sorted(list(dict.fromkeys([*shown, *is_there.columns[::-1]]))[:MOST_SIZES])
 
 
@@ -332,7 +332,7 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
 
 
 def why(finding: Finding) -> str:
-    """Return the grounds of a finding: the rows' profile, the note and, for a run that did not train, the verdict of
+    """Return the reasons for a finding: the rows' profile, the note and, for a run that did not train, the verdict of
     the numbers alone."""
     measured = f"profile {finding.profile}" if finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED) else ""
     alone = finding.numbers if finding.is_untrained else ""
