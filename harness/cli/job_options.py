@@ -112,7 +112,7 @@ place_options = options.together(
         "--on", type=click.Choice(["local", *place.REGISTRY.files()]), default="local", help="Place where jobs run."
     ),
     *(each for found in place.loadable().values() for each in found.cli_options.values()),
-    click.option("--dry-run", is_flag=True, help="Only print the objects that --on kubernetes would create."),
+    click.option("--dry-run", is_flag=True, help=f"Only print the objects that --on {place.drafting()} would create."),
 )
 
 

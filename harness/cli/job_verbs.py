@@ -24,7 +24,7 @@ from harness.jobs import size_axis
 from harness.jobs.next_calls import next_calls_of
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
-from harness.places.shared.place import NO_DRAFT, Place
+from harness.places.shared.place import Place, no_draft
 
 PROBE = {"steps": "5", "warmup": "2"}  # defaults of `search largest` for the runs of a search
 EXAMPLES = """\b
@@ -261,7 +261,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
 def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[Path, ...]) -> None:
     """Print what would be sent to the place to run the jobs."""
     if place is None:
-        raise ValueError(NO_DRAFT)
+        raise ValueError(no_draft())
     runs = Sweep(results, folders, place=place)
     print(place.draft([(job, runs.key(job)) for job in jobs], folders))
 

@@ -15,7 +15,6 @@ import importlib.util
 import io
 import json
 import math
-import os
 import secrets
 import sys
 import tarfile
@@ -36,26 +35,23 @@ from harness.forecast.run_time import deadline_seconds
 from harness.places.docker import PYTHON, READ, SCRATCH, WRITTEN, default_image, memory_limit
 from harness.places.shared.cluster import killed, num_nodes, options_of, unavailable
 from harness.places.shared.container_user import CODE, USER
+from harness.places.shared.kubernetes_api import CALL, JOBSET, LABEL, Cluster
 from harness.places.shared.place import KeyedJobs, Place, Report, order
-from harness.places.shared.pods import INDEX, MAIN, PodJob, PodState, state_of
+from harness.places.shared.pods import INDEX, MAIN, PodJob
 from harness.places.shared.torchrun_node import PORT
 
 POLL_SECONDS = 0.5
 WAIT_SECONDS = 600  # seconds that a job waits for nodes before it counts as unavailable
 START_SECONDS = 600.0  # seconds for a pod beyond the job's own time: imports, and a compiler
 SILENCE_SECONDS = 600.0  # seconds without an answer of Kubernetes after which its jobs count as lost
-ANSWER_SECONDS, LOG_SECONDS = 30.0, (30.0, 300.0)  # seconds for a request, and for connecting to and reading a log
 CANCEL_SECONDS = 90.0
 GRACE_SECONDS = 60  # seconds from a pod's SIGTERM to its SIGKILL; torchrun leaves the run 30 of them
 KEPT_SECONDS = 3600  # seconds that ended Jobs are kept if the call that made them was killed
 PORTS = (29400, 29401)  # of torchrun's store and rank 0's agent; no clash, because each pod has its own address
 MOST_CODE_BYTES = 2**20 - 2**16  # a ConfigMap holds 1 MiB
 JOB = {"apiVersion": "batch/v1", "kind": "Job"}
-JOBSET = ("jobset.x-k8s.io", "v1alpha2")
-LABEL, CALL = "harness/job", "harness/call"
 ORDER, WORK = "/order", "/work"  # folders in a pod; the code lies in WORK/harness
 CODE_FILE, ORDER_FILE = "code.tar.gz", "order.json"
-NO_CLUSTER = "no Kubernetes answers: {}; let KUBECONFIG name one, or leave --on kubernetes out"
 
 
 @dataclass(frozen=True)
@@ -105,108 +101,6 @@ def import_client() -> None:
         raise Unavailable("--on kubernetes needs the package kubernetes: pip install kubernetes")
     if not install_extra("kubernetes"):
         raise Unavailable("--on kubernetes needs the package kubernetes, which was not installed: see .venv.log")
-
-
-class Cluster:
-    """The cluster of a kubeconfig, or the cluster in which this process runs. Raises Unavailable if there is none."""
-
-    def __init__(self, namespace: str | None) -> None:
-        from kubernetes import client, config
-
-        found = client.Configuration()
-        try:
-            file = os.environ.get("KUBECONFIG")  # the client reads it only when it is imported
-            config.load_kube_config(file, client_configuration=found)
-            context = config.list_kube_config_contexts(file)[1]["context"]
-            self.namespace = namespace or context.get("namespace") or "default"
-        except config.ConfigException:
-            try:
-                config.load_incluster_config(found)
-            except config.ConfigException as error:
-                raise Unavailable(NO_CLUSTER.format("there is no kubeconfig")) from error
-            self.namespace = namespace or "default"
-        api = client.ApiClient(found)
-        self.core, self.batch, self.custom = client.CoreV1Api(api), client.BatchV1Api(api), client.CustomObjectsApi(api)
-        self.has_jobsets = self._has_jobsets()
-
-    def ask(self, call: Any, *words: Any, **options: Any) -> Any:
-        """Return the answer to a request, as JSON. Raises Unavailable if no answer comes, ValueError if Kubernetes
-        refuses the request."""
-        from kubernetes.client import ApiException
-        from urllib3.exceptions import HTTPError
-
-        try:
-            return json.loads(call(*words, **options, _preload_content=False, _request_timeout=ANSWER_SECONDS).data)
-        except HTTPError as error:
-            raise Unavailable(NO_CLUSTER.format(" ".join(str(error).split()))) from error
-        except ApiException as error:
-            raise ValueError(f"Kubernetes refuses the request: {refusal(error)}; see --kubernetes") from error
-
-    def _has_jobsets(self) -> bool:
-        try:
-            self.ask(self.custom.get_api_resources, *JOBSET)
-        except ValueError as error:
-            if is_missing(error):
-                return False
-            raise Unavailable(str(error)) from error
-        return True
-
-    def create(self, documents: list[dict[str, Any]]) -> None:
-        """Create the first document, a Job or JobSet, and then the other documents, which the first one owns."""
-        first, *others = documents
-        if first["kind"] == "JobSet":
-            create = self.custom.create_namespaced_custom_object
-            made = self.ask(create, *JOBSET, self.namespace, "jobsets", first)
-        else:
-            made = self.ask(self.batch.create_namespaced_job, self.namespace, first)
-        names = {name: first[name] for name in ("apiVersion", "kind")}
-        owner = {**names, "name": first["metadata"]["name"], "uid": made["metadata"]["uid"]}
-        calls = {"ConfigMap": self.core.create_namespaced_config_map, "Service": self.core.create_namespaced_service}
-        for document in others:
-            owned = {**document, "metadata": {**document["metadata"], "ownerReferences": [owner]}}
-            self.ask(calls[document["kind"]], self.namespace, owned)
-
-    def delete(self, name: str) -> None:
-        """Delete a Job or JobSet, and all objects that it owns; its pods get SIGTERM. A Job that is gone already is no
-        error."""
-        options = {"propagation_policy": "Background"}
-        try:
-            if self.has_jobsets:
-                delete = self.custom.delete_namespaced_custom_object
-                self.ask(delete, *JOBSET, self.namespace, "jobsets", name, **options)
-            else:
-                self.ask(self.batch.delete_namespaced_job, name, self.namespace, **options)
-        except ValueError as error:
-            if not is_missing(error):
-                raise
-
-    def pods(self, call: str) -> dict[str, list[PodState]]:
-        """Return the states of all pods of a call, by the name of their Job."""
-        asked = self.ask(self.core.list_namespaced_pod, self.namespace, label_selector=f"{CALL}={call}")
-        found: dict[str, list[PodState]] = {}
-        for pod in asked["items"]:
-            found.setdefault(pod["metadata"].get("labels", {}).get(LABEL, ""), []).append(state_of(pod))
-        return found
-
-    def log(self, pod: str) -> Any:
-        """Return the response that streams a pod's log until its container has ended."""
-        read = self.core.read_namespaced_pod_log
-        return read(
-            pod, self.namespace, container=MAIN, follow=True, _preload_content=False, _request_timeout=LOG_SECONDS
-        )
-
-
-def is_missing(error: ValueError) -> bool:
-    """True if Kubernetes refused the request because the object does not exist."""
-    return getattr(error.__cause__, "status", None) == 404
-
-
-def refusal(error: Any) -> str:
-    """Return the message in Kubernetes' answer to a refused request."""
-    try:
-        return " ".join(str(json.loads(error.body)["message"]).split())
-    except (TypeError, ValueError, KeyError):
-        return f"{error.status} {error.reason}"
 
 
 def files_named(job: Job) -> list[str]:

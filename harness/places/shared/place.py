@@ -34,7 +34,6 @@ from harness.run.prepare import prepare
 # Environment variables that change a job's speed or the order of its sums; the place gets the caller's values.
 FORWARDED = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", *machine.KERNEL_VARIABLES)
 KeyedJobs = list[tuple[Job, str]]  # resolved jobs, each with its key
-NO_DRAFT = "--dry-run: expected --on kubernetes, whose manifest is printed; try ./run.sh plan for sizes that fit"
 ORDERED = "ordered"  # phase of a job whose worker has not reported yet
 
 
@@ -63,7 +62,7 @@ class Place(ABC):
 
     def draft(self, jobs: KeyedJobs, folders: tuple[Path, ...]) -> str:
         """Return, as text, the data that launch() would submit. Raises ValueError if the place has no such text."""
-        raise ValueError(NO_DRAFT)
+        raise ValueError(no_draft())
 
 
 REGISTRY = FileRegistry("place", harness.places, str)
@@ -86,6 +85,15 @@ def loadable() -> dict[str, type[Place]]:
         with contextlib.suppress(ValueError):
             found[name] = load(name)
     return found
+
+
+def drafting() -> str:
+    """Return the names of the places that have a draft(), joined by "or"."""
+    return " or ".join(name for name, found in loadable().items() if found.draft is not Place.draft)
+
+
+def no_draft() -> str:
+    return f"--dry-run: expected --on {drafting()}, whose manifest is printed; try ./run.sh plan for sizes that fit"
 
 
 def order(job: Job, key: str, stem: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
