@@ -16,7 +16,7 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
 from harness.forecast.resources import parts_sent
 from methods.shared.data_parallel import rank_part
-from methods.shared.memory_needs import describe, each_page_locked
+from methods.shared.memory_needs import describe, each_page_locked, gathered_params
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Fsdp2Offload(Method):
         size = workload.weight_bytes
         at_once = workload.end_params + 2 * workload.layer_params  # gathered weights: both ends, one layer and the next
         home = each_page_locked(4, workload, room, self.world_size)
-        gathered = 2 * workload.num_layers * workload.layer_params + workload.end_params
+        gathered = gathered_params(workload)
         sent = {"gathers": size * gathered, "sums": 4 * workload.num_params}  # gradients are summed in fp32
         return Plan(
             device={

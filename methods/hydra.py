@@ -23,11 +23,10 @@ from harness.devices import cuda_budget
 from harness.forecast.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
-from methods.shared.memory_needs import describe, page_locked
+from methods.shared.memory_needs import describe, page_locked, saved_boundaries
 
 ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of one gradient norm on a device; number of other scalars on a device
 MOST_TURNS = 2000  # most units of the timeline that a record keeps: the latest
-SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a layer, as a multiple of its input's; rehearsals check it
 CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
 
 
@@ -182,7 +181,7 @@ class Hydra(Method):
             device["buffers"] += cuda_budget.LEADING_BYTES
         if self.intermediates == "saved":
             device["activations"] = max(workload.head_bytes, workload.layer_bytes - 9 * boundary)
-            activations = (SAVED_BOUNDARIES * workload.num_layers + 3) * at_home
+            activations = (saved_boundaries(workload) * workload.num_layers + 3) * at_home
         else:
             device["activations"] = workload.working_bytes + (shards[-1][1].num_layers + 1) * boundary
             activations = (workload.num_layers + 3) * at_home

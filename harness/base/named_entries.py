@@ -54,16 +54,11 @@ def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: s
     found = places(files, example)
     if name not in found:
         if len(found) > FEW:
-            near, choices = (
-                did_you_mean(name, found, most=3),
-                f"{files[-1]} lists all {len(found)}: choose one, or add it",
-            )
+            near, told = did_you_mean(name, found, 3), f"{files[-1]} lists all {len(found)}: choose one, or add it"
         else:
-            near, choices = (
-                did_you_mean(name, found),
-                f"choose one of {', '.join(sorted(found))}, or add it to {files[-1]}",
-            )
-        raise ValueError(f"no {what} {name!r}: {near}{choices}")
+            told = f"choose one of {', '.join(sorted(found))}, or add it to {files[-1]}"
+            near = did_you_mean(name, found)
+        raise ValueError(f"no {what} {name!r}: {near}{told}")
     file = found[name]
     try:
         return checked(kind, entries(file, example)[name])

@@ -48,7 +48,9 @@ class Anatomy:
     layer_prefix: str  # prefix of a layer's tensors in the model, before the layer's number, such as "layers."
     ends_prefix: str  # prefix of the ends' tensors in the model, such as "ends."; the module of the ends leaves it out
     token_flops: int  # FLOPs of one token's matrix products in a layer's forward pass
-    pair_flops: int  # FLOPs of attention for each pair of tokens: causal attention takes half of full attention's
+    # FLOPs of attention for each pair of tokens: causal attention takes half of full attention's, but eager attention,
+    # which computes all scores, takes all.
+    pair_flops: int
     boundaries: float  # most memory of a layer's recompute and backward pass, in multiples of the layer's input
     starts: dict[str, tuple[float, float]]  # mean and standard deviation of a tensor's starting values
     head_boundaries: float = 0.0  # memory that the norm before the head keeps, in multiples of the norm's input

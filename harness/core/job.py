@@ -149,7 +149,8 @@ class Workload:
     @property
     def flops_per_step(self) -> float:
         """Floating-point operations of one step: forward pass, full recompute of every layer, backward pass. Causal
-        attention counts as half of full attention; the embedding's look-up and elementwise work do not count.
+        attention counts as half of full attention, but as whole if it is the eager one, which computes all scores. The
+        embedding's look-up and elementwise work do not count.
 
         A recompute that stops before a layer's last matrix product saves 8 D^2 operations for each token and layer;
         this number includes them.

@@ -14,7 +14,7 @@ from harness.base.checkout import ROOT
 from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import parts_sent
-from methods.shared.memory_needs import each_page_locked, num_small, page_locked
+from methods.shared.memory_needs import each_page_locked, gathered_params, num_small, page_locked
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of DeepSpeed's compiled kernels
 BUCKET_PARAMS = 50_000_000
@@ -138,7 +138,7 @@ def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
     SUB_GROUP_PARAMS, and a buffer in which all gradients accumulate. It also has the memory of the weights before they
     were partitioned, which torch's cache keeps after they are freed."""
     params, size = -(-workload.num_params // num_ranks), workload.weight_bytes
-    gathered = -(-(2 * workload.num_layers * workload.layer_params + workload.end_params) // num_ranks)
+    gathered = -(-gathered_params(workload) // num_ranks)
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)
     freed = each_page_locked(size, workload, room, num_ranks) if room.page_locks else 0
     home = {  # on sim 24 (fp32) or 20 (bf16) bytes per parameter
@@ -155,6 +155,5 @@ def stage_3_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
     """Return the bytes that a rank sends in a step, in the weights' dtype: for `gathers`, its part of the layers'
     weights in each of both passes, and of both ends' weights once; for `sums`, the other ranks' parts of all
     gradients."""
-    params = 2 * workload.num_layers * workload.layer_params + workload.end_params
-    sent = {"gathers": params, "sums": workload.num_params}
+    sent = {"gathers": gathered_params(workload), "sums": workload.num_params}
     return {kind: parts_sent(workload.weight_bytes * count, num_ranks) for kind, count in sent.items()}

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.forecast.resources import OPTIMIZER_BYTES, pass_seconds
+from methods.shared.memory_needs import saved_boundaries
 
-SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a GPT's layer, divided by its input's bytes
 IN_FLIGHT = 4  # messages of one kind that a rank sends or receives at once
 BUCKET_BYTES = 2**25  # bytes of gradients that replicas sum at once
 
@@ -102,12 +102,6 @@ def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, floa
     return layer["F"] + layer["B"] + layer["R"] * (not is_last), beside
 
 
-def _saved_boundaries(workload: Workload) -> float:
-    """Return the bytes that autograd saves for a layer, over the bytes of its input. For a model by its config.json the
-    tensors of the backward pass are included, because the model's sizes do not distinguish them."""
-    return SAVED_BOUNDARIES if workload.config is None else workload.boundaries
-
-
 def stage_bytes(
     workload: Workload, stage: GptStage, place: tuple[int, int], chunk_size: int, num_replicas: int, schedule: str
 ) -> dict[str, int]:
@@ -116,16 +110,16 @@ def stage_bytes(
     num_micro_batches = -(-workload.batch_size // num_replicas // chunk_size)
     part = replace(workload, batch_size=chunk_size, micro_batches=1)
     params, size, boundary = stage.num_params(workload), workload.weight_bytes, part.boundary_bytes
-    anatomy, saved_boundaries = workload.anatomy, _saved_boundaries(workload)
+    anatomy, per_layer = workload.anatomy, saved_boundaries(workload)
     embedding = size * max(map(math.prod, anatomy.embedding.values()))
     head = part.head_bytes if stage.is_last else 0
     if schedule == "varuna" or num_stages == 1:
         # The inputs of all micro-batches, and all that the backward pass of one micro-batch needs.
-        saved = math.ceil(saved_boundaries * stage.num_layers) * boundary
+        saved = math.ceil(per_layer * stage.num_layers) * boundary
         inputs = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
-        layer = part.layer_bytes - math.floor(saved_boundaries) * boundary if stage.num_layers else 0
-        is_tied = num_stages == 1 and not anatomy.embedding.keys().isdisjoint(anatomy.head)
-        tied = embedding if is_tied else 0  # the head's gradient waits for that of the look-up
+        layer = part.layer_bytes - math.floor(per_layer) * boundary if stage.num_layers else 0
+        # The tied head's gradient waits for that of the look-up.
+        tied = embedding if num_stages == 1 and anatomy.is_tied else 0
         moments = [inputs + saved + max(layer + tied, head), (embedding + tied + 4 * boundary) * stage.is_first]
         messages = 0 if num_stages == 1 else 2 * IN_FLIGHT * boundary
     else:

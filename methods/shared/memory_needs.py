@@ -16,6 +16,7 @@ BLOCK = 2**23  # elements that a device updates at once in fp16, by an fp32 copy
 # the master joined from its halves and 2 for the bits that mark ties.
 UPDATE_COPIES = {"bf16": 10, "fp16": 4}
 
+SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a layer of the GPT, over its input's bytes; rehearsals check it
 VECTOR = 16  # elements: cuts at multiples of VECTOR keep the bits of torch's AdamW kernel
 ALIGNMENT = 64  # bytes: every tensor of a slab starts at a multiple, as an allocation does
 NUM_BUFFERS = 3  # buffers on the host for states on the disk: one read, one updated, one written
@@ -80,6 +81,18 @@ def each_page_locked(size: int, workload: Workload, room: Room, num_ranks: int =
 def num_small(workload: Workload) -> int:
     """Return the number of parameters in biases and norms, which are vectors."""
     return workload.anatomy.total(workload.num_layers, lambda shape: shape[0] if len(shape) == 1 else 0)
+
+
+def saved_boundaries(workload: Workload) -> float:
+    """Return the bytes that autograd saves for a layer, over the bytes of its input. For a model by its config.json the
+    tensors of the backward pass are included, because the model's sizes do not distinguish them."""
+    return SAVED_BOUNDARIES if workload.config is None else workload.boundaries
+
+
+def gathered_params(workload: Workload) -> int:
+    """Return the parameters that ranks gather in a step if each keeps a part of every tensor: those of the layers for
+    the forward pass and again for the recompute, those of the ends once."""
+    return 2 * workload.num_layers * workload.layer_params + workload.end_params
 
 
 def resident_plan(workload: Workload) -> Plan:
