@@ -111,16 +111,14 @@ class VarunaMethod(Method):
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.core.gpt import adamw
-        from methods.pipeline.cut_gpt import CutGpt
-        from methods.pipeline.cut_hub import CutHub
+        from methods.pipeline.cut_model import CutModel
         from methods.pipeline.gpt_progress import GptProgress
         from methods.pipeline.pipeline import Varuna
         from methods.shared.loss_scale import LossScale
 
         assert self.num_stages and self.chunk_size
         stages = gpt_stages(workload, self.num_stages)
-        cls = CutGpt if workload.config is None else CutHub
-        whole = cls(workload, recomputes=self.schedule != "varuna" and self.num_stages > 1)
+        whole = CutModel(workload, recomputes=self.schedule != "varuna" and self.num_stages > 1)
         model = Varuna(
             whole, str(RankMap.make(self.num_stages, self.world_size // self.num_stages)), whole.shapes,
             workload.batch_size, self.chunk_size, workload.dtype == "fp16", device=device, shared_weights=whole.shared,

@@ -17,7 +17,7 @@ from harness.base.rank_agent import OneRound, Rendezvous
 from harness.core.failures import LOST_RANK
 from harness.core.gpt import DTYPES, adamw
 from harness.core.job import Workload
-from methods.pipeline.cut_gpt import CutGpt
+from methods.pipeline.cut_model import CutModel
 from methods.pipeline.profiler import Profiler
 
 
@@ -32,7 +32,7 @@ def measure(order: dict[str, Any]) -> None:
         tokens = torch.randint(workload.vocab_size, (size, workload.seq_len + 1))
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
-    gpt = CutGpt(workload)
+    gpt = CutModel(workload)
     profiler = Profiler(
         gpt.to(DTYPES[workload.dtype]), fp16=workload.dtype == "fp16", make_optimizer=adamw,
         init_weights=gpt.init_weights,

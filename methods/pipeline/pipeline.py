@@ -100,6 +100,7 @@ class Varuna(nn.Module):
             sample = {**sample, LOSS_SCALE: 1.0}
         pairs = list(shared_weights or [])
         self.weight_shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
+        names = [name for name, _ in model.named_parameters()]  # a shared weight once: the norm has resident's bits
         parts = self._cut(model, sample, cuts)
         shared = find_shared(model, parts, pairs)
         self.stage_of = {name: number for number, part in reversed([*enumerate(parts)])
@@ -116,7 +117,7 @@ class Varuna(nn.Module):
         masters = {name: start.to(self.device) for name, start in starts.items()} if self.dtype else None
         self._masters = Masters(dict(mine.named_parameters()), masters)
         self._groups = Groups(self.ranks, self.rank, shared, limit_seconds)
-        self._gradients = Gradients(self._masters.trained(), [*self.weight_shapes], self._groups, shared, self.dtype)
+        self._gradients = Gradients(self._masters.trained(), names, self._groups, shared, self.dtype)
         self._passes = self._make_passes(returned, schedule, limit_seconds)
         self._losses: list[Tensor] = []  # on the last stage: each micro-batch's part of the global batch's loss
         self.scale: LossScale = ChosenLossScale(None)

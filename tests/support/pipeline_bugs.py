@@ -25,8 +25,8 @@ BUGS = [
     PipelineBug(
         "norm_counts_the_tied_gradient_twice",
         GRADIENTS,
-        "uncounted = again | {",
-        "uncounted = {",
+        "torch.linalg.vector_norm(whole[:-1])",
+        "torch.linalg.vector_norm(torch.cat([whole[:1], whole[:-1]]))",
     ),
     PipelineBug(
         "gradient_of_a_replica_dropped",

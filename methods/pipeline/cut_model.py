@@ -1,7 +1,6 @@
-"""A model by its config.json with CutPoints. Its tensors have no memory at first; each rank allocates its own stage
-only.
+"""The harness's model with CutPoints. Its tensors have no memory at first; each rank allocates its own stage only.
 
-Its embedding, each layer and its head are modules of harness/core/hub_model.py, which a trace leaves whole.
+Embedding, layers and head are the modules of harness/core/model.py, which a trace leaves whole.
 
 Shapes: B samples of a micro-batch, T tokens, D hidden.
 """
@@ -23,7 +22,7 @@ from harness.core.model import new_chain
 from methods.pipeline.cut import CutPoint
 
 
-class CutHub(nn.Module):
+class CutModel(nn.Module):
     """The model with a CutPoint after each layer, on torch's meta device. `recomputes`: each layer repeats its forward
     pass in the backward pass. `shared`: pairs of names, each of one weight that embedding and head share."""
 
