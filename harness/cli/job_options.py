@@ -86,7 +86,7 @@ job_options = options.together(
     click.option("--warmup", type=int,
                  help="First steps, which the median leaves out; default: 5, fewer if --steps is below 6."),
     click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the method."),
-    click.option("--models", "num_models", type=int, help="Number of models trained in turns, by Hydra (default: 1)."),
+    click.option("--models", "num_models", type=int, help="Number of models that a method trains in turns (default: 1)."),
     click.option("--devices", "num_devices", type=int, help="Devices that --models share; on a CPU each is a process."),
     click.option("--double-buffer", type=bool, help="Fetch the next shard while one computes (default: on)."),
     click.option("--hybrid", type=bool, help="Split the longest model's batch over idle devices (default: on)."),

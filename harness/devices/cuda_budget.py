@@ -13,8 +13,7 @@ from __future__ import annotations
 CONTEXT_BYTES = 768 * 2**20
 # The reserve, not measured: RESERVE_BYTES for workspaces, and 1/RESERVE_PARTS for rounding and fragments.
 RESERVE_BYTES, RESERVE_PARTS = 256 * 2**20, 32
-# Bytes of NCCL's communicators in each of several ranks, not measured: stronghold and l2l have two communicators, other
-# methods more.
+# Bytes of NCCL's communicators in each of several ranks, not measured: room for two communicators and more.
 COMMUNICATORS_BYTES = 512 * 2**20
 LEAST_TENSOR_BYTES = 256 * 2**20
 # Bytes that a process which leads the processes of several GPUs takes on the first GPU, not measured: the context, a
