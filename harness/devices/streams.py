@@ -171,7 +171,7 @@ class Device:
             return torch.zeros(numel, dtype=dtype, device=self.name)
         with self.streams.taking(numel * dtype.itemsize):
             if self.name.type == "sim":
-                return torch.zeros(numel, dtype=dtype)  # by torch's allocator, whose bytes sim counts
+                return torch.zeros(numel, dtype=dtype)  # torch's allocator makes this memory, so sim counts it
             return self._pages(numel, dtype)
 
     def _pages(self, numel: int, dtype: torch.dtype) -> Tensor:

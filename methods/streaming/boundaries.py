@@ -37,7 +37,7 @@ class Boundary:
     def __init__(self, device: Device, of: str, slot: BoundarySlot, below: Boundary | None, *, above: bool) -> None:
         self.device, self.of, self.slot, self.below = device, of, slot, below
         self.home = device.room(len(slot.slab), slot.slab.dtype, host=True) if above else None
-        self.returned: Any = None  # event: it is in the slot again
+        self.returned: Any = None  # event: the boundary is in the slot again
 
     def keep(self, xs: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Copy the inputs, (B, T, D) each, into the slot and queue the copy home; return them in the slot."""

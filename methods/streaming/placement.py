@@ -35,7 +35,7 @@ BY_HOST = "PWD"  # kinds of layers that the host updates
 BY_RANKS = "RW"  # kinds of layers that several ranks can have
 CLIPPINGS = ("deferred", "speculate")
 MEMORIES_OF_BOUNDARIES = ("device", "host")
-BOUNDARY_SLOTS = 2  # of boundaries on the host: the one in use, and the one that goes or comes
+BOUNDARY_SLOTS = 2  # slots for boundaries that are kept on the host: one in use, one in transfer
 HOMES = ("device", "host")  # of embedding and head
 
 
