@@ -71,7 +71,7 @@ def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
         (HEAD.replace("[gpu]", "[h200]") + RATIO, "expected one of any, gpu, several-gpus, v100-vm, got 'h200'"),
         (HEAD.replace("samples_per_second", "speed") + RATIO, "metric: expected one of params"),
         (HEAD + RATIO.replace("l2l", "l3l"), "under.method: expected one of"),
-        (HEAD + RATIO + "    at_most: 3\n", "expected one of at_least, at_most, within"),
+        (HEAD + RATIO + "    at_most: 3\n", "exactly one of the fields at_least, at_most, within"),
         (
             HEAD + RATIO.replace("at_least: 2", "within: [2, 1]"),
             "within: expected a range [low, high] with low < high, got (2.0, 1.0)",
@@ -92,7 +92,7 @@ def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
         ),
         (HEAD + "    kind: order\n    points: [l2l]\n", "points: expected two or more points, highest first"),
         (HEAD + "    kind: order\n    points: [l2l, []]\n", "points: expected two or more points, highest first"),
-        (HEAD + SHAPE, "expected one of exponent, plateau"),
+        (HEAD + SHAPE, "exactly one of the fields exponent, plateau"),
         (
             HEAD + SHAPE + "    plateau: {gain: 0.1, num_points: 1}\n",
             "plateau.num_points: expected greater than 1, got '1'",

@@ -257,7 +257,9 @@ def test_a_line_that_was_edited_is_not_valid_and_says_so(tmp_path: Path) -> None
 def test_a_csv_of_two_machines_is_not_drawn(tmp_path: Path) -> None:
     path = case_files.extract(3, DEMO, demo_records(), tmp_path)
     path.write_text(path.read_text().replace("some CPU", "another CPU", 1))
-    with pytest.raises(ValueError, match="mixes another CPU, 2 cores; some CPU, 2 cores"):
+    with pytest.raises(
+        ValueError, match="expected rows of one profile and machine, got another CPU, 2 cores; some CPU, 2 cores"
+    ):
         case_files.draw(3, path)
 
 
