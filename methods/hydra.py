@@ -25,8 +25,8 @@ from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe, page_locked, saved_boundaries
 
-ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of one gradient norm on a device; number of other scalars on a device
-MOST_TURNS = 2000  # most units of the timeline that a record keeps: the latest
+ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of a scalar on a device; number of scalars beside the norms
+MOST_TURNS = 2000  # a record keeps at most this many units of the timeline, the latest ones
 CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
 
 

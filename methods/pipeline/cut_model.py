@@ -1,6 +1,6 @@
 """The harness's model with CutPoints. Its tensors have no memory at first; each rank allocates its own stage only.
 
-Embedding, layers and head are the modules of harness/core/model.py, which a trace leaves whole.
+Embedding, layers and head are the modules of harness/core/model.py, which torch.fx leaves whole.
 
 Shapes: B samples of a micro-batch, T tokens, D hidden.
 """
@@ -24,7 +24,8 @@ from methods.pipeline.cut import CutPoint
 
 class CutModel(nn.Module):
     """The model with a CutPoint after each layer, on torch's meta device. `recomputes`: each layer repeats its forward
-    pass in the backward pass. `shared`: pairs of names, each of one weight that embedding and head share."""
+    pass in the backward pass. `shared`: pairs of names; both names of a pair are of one weight, which embedding and
+    head share."""
 
     def __init__(self, workload: Workload, *, recomputes: bool = False) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class CutModel(nn.Module):
                 yield tensor._replace(name=name)
 
     def _name(self, own: str) -> str:
-        """Return the name in the harness's model of a tensor with this name here."""
+        """Return a tensor's name in the harness's model, from its own name in this model."""
         part, _, name = own.partition(".")
         anatomy = self.workload.anatomy
         if part != "layers":

@@ -114,11 +114,11 @@ def stage_bytes(
     embedding = size * max(map(math.prod, anatomy.embedding.values()))
     head = part.head_bytes if stage.is_last else 0
     if schedule == "varuna" or num_stages == 1:
-        # The inputs of all micro-batches, and all that the backward pass of one micro-batch needs.
+        # A stage keeps its input of all micro-batches, and all that the backward pass of one micro-batch needs.
         saved = math.ceil(per_layer * stage.num_layers) * boundary
         inputs = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
         layer = part.layer_bytes - math.floor(per_layer) * boundary if stage.num_layers else 0
-        # The tied head's gradient waits for that of the look-up.
+        # The gradient of a tied head waits for the gradient of the look-up.
         tied = embedding if num_stages == 1 and anatomy.is_tied else 0
         moments = [inputs + saved + max(layer + tied, head), (embedding + tied + 4 * boundary) * stage.is_first]
         messages = 0 if num_stages == 1 else 2 * IN_FLIGHT * boundary
