@@ -9,15 +9,22 @@ the jobs that have no result yet.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from bench import verdict_table
 from harness.base.console import print_table
 from harness.core import method
 from harness.core.job import LR_WARMUP_STEPS, Job, Workload
 from harness.core.record import Record
 from harness.forecast.fit import resolve
+from harness.gate.probe import NONE
+from harness.jobs.progress import reporter
+from harness.jobs.sweep import Sweep
+from harness.jobs.verdict_table import write_markdown
 
 STEPS, LAST_RATE = 10, 3e-3
 WORKLOAD = Workload(
@@ -62,14 +69,27 @@ def row(asked: Job, record: Record, reference: Record) -> tuple[str, ...]:
     return asked.method, str(asked.world_size), others, ended, *differences
 
 
+@contextlib.contextmanager
+def sweeping(results: Path | None) -> Iterator[Sweep]:
+    """Yield a Sweep into this folder, or into a temporary one."""
+    with tempfile.TemporaryDirectory() as folder, reporter(as_json=False) as report:
+        into = results or Path(folder)
+        into.mkdir(parents=True, exist_ok=True)
+        yield Sweep(into, report=report, probe=NONE)
+
+
 def main() -> None:
-    given, asked = verdict_table.arguments(__doc__ or ""), list(jobs())
-    with verdict_table.sweeping(given.results) as sweep:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, help="folder of the runs' records; default: a temporary one")
+    parser.add_argument("--out", type=Path, help="file of the table, in Markdown")
+    given, asked = parser.parse_args(), list(jobs())
+    with sweeping(given.results) as sweep:
         records = sweep.run([resolve(job)[0] for job in asked])
     found = [row(job, record, records[0]) for job, record in zip(asked[1:], records[1:], strict=True)]
     print_table(HEADS, found, numbers=HEADS[-2:])
     title = "Ranks beside one process: the largest relative difference of any of 10 steps, fp32"
-    verdict_table.write(given.out, title, "python -m bench.ranks", HEADS, found)
+    if given.out:
+        write_markdown(given.out, title, "python -m bench.ranks", HEADS, found)
 
 
 if __name__ == "__main__":

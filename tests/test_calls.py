@@ -24,7 +24,7 @@ OF_RESULTS = ("report", "bundle", "compare", "fairness", "verify")
 ONLY_READ = ("setup", "demo", "notebook", "image", "varuna launch", "varuna profile", "varuna configure",
              "check-method", "import", "add", "doctor --calibrate", "rates", "verify --cases")  # fmt: skip
 # What a plan does not have, each with a value.
-OF_PLACES = {"--on", "--slurm", "--kubernetes", "--image", "--trace", "--save", "--repeats", "--of"}
+OF_PLACES = {"--on", "--slurm", "--kubernetes", "--image", "--trace", "--save", "--out", "--repeats", "--of"}
 
 
 @pytest.fixture(scope="module")

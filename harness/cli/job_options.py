@@ -122,7 +122,9 @@ class WithMethods(click.Command):
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         if "--help" in args:  # parse --help last, because --methods may follow it
             args = [*(word for word in args if word != "--help"), "--help"]
-        return super().parse_args(context, args)
+        rest = super().parse_args(context, args)
+        options.leave_out_given(context)
+        return rest
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         folders = context.params.get("methods_folder") or ()
@@ -162,10 +164,13 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
 
 
 def workloads(words: dict[str, Any]) -> list[Workload]:
-    """Return the workload of every combination of the sizes."""
-    fixed = {**{name: words[name] for name in OF_WORKLOAD}, **words["model"]}
-    sizes = itertools.product(*(words[name] for name in LISTED))
-    return [Workload(**dict(zip(LISTED, each, strict=True)), **fixed) for each in sizes]
+    """Return the workload of every combination of the models and the sizes."""
+    found: list[Workload] = []
+    for model in words["model"]:
+        fields = {name: words[name] for name in OF_WORKLOAD} | model
+        sizes = [[fields.pop(name)] if name in fields else words[name] for name in LISTED]
+        found += [Workload(**dict(zip(LISTED, each, strict=True)), **fields) for each in itertools.product(*sizes)]
+    return found
 
 
 def _names(words: dict[str, Any], folders: tuple[Path, ...]) -> list[str]:

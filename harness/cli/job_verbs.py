@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from harness.core.job import Budget, Job, Room
 from harness.devices import budgets, machine, named_machines
 from harness.forecast import memories
 from harness.forecast.fit import resolve
-from harness.jobs import size_axis
+from harness.jobs import size_axis, verdict_table
 from harness.jobs.next_calls import next_calls_of
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
@@ -33,6 +34,7 @@ Examples:
   ./run.sh -m stronghold -l 4 -h 256 -b 2 --seq 256
   ./run.sh -m all -l 4 -h 256 -b 2
   ./run.sh sweep -m resident,stronghold -l 2:8:2 -w 1,2,4
+  ./run.sh sweep -m l2l,stronghold --model gpt2,Qwen3-0.6B -l 4 -b 1 --seq 256
   ./run.sh plan -m all -l 32 --machine v100-vm
 """
 
@@ -51,6 +53,7 @@ def run(**words: Any) -> None:
 
 @click.command(cls=WithMethods, epilog=EXAMPLES)
 @job_options
+@click.option("--out", type=FILE, metavar="FILE", help="Write the verdicts as a table in Markdown, methods by models.")
 @place_options
 def sweep(**words: Any) -> None:
     """Train every combination of the lists given. A job that does not fit is a result, not an error."""
@@ -127,6 +130,8 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
     if words["steps"] < FEWEST_STEPS:
         raise ValueError(f"--steps: expected at least {FEWEST_STEPS} in a search, got {words['steps']}")
     probe, folders = options.probe_of(words), _folders(words)
+    if len(words["model"]) > 1:
+        raise ValueError("expected one model, got several; try a search for each")
     grows = size_axis.OPTIONS[of]
     is_given = context.get_parameter_source(grows) is ParameterSource.COMMANDLINE
     given = max(words[grows]) if is_given else None
@@ -214,14 +219,9 @@ VERBS = (run, sweep, plan, search, case, setup, demo)
 def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     probe, folders = options.probe_of(words), _folders(words)
     asked = make_jobs(words, folders)
-    jobs, left_out = [], []
-    for job in asked:
-        try:
-            resolved = resolve(job, folders)[0]
-        except ValueError as error:
-            left_out.append(f"{job.method}, {job.workload.num_layers} layers: {error}")
-            continue
-        jobs.append(resolved)
+    resolved = [_resolved(job, folders) for job in asked]
+    jobs = [each for each in resolved if isinstance(each, Job)]
+    left_out = [each for each in resolved if isinstance(each, str)]
     if not jobs:
         raise ValueError(left_out[0])
     if words["on"] == "local":
@@ -241,8 +241,13 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         check_new(words["save"])
         check_writable(words["save"].resolve().parent, "--save")
         jobs = [dataclasses.replace(jobs[0], save=str(words["save"].resolve()))]
+    if words.get("out"):
+        if verdict_table.columns(asked) is None:
+            raise ValueError("--out: expected one width, batch and sequence for a table of models, got several")
+        check_writable(words["out"].resolve().parent, "--out")
     place = place_of(words, jobs[0].device)
-    check_files(jobs[0].workload)
+    for load in dict.fromkeys(job.workload for job in jobs):
+        check_files(load)
     check_writable(words["results"])
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
@@ -252,10 +257,34 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         records = Sweep(words["results"], folders, report, words["rerun"], place, probe).run(jobs)
     if len(records) > 1 and not words["as_json"]:
         print_results(records)
+    if len(words["model"]) > 1 or words.get("out"):
+        ended = iter(records)
+        _show_verdicts(asked, [each if isinstance(each, str) else next(ended) for each in resolved], words)
     refused = [record for record in records if (record.status, record.phase) == ("does-not-fit", "plan")]
     if not is_sweep and len(refused) == len(asked):
         _advise(asked, folders, words["as_json"])
     sys.exit(exit_codes.of_records(records, is_sweep))
+
+
+def _resolved(job: Job, folders: tuple[Path, ...]) -> Job | str:
+    """Return the job with the options that its plan chooses, or why its method cannot train it."""
+    try:
+        return resolve(job, folders)[0]
+    except ValueError as error:
+        return f"{job.method}, {job.workload.layers_text}: {error}"
+
+
+def _show_verdicts(asked: list[Job], outcomes: list[verdict_table.Outcome], words: dict[str, Any]) -> None:
+    """Print the verdicts as a table, methods by models, if each model has one size; write it where --out says."""
+    if (models := verdict_table.columns(asked)) is None:
+        return
+    heads, rows = ["method", *models.values()], verdict_table.rows(asked, outcomes)
+    if not words["as_json"]:
+        print_table(heads, rows, has_lines=True)
+    if words.get("out"):
+        call = shlex.join(["./run.sh", *sys.argv[1:]])
+        refused = [f"refused: {outcome}" for outcome in outcomes if isinstance(outcome, str)]
+        verdict_table.write_markdown(words["out"], "The gate's verdicts, methods by models", call, heads, rows, refused)
 
 
 def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[Path, ...]) -> None:

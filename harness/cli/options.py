@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from harness.base.checkout import ROOT
@@ -21,6 +22,7 @@ from harness.forecast.sized_model import amount, sized
 from harness.gate.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 
 MODEL = "harness.model"  # key of --model's value in click's context.meta
+WITHOUT_OPTION = ("model", "config")  # fields of a Workload that --model alone sets
 MOST_NUMBERS = 10_000  # most values that one option may have
 
 
@@ -138,39 +140,69 @@ class MachineName(click.ParamType):
         return named_machines.spelled(str(value))
 
 
-def _take_sizes(context: click.Context, param: click.Parameter, name: str | None) -> dict[str, Any]:
+def _take_models(context: click.Context, _: click.Parameter, text: str | None) -> list[dict[str, Any]]:
+    """Return fields of a Workload for each model that is named. Of one model, they are those that have no option; of
+    several, all: leave_out_given() leaves out those whose options are given."""
+    names = named_models.several(text) if text else []
+    if len(names) > 1:
+        context.meta[MODEL] = text
+        return [_fields(context, name) for name in names]
+    return [_take_sizes(context, *names)]
+
+
+def _take_sizes(context: click.Context, name: str | None = None) -> dict[str, Any]:
     """Make the model's sizes the defaults of the other options. A verb's own defaults stay, such as the largest depth
-    of a search. For a number of parameters instead of a name, take a GPT of about that size. Return the fields of a
-    Workload that have no option."""
+    of a search. Return the fields of a Workload that have no option."""
     if name is None:
         return {}
-    if num_params := amount(name):
-        _take_number(context, param, num_params)
-        return {}
-    found = named_models.load(name)
-    context.meta[MODEL] = name
-    if "our architecture" in found.about:
-        click.echo(f"{name} here is the published GPT at its size: {found.about}", err=True)
-    sizes = found.sizes
-    own: dict[str, Any] = {field: sizes.pop(field) for field in ("model", "config") if field in sizes}
-    _set_defaults(context, sizes)
+    fields = _fields(context, name)
+    own = {field: fields.pop(field) for field in WITHOUT_OPTION if field in fields}
+    if amount(name) is None:
+        context.meta[MODEL] = name
+    _set_defaults(context, fields)
     return own
 
 
-def _take_gpt(context: click.Context, param: click.Parameter, name: str | None) -> None:
-    if _take_sizes(context, param, name):
+def _fields(context: click.Context, name: str) -> dict[str, Any]:
+    """Return the fields of a Workload that a model sets; of a number of parameters, those of a GPT of about that
+    size."""
+    if num_params := amount(name):
+        return _of_number(num_params)
+    found = named_models.load(name)
+    if "our architecture" in found.about:
+        click.echo(f"{name} here is the published GPT at its size: {found.about}", err=True)
+    return found.sizes
+
+
+def leave_out_given(context: click.Context) -> None:
+    """Leave out of the models' fields, in the values of the options, those that other options give."""
+    if "model" in context.params:
+        given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+        left_out = given - {*WITHOUT_OPTION}
+        models = context.params["model"]
+        context.params["model"] = [{name: model[name] for name in model if name not in left_out} for model in models]
+
+
+def _take_gpt(context: click.Context, _: click.Parameter, name: str | None) -> None:
+    if _take_sizes(context, name):
         raise ValueError(f"expected a GPT of models.yaml, got {name}: {context.info_name} knows no other models")
 
 
 def _models(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return completions of a model's name for a shell's Tab."""
-    return [name for name in named_models.names() if name.startswith(incomplete)]
+    """Return completions of a model's name for a shell's Tab; in a list (a,b), of the last name."""
+    before = incomplete[: incomplete.rfind(",") + 1]
+    return [before + name for name in named_models.names() if name.startswith(incomplete.removeprefix(before))]
 
 
 def _take_number(context: click.Context, param: click.Parameter, num_params: float | None) -> None:
     if num_params is not None:
-        shape = sized(num_params)
-        _set_defaults(context, {name: getattr(shape, name) for name in ("num_layers", "hidden_size", "num_heads")})
+        _set_defaults(context, _of_number(num_params))
+
+
+def _of_number(num_params: float) -> dict[str, Any]:
+    """Return the fields of a Workload of a GPT of about this number of parameters."""
+    shape = sized(num_params)
+    return {name: getattr(shape, name) for name in ("num_layers", "hidden_size", "num_heads")}
 
 
 def _set_defaults(context: click.Context, sizes: dict[str, Any]) -> None:
@@ -183,10 +215,10 @@ params = click.option(
 )  # fmt: skip
 model = together(
     click.option(
-        "--model", metavar="NAME|PATH", shell_complete=_models, is_eager=True, callback=_take_sizes,
+        "--model", metavar="NAME|PATH", shell_complete=_models, is_eager=True, callback=_take_models,
         help="Set -l, -h, --heads and --vocab (for a GPT also --seq) to a model's: a name in models.yaml, such as"
         " gpt2-xl or Qwen3-8B; a config.json or its folder; or a size such as 7b, for a GPT of about 7B parameters."
-        " These options, if given, override the model's values.",
+        " Several: a,b, or a pattern of names, such as 'tiny-*'. These options, if given, override the models' values.",
     ),
     params,
 )  # fmt: skip

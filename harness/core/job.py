@@ -124,8 +124,14 @@ class Workload:
         if self.config is None:
             return f"{self.num_layers} layers"
         whole = hub_config.sizes_of(hub_config.parsed(self.config))["num_layers"]
-        name = str(self.model).removesuffix(f"/{hub_config.FILE}").rstrip("/").rpartition("/")[2]
-        return f"{name}, {self.num_layers}{'' if whole == self.num_layers else f' of {whole}'} layers"
+        return f"{self.model_name}, {self.num_layers}{'' if whole == self.num_layers else f' of {whole}'} layers"
+
+    @property
+    def model_name(self) -> str:
+        """The model's name for people: `Qwen3-8B`; of the published GPT, at any size, `GPT`."""
+        if self.config is None:
+            return "GPT"
+        return str(self.model).removesuffix(f"/{hub_config.FILE}").rstrip("/").rpartition("/")[2]
 
     @property
     def layer_params(self) -> int:

@@ -4,6 +4,7 @@ name."""
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,17 @@ class ConfiguredModel:
 
 def names(file: Path = FILE) -> list[str]:
     return list(entries(file, EXAMPLE))
+
+
+def several(text: str, file: Path = FILE) -> list[str]:
+    """Return the models that a list names, with commas between them, or a pattern of names, such as `tiny-*`; the text
+    itself if it is a path that exists."""
+    if Path(text).exists():
+        return [text]
+    found: list[str] = []
+    for each in text.split(","):
+        found += fnmatch.filter(names(file), each) or [each]
+    return list(dict.fromkeys(found))
 
 
 def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:

@@ -17,15 +17,17 @@ from harness.forecast import published_laws
 from harness.forecast.fit import largest, resolve
 from harness.forecast.step import least_seconds
 
-SIZES = {"num_layers": "layers", "hidden_size": "hidden", "batch_size": "batch", "seq_len": "tokens"}
+SIZES = {"model_name": "model", "num_layers": "layers", "hidden_size": "hidden", "batch_size": "batch",
+         "seq_len": "tokens"}  # fmt: skip
 
 
 def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = False) -> dict[str, Any]:
     """Return the row of a job; if it cannot be planned, the row has an `error` and no numbers. `page_locks`: plan as on
     a machine with a GPU, even if this one has none."""
     workload = job.workload
-    row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in (*SIZES, "num_params")}}
+    row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in SIZES}}
     try:
+        row["num_params"] = workload.num_params
         # Dropout needs no memory on a GPU, where attention with dropout has its own kernel: plan without dropout.
         kept = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
         room = machine.rank_room(dataclasses.replace(job, workload=kept))

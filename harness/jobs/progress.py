@@ -174,14 +174,16 @@ def summary(record: Record) -> dict[str, Any]:
     """Return the facts of closing_line() as data."""
     job, names = record.job, ("status", "reason", "samples_per_second", "peaks")
     found = {name: getattr(record, name) for name in names}
-    sizes = {"num_layers": job.workload.num_layers, "options": job.options, "num_params": job.workload.num_params}
+    load = job.workload
+    sizes = {"num_layers": load.num_layers, "options": job.options, "num_params": load.num_params}
+    sizes |= {"model": load.model} if load.model else {}
     return {"method": job.method, **sizes, **found, "gate": record.gate.verdict, "gate_text": record.gate.text}
 
 
 def print_results(records: Sequence[Record]) -> None:
     """Print several jobs in one compact table, with a column for each size and option in which they differ."""
     rows: list[dict[str, Any]] = [{**vars(record.job.workload), **record.job.options} for record in records]
-    names = dict.fromkeys(name for row in rows for name in row if name != "num_layers")
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("num_layers", "config"))
     names = {name: None for name in names if len({str(row[name]) for row in rows if name in row}) > 1}
     columns = ["method", "layers", *names, "samples/s", "device", "host", "result"]
     lines = []

@@ -97,6 +97,27 @@ def test_a_search_takes_the_sizes_of_a_model_and_its_depth_bounds_no_search() ->
     assert context.get_parameter_source("num_layers") is ParameterSource.DEFAULT_MAP
 
 
+def test_each_of_several_models_has_its_sizes_but_those_that_are_given() -> None:
+    words = ["-m", "l2l", "-l", "2", "--seq", "64", "--model", "gpt2,tiny-llama,Qwen/Qwen3-0.6B"]
+    jobs = make_jobs(main.door.commands["sweep"].make_context("it", words).params, ())
+    found = [(job.workload.hidden_size, job.workload.num_heads, job.workload.vocab_size) for job in jobs]
+    assert found == [(768, 12, 50304), (32, 4, 101), (1024, 16, 151936)]
+    assert {(job.workload.num_layers, job.workload.seq_len) for job in jobs} == {(2, 64)}
+
+
+def test_a_pattern_names_models_and_a_path_may_have_a_comma(tmp_path: Path) -> None:
+    assert named_models.several("gpt2-*,gpt2") == ["gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2"]
+    assert len(named_models.several("tiny-*")) == 13
+    folder = tmp_path / "a,gpt2"
+    folder.mkdir()
+    assert named_models.several(str(folder)) == [str(folder)]
+
+
+def test_a_plan_of_several_models_names_them() -> None:
+    planned = cli.run("plan", "-m", "l2l", "--model", "tiny-llama,gpt2", "-l", "2", "--seq", "16", "--json")
+    assert [json.loads(line)["model_name"] for line in planned.stdout.splitlines()] == ["tiny-llama", "GPT"]
+
+
 def test_a_model_by_its_config_is_shortened_by_its_layers() -> None:
     words = ["-l", "2", "-m", "resident", "--model", "Qwen/Qwen3-0.6B"]
     job = make_jobs(main.door.commands["run"].make_context("it", words).params, ())[0]

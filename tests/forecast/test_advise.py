@@ -337,7 +337,7 @@ def test_the_door_decides_first_and_then_shows_all() -> None:
         ("--fact gpu_tflops=80", "--fact: expected --gpu NAME"),
         ("--params 0B", "expected a positive number"),
         ("-m ll2", "l2l?"),
-        ("-l 2,4", "expected one size, got several; try ./run.sh plan"),
+        ("-l 2,4", "expected one model and size, got several; try ./run.sh plan"),
     ],
 )
 def test_a_wrong_word_is_one_line(words: str, said: str) -> None:

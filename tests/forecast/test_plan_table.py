@@ -239,7 +239,7 @@ def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
         "steps": 5,
         "warmup": 2,
         "options": (),
-        "model": {},
+        "model": [{}],
     }
     (job,) = make_jobs({**words, "method_names": "l2l", "machine_name": "v100-vm"}, ())
     assert job.device == ("sim" if "cuda" not in machine.devices() else "cuda")

@@ -14,9 +14,7 @@ from harness.core.method import create
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from tests.support import engine_runs, forks
-from tests.support.configured import configured
-
-FAMILIES = ("llama", "llama3.1", "qwen2", "qwen3", "mistral")
+from tests.support.configured import FAMILIES, configured
 
 
 def test_megatrons_own_layers_train_the_families_whose_names_it_knows() -> None:

@@ -1,0 +1,53 @@
+"""The gate's verdicts of a sweep as a table, methods by models; in Markdown, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from harness.base.whole_file import write_whole
+from harness.core.job import Job, Workload
+from harness.core.record import Record
+from harness.devices import machine
+
+Outcome = Record | str  # what became of a job: its record, or why its method refused it
+
+
+def columns(asked: Sequence[Job]) -> dict[Workload, str] | None:
+    """Return the head of the column of each model: its name, or name and layers; None if models have several sizes in
+    which these are equal."""
+    models = list(dict.fromkeys(job.workload for job in asked))
+    for heads in ([load.model_name for load in models], [load.layers_text for load in models]):
+        if len(set(heads)) == len(heads):
+            return dict(zip(models, heads, strict=True))
+    return None
+
+
+def rows(asked: Sequence[Job], outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Return the rows of the table: for each method with its options as asked, the verdict on each model."""
+    found: dict[str, list[str]] = {}
+    for job, outcome in zip(asked, outcomes, strict=True):
+        title = " ".join([job.method, *(f"{name}={value}" for name, value in job.options.items())])
+        found.setdefault(title, [title]).append(verdict(outcome))
+    return list(found.values())
+
+
+def verdict(outcome: Outcome) -> str:
+    """Return the gate's verdict on a run, with the largest relative difference of a loss if it is not exact; or how the
+    run ended."""
+    if isinstance(outcome, str):
+        return "refused"
+    if outcome.status != "ok":
+        return outcome.status
+    found, gate = outcome.gate.evidence.get("loss_difference"), outcome.gate
+    return gate.verdict if gate.verdict == "exact" or found is None else f"{gate.verdict}, {found:.1e}"
+
+
+def write_markdown(
+    path: Path, title: str, command: str, heads: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
+) -> None:
+    """Write a table with its title, the command that made it, this machine, and notes below it."""
+    about = f"By `{command}` on {machine.facts()['cpu']}, {machine.facts()['cores']} cores."
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+    below = ["", *(f"- {note}" for note in notes)]
+    write_whole(path, "\n".join([f"# {title}", "", about, "", *lines, *(below if below[1:] else []), ""]))
