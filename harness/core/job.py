@@ -41,7 +41,7 @@ OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
 NUM_RATES = 6  # number of learning rates among several models: the workload's, then each half of the previous one
 # Fields that a workload's JSON leaves out at these values, so that jobs from before a field keep their key.
 UNSAID = {"micro_batches": 1, "model": None, "config": None, "weights": None}
-# Number of logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/core/gpt.py).
+# Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/core/gpt.py).
 NUM_LOGITS = 2**25
 
 
@@ -188,9 +188,10 @@ class Workload:
     def head_bytes(self) -> int:
         """Most bytes that a micro-batch's loss and its gradients take at one time: a block of logits in fp32, its
         gradient in the dtype of the weights, and, after the first block, the gradient of the head's matrix."""
-        size, all_logits = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len * self.vocab_size
-        logits, matrix = min(NUM_LOGITS, all_logits), size * self.vocab_size * self.hidden_size
-        later = min(NUM_LOGITS, all_logits - logits)  # the largest block after the first
+        size, tokens = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len
+        first = min(tokens, max(1, NUM_LOGITS // self.vocab_size))  # tokens of the first block, which is the largest
+        logits, later = first * self.vocab_size, min(first, tokens - first) * self.vocab_size
+        matrix = size * self.vocab_size * self.hidden_size
         both = (4 if size == 4 else 4 + size) + size * self.anatomy.slopes
         rounded = max(both * logits, both * later + matrix if later else 0)
         kept = 3 * self.boundary_bytes + int(self.anatomy.head_boundaries * self.boundary_bytes)
