@@ -81,7 +81,7 @@ class Pipelines(Case):
             if not (folder / "profile").exists():
                 report({"event": "build", "text": "case 7: a profile"})
                 job, *_ = self.jobs(used, {})
-                ask("methods.pipeline.measure_gpt", {
+                ask("methods.pipeline.measure_model", {
                     "workload": asdict(job.workload), "sizes": RUNS[used.kind], "num_ranks": RANKS[job.device],
                     "folder": str(folder / "profile"), "device": job.device,
                 })  # fmt: skip

@@ -183,11 +183,6 @@ def leave_out_given(context: click.Context) -> None:
         context.params["model"] = [{name: model[name] for name in model if name not in left_out} for model in models]
 
 
-def _take_gpt(context: click.Context, _: click.Parameter, name: str | None) -> None:
-    if _take_sizes(context, name):
-        raise ValueError(f"expected a GPT of models.yaml, got {name}: {context.info_name} knows no other models")
-
-
 def _models(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Return completions of a model's name for a shell's Tab; in a list (a,b), of the last name."""
     before = incomplete[: incomplete.rfind(",") + 1]
@@ -219,14 +214,6 @@ model = together(
         help="Set -l, -h, --heads and --vocab (for a GPT also --seq) to a model's: a name in models.yaml, such as"
         " gpt2-xl or Qwen3-8B; a config.json or its folder; or a size such as 7b, for a GPT of about 7B parameters."
         " Several: a,b, or a pattern of names, such as 'tiny-*'. These options, if given, override the models' values.",
-    ),
-    params,
-)  # fmt: skip
-gpt = together(
-    click.option(
-        "--model", metavar="NAME", shell_complete=_models, is_eager=True, expose_value=False, callback=_take_gpt,
-        help="Set -l, -h, --heads, --seq and --vocab to a GPT's: a name in models.yaml, such as gpt2-xl, or a size"
-        " such as 7b, for a GPT of about 7B parameters. These options, if given, override the GPT's values.",
     ),
     params,
 )  # fmt: skip

@@ -37,7 +37,21 @@ class Unlike(ValueError):
     """The model differs from those that the harness can train; the text says how."""
 
 
-class HubModel(nn.Module):
+class KeepsBuffers(nn.Module):
+    """A module of parameters and of buffers that are computed, not trained."""
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Convert only the parameters: buffers keep the values and the dtype in which they were computed."""
+        kept = [(module, dict(module._buffers)) for module in self.modules() if module._buffers]
+        super()._apply(function, recurse)
+        place = next(self.parameters()).device
+        for module, buffers in kept:
+            for name, buffer in buffers.items():
+                module._buffers[name] = buffer if buffer is None or place.type == "meta" else buffer.to(place)
+        return self
+
+
+class HubModel(KeepsBuffers):
     """The whole model, untouched; every layer is recomputed in the backward pass, by transformers' own checkpoints."""
 
     def __init__(self, workload: Workload) -> None:
@@ -73,18 +87,8 @@ class HubModel(nn.Module):
         """Return the loss of embedded tokens, (B, T, D)."""
         return _head_loss(self, _base(self)(inputs_embeds=x, use_cache=False)[0], targets, scale)
 
-    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Convert only the parameters: buffers keep the values and the dtype in which they were computed."""
-        kept = [(module, dict(module._buffers)) for module in self.modules() if module._buffers]
-        super()._apply(function, recurse)
-        place = next(self.parameters()).device
-        for module, buffers in kept:
-            for name, buffer in buffers.items():
-                module._buffers[name] = buffer if buffer is None or place.type == "meta" else buffer.to(place)
-        return self
 
-
-class HubEnds(nn.Module):
+class HubEnds(KeepsBuffers):
     """The modules of the model before its first layer and after its last."""
 
     def __init__(self, workload: Workload) -> None:

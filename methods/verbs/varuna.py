@@ -38,9 +38,9 @@ Examples:
   ./run.sh varuna simulate --stages 9 --micro-batches 64 --send 0.5 --jitter 0.3
 """
 
-gpt = options.together(
-    options.gpt,
-    click.option("-l", "num_layers", type=int, help="Number of layers of the published GPT."),
+model = options.together(
+    options.model,
+    click.option("-l", "num_layers", type=int, help="Number of layers."),
     click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size."),
     options.num_heads,
     options.seq_len,
@@ -49,10 +49,10 @@ gpt = options.together(
 )
 rates = options.together(
     click.option(
-        "--machine", "machine_name", type=options.MachineName(), help="Time a GPT by this machine of machines.yaml."
+        "--machine", "machine_name", type=options.MachineName(), help="Time a model by this machine of machines.yaml."
     ),
     options.machines,
-    click.option("--network", type=Bytes(), help="Bytes per second between two stages of a GPT."),
+    click.option("--network", type=Bytes(), help="Bytes per second between two stages."),
 )
 
 
@@ -65,23 +65,24 @@ def varuna(context: click.Context) -> None:
 
 
 @varuna.command()
-@gpt
+@model
 @click.option("--ranks", "num_ranks", type=click.IntRange(1), default=1, help="Processes that measure at once.")
 @click.option(
     "--micro-batches", "sizes", type=Numbers(), default="1,2,4,8", help="Micro-batch sizes to measure, in samples."
 )
 @click.option("--out", "folder", type=FOLDER, default="profile", help="Folder to write the profile to.")
 def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> None:
-    """Measure the published GPT on this machine: sections, their updates, messages and all-reduces, in seconds and
-    bytes.
+    """Measure the published GPT, or a model by its config.json, on this machine: sections, their updates, messages and
+    all-reduces, in seconds and bytes.
 
     Profiler measures models of your own.
     """
     if words["num_layers"] is None:
         raise ValueError("expected -l and -h, or --model NAME")
+    workload = _workload(words)
     check_writable(folder, "--out")
-    order = {"workload": asdict(_workload(words)), "sizes": sizes, "folder": str(folder.resolve())}
-    ask("methods.pipeline.measure_gpt", {**order, "num_ranks": num_ranks})
+    order = {"workload": asdict(workload), "sizes": sizes, "folder": str(folder.resolve())}
+    ask("methods.pipeline.measure_model", {**order, "num_ranks": num_ranks})
     print(folder / PROFILE_FILE)
 
 
@@ -90,7 +91,7 @@ def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> Non
     "--profile",
     "folder",
     type=FOLDER,
-    help="Folder of a profile; default: predict a GPT's times from the rates of --machine.",
+    help="Folder of a profile; default: predict a model's times from the rates of --machine.",
 )
 @click.option("--gpus", "num_gpus", type=int, required=True, help="Number of devices in all machines together.")
 @click.option("--gpus-per-vm", type=int, default=1, help="Number of devices in each machine.")
@@ -98,7 +99,7 @@ def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> Non
 @click.option(
     "--memory", "capacity", type=Bytes(), help="Memory of each device; default: that in the profile, or of --machine."
 )
-@gpt
+@model
 @rates
 @options.as_json
 def configure(
@@ -175,8 +176,8 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
 @click.option("--jitter", type=SECONDS, default=0.0, help="Standard deviation of messages' times, over their mean.")
 @click.option("--pass-jitter", type=SECONDS, default=0.0, help="Standard deviation of passes' times, over their mean.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the random jitter.")
-@gpt
-@click.option("--chunk-size", type=click.IntRange(1), default=1, help="Samples per micro-batch of a GPT.")
+@model
+@click.option("--chunk-size", type=click.IntRange(1), default=1, help="Samples per micro-batch of a model.")
 @rates
 @click.option("--out", type=FILE, metavar="FILE", help="Draw a timeline of the stages to FILE.pdf and FILE.png.")
 @options.as_json
@@ -187,7 +188,7 @@ def simulate(
     out: Path | None, as_json: bool, **words: Any,
 ) -> None:  # fmt: skip
     """Simulate the time of a pipeline step under a virtual clock; no model runs. With -l or --model the passes are
-    those of the published GPT at the rates of --machine."""
+    those of the model at the rates of --machine."""
     from methods.pipeline import simulate as pipelines
 
     if num_stages * num_micro_batches > MOST_PASSES:
@@ -197,10 +198,11 @@ def simulate(
     seconds, origin = [dict(zip(SLOTS, passes or map(float, SLOTS.values()), strict=True))] * num_stages, "--passes"
     sent_by = "--send"
     if words["num_layers"] is not None:
-        seconds, per_message = _of_gpt(words, num_stages, chunk_size)
-        origin = f"a GPT at the rates of {named_machines.source(words['machine_name'])}"
+        seconds, per_message = _of_model(words, num_stages, chunk_size)
+        name = _workload(words).model_name
+        origin = f"{name} at the rates of {named_machines.source(words['machine_name'])}"
         if send is None and words["network"]:
-            send, sent_by = per_message, "a GPT's on --network"
+            send, sent_by = per_message, f"{name}'s on --network"
     elif passes is None:
         origin = "assumed; try --passes, or --model and --machine"
     if send is None:
@@ -244,7 +246,9 @@ def _told(seconds: list[dict[str, float]]) -> str:
 
 def _workload(words: dict[str, Any]) -> Workload:
     names = ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size", "dtype")
-    return Workload(**{name: words[name] for name in names})
+    if len(words["model"]) > 1:
+        raise ValueError("expected one model, got several; try a call for each")
+    return Workload(**{name: words[name] for name in names}, **words["model"][0])
 
 
 def _rates(words: dict[str, Any]) -> Rates:
@@ -255,7 +259,7 @@ def _rates(words: dict[str, Any]) -> Rates:
     return found
 
 
-def _of_gpt(words: dict[str, Any], num_stages: int, chunk_size: int) -> tuple[list[dict[str, float]], float]:
+def _of_model(words: dict[str, Any], num_stages: int, chunk_size: int) -> tuple[list[dict[str, float]], float]:
     """Return the seconds of each stage's passes, and of a message."""
     from methods.pipeline.partition import gpt_stages, passes_of
 

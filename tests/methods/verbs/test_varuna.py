@@ -12,6 +12,7 @@ from harness.base.checkout import ROOT
 from methods.pipeline.profile import read
 from methods.verbs.varuna import varuna
 from tests.support import cli
+from tests.support.configured import configured
 
 
 def simulated(*words: object) -> dict[str, float]:
@@ -89,7 +90,7 @@ def test_where_nothing_fits_each_row_says_what_it_lacks_the_least_first() -> Non
 @pytest.mark.parametrize(("words", "told"), [
     ((), "forward 1 s, recompute 1 s, backward 2 s (assumed; try --passes, or --model and --machine); messages: 0 s"),
     (("--passes", 2, 0, 3, "--send", 1), "forward 2 s, recompute 0 s, backward 3 s (--passes); messages: 1 s (--send)"),
-    (("--model", "gpt2", "--machine", "h200"), "(a GPT at the rates of h200 in machines.yaml); messages: 0 s (assumed"),
+    (("--model", "gpt2", "--machine", "h200"), "(GPT at the rates of h200 in machines.yaml); messages: 0 s (assumed"),
 ])  # fmt: skip
 def test_a_simulated_step_tells_the_passes_and_messages_that_it_is_of(words: tuple, told: str) -> None:
     done = cli.run("varuna", "simulate", "--stages", 2, "--micro-batches", 2, *words)
@@ -126,6 +127,20 @@ def test_the_published_gpt_is_measured_and_stages_are_chosen(tmp_path: Path) -> 
     assert "chosen: " in done.stdout and len(done.stdout.splitlines()) > 6
 
 
+def test_a_model_by_its_config_is_measured_and_foretold(tmp_path: Path) -> None:
+    """The sections are the embedding with the first layer, layers, and the untied head with its norm."""
+    model = ("--model", "tiny-llama", "--seq", 16)
+    done = cli.run("varuna", "profile", *model, "--dtype", "bf16", "--micro-batches", 1, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    anatomy = configured("llama").anatomy
+    table, layer, norm = 101 * 32, anatomy.layer_params, 32
+    assert [section.num_params for section in read(tmp_path).sections] == [table + layer, layer, layer, norm + table]
+    done = cli.run("varuna", "configure", *model, "--machine", "h200", "--gpus", 3, "--batch", 8)
+    assert done.returncode == 0 and "chosen: " in done.stdout
+    done = cli.run("varuna", "simulate", *model, "--machine", "h200", "--stages", 2, "--micro-batches", 2)
+    assert "(tiny-llama at the rates of h200" in done.stdout
+
+
 @pytest.mark.parametrize(("words", "told"), [
     ("simulate --stages 2 --micro-batches 2 --schedule ours", "expected varuna or 1f1b or gpipe, got 'ours'"),
     ("simulate --stages 5 --micro-batches 2 --machine h200 -l 4", "--stages: expected at most 4"),
@@ -133,6 +148,7 @@ def test_the_published_gpt_is_measured_and_stages_are_chosen(tmp_path: Path) -> 
     ("simulate --stages 2 --micro-batches 2 --send nan", "'--send': expected a finite number, got nan"),
     ("simulate --stages 1000000 --micro-batches 1000", "expected at most 100000000 stages times micro-batches"),
     ("profile", "expected -l and -h, or --model NAME"),
+    ("profile -l 2 --model gpt2,gpt2-xl", "expected one model, got several"),
     ("configure --gpus 2 --batch 2", "expected --profile FOLDER, or --model NAME and --machine NAME"),
     ("simulate --stages 500 --micro-batches 500 --out /tmp/step.pdf --schedule gpipe", "expected at most 20000 stages"),
 ])  # fmt: skip

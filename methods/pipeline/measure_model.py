@@ -1,4 +1,4 @@
-"""Measures the published GPT, cut after every layer, for `./run.sh varuna profile`."""
+"""Measures the workload's model, cut after every layer, for `./run.sh varuna profile`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def measure(order: dict[str, Any]) -> None:
         tokens = torch.randint(workload.vocab_size, (size, workload.seq_len + 1))
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
-    gpt = CutModel(workload)
+    whole = CutModel(workload)
     profiler = Profiler(
-        gpt.to(DTYPES[workload.dtype]), fp16=workload.dtype == "fp16", make_optimizer=adamw,
-        init_weights=gpt.init_weights,
+        whole.to(DTYPES[workload.dtype]), fp16=workload.dtype == "fp16", make_optimizer=adamw,
+        init_weights=whole.init_weights,
     )  # fmt: skip
     profiler.initialize(get_batch)
     profile = profiler.profile_all(get_batch, order["sizes"], out_folder=order["folder"])
