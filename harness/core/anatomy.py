@@ -154,8 +154,12 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
         pair_boundaries=found["pair_boundaries"][dtype], slopes=found["slopes"],
         starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
         # The keys' bias adds nearly the same number to every score of a query, so its gradient is nearly nothing but
-        # rounding error: rotary positions hardly turn the slow pairs of a head.
-        noise={name: (0, *shape) for name, shape in parts["layer"].items() if name.endswith("k_proj.bias")},
+        # rounding error: rotary positions hardly turn the slow pairs of a head. GPT-2's lies between those of queries
+        # and values.
+        noise={
+            name: (0, size) if name.endswith("k_proj.bias") else (size // 3, 2 * size // 3)
+            for name, (size, *_) in parts["layer"].items() if name.endswith(("k_proj.bias", "c_attn.bias"))
+        },
     )  # fmt: skip
 
 

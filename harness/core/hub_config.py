@@ -19,8 +19,12 @@ FILE = "config.json"
 # The configuration's field for each size of a Workload.
 SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
          "vocab_size": "vocab_size"}  # fmt: skip
-WIDTHS = ("intermediate_size", "head_dim")  # these shrink with the hidden size
+# Names of fields in the files of some families, and the usual ones, which transformers takes as well.
+USUAL = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
+         "n_positions": "max_position_embeddings"}  # fmt: skip
+WIDTHS = ("intermediate_size", "head_dim", "n_inner")  # these shrink with the hidden size
 OF_LAYERS = ("layer_types", "no_rope_layers")  # lists with an entry for each layer
+DROPOUTS = {"gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop")}  # probabilities that are not 0 where a file lacks them
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LEAST_WIDTH = 8  # smallest narrowed width: kernels take multiples of 8
 # Fields of a configuration that a Workload leaves out, because no training depends on them.
@@ -46,6 +50,7 @@ def checked_config(config: Any, source: str) -> dict[str, Any]:
     what is wrong."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{source}: expected a model's {FILE} with a model_type, got none")
+    config = {USUAL.get(name, name): value for name, value in config.items()}
     for name in SIZES.values():
         if not isinstance(config.get(name), int):
             told = f"expected {name} as a number, got {config.get(name)!r:.40}"
@@ -103,7 +108,8 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
         ids = config.get(name) or 0
         if max(ids if isinstance(ids, list) else [ids]) >= vocab_size:
             config[name] = None
-    return config | {name: 0.0 for name in config if name.endswith(("dropout", "_pdrop"))}
+    dropouts = [name for name in config if name.endswith(("dropout", "_pdrop"))]
+    return config | dict.fromkeys([*dropouts, *DROPOUTS.get(config["model_type"], ())], 0.0)
 
 
 def _rope_types(config: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -143,10 +144,10 @@ class HubHead(HubEnds):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
         base = _base(self)
-        if "lm_head" in self._modules:  # else the head is the embedding
-            table = base.get_input_embeddings()
-            (name,) = (name for name, child in base.named_children() if child is table)
-            del base._modules[name]
+        own = None if "lm_head" in self._modules else base.get_input_embeddings()  # a tied head is the embedding
+        for name, table in _tables(base):
+            if table is not own:
+                del base._modules[name]
 
     forward = HubEnds.loss
 
@@ -170,6 +171,9 @@ class HubParts:
         self.layers = _take_out(causal)
         self.base = causal.base_model
         self.base._modules[_norm_name(self.base)] = nn.Identity()
+        for name, table in _tables(self.base):
+            if table is not self.base.get_input_embeddings():
+                self.base._modules[name] = NoPositions(table)
         self.given: dict[Any, list[dict[str, Any]]] = {}
 
     def give(self, index: int, layer: nn.Module, args: Any, words: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -209,10 +213,21 @@ class StandIn(nn.Module):
         return getattr(self.__dict__["layer"], name) if name not in self._modules else self._modules[name]
 
     def forward(self, x: Tensor, *others: Any, **given: Any) -> Any:
-        if others:
-            raise Unlike("its layers are given arguments without names")
-        self.heard.append(given)
+        names = [*inspect.signature(self.layer.forward).parameters][1:]  # of a layer's arguments beside its input
+        self.heard.append(dict(zip(names, others, strict=False)) | given)
         return x
+
+
+class NoPositions(nn.Module):
+    """Stands in the place of a table of learned positions, which has no memory: nothing is added to the input."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.width, self.dtype = table.embedding_dim, table.weight.dtype
+
+    def forward(self, positions: Tensor) -> Tensor:
+        nothing = torch.zeros((), dtype=self.dtype, device=positions.device)
+        return nothing.expand(*positions.shape, self.width)
 
 
 def made(text: str, dtype: torch.dtype) -> Any:
@@ -334,6 +349,11 @@ def _norm_name(base: nn.Module) -> str:
         if name in base._modules:
             return name
     raise Unlike(f"it has none of {', '.join(NORMS)} after its layers")
+
+
+def _tables(base: nn.Module) -> list[tuple[str, nn.Embedding]]:
+    """Return the tables of the embedding by name: that of tokens and, in some models, that of learned positions."""
+    return [(name, child) for name, child in base.named_children() if isinstance(child, nn.Embedding)]
 
 
 def _layers(module: Any) -> nn.ModuleList:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.core import hub_config, model
 from harness.core.gpt import DTYPES
-from harness.core.hub_model import HubEnds, Unlike, bend_of, parts_of, theirs
+from harness.core.hub_model import HubEmbedding, HubEnds, HubHead, Unlike, bend_of, parts_of, theirs
 from harness.core.job import Workload
 from harness.devices.memory_account import NAME
 from harness.devices.memory_rehearsal import without_memory
@@ -40,25 +40,29 @@ SHORT = 256  # most tokens of such a sample if attention stores the scores and m
 def sketch(workload: Workload) -> dict[str, Any]:
     """Return the fields of an Anatomy. Raises Unlike for a model that the harness cannot train in parts."""
     starts = prove(workload)
-    whole, ends = model.whole(workload), model.new_ends(workload)
-    of_ends = {name: list(parameter.shape) for name, parameter in ends.named_parameters()}
-    layers = [{name: list(parameter.shape) for name, parameter in layer.named_parameters()} for layer in whole.layers]
+    whole = model.whole(workload)
+    layers = [shapes_of(layer) for layer in whole.layers]
     if any(layer != layers[0] for layer in layers):
         raise Unlike("its layers have unequal tensors")
-    matrices = [name for name, shape in of_ends.items() if len(shape) > 1]
+    embedding, head = shapes_of(HubEmbedding(workload)), shapes_of(HubHead(workload))
     size = [workload.vocab_size, workload.hidden_size]
-    if len(matrices) > 2 or any(of_ends[name] != size for name in matrices):
-        raise Unlike(f"its ends have other matrices than those of {size[0]} words")
+    table, *positions = embedding.values()
+    matrices = [table, *(shape for shape in head.values() if len(shape) > 1)]
+    if matrices != [size, size] or any(shape[1:] != size[1:] for shape in positions):
+        raise Unlike(f"its ends have other matrices than those of {size[0]} words and of positions")
     token_flops, pair_flops = work(workload)
     fp32, half = measured(workload), measured(replace(workload, dtype="bf16"))
     return {
-        "embedding": {matrices[0]: size},
-        "layer": layers[0],
-        "head": {name: shape for name, shape in of_ends.items() if name not in matrices[:-1]},
+        "embedding": embedding, "layer": layers[0], "head": head,
         "layer_prefix": prefix_of(whole), "token_flops": token_flops, "pair_flops": pair_flops,
         **{name: {"fp32": fp32[name], "half": half[name]} for name in fp32},
         "slopes": keeps_slopes(workload), "starts": starts,
     }  # fmt: skip
+
+
+def shapes_of(module: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of the module's tensors by name."""
+    return {name: list(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 def prefix_of(whole: nn.Module) -> str:

@@ -55,7 +55,7 @@ def test_a_sketch_counts_the_parameters_of_the_checkpoint(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
 def test_parts_compute_the_bits_of_the_whole(family: str, dtype: str) -> None:
     workload = configured(family, dtype=dtype)
     inputs, targets = token_batches(workload, 1)[0]
@@ -79,6 +79,20 @@ def test_anatomy_is_that_of_the_module(family: str) -> None:
     head = config_of(family).get("head_dim", 8)
     matrices = 3 * size * inner + 2 * size * 4 * head + 2 * size * 2 * head
     assert (anatomy.token_flops, anatomy.pair_flops) == (2 * matrices, 2 * 4 * head)
+
+
+def test_gpt2_is_counted_with_its_learned_positions_once() -> None:
+    """12 D^2 + 13 D for a layer; the head is the embedding of tokens."""
+    anatomy = configured("gpt2").anatomy
+    assert anatomy.layer_params == 12 * 32**2 + 13 * 32 and anatomy.end_params == (101 + 64 + 2) * 32
+    assert anatomy.embedding.keys() - anatomy.head == {"transformer.wpe.weight"}
+    assert (anatomy.token_flops, anatomy.pair_flops) == (24 * 32**2, 2 * 32)
+
+
+def test_what_gpt2_drops_where_its_file_does_not_say_so_is_not_dropped() -> None:
+    config = {name: value for name, value in config_of("gpt2").items() if not name.endswith("_pdrop")}
+    narrow = hub_config.narrowed(hub_config.text_of(config), 3, 32, 101)
+    assert {narrow[name] for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")} == {0.0}
 
 
 def test_angles_stay_fp32_in_a_bf16_model() -> None:

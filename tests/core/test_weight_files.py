@@ -57,7 +57,7 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("qwen2", "fp32"), ("llama3.1", "bf16"), ("phi3", "fp32"), ("gpt_neox", "bf16")]
+    ("family", "dtype"), [("qwen2", "fp32"), ("llama3.1", "bf16"), ("phi3", "fp32"), ("gpt_neox", "bf16"), ("gpt2", "fp32")]
 )
 def test_what_goes_in_and_out_is_bit_equal(family: str, dtype: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "in", family, dtype)

@@ -16,6 +16,7 @@ from tests.support.configured import FAMILIES, OTHERS, configured
 from tests.support.training import train
 
 STEPS = 8
+SELDOM = [family for family in OTHERS if family not in ("gemma3", "gpt2")]  # families that --all tests
 STREAMED: list[tuple[str, dict[str, Any]]] = [
     ("l2l", {}), ("stronghold", {"placement": "W3", "window_size": 2}),
     ("stronghold", {"placement": "R1W1S1", "window_size": 1}), ("stronghold", {"placement": "P1S2", "window_size": 2}),
@@ -40,7 +41,7 @@ def test_so_it_has_in_half_precision_and_by_micro_batches(family: str, changes: 
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma3", *(pytest.param(name, marks=pytest.mark.heavy) for name in OTHERS if name != "gemma3")]
+    "family", ["gemma3", "gpt2", *(pytest.param(name, marks=pytest.mark.heavy) for name in SELDOM)]
 )
 def test_so_it_has_for_other_families(family: str) -> None:
     workload = configured(family)
@@ -49,9 +50,10 @@ def test_so_it_has_for_other_families(family: str) -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 @pytest.mark.parametrize("name", ["hydra", "fsdp2-offload", "zero-offload", "zero-infinity"])
-def test_engines_that_take_the_model_apart_pass_the_gate(name: str, tmp_path: Path) -> None:
-    job = resolve(Job(name, configured("qwen2"), steps=5, warmup=1))[0]
+def test_engines_that_take_the_model_apart_pass_the_gate(name: str, family: str, tmp_path: Path) -> None:
+    job = resolve(Job(name, configured(family), steps=5, warmup=1))[0]
     assert Sweep(tmp_path).run([job])[0].gate.passed
 
 
@@ -70,7 +72,7 @@ def test_states_on_the_disk_pass_the_gate_where_layers_are_recomputed_by_torchs_
     assert record.gate.passed, record.gate.text
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 def test_a_pipeline_of_one_stage_trains_as_resident(family: str) -> None:
     """Its head apart from the embedding, or tied to it; names are the model's."""
     workload = configured(family)

@@ -31,7 +31,7 @@ from tests.support.training import train
 
 STEPS = 10
 TOLERANCE = 1e-5  # in fp32
-QUICK = (*FAMILIES, "gemma3")
+QUICK = (*FAMILIES, "gemma3", "gpt2")
 ALL = [pytest.param(family, marks=[pytest.mark.heavy] * (family not in QUICK)) for family in (*FAMILIES, *OTHERS)]
 OWN = {"gemma2": "eager"}  # the attention that transformers chooses; elsewhere sdpa
 FUSED_BIAS = "attention.query_key_value.bias"  # GPT-NeoX's, with the keys' bias, whose gradient is mostly rounding
