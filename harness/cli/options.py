@@ -169,8 +169,8 @@ def _fields(context: click.Context, name: str) -> dict[str, Any]:
     if num_params := amount(name):
         return _of_number(num_params)
     found = named_models.load(name)
-    if "our architecture" in found.about:
-        click.echo(f"{name} here is the published GPT at its size: {found.about}", err=True)
+    if found.note:
+        click.echo(f"{name} here is {found.note}", err=True)
     return found.sizes
 
 

@@ -24,6 +24,10 @@ USUAL = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num
          "n_positions": "max_position_embeddings"}  # fmt: skip
 WIDTHS = ("intermediate_size", "head_dim", "n_inner")  # these shrink with the hidden size
 OF_LAYERS = ("layer_types", "no_rope_layers")  # lists with an entry for each layer
+# Values of transformers where a file lacks them: the texts of Gemma 3's models of texts and images name few sizes.
+UNSAID = {"gemma3_text": {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                          "max_position_embeddings": 131072}}  # fmt: skip
+TEXT_PART = "text_config"  # the model of texts in the configuration of a model of texts and images
 DROPOUTS = {"gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop")}  # probabilities that are not 0 where a file lacks them
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LEAST_WIDTH = 8  # smallest narrowed width: kernels take multiples of 8
@@ -34,15 +38,17 @@ LEFT_OUT = {
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # kinds of rotary positions with the same angles for all samples
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return the configuration in a file, or in a folder's config.json. Raises ValueError if there is none."""
+def read(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the configuration in a file, or in a folder's config.json, and the whole model's type if this is the part
+    for texts of one, else an empty text. Raises ValueError if there is no file, or as checked_config() does."""
     file = path / FILE if path.is_dir() else path
     try:
-        config = read_json(file.resolve())  # files in the Hub's cache are symbolic links
+        whole = read_json(file.resolve())  # files in the Hub's cache are symbolic links
     except (OSError, ValueError) as error:
         told = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot read {file}: {told}; expected a model's {FILE}, as Hugging Face has it") from error
-    return checked_config(config, str(file))
+    config = checked_config(whole, str(file))
+    return config, "" if config["model_type"] == whole["model_type"] else whole["model_type"]
 
 
 def checked_config(config: Any, source: str) -> dict[str, Any]:
@@ -50,18 +56,26 @@ def checked_config(config: Any, source: str) -> dict[str, Any]:
     what is wrong."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{source}: expected a model's {FILE} with a model_type, got none")
-    config = {USUAL.get(name, name): value for name, value in config.items()}
+    is_quantized, config = bool(config.get("quantization_config")), text_part(config)
     for name in SIZES.values():
         if not isinstance(config.get(name), int):
             told = f"expected {name} as a number, got {config.get(name)!r:.40}"
             raise ValueError(f"{source}: {told}; models of type {config['model_type']} cannot be trained here")
-    if config.get("quantization_config"):
+    if is_quantized or config.get("quantization_config"):
         raise ValueError(f"{source}: expected weights that can be trained, got quantized ones: try the original model")
     if others := [kind for kind in _rope_types(config) if kind not in ROPE_TYPES]:
         known, got = ", ".join(ROPE_TYPES), others[0]
         told = f"expected rotary positions of type {known}, got {got}, whose angles depend on the sample"
         raise ValueError(f"{source}: {told}")
     return config
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration, or its part for texts if it has one, with the usual names of fields."""
+    part = config.get(TEXT_PART)
+    config = part if isinstance(part, dict) and isinstance(part.get("model_type"), str) else config
+    usual = {USUAL.get(name, name): value for name, value in config.items()}
+    return UNSAID.get(config["model_type"], {}) | usual
 
 
 @functools.lru_cache(maxsize=32)

@@ -36,6 +36,11 @@ class NamedModel:
         """Return the fields of a Workload."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "about"}
 
+    @property
+    def note(self) -> str:
+        """Return what is trained in place of the model of this name; empty if nothing is."""
+        return f"the published GPT at its size: {self.about}" if "our architecture" in self.about else ""
+
     def __post_init__(self) -> None:
         Workload(**self.sizes)  # raises ValueError if the sizes make no model
 
@@ -48,6 +53,12 @@ class ConfiguredModel:
     config: dict[str, Any]
     about: str = ""
     name: str = ""
+    part_of: str = ""  # kind of the whole model, if the configuration is that of its texts alone
+
+    @property
+    def note(self) -> str:
+        """Return what is trained in place of the model of this name; empty if nothing is."""
+        return f"the part for texts of a {self.part_of}, without the others" if self.part_of else ""
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -81,5 +92,6 @@ def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:
         model = entry(ConfiguredModel, "model", known, (file,), EXAMPLE)
         return dataclasses.replace(model, config=hub_config.checked_config(model.config, str(file)), name=known)
     if Path(name).exists() or name.endswith(hub_config.FILE):
-        return ConfiguredModel(hub_config.read(Path(name)), name=name)
+        config, whole = hub_config.read(Path(name))
+        return ConfiguredModel(config, name=name, part_of=whole)
     return entry(NamedModel, "model", name, (file,), EXAMPLE)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("F64", "F32", "BF16", "F16")  # dtypes of weights that a training can start from
 HASHED_BLOCKS = 2**14  # blocks that are hashed of each file: a file of up to 64 MiB is hashed whole
+TEXT_PART = "language_model"  # name of the model of texts in the files of models of texts and images
 OTHER_HEAD = "embed_out.weight"  # name of the head's matrix in the files of some families
 
 
@@ -117,9 +118,10 @@ def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
 @contextlib.contextmanager
 def _opened(files: dict[str, str], folder: Path, name: str, framework: str) -> Iterator[tuple[Any, str]]:
     """Yield the file that holds the model's tensor of this name, and the tensor's name in the file: files may leave out
-    the base model's prefix of names, such as `model.`."""
+    the base model's prefix of names, such as `model.`, and those of models of texts and images add one."""
     base = name.partition(".")[2]
-    for own in (name, base, *([OTHER_HEAD] if name == "lm_head.weight" else [])):
+    others = [OTHER_HEAD] if name == "lm_head.weight" else []
+    for own in (name, base, f"{TEXT_PART}.{name}", f"model.{TEXT_PART}.{base}", *others):
         if own in files:
             with _file(folder, files[own], framework) as file:
                 if own not in file.keys():  # noqa: SIM118 a file of tensors is no dictionary

@@ -13,13 +13,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from harness.core import hub_config, weight_files
+from harness.core import hub_config, named_models, weight_files
 from harness.core.data import batches
 from harness.core.job import Job, Workload
 from harness.core.method import TensorState
 from harness.core.model import build
 from harness.core.saved_weights import SavedWeights
 from harness.jobs.sweep import context, read_by
+from harness.simulation.batches import token_batches
 from tests.support import cli, oracle
 from tests.support.configured import config_of
 
@@ -39,7 +40,7 @@ def written(folder: Path, family: str = "qwen2", dtype: str = "fp32", **changes:
 
 
 def starting_from(folder: Path, **changes: Any) -> Workload:
-    config = hub_config.read(folder)
+    config, _ = hub_config.read(folder)
     sizes = {**hub_config.sizes_of(config), "seq_len": 16, "batch_size": 2, "learning_rate": 1.0}
     named = {"model": folder.name, "config": hub_config.text_of(config), "weights": str(folder)}
     return Workload(**{**sizes, **named, **changes})
@@ -57,7 +58,8 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("qwen2", "fp32"), ("llama3.1", "bf16"), ("phi3", "fp32"), ("gpt_neox", "bf16"), ("gpt2", "fp32")]
+    ("family", "dtype"),
+    [("qwen2", "fp32"), ("llama3.1", "bf16"), ("phi3", "fp32"), ("gpt_neox", "bf16"), ("gpt2", "fp32")],
 )
 def test_what_goes_in_and_out_is_bit_equal(family: str, dtype: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "in", family, dtype)
@@ -102,6 +104,29 @@ def test_names_may_lack_the_name_of_the_model(tmp_path: Path) -> None:
     workload = starting_from(folder, weights=str(tmp_path / "bare"))
     weight_files.check(workload)
     assert all(torch.equal(loaded(folder)[name], weight) for name, weight in build(workload).named_parameters())
+
+
+def test_the_part_for_texts_of_a_model_of_texts_and_images_is_trained_alone(tmp_path: Path) -> None:
+    """Its sizes are in text_config, where those that transformers takes by default are missing, and its tensors have
+    names of their own."""
+    texts = {**config_of("gemma3"), "num_key_value_heads": 4, "vocab_size": 262208, "head_dim": 256}
+    seen = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+            "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.Gemma3Config(text_config=texts, vision_config=seen, mm_tokens_per_image=4)
+    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    for name in ("vocab_size", "num_key_value_heads", "head_dim"):
+        del saved["text_config"][name]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert named_models.load(str(tmp_path)).note == "the part for texts of a gemma3, without the others"
+    workload = starting_from(tmp_path)
+    weight_files.check(workload)
+    ((inputs, targets),) = token_batches(workload, 1)
+    with torch.no_grad():
+        logits = whole(input_ids=inputs).logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        assert build(workload)(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_a_run_trains_what_transformers_loads_and_saves_what_it_loads_again(tmp_path: Path) -> None:
