@@ -28,6 +28,7 @@ def __getattr__(name: str) -> object:
 class L2L(Method):
     world_size: int = 1  # ranks
     ends: str | None = None  # home of embedding and head: device, or host where the device is too small for them
+    activations: str | None = None  # memory where boundaries wait for the backward pass: device, or host, likewise
 
     label = "L2L"
     color = "#E7D6EF"
@@ -47,7 +48,7 @@ class L2L(Method):
     bit_exact_in_half = bit_exact  # type: ignore[assignment]
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        return one_layer_plan(workload, room, self.ends, self.world_size)
+        return one_layer_plan(workload, room, self.ends, self.activations, self.world_size)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         return describe(workload, "this project", adamw_kernel.describe(workload.dtype))
@@ -58,6 +59,7 @@ class L2L(Method):
         from methods.offload.clip import Clip
         from methods.shared.loss_scale import LossScale
         from methods.streaming.embedding_and_head import ends_of
+        from methods.streaming.layer_kinds import send_boundaries_home
         from methods.streaming.layer_state import LayerState
         from methods.streaming.slot import GradientRoom, Slot
         from methods.streaming.starting_values import draw
@@ -67,6 +69,8 @@ class L2L(Method):
             ends, depth = ends_of(gpu, workload, self.ends, waits=True), range(workload.num_layers)
             layers = [LayerState.of_model(gpu, workload, i, host=True) for i in depth]
             draw(layers, workload)
+            if self.activations == "host":
+                send_boundaries_home(layers, workload.boundary_bytes // self.world_size)
             slot, gradients, scale = Slot(layers[0]), GradientRoom(layers[0]), LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 settings = published_settings(workload.learning_rate_at(step))

@@ -42,7 +42,7 @@ class Stronghold(Method):
     clipping: str | None = None  # deferred, the default if gradients are clipped, or speculate
     ends: str | None = None  # home of embedding and head: device, or host where the device is too small for them
     disk: str | None = None  # folder for states on the disk; None: the system's temporary one, if placement says D
-    activations: str | None = None  # memory where boundaries wait for the backward pass: device, the default, or host
+    activations: str | None = None  # memory where boundaries wait for the backward pass: device, or host, likewise
     world_size: int = 1  # ranks
 
     label = "STRONGHOLD"
@@ -105,7 +105,8 @@ class Stronghold(Method):
             speculates = self.clipping == "speculate"
             layers = new_layers(gpu, source, kinds, self.window_size, self.disk, speculates=speculates)
             if self.activations == "host":
-                send_boundaries_home(gpu, layers, workload)
+                num_bytes = workload.boundary_bytes // self.world_size
+                send_boundaries_home([layer.state for layer in layers], num_bytes)
             rule = UpdateRule(gpu, source.terms, ends, layers, self.clipping)
             window = Window(layers, kinds, self.window_size, rule)
 

@@ -297,6 +297,7 @@ class Plan:
         default_factory=dict
     )  # bytes that a rank sends in a step: gathers, sums, messages
     options: dict[str, Any] = field(default_factory=dict)
+    tried: str = ""  # of a plan that does not fit: other options, with which it does not, either
     step_seconds: float | None = None  # lower bound of a step's time, by the machine's rates
     binds: str = ""  # name of the resource that sets this bound
     updates_on_host: bool = True  # True: the host updates the parameters whose optimizer state it keeps

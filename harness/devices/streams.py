@@ -194,6 +194,12 @@ class Device:
             raise RuntimeError(f"expected CUDA to lock {memory.nbytes()} bytes of the host, got CUDA error {code}")
         self._page_locked.append(memory)
 
+    def unlock_room(self, slab: Tensor) -> None:
+        """Unlock host memory from room(), after all that is queued, so that it may be dropped."""
+        found = [memory for memory in self._page_locked if memory.data_ptr() == slab.data_ptr()]
+        self._page_locked[:] = [memory for memory in self._page_locked if memory.data_ptr() != slab.data_ptr()]
+        unlock(found, self.name)
+
     def synchronize(self, *pending: Future) -> None:
         """Wait for these futures, then for everything queued on the three streams."""
         for future in pending:

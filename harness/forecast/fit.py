@@ -32,20 +32,22 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     shortfall = plan.shortfall(room)
     if shortfall is None:
         return resolved, plan, None
-    hint = _hint(job, room, folders)
+    asked = _asked(job, room, folders)
+    tried = method.create(job.method, asked, folders).plan(job.workload, room).tried
+    hint = _hint(job, asked, room, folders)
     if room.device_bytes is not None and plan.device_bytes > room.device_bytes:
         least = plan.device_bytes
         if job.device == "cuda":
             least = cuda_budget.budget_bytes(least, machine.context_bytes(job.world_size))
         hint += f", and this one needs --device-memory {-(-least // 1024)}KiB at least"
     each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
-    return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {shortfall}; {hint}"
+    told = f"{shortfall}; tried, too: {tried}" if tried else shortfall
+    return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {told}; {hint}"
 
 
-def _hint(job: Job, room: Room, folders: tuple[Path, ...]) -> str:
-    """Return a text with the largest depth that fits; if no depth fits with --placement, the largest without
-    --placement."""
-    asked = _asked(job, room, folders)
+def _hint(job: Job, asked: dict[str, Any], room: Room, folders: tuple[Path, ...]) -> str:
+    """Return a text with the largest depth that fits with the options asked for; if no depth fits with --placement, the
+    largest without --placement."""
     depth, placement = largest(method.create(job.method, asked, folders), job, room), asked.pop("placement", None)
     if not depth and placement:
         depth = largest(method.create(job.method, asked, folders), job, room)

@@ -1,5 +1,5 @@
 """Chooses a placement: the fastest by the machine's rates or, without rates, the one with the most resident layers that
-fit; and the home of the ends, for L2L, too. torch is not imported.
+fit; and the homes of ends and boundaries, for L2L, too. torch is not imported.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from harness.core.job import Plan, Room, Workload
@@ -18,10 +18,10 @@ from methods.shared.memory_needs import shared_numel, writable
 from methods.streaming.placement import (
     BY_RANKS,
     CLIPPINGS,
-    MEMORIES_OF_BOUNDARIES,
     Sizes,
     UserSizes,
     ends_on_host,
+    home_of_boundaries,
     parse,
     placed_plan,
     text_of,
@@ -49,26 +49,24 @@ class PlacementChoice:
     def plan(self) -> Plan:
         """Return the plan with the widest window, up to the default one, with which device and host memory suffice, and
         for this window the fastest placement or, without rates, the one with the most resident layers. Updates wait for
-        the norm unless `clipping` says otherwise, because a clipped step discards speculative updates. The ends are on
-        the host only if nothing fits with them on the device: the next step begins with the embedding, so it waits for
-        their update. Raises ValueError for options that contradict each other or the workload."""
+        the norm unless `clipping` says otherwise, because a clipped step discards speculative updates. Ends and
+        boundaries are where with_homes() puts them. Raises ValueError for options that contradict each other or the
+        workload."""
         if self.disk:
             writable(self.disk)
         if self.clipping not in (None, *CLIPPINGS):
             raise ValueError(f"no clipping {self.clipping!r}: choose one of {', '.join(CLIPPINGS)}")
-        if self.activations not in (None, *MEMORIES_OF_BOUNDARIES):
-            told = f"expected {' or '.join(MEMORIES_OF_BOUNDARIES)}, got {self.activations!r}"
-            raise ValueError(f"activations: {told}; try --option activations=host")
         if self.world_size > 1:
             return self._of_a_rank()
-        plan = self._fastest() or self._most_resident()
-        if isinstance(self.workload, UserSizes):
+        ends_may_move = isinstance(self.workload, Workload)
+        return with_homes(self._at_homes, self.room, self.ends, self.activations, ends_may_move=ends_may_move)
+
+    def _at_homes(self, ends: str | None, activations: str | None) -> Plan:
+        """Return the plan with ends and boundaries at these homes."""
+        at = replace(self, ends=ends, activations=activations)
+        plan = at._fastest() or at._most_resident()
+        if self.room.rates is None or isinstance(self.workload, UserSizes):
             return plan
-        lacks = plan.lacks(self.room)
-        if self.ends is None and self.room.device_bytes is not None and lacks:
-            hosted = replace(self, ends="host").plan()
-            if "device" in lacks or not hosted.lacks(self.room):
-                return hosted
         counts = Counter(parse(plan.options["placement"], self.workload.num_layers))
         return with_forecast(plan, self.workload, self.room, counts)
 
@@ -88,7 +86,7 @@ class PlacementChoice:
             told = f"expected only layers R and W {ranks}, got {', '.join(others)}"
             raise ValueError(f"placement: {told}; try --placement {tried}")
         part = replace(self, workload=rank_part(self.workload, self.world_size), room=replace(self.room, rates=None))
-        plan = part._most_resident()
+        plan = with_homes(part._at_homes, part.room, self.ends, self.activations, ends_may_move=False)
         return replace(plan, options={**plan.options, "world_size": self.world_size})
 
     def _windows(self) -> Iterator[int]:
@@ -194,12 +192,9 @@ class PlacementChoice:
     def _placed(self, kinds: str, window: int, clipping: str | None, workload: Sizes | None = None) -> Plan:
         workload = workload or self.workload
         options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
-        if self.ends is not None:
-            options["ends"] = self.ends
+        options |= _told(self.ends, self.activations)
         if "D" in kinds:
             options["disk"] = str(writable(self.disk))
-        if self.activations is not None:
-            options["activations"] = self.activations
         if workload.waits_for_norm:
             options["clipping"] = clipping
         return replace(self._needs(kinds, window, clipping, workload), options=options)
@@ -208,20 +203,55 @@ class PlacementChoice:
         workload = workload or self.workload
         waits = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
         hosted = ends_on_host(workload, self.ends, self.world_size) if isinstance(workload, Workload) else []
-        kept = self.activations or "device"
+        kept = home_of_boundaries(self.activations)
         return placed_plan(workload, kinds, window, waits, self.world_size, kept, hosted)
 
 
-def one_layer_plan(workload: Workload, room: Room, ends: str | None, num_ranks: int) -> Plan:
-    """Return L2L's plan: the layers take turns in one slot; the ends are as in PlacementChoice. Raises ValueError for
-    a home of the ends that there is not."""
+def one_layer_plan(
+    workload: Workload, room: Room, ends: str | None, activations: str | None, num_ranks: int
+) -> Plan:  # fmt: skip
+    """Return L2L's plan: the layers take turns in one slot; ends and boundaries are where with_homes() puts them.
+    Raises ValueError for a home that there is not."""
     part = rank_part(workload, num_ranks)
-    hosted = ends_on_host(part, ends, num_ranks)
-    plan = placed_plan(part, "W" * part.num_layers, 1, num_ranks=num_ranks, hosted_ends=hosted)
-    if ends is None and num_ranks == 1 and "device" in plan.lacks(room):
-        return one_layer_plan(workload, room, "host", num_ranks)
-    # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins.
-    again = part.weight_bytes * shared_numel(part.layer_params, num_ranks)
-    exchanged = {**plan.exchanged, "gathers": plan.exchanged["gathers"] + parts_sent(again, num_ranks)}
-    options = {"world_size": num_ranks} | ({"ends": ends} if ends else {})
-    return replace(plan, moved_bytes=plan.moved_bytes + again // num_ranks, exchanged=exchanged, options=options)
+
+    def plan_at(ends: str | None, activations: str | None) -> Plan:
+        hosted, kept = ends_on_host(part, ends, num_ranks), home_of_boundaries(activations)
+        kinds = "W" * part.num_layers
+        plan = placed_plan(part, kinds, 1, num_ranks=num_ranks, activations=kept, hosted_ends=hosted)
+        # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins.
+        again = part.weight_bytes * shared_numel(part.layer_params, num_ranks)
+        exchanged = {**plan.exchanged, "gathers": plan.exchanged["gathers"] + parts_sent(again, num_ranks)}
+        options = {"world_size": num_ranks} | _told(ends, activations)
+        return replace(plan, moved_bytes=plan.moved_bytes + again // num_ranks, exchanged=exchanged, options=options)
+
+    return with_homes(plan_at, room, ends, activations, ends_may_move=num_ranks == 1)
+
+
+def with_homes(
+    plan_at: Callable[[str | None, str | None], Plan], room: Room, ends: str | None, activations: str | None, *,
+    ends_may_move: bool,
+) -> Plan:  # fmt: skip
+    """Return plan_at() of the homes of ends and boundaries. A home that was asked for is kept. What is left open is on
+    the device or, if the plan does not fit so, on the host: the ends, the boundaries or both, whichever fits, the
+    fastest of those by the forecast. Hosted ends delay a step, which begins with the embedding, so that it waits for
+    its update; boundaries are bytes that cross the link beside compute. If nothing fits, the plan has on the host what
+    may be there, and names what was tried."""
+    plan = plan_at(ends, activations)
+    lacks = plan.lacks(room)
+    if room.device_bytes is None or not lacks:
+        return plan
+    kept = [activations] if activations else [None, "host"]
+    moved = [ends] if ends or not ends_may_move else [None, "host"]
+    others = [(home, memory) for memory in kept for home in moved][1:]
+    plans = [plan_at(*homes) for homes in others]
+    if fitting := [each for each in plans if not each.lacks(room)]:
+        return min(fitting, key=lambda each: each.step_seconds or 0.0)
+    least = plans[-1] if plans and "device" in lacks else plan
+    changed = (_told(None if ends else home, None if activations else memory) for home, memory in others)
+    tried = (" and ".join(f"{name}={home}" for name, home in each.items()) for each in changed)
+    return replace(least, tried=", ".join(tried))
+
+
+def _told(ends: str | None, activations: str | None) -> dict[str, str]:
+    """Return the homes that were asked for, or chosen on the host, as options of a plan."""
+    return {name: home for name, home in (("ends", ends), ("activations", activations)) if home}

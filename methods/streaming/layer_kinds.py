@@ -240,8 +240,10 @@ def new_layers(
     return list(map(of_kind, kinds, states))
 
 
-def send_boundaries_home(device: Device, layers: Sequence[Layer], workload: Workload) -> None:
-    """Let the inputs of the layers, bottom first, wait on the host for the backward pass."""
-    names = [layer.state.prefix for layer in layers]
-    for layer, boundary in zip(layers, boundaries_on_host(device, names, workload), strict=True):
-        layer.state.boundary = boundary
+def send_boundaries_home(layers: Sequence[LayerState], num_bytes: int = 0) -> None:
+    """Let the inputs of the layers, bottom first, wait on the host for the backward pass. `num_bytes`: of one layer's
+    inputs; where they are not known beforehand, the first batch tells them."""
+    device = layers[0].device
+    boundaries = boundaries_on_host(device, [layer.prefix for layer in layers], num_bytes)
+    for layer, boundary in zip(layers, boundaries, strict=True):
+        layer.boundary = boundary

@@ -34,9 +34,8 @@ ON_DEVICE = "RP"  # kinds of layers whose weights stay on the device
 BY_HOST = "PWD"  # kinds of layers that the host updates
 BY_RANKS = "RW"  # kinds of layers that several ranks can have
 CLIPPINGS = ("deferred", "speculate")
-MEMORIES_OF_BOUNDARIES = ("device", "host")
 BOUNDARY_SLOTS = 2  # slots for boundaries that are kept on the host: one in use, one in transfer
-HOMES = ("device", "host")  # of embedding and head
+HOMES = ("device", "host")  # of embedding and head, and of boundaries
 
 
 def parse(text: str, num_layers: int) -> str:
@@ -103,13 +102,15 @@ def spread(kinds: str, letter: str, number: int) -> str:
 
 class UserSizes(NamedTuple):
     """The sizes of a user's model that a plan needs, in place of a Workload. `activations`: measured bytes of
-    everything but the layers' weights, gradients and states."""
+    everything but the layers' weights, gradients and states; `boundary_bytes`: of a layer's inputs, if they were on the
+    host."""
 
     dtype: str
     numels: tuple[int, ...]  # parameters of each layer, bottom first
     end_params: int
     activations: int
     waits_for_norm: bool
+    boundary_bytes: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -177,6 +178,14 @@ def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> li
     return workload.anatomy.end_parts if home == "host" else []
 
 
+def home_of_boundaries(asked: str | None) -> str:
+    """Return the memory where boundaries wait for the backward pass, by default the device. Raises ValueError for an
+    unknown one."""
+    if asked not in (None, *HOMES):
+        raise ValueError(f"activations: expected {' or '.join(HOMES)}, got {asked!r}; try activations=host")
+    return asked or "device"
+
+
 def placed_plan(
     workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred", num_ranks: int = 1,
     activations: str = "device", hosted_ends: Sequence[int] = (),
@@ -219,7 +228,7 @@ def placed_plan(
     host["optimizer"] -= at_home["optimizer"] * params["D"]
     host["gradients"] -= 0 if clipping else at_home["gradients"] * params["S"]
     if num_kept < len(kinds):
-        host["activations"] = boundary * (len(kinds) - num_kept)
+        host["activations"] = workload.boundary_bytes * (len(kinds) - num_kept)
     if num_ranks > 1:  # gloo gathers and sums in copies of a slab, in two threads; NCCL makes none
         host["buffers"] = 2 * size * home * num_ranks
     if count["D"]:

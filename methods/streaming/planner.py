@@ -214,7 +214,7 @@ def choose(
     """Return the numbers of layers of each kind that fit and have the shortest step by the rates; among those within
     SLACK of it, the numbers with the fewest copied bytes. None if no placement fits."""
     assert room.rates is not None
-    boundaries = _boundaries(plan_of(workload, {**dict.fromkeys(kinds, 0), "R": workload.num_layers}))
+    boundaries = hosted_boundaries(plan_of(workload, {**dict.fromkeys(kinds, 0), "R": workload.num_layers}))
     found = rows(workload, room.rates, clipping, boundaries, ends)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
     optional = kinds.replace("R", "")  # try with and without each: a kind's buffers cost memory even for one layer
@@ -250,7 +250,7 @@ def _whole(
             yield dict(zip(kinds, counts, strict=True))
 
 
-def _boundaries(plan: Plan) -> int:
+def hosted_boundaries(plan: Plan) -> int:
     """Return the bytes of boundaries that the host keeps from the forward pass to the backward pass."""
     return plan.host.get("activations", 0)
 
@@ -310,6 +310,6 @@ def with_forecast(plan: Plan, workload: Workload, room: Room, counts: Counts) ->
     if room.rates is None:
         return plan
     options = plan.options
-    found = rows(workload, room.rates, options.get("clipping"), _boundaries(plan), options.get("ends", "device"))
+    found = rows(workload, room.rates, options.get("clipping"), hosted_boundaries(plan), options.get("ends", "device"))
     bound = forecast(found, counts)
     return replace(plan, step_seconds=bound.seconds, binds=bound.binds)

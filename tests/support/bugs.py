@@ -158,7 +158,7 @@ SILENT_BUGS = [
     Bug(
         "boundary_overwritten_while_going_home",
         BOUNDARIES,
-        "self.device.compute.wait_event(self.slot.drained)",
+        "self.device.compute.wait_event(self.copied)",
         "pass",
         "boundaries 1 slab",
         activations="host",

@@ -1,15 +1,20 @@
-"""Boundaries on the host: the very bits of resident training, and both memories' peaks by arithmetic."""
+"""Boundaries on the host: the very bits of resident training, both memories' peaks by arithmetic, and who chooses
+them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from harness.core.job import Room, Workload
-from harness.core.method import create
+from harness.core.job import GIB, Budget, Job, Room, Workload
+from harness.core.method import create, largest_depth
+from harness.core.rates import Rates
 from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
+from harness.forecast.fit import resolve
 from methods.offload import adamw_kernel
 from tests.methods.test_agree import difference
 from tests.support.races import find_races
@@ -26,6 +31,7 @@ CHANGES: list[dict[str, Any]] = [
     {"batch_size": 6, "micro_batches": 2, "dtype": "bf16"},
     {"dropout": 0.1},
 ]
+LONG = Workload(num_layers=6, hidden_size=64, num_heads=2, seq_len=256, vocab_size=512)  # large boundaries, small ends
 LARGE = Workload(num_layers=6, hidden_size=256, seq_len=64, vocab_size=512)
 
 
@@ -40,6 +46,13 @@ def test_boundaries_on_the_host_have_the_very_bits_of_resident_training(placemen
     workload = tiny(**SMALL, **changes)
     trained = train("stronghold", workload, STEPS, **on_host(placement))
     assert difference(trained, train_resident(workload, STEPS)) == ""
+
+
+@pytest.mark.parametrize("changes", [{}, {"batch_size": 6, "micro_batches": 3, "dtype": "bf16"}], ids=str)
+def test_so_has_l2l(changes: dict) -> None:
+    workload = tiny(**SMALL, **changes)
+    assert difference(train("l2l", workload, STEPS, activations="host"), train_resident(workload, STEPS)) == ""
+    assert find_races(create("l2l", {"activations": "host"}), workload) == []
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
@@ -67,15 +80,17 @@ def test_the_plan_counts_the_bytes_of_boundaries_that_travel(changes: dict) -> N
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("batch", [{}, {"batch_size": 8, "micro_batches": 4}], ids=str)
-@pytest.mark.parametrize("placement", ["W6", "R1P1W2S2"])
+@pytest.mark.parametrize(
+    ("method", "placement"), [("stronghold", "W6"), ("stronghold", "R1P1W2S2"), ("l2l", None)], ids=str
+)
 @pytest.mark.cover(1)
 def test_the_plan_is_the_peak_of_both_memories(
-    placement: str, batch: dict, dtype: str, monkeypatch: pytest.MonkeyPatch
+    method: str, placement: str | None, batch: dict, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = Workload(num_layers=6, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype, **batch)
-    stronghold = create("stronghold", {"placement": placement, "activations": "host"})
+    trained = create(method, {"activations": "host"} | ({"placement": placement} if placement else {}))
     monkeypatch.setattr(adamw_kernel, "load", lambda: None)  # a plan has room for an update without it
-    predicted, planned = predict(stronghold, workload), stronghold.plan(workload, Room())
+    predicted, planned = predict(trained, workload), trained.plan(workload, Room())
     assert predicted.device_bytes <= planned.device_bytes <= predicted.device_bytes + small_bytes(workload)
     drawn = 2**20  # starting values of resident layers on their way through the host
     assert planned.host_bytes - 1024 <= predicted.host_bytes <= planned.host_bytes + drawn
@@ -101,6 +116,69 @@ def test_sims_peak_is_less_by_the_boundaries_that_left() -> None:
     assert peaks["device"] - peaks["host"] == 3 * workload.boundary_bytes - norms
 
 
-def test_another_memory_than_the_two_is_one_line() -> None:
+@pytest.mark.parametrize("method", ["stronghold", "l2l"])
+def test_another_memory_than_the_two_is_one_line(method: str) -> None:
     with pytest.raises(ValueError, match="activations: expected device or host, got 'disk'; try"):
-        create("stronghold", {"activations": "disk"}).plan(tiny(), Room())
+        create(method, {"activations": "disk"}).plan(tiny(), Room())
+
+
+# ---- Who chooses them
+
+HOMES = [  # each needs less of the device than those before it
+    {"ends": "device", "activations": "device"},
+    {"ends": "host", "activations": "device"},
+    {"ends": "device", "activations": "host"},
+    {"ends": "host", "activations": "host"},
+]
+
+
+def least_of(method: str, homes: dict[str, str]) -> int:
+    return create(method, homes).plan(LONG, Room(1, GIB)).device_bytes
+
+
+@pytest.mark.parametrize("method", ["stronghold", "l2l"])
+def test_a_home_on_the_host_is_chosen_only_where_nothing_else_fits(method: str) -> None:
+    sizes = [least_of(method, homes) for homes in HOMES]
+    assert sizes == sorted(sizes, reverse=True)
+    for size, homes in zip(sizes, HOMES, strict=True):
+        room = Room(size, GIB)
+        planned = create(method, {}).plan(LONG, room)
+        assert planned.shortfall(room) is None and not planned.tried
+        chosen = {name: planned.options.get(name, "device") for name in homes}
+        assert chosen == homes
+
+
+@pytest.mark.parametrize("rate", ["inbound_bytes_per_second", "host_adam_params_per_second"])
+def test_of_those_that_fit_the_fastest_is_chosen(rate: str) -> None:
+    """Boundaries are many bytes over a slow link; ends are many updates of a slow host."""
+    rates = replace(Rates(1e12, inbound_bytes_per_second=1e10, host_adam_params_per_second=1e9), **{rate: 1e6})
+    room = Room(least_of("stronghold", HOMES[1]), GIB, rates=rates)
+    seconds = [create("stronghold", homes).plan(LONG, room).step_seconds for homes in HOMES[1:]]
+    planned = create("stronghold", {}).plan(LONG, room)
+    assert planned.step_seconds == min(seconds)
+    assert planned.options.get("activations") == (None if rate.startswith("inbound") else "host")
+
+
+def test_a_home_that_was_asked_for_is_kept() -> None:
+    planned = create("stronghold", {"activations": "device"}).plan(LONG, Room(1, GIB))
+    assert planned.options["activations"] == "device" and planned.options["ends"] == "host"
+
+
+def test_deeper_models_and_longer_samples_fit_by_it() -> None:
+    room = Room(least_of("stronghold", HOMES[2]), GIB)
+
+    def most(change: Callable[[int], Workload], activations: str | None) -> int:
+        trained = create("stronghold", {"activations": activations})
+        return largest_depth(lambda size: trained.plan(change(size), room).shortfall(room) is None)
+
+    for change in (LONG.at_depth, lambda batch: replace(LONG, batch_size=batch)):
+        assert most(change, "device") < most(change, "host") == most(change, None)
+
+
+def test_a_refusal_names_what_was_tried() -> None:
+    job = Job("stronghold", LONG, budget=Budget(2**20, GIB), device="sim")
+    told = "there is 1.0 MiB; tried, too: ends=host, activations=host, ends=host and activations=host; "
+    resolved, _, refused = resolve(job)
+    assert told in str(refused) and resolve(resolved)[2] == refused
+    asked = replace(job, options={"activations": "device"})
+    assert "there is 1.0 MiB; tried, too: ends=host; " in str(resolve(asked)[2])

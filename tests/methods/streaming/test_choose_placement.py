@@ -15,7 +15,7 @@ from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create, names
 from harness.core.rates import Rates
 from harness.forecast.fit import resolve
-from methods.streaming.placement import CLIPPINGS, placed_plan
+from methods.streaming.placement import CLIPPINGS, HOMES, placed_plan
 from methods.streaming.planner import KINDS, arranged
 from tests.support.training import tiny
 
@@ -27,16 +27,18 @@ RATES = Rates(1e9, inbound_bytes_per_second=1e9, outbound_bytes_per_second=1e9, 
 
 @functools.cache
 def every_need(workload: Workload, has_disk: bool) -> list[tuple[int, int, int]]:
-    """Bytes of device, host and disk of every mixture of kinds, in every window, with every clipping, and the ends on
-    either side."""
+    """Bytes of device, host and disk of every mixture of kinds, in every window, with every clipping, and ends and
+    boundaries on either side."""
     found = set()
     kinds = [kind for kind in KINDS if kind != "Q" and (has_disk or kind != "D")]
     for some in itertools.combinations_with_replacement(kinds, workload.num_layers):
         placement = arranged({kind: some.count(kind) for kind in kinds})
         clippings = CLIPPINGS if workload.waits_for_norm else (None,)
-        for window, clipping, ends in itertools.product((1, 2, 3), clippings, ([], workload.anatomy.end_parts)):
+        homes = itertools.product(([], workload.anatomy.end_parts), HOMES)
+        for window, clipping, (ends, kept) in itertools.product((1, 2, 3), clippings, homes):
             if clipping != "speculate" or "D" not in some:
-                plan = placed_plan(workload, placement, min(window, workload.num_layers), clipping, hosted_ends=ends)
+                slots = min(window, workload.num_layers)
+                plan = placed_plan(workload, placement, slots, clipping, activations=kept, hosted_ends=ends)
                 found.add((plan.device_bytes, plan.host_bytes, plan.disk_bytes))
     return sorted(found)
 
