@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from harness.core.job import Room
+from harness.core.job import Plan, Room
 from harness.core.method import Step, Unavailable
 from harness.devices import sim
 from methods.offload import adamw_kernel
@@ -28,11 +28,11 @@ from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
 from methods.shared.loss_scale import LossScale
 from methods.shared.memory_needs import writable
-from methods.streaming.choose_placement import DEFAULT_WINDOW, PlacementChoice
+from methods.streaming.choose_placement import DEFAULT_WINDOW, PlacementChoice, with_homes
 from methods.streaming.embedding_and_head import OnDevice
 from methods.streaming.layer_kinds import new_layers
 from methods.streaming.layer_state import LayerState, Passed
-from methods.streaming.placement import CLIPPINGS, UserSizes, parse
+from methods.streaming.placement import CLIPPINGS, UserSizes, home_of_boundaries, parse
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.update_rules import DEFERRED, UpdateRule, update_at_once
 from methods.streaming.user_model import give
@@ -168,27 +168,29 @@ class L2LTrainer(UserTraining):
 
     `layers`: the model's layers, in the order in which it calls them. `optimizer`: an AdamW, whose groups and settings
     apply; a schedule may change them. `max_norm`: limit of the norm of all gradients together; 0 or None: no clipping.
-    `device`: default: cuda if there is a GPU, else cpu. Raises ValueError, one line, if the model cannot be trained so.
+    `device`: default: cuda if there is a GPU, else cpu. `activations`: the memory where the layers' inputs wait for the
+    backward pass, device or host; default: device. Raises ValueError, one line, if the model cannot be trained so.
     """
 
     def __init__(
         self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.AdamW, *,
-        max_norm: float | None = None, device: str | None = None,
+        max_norm: float | None = None, device: str | None = None, activations: str | None = None,
     ) -> None:  # fmt: skip
+        home = home_of_boundaries(activations)
         build_kernel()
         super().__init__(model, layers, optimizer, max_norm, device, accumulates=True)
-        self._set_up(OneLayerStream)
+        self._set_up(OneLayerStream, boundaries=home)
 
 
 class StrongholdTrainer(UserTraining):
     """STRONGHOLD: layers slide through a window, or stay where a placement says (docs/methods-and-placements.md).
 
     Takes L2LTrainer's arguments, and these. `device_memory`, `host_memory`: limits in bytes; the placement with the
-    most resident layers that fits them is chosen. `example`: for that choice, returns the loss of the largest batch; it
-    is called once, in a trial pass. `placement`, `window_size`: given rather than chosen. Without any of these
-    arguments every layer is windowed. `accumulates`: several backward passes add up their gradients before a step, so
-    no update begins before step(). `clipping`: deferred or speculate. `disk`: the folder for layers that a placement
-    puts on the disk.
+    most resident layers that fits them is chosen and, where none fits otherwise, host for `activations`. `example`: for
+    that choice, returns the loss of the largest batch; it is called in a trial pass for each memory of the inputs that
+    is tried. `placement`, `window_size`: given rather than chosen. Without any of these arguments every layer is
+    windowed. `accumulates`: several backward passes add up their gradients before a step, so no update begins before
+    step(). `clipping`: deferred or speculate. `disk`: the folder for layers that a placement puts on the disk.
     """
 
     def __init__(
@@ -196,7 +198,9 @@ class StrongholdTrainer(UserTraining):
         max_norm: float | None = None, device: str | None = None, example: Callable[[], Tensor] | None = None,
         device_memory: int | None = None, host_memory: int | None = None, placement: str | None = None,
         window_size: int | None = None, clipping: str | None = None, accumulates: bool = False, disk: str | None = None,
+        activations: str | None = None,
     ) -> None:  # fmt: skip
+        home = home_of_boundaries(activations)
         build_kernel()
         layers = list(layers)
         if accumulates and clipping == "speculate":
@@ -205,18 +209,30 @@ class StrongholdTrainer(UserTraining):
             raise ValueError(f"clipping: expected {' or '.join(CLIPPINGS)}, got {clipping!r}")
         if (device_memory or host_memory) and (example is None or not device_memory):
             raise ValueError("memory limits need device_memory, and example=, which returns a batch's loss")
-        sizes = None
         if device_memory and example:
-            sizes = measured(model, layers, optimizer, max_norm, device, example, accumulates=accumulates)
-        super().__init__(model, layers, optimizer, max_norm, device, accumulates=accumulates)
-        clipping = (clipping or "deferred") if self.terms.waits_for_norm else None
-        if sizes:
-            room = Room(device_memory, host_memory)
-            plan = PlacementChoice(sizes, room, window_size, None, placement, clipping, disk).plan()
+            room, too_large = Room(device_memory, host_memory), Plan({"activations": device_memory + 1})
+
+            def plan_at(_: str | None, asked: str | None) -> Plan:
+                home = home_of_boundaries(asked)
+                try:
+                    sizes = measured(model, layers, optimizer, max_norm, device, example, home, accumulates=accumulates)
+                except torch.OutOfMemoryError:
+                    if home == "host" or activations:  # nothing else is to be tried
+                        raise
+                    return too_large
+                given = PlacementChoice(
+                    sizes, room, window_size, placement=placement, clipping=clipping, disk=disk, activations=home
+                )
+                return given.plan()
+
+            plan = with_homes(plan_at, room, None, activations, ends_may_move=False)
             if short := plan.shortfall(room):
+                short += f"; tried, too: {plan.tried}" if plan.tried else ""
                 raise ValueError(f"{short}; try another placement, smaller batches, or more memory")
             placement, window_size = plan.options["placement"], plan.options["window_size"]
-            disk = plan.options.get("disk")
+            disk, home = plan.options.get("disk"), plan.options["activations"]
+        super().__init__(model, layers, optimizer, max_norm, device, accumulates=accumulates)
+        clipping = (clipping or "deferred") if self.terms.waits_for_norm else None
         num_layers = len(layers)
         kinds = parse(placement or "W", num_layers)
         window = window_size or min(DEFAULT_WINDOW, num_layers)
@@ -225,35 +241,40 @@ class StrongholdTrainer(UserTraining):
         if "D" in kinds:
             disk = str(writable(disk))
         self.placement, self.window_size, self.clipping = placement or f"W{num_layers}", window, clipping
-        self._set_up(lambda parts: WindowStream(parts, kinds, window, clipping, disk))
+        self.activations = home
+        self._set_up(lambda parts: WindowStream(parts, kinds, window, clipping, disk), boundaries=home)
 
 
 def measured(
     model: nn.Module, layers: list[nn.Module], optimizer: torch.optim.AdamW, max_norm: float | None,
-    device: str | None, example: Callable[[], Tensor], *, accumulates: bool,
+    device: str | None, example: Callable[[], Tensor], boundaries: str, *, accumulates: bool,
 ) -> UserSizes:  # fmt: skip
-    """Return the model's sizes, measured in one forward and backward pass of the example, whose gradients are
-    dropped."""
+    """Return the model's sizes, measured in one forward and backward pass of the example, whose gradients are dropped.
+    `boundaries`: the memory where the layers' inputs wait meanwhile."""
     trial = UserTraining(model, layers, optimizer, max_norm, device, accumulates=accumulates)
     name = trial.device.type
     if name == "cpu":
         raise ValueError("device_memory: expected a device with its own memory, got cpu; leave device_memory out")
-    trial._set_up(TrialStream, bare=True)
+    trial._set_up(TrialStream, bare=True, boundaries=boundaries)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with trial, torch.random.fork_rng([torch.cuda.current_device()] if name == "cuda" else []):
-        reset_peak(name)
-        trial.scale(example()).backward()
-        peak_bytes = read_peak(name)
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    for parameter in trial.user.rest:
-        parameter.grad = None
-        give(parameter, parameter.detach().cpu())
+    try:
+        with trial, torch.random.fork_rng([torch.cuda.current_device()] if name == "cuda" else []):
+            reset_peak(name)
+            trial.scale(example()).backward()
+            peak_bytes = read_peak(name)
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        for parameter in trial.user.rest:
+            parameter.grad = None
+            give(parameter, parameter.detach().cpu())
     states = (trial.ends, *trial.stream.states)
     small = SMALL_BYTES * (sum(len(state.layout.places) for state in states) + NUM_SMALL)
     numels = tuple(state.layout.numel for state in trial.stream.states)
     activations = peak_bytes - trial.stream.known_bytes + small  # type: ignore[attr-defined]
-    sizes = UserSizes(trial.terms.dtype, numels, trial.ends.layout.numel, activations, trial.terms.waits_for_norm)
+    boundary = max(state.boundary.num_bytes if state.boundary else 0 for state in trial.stream.states)
+    ends, waits = trial.ends.layout.numel, trial.terms.waits_for_norm
+    sizes = UserSizes(trial.terms.dtype, numels, ends, activations, waits, boundary)
     del trial, states
     gc.collect()  # frees the trial's memory before the training takes its own
     return sizes

@@ -23,7 +23,7 @@ from harness.devices.streams import Device, num_update_threads
 from methods.offload.adamw import Settings
 from methods.shared.loss_scale import LossScale
 from methods.shared.terms import Terms
-from methods.streaming.layer_kinds import LayerSource
+from methods.streaming.layer_kinds import LayerSource, send_boundaries_home
 from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.starting_values import fill
 from methods.streaming.user_layer import UserLayer
@@ -334,12 +334,17 @@ class UserTraining:
 
     # ---- Set-up
 
-    def _set_up(self, make: Callable[[Parts], LayerStream], *, bare: bool = False) -> None:
-        """Place the layers and replace their forward(). If that fails, for example because the host's memory cannot be
-        page-locked, restore the layers and unlock the memory, so that the user may try a smaller training.
+    def _set_up(
+        self, make: Callable[[Parts], LayerStream], *, bare: bool = False, boundaries: str = "device"
+    ) -> None:  # fmt: skip
+        """Place the layers, their boundaries in this memory, and replace their forward(). If that fails, for example
+        because the host's memory cannot be page-locked, restore the layers and unlock the memory, so that the user may
+        try a smaller training.
         """
         try:
             self._place(make, bare=bare)
+            if boundaries == "host":
+                send_boundaries_home(self.stream.states)
             self._take_over()
         except BaseException:
             self.__exit__(*sys.exc_info())

@@ -40,8 +40,10 @@ PLACED: dict[str, dict[str, Any]] = {
     "S5": {"placement": "S5", "window_size": 2},
     "all kinds": {"placement": "R1P1W1S1D1", "window_size": 2},
     "ahead": {"placement": "P1W2S2", "window_size": 1, "clipping": "speculate"},
+    "boundaries": {"window_size": 1, "activations": "host"},
 }
-TRAINERS: dict[str, Callable[..., Any]] = {"l2l": L2LTrainer} | {
+L2L = {"l2l": L2LTrainer, "l2l, boundaries": functools.partial(L2LTrainer, activations="host")}
+TRAINERS: dict[str, Callable[..., Any]] = L2L | {
     name: functools.partial(StrongholdTrainer, **words) for name, words in PLACED.items()
 }
 oracle = functools.cache(by_plain_torch)
@@ -146,7 +148,7 @@ def test_the_state_is_one_that_plain_adamw_goes_on_from() -> None:
     assert losses == oracle("tied").losses[:6]
 
 
-@pytest.mark.parametrize("trainer", ["l2l", "default", "all kinds", "ahead"])
+@pytest.mark.parametrize("trainer", ["l2l", "default", "all kinds", "ahead", "boundaries"])
 def test_evaluation_between_steps_changes_no_bit(trainer: str) -> None:
     trainer_, model, optimizer = begun(TRAINERS[trainer], "llama", "fp32")
     schedule, losses = schedule_of(optimizer), []
@@ -160,7 +162,7 @@ def test_evaluation_between_steps_changes_no_bit(trainer: str) -> None:
     assert losses == oracle("llama").losses[:4]
 
 
-@pytest.mark.parametrize("trainer", ["l2l", "default"])
+@pytest.mark.parametrize("trainer", ["l2l", "default", "boundaries"])
 def test_autocast_computes_in_bf16_on_fp32_weights(trainer: str) -> None:
     def course(recomputes: bool) -> list[float]:
         model = made("llama")
@@ -186,6 +188,38 @@ def test_autocast_computes_in_bf16_on_fp32_weights(trainer: str) -> None:
         return losses
 
     assert course(recomputes=False) == course(recomputes=True)
+
+
+def losses_of_growing_batches(trainer: Any, model: Any, optimizer: Any, device: str = "cpu") -> list[float]:
+    """Samples of 4, then 12, then 8 tokens; without a trainer by plain PyTorch."""
+    losses = []
+    for [(tokens, targets)], length in zip(batches(3, device=device), (4, 12, 8), strict=True):
+        loss = model(tokens[:, :length], targets[:, :length])
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if trainer:
+            trainer.step()
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("trainer", ["boundaries", "l2l, boundaries"])
+def test_boundaries_take_more_memory_once_a_batch_is_larger(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they leave is unlocked."""
+    plain = made("llama")
+    plain.recomputes = True
+    expected = losses_of_growing_batches(None, plain, optimizer_of(list(plain.parameters())))
+    cuda = FakeCuda(2).install(monkeypatch)
+    with cuda.running():
+        model = made("llama")
+        optimizer = optimizer_of(list(model.parameters()))
+        with TRAINERS[trainer](model, model.layers, optimizer, max_norm=1.0, device="cuda:1") as trainer_:
+            assert losses_of_growing_batches(trainer_, model, optimizer, "cuda:1") == expected
+            assert sum(size == 2 * 12 * 32 * 4 for size in cuda.locked.values()) == 3
+    assert list(cuda.broken) == [] and cuda.locked == {}
 
 
 def test_the_model_is_the_users_again_after_close() -> None:
@@ -278,6 +312,11 @@ def test_no_race_where_gradients_add_up(placement: str, window_size: int) -> Non
     assert races(placement=placement, window_size=window_size) == []
 
 
+@pytest.mark.parametrize("placement", ["R5", "W5"])
+def test_no_race_where_boundaries_travel(placement: str) -> None:
+    assert races(placement=placement, window_size=2, activations="host") == []
+
+
 @pytest.mark.parametrize(
     ("old", "new", "endangered"),
     [
@@ -299,13 +338,15 @@ def test_a_wait_that_is_missing_where_gradients_add_up_is_a_race(old: str, new: 
         ("default", "bf16", 2),
         ("all kinds", "fp32", 2),
         ("ahead", "bf16", 1),
+        ("boundaries", "fp32", 2),
+        ("l2l, boundaries", "bf16", 1),
     ],
 )
 def test_training_on_the_second_gpu_breaks_no_rule(
     trainer: str, dtype: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = FakeCuda(2).install(monkeypatch)
-    make = TRAINERS[trainer] if trainer == "l2l" or parts == 1 else overlapping(PLACED[trainer])
+    make = TRAINERS[trainer] if trainer in L2L or parts == 1 else overlapping(PLACED[trainer])
     with cuda.running():
         course = streamed("llama", make, dtype, parts=parts, steps=3, device="cuda:1")
     assert list(cuda.broken) == []
