@@ -1,5 +1,5 @@
-"""Computes the costs of stages of the published GPT from a machine's rates, in place of a measured profile; torch is
-not imported.
+"""Computes the costs of a workload's stages from a machine's rates, in place of a measured profile; torch is not
+imported.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from methods.pipeline.schedule import SLOTS
 
 @dataclass(frozen=True)
 class GptCosts:
-    """Costs of a GPT's stages. `rates`: of the machine; None: no times are known. `network`: bytes per second of a link
-    between stages. `sums`: times of sums over replicas; without them sums take no time. `num_sharing`: ranks that share
-    a device."""
+    """The costs of a workload's stages. `rates`: of the machine; None: no times are known. `network`: bytes per second
+    of a link between stages. `sums`: times of sums over replicas; without them sums take no time. `num_sharing`: ranks
+    that share a device."""
 
     workload: Workload
     rates: Rates | None

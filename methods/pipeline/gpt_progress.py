@@ -1,4 +1,4 @@
-"""The data on past steps in a checkpoint of the published GPT."""
+"""The data on past steps in a checkpoint of a job of `-m varuna`."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Varuna(nn.Module):
             sample = {**sample, LOSS_SCALE: 1.0}
         pairs = list(shared_weights or [])
         self.weight_shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
-        names = [name for name, _ in model.named_parameters()]  # a shared weight once: the norm has resident's bits
+        names = [name for name, _ in model.named_parameters()]  # shared weights once: the norm has the reference's bits
         parts = self._cut(model, sample, cuts)
         shared = find_shared(model, parts, pairs)
         self.stage_of = {name: number for number, part in reversed([*enumerate(parts)])
