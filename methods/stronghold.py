@@ -40,9 +40,9 @@ class Stronghold(Method):
     resident_layers: int | None = None  # bottom layers that never leave the device; None: as many as fit
     placement: str | None = None  # letters of the layers' kinds, as R2W5S1; None: by resident_layers, others windowed
     clipping: str | None = None  # deferred, the default if gradients are clipped, or speculate
-    ends: str | None = None  # home of embedding and head: device, or host where the device is too small for them
-    disk: str | None = None  # folder for states on the disk; None: the system's temporary one, if placement says D
-    activations: str | None = None  # memory where boundaries wait for the backward pass: device, or host, likewise
+    ends: str | None = None  # home of embedding and head: device, or host if the device is too small for them
+    disk: str | None = None  # folder for states on the disk; None: the system's temporary folder, if a layer is D
+    activations: str | None = None  # memory that keeps boundaries: device, or host if the device is too small for them
     world_size: int = 1  # ranks
 
     label = "STRONGHOLD"

@@ -1,12 +1,13 @@
-"""Boundaries on the host: each layer's inputs, which its recompute needs, go home and come back beside compute.
+"""Boundaries on the host: each layer's inputs, needed for the recompute, go to the host and come back while the device
+computes.
 
 The device has room for few boundaries: a ring of slots that layers take in turn. A layer copies its inputs into its
-slot, from where they go home while the layer computes. In the backward pass a layer that is done leaves its slot to the
-one whose boundary comes back next, while the layer between them computes. The top layers' boundaries stay in their
-slots, so the turn from forward to backward brings nothing back.
+slot; from there they go home while the layer computes. In the backward pass, a layer that is done leaves its slot to
+the boundary that comes back next, while another layer computes. The top layers' boundaries stay in their slots, so the
+turn from forward to backward brings nothing back.
 
-Of a micro-batch, what travels is the inputs that require a gradient; a user's model may hand each layer others, such as
-masks, which it keeps itself.
+Only inputs that require a gradient travel. A user's model may give a layer other inputs, such as masks, which the model
+keeps itself.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from harness.devices.streams import Device
 from methods.offload.transfer import copy
 from methods.streaming.placement import num_boundaries
 
-ALIGNED = 16  # bytes at whose multiples an input begins in a slot
+ALIGNED = 16  # each input begins in a slot at a multiple of this many bytes
 
 
 class BoundarySlot:
-    """Room on the device for the inputs of one layer at a time, all micro-batches of it: bytes, more of them once a
-    batch needs more."""
+    """Room on the device for the inputs of one layer at a time, from all micro-batches of a step. The room grows when a
+    batch needs more bytes."""
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self.device, self.slab = device, device.room(num_bytes, torch.uint8, host=False)
         self.copied: Any = None  # event: the last copy out of the slot, or into it, is done
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return this much of the slot. The last copy may still be reading or filling it: compute waits for that, not
-        for the device."""
+        """Return the first `num_bytes` of the slot; grow the slot if it has fewer. The last copy may still read or fill
+        the slot: compute waits for this copy, not for the device."""
         if self.copied is not None:
             self.device.compute.wait_event(self.copied)
         if len(self.slab) < num_bytes:
@@ -46,8 +47,8 @@ class BoundarySlot:
 
 class Boundary:
     """The inputs of the layer `of` while they wait for the backward pass. `below`: the boundary that takes the slot
-    next in the backward pass. `above`: whether another takes it next in the forward pass, so that this one must go
-    home."""
+    next in the backward pass. `above`: True if another boundary takes the slot in the forward pass, so that this one
+    must go home."""
 
     def __init__(
         self, device: Device, of: str, slot: BoundarySlot, below: Boundary | None, *, above: bool, num_bytes: int
@@ -60,8 +61,8 @@ class Boundary:
             self._grow(num_bytes)
 
     def keep(self, xs: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Copy the inputs that travel into the slot and queue the copy home; return all inputs, those in the slot. With
-        gradients off no backward pass follows, and nothing is kept."""
+        """Copy the inputs that travel into the slot, and queue the copy home. Return all inputs; those that travel are
+        views of the slot. With gradients off no backward pass follows, and nothing is kept."""
         if not torch.is_grad_enabled():
             return xs
         sizes = (-(-each.nbytes // ALIGNED) * ALIGNED for x in xs for each in x if _travels(each))
@@ -77,7 +78,7 @@ class Boundary:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of its slot."""
+        """Return the bytes of the boundary's slot."""
         return len(self.slot.slab)
 
     def arrive(self) -> None:
@@ -87,19 +88,20 @@ class Boundary:
             self.returned = None
 
     def leave(self) -> None:
-        """After the backward pass, leave the slot to the boundary that is needed next, and queue its copy."""
+        """Leave the slot, after the backward pass, to the next boundary, and queue the copy of that boundary."""
         self.kept = None
         if self.below is not None:
             self.below.come_back()
 
     def come_back(self) -> None:
-        """Queue the copy back. The inputs have arrived at home: compute waited for that before it reused the slot."""
+        """Queue the copy back. The inputs have arrived at home: compute waited for their arrival before it reused the
+        slot."""
         assert self.kept is not None
         free, pairs = self.device.compute.record_event(), [(self.kept, self.home[: len(self.kept)])]
         self.returned = self.slot.copied = copy(self.device, "inbound", "boundary", self.of, [free], pairs)
 
     def _grow(self, num_bytes: int) -> None:
-        """Make the home at least as large."""
+        """Make the home at least this large."""
         if len(self.home) < num_bytes:
             self.device.unlock_room(self.home)
             del self.home  # before the larger one is made
@@ -123,8 +125,8 @@ def _travels(x: Any) -> bool:
 
 
 def _filled(part: Tensor, x: Tensor) -> Tensor:
-    """Return the copy of x in this part of a slot; with its strides, if they leave no gaps. autograd does not see that
-    other layers overwrite the slot: `data` counts its changes apart."""
+    """Return a copy of x in this part of a slot, with x's strides if they leave no gaps. `data` counts its changes
+    apart, so autograd does not see that other layers overwrite the slot."""
     room = part[: x.nbytes].view(x.dtype)
     is_dense = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) == x.numel()
     room = room.as_strided(x.shape, x.stride()) if is_dense else room.view(x.shape)

@@ -1,5 +1,5 @@
-"""Chooses a placement: the fastest by the machine's rates or, without rates, the one with the most resident layers that
-fit; and the homes of ends and boundaries, for L2L, too. torch is not imported.
+"""Chooses a placement: the fastest by the machine's rates or, without rates, the one with the most resident layers.
+Chooses the homes of ends and boundaries, too, also for L2L. torch is not imported.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class PlacementChoice:
     world_size: int = 1
 
     def plan(self) -> Plan:
-        """Return the plan with the widest window, up to the default one, with which device and host memory suffice, and
-        for this window the fastest placement or, without rates, the one with the most resident layers. Updates wait for
-        the norm unless `clipping` says otherwise, because a clipped step discards speculative updates. Ends and
-        boundaries are where with_homes() puts them. Raises ValueError for options that contradict each other or the
+        """Return the plan with the widest window, up to the default one, for which the memories suffice; within this
+        window, with the fastest placement or, without rates, the placement with the most resident layers. Updates wait
+        for the norm unless `clipping` says otherwise, because a clipped step discards speculative updates. with_homes()
+        chooses the homes of ends and boundaries. Raises ValueError for options that contradict each other or the
         workload."""
         if self.disk:
             writable(self.disk)
@@ -210,8 +210,8 @@ class PlacementChoice:
 def one_layer_plan(
     workload: Workload, room: Room, ends: str | None, activations: str | None, num_ranks: int
 ) -> Plan:  # fmt: skip
-    """Return L2L's plan: the layers take turns in one slot; ends and boundaries are where with_homes() puts them.
-    Raises ValueError for a home that there is not."""
+    """Return L2L's plan: the layers take turns in one slot; with_homes() chooses the homes of ends and boundaries.
+    Raises ValueError for an unknown home."""
     part = rank_part(workload, num_ranks)
 
     def plan_at(ends: str | None, activations: str | None) -> Plan:
@@ -231,11 +231,11 @@ def with_homes(
     plan_at: Callable[[str | None, str | None], Plan], room: Room, ends: str | None, activations: str | None, *,
     ends_may_move: bool,
 ) -> Plan:  # fmt: skip
-    """Return plan_at() of the homes of ends and boundaries. A home that was asked for is kept. What is left open is on
-    the device or, if the plan does not fit so, on the host: the ends, the boundaries or both, whichever fits, the
-    fastest of those by the forecast. Hosted ends delay a step, which begins with the embedding, so that it waits for
-    its update; boundaries are bytes that cross the link beside compute. If nothing fits, the plan has on the host what
-    may be there, and names what was tried."""
+    """Return the plan of plan_at() for the chosen homes of ends and boundaries. Homes that were asked for are kept; the
+    others are on the device if the plan then fits. If it does not, the ends, the boundaries or both go to the host:
+    whichever fits, and of those the fastest by the forecast. Hosted ends delay a step, which begins with the embedding
+    and waits for the embedding's update. Hosted boundaries are bytes that cross the link while the device computes. If
+    nothing fits, the plan has all on the host that may be there, and names what was tried."""
     plan = plan_at(ends, activations)
     lacks = plan.lacks(room)
     if room.device_bytes is None or not lacks:

@@ -102,8 +102,8 @@ def spread(kinds: str, letter: str, number: int) -> str:
 
 class UserSizes(NamedTuple):
     """The sizes of a user's model that a plan needs, in place of a Workload. `activations`: measured bytes of
-    everything but the layers' weights, gradients and states; `boundary_bytes`: of a layer's inputs, if they were on the
-    host."""
+    everything but the layers' weights, gradients and states; `boundary_bytes`: measured bytes of a layer's inputs, 0 if
+    the device kept them."""
 
     dtype: str
     numels: tuple[int, ...]  # parameters of each layer, bottom first
@@ -179,8 +179,8 @@ def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> li
 
 
 def home_of_boundaries(asked: str | None) -> str:
-    """Return the memory where boundaries wait for the backward pass, by default the device. Raises ValueError for an
-    unknown one."""
+    """Return the memory that keeps boundaries for the backward pass, by default the device. Raises ValueError for an
+    unknown memory."""
     if asked not in (None, *HOMES):
         raise ValueError(f"activations: expected {' or '.join(HOMES)}, got {asked!r}; try activations=host")
     return asked or "device"

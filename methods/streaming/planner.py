@@ -211,8 +211,8 @@ def least_seconds(
 def choose(
     workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None, ends: str = "device"
 ) -> dict[str, int] | None:
-    """Return the numbers of layers of each kind that fit and have the shortest step by the rates; among those within
-    SLACK of it, the numbers with the fewest copied bytes. None if no placement fits."""
+    """Return the numbers of layers of each kind: of all numbers that fit and whose step by the rates is within SLACK of
+    the shortest, those with the fewest copied bytes. None if no placement fits."""
     assert room.rates is not None
     boundaries = hosted_boundaries(plan_of(workload, {**dict.fromkeys(kinds, 0), "R": workload.num_layers}))
     found = rows(workload, room.rates, clipping, boundaries, ends)

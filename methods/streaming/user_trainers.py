@@ -185,12 +185,13 @@ class L2LTrainer(UserTraining):
 class StrongholdTrainer(UserTraining):
     """STRONGHOLD: layers slide through a window, or stay where a placement says (docs/methods-and-placements.md).
 
-    Takes L2LTrainer's arguments, and these. `device_memory`, `host_memory`: limits in bytes; the placement with the
-    most resident layers that fits them is chosen and, where none fits otherwise, host for `activations`. `example`: for
-    that choice, returns the loss of the largest batch; it is called in a trial pass for each memory of the inputs that
-    is tried. `placement`, `window_size`: given rather than chosen. Without any of these arguments every layer is
-    windowed. `accumulates`: several backward passes add up their gradients before a step, so no update begins before
-    step(). `clipping`: deferred or speculate. `disk`: the folder for layers that a placement puts on the disk.
+    Takes L2LTrainer's arguments, and these. `device_memory`, `host_memory`: limits in bytes; the trainer chooses the
+    placement with the most resident layers within these limits and, if none fits otherwise, host for `activations`.
+    `example`: a function that returns the loss of the largest batch; the trainer calls it in a trial pass for each
+    memory of the inputs that it tries. `placement`, `window_size`: given rather than chosen. Without any of these
+    arguments every layer is windowed. `accumulates`: several backward passes add up their gradients before a step, so
+    no update begins before step(). `clipping`: deferred or speculate. `disk`: the folder for layers that a placement
+    puts on the disk.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ def measured(
     device: str | None, example: Callable[[], Tensor], boundaries: str, *, accumulates: bool,
 ) -> UserSizes:  # fmt: skip
     """Return the model's sizes, measured in one forward and backward pass of the example, whose gradients are dropped.
-    `boundaries`: the memory where the layers' inputs wait meanwhile."""
+    `boundaries`: the memory that keeps the layers' inputs meanwhile."""
     trial = UserTraining(model, layers, optimizer, max_norm, device, accumulates=accumulates)
     name = trial.device.type
     if name == "cpu":
