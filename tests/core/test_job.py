@@ -234,7 +234,7 @@ def test_job_without_a_timed_step_is_refused(changes: dict[str, int], told: str)
 
 
 def test_plan_knows_five_kinds() -> None:
-    with pytest.raises(ValueError, match="weights, gradients, optimizer, activations, buffers, not wieghts"):
+    with pytest.raises(ValueError, match="weights, gradients, optimizer, activations, buffers, got wieghts"):
         Plan(device={"wieghts": 1})
 
 

@@ -181,8 +181,8 @@ def test_a_machine_of_ones_own_is_an_entry(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("desk: {device_memory: 24GX}", "24GX"),
-        ("desk: {device_memory: 64MiB}", "expected at least 521MiB of a GPU, got 64MiB"),
-        ("desk: {device: 24GiB}", "unknown field device; try about, device_memory"),
+        ("desk: {device_memory: 64MiB}", "expected at least 521MiB for a GPU, got 64MiB"),
+        ("desk: {device: 24GiB}", "unknown field device; try the fields about, device_memory"),
         ("desk: {facts: {link_gb_per_secnd: 25}}", "'link_gb_per_secnd': did you mean link_gb_per_second?"),
         ("desk: 24GiB", "expected a dictionary, got '24GiB'"),
         ("[1, 2]", "expected a valid dictionary, got "),
