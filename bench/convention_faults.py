@@ -1,11 +1,12 @@
 """Faults of models with a config.json. Each fault changes the modules of transformers so that they break one convention
-of Llama, Qwen, GPT-NeoX or Gemma; a method with its own code for layers could make the same mistake.
+of a family; a method with its own code for layers could make the same mistake.
 bench/faults/planted.py trains models with these faults.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,12 +22,16 @@ def of(workload: Workload) -> dict[str, Breaks]:
     if workload.config is None:
         return {}
     config, layer = hub_config.parsed(workload.config), workload.anatomy.layer
-    tensors, is_gemma = {name.rpartition(".")[0].rpartition(".")[2] for name in layer}, "gemma" in config["model_type"]
-    found = dict(ALL)
+    kind, tensors = config["model_type"], {name.rpartition(".")[0].rpartition(".")[2] for name in layer}
+    is_gemma = "gemma" in kind
+    found = {**ALL, **OF_KINDS.get(kind, {})}
+    if is_gemma:
+        found |= {"tokens not scaled": _unscaled_tokens, "norms' weights not counted from one": _weights_from_zero}
+        found["GELU for tanh GELU"] = functools.partial(_other_activation, approximate="none")
+    elif "down_proj" in tensors:
+        found["tanh GELU for SiLU"] = functools.partial(_other_activation, approximate="tanh")
     if "gate_proj" in tensors:
         found["gate and up projection swapped"] = _swapped("mlp", "gate_proj", "up_proj")
-        if not is_gemma:
-            found["tanh GELU for SiLU"] = _other_activation
     if "k_proj" in tensors:
         found["keys and values swapped"] = _swapped("self_attn", "k_proj", "v_proj")
         if config.get("num_key_value_heads", workload.num_heads) != workload.num_heads:
@@ -38,15 +43,11 @@ def of(workload: Workload) -> dict[str, Breaks]:
         found["angles not scaled"] = lambda model: _other_angles(model, rope_type="default")
     if "q_norm" in tensors:
         found["queries and keys not normalized"] = _without_query_norm
-        if not is_gemma and layer["self_attn.q_norm.weight"][0] < layer["self_attn.q_proj.weight"][0]:
+        if kind != "olmo2" and not is_gemma:
             found["one norm over all heads"] = _over_all_heads
+            found["queries and keys normalized after the rotation"] = _normalized_after_rotation
     if "self_attn.q_proj.bias" in layer:
         found["biases of queries left out"] = _without_bias
-    if config["model_type"] == "gpt_neox":
-        found["whole heads rotated"] = lambda model: _other_angles(model, partial_rotary_factor=1.0)
-        found["attention and MLP one after the other"] = _one_after_the_other
-    if is_gemma:
-        found["tokens not scaled"] = _unscaled_tokens
     return found
 
 
@@ -67,18 +68,22 @@ def _interleaved(model: Any) -> None:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
     for attention in _attentions(model):
-        code = sys.modules[type(attention).__module__]
-        original = code.rotate_half  # type: ignore[attr-defined]
-        forward = attention.forward
+        _let_call(attention, "rotate_half", lambda original: rotate)
 
-        def turned(*args: Any, code: Any = code, original: Any = original, forward: Any = forward, **words: Any) -> Any:
-            code.rotate_half = rotate
-            try:
-                return forward(*args, **words)
-            finally:
-                code.rotate_half = original
 
-        attention.forward = turned
+def _let_call(attention: Any, name: str, other: Callable[[Any], Any]) -> None:
+    """Replace a function of transformers by other(function) while this module computes."""
+    code, forward = sys.modules[type(attention).__module__], attention.forward
+
+    def changed(*args: Any, **words: Any) -> Any:
+        original = getattr(code, name)
+        setattr(code, name, other(original))
+        try:
+            return forward(*args, **words)
+        finally:
+            setattr(code, name, original)
+
+    attention.forward = changed
 
 
 def _other_angles(model: Any, **changes: Any) -> None:
@@ -117,19 +122,50 @@ def _other_scale(model: Any) -> None:
         attention.scaling = attention.config.hidden_size**-0.5
 
 
+def _scale_of_head(model: Any) -> None:
+    for attention in _attentions(model):
+        attention.scaling = attention.head_dim**-0.5
+
+
 def _without_query_norm(model: Any) -> None:
     for norm in _all(model, "q_norm", "k_norm"):
         norm.forward = lambda x, norm=norm: x * norm.weight
 
 
-def _over_all_heads(model: Any) -> None:
-    """Normalize queries and keys, (B, T, heads, head size), over the last two dimensions instead of the last one."""
+def _normalized_after_rotation(model: Any) -> None:
+    for attention in _attentions(model):
+        norms = [attention.q_norm.forward, attention.k_norm.forward]
+        attention.q_norm.forward = attention.k_norm.forward = _same
+
+        def other(original: Any, norms: Any = norms) -> Any:
+            return lambda *args: tuple(norm(x) for norm, x in zip(norms, original(*args), strict=True))
+
+        _let_call(attention, "apply_rotary_pos_emb", other)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _over_each_head(model: Any) -> None:
+    """Normalize queries and keys, (B, T, heads * head size), over each head alone."""
+    for attention in _attentions(model):
+        for norm in (attention.q_norm, attention.k_norm):
+            norm.forward = lambda x, size=attention.head_dim, norm=norm: (
+                norm.weight * _rms(x.unflatten(-1, (-1, size)), norm.variance_epsilon).flatten(-2)
+            )
+
+
+def _rms(x: Any, epsilon: float, num_dims: int = 1) -> Any:
     import torch
 
+    return torch.nn.functional.rms_norm(x, x.shape[-num_dims:], None, epsilon)
+
+
+def _over_all_heads(model: Any) -> None:
+    """Normalize queries and keys, (B, T, heads, head size), over the last two dimensions instead of the last one."""
     for norm in _all(model, "q_norm", "k_norm"):
-        norm.forward = lambda x, norm=norm: (
-            norm.weight * torch.nn.functional.rms_norm(x, x.shape[-2:], None, norm.variance_epsilon)
-        )
+        norm.forward = lambda x, norm=norm: norm.weight * _rms(x, norm.variance_epsilon, 2)
 
 
 def _without_bias(model: Any) -> None:
@@ -146,9 +182,55 @@ def _swapped(owner: str, one: str, other: str) -> Breaks:
     return swap
 
 
-def _one_after_the_other(model: Any) -> None:
+def _rows_of_parts(model: Any) -> None:
+    """Take the rows of a fused projection as those of all queries, all keys and all values, not head by head."""
+    for attention in _attentions(model):
+        heads = attention.config.num_attention_heads
+        _then(
+            attention.query_key_value,
+            lambda y, heads=heads: y.unflatten(-1, (3, heads, -1)).transpose(-3, -2).flatten(-3),
+        )
+
+
+def _swapped_rows(model: Any) -> None:
+    """Swap the rows of keys and values in the fused projection."""
+    import torch
+
+    for attention in _attentions(model):
+        size = attention.num_key_value_heads * attention.head_dim
+        _then(
+            attention.qkv_proj,
+            lambda y, size=size: torch.cat((y[..., : -2 * size], y[..., -2 * size :].roll(size, -1)), dim=-1),
+        )
+
+
+def _swapped_halves(model: Any) -> None:
+    for linear in _all(model, "gate_up_proj"):
+        _then(linear, lambda y: y.roll(y.shape[-1] // 2, -1))
+
+
+def _normalized_before(model: Any) -> None:
+    """Normalize the inputs of attention and MLP instead of their outputs."""
     for layer in model.layers:
-        layer.use_parallel_residual = False
+        for part, norm in (
+            (layer.self_attn, layer.post_attention_layernorm),
+            (layer.mlp, layer.post_feedforward_layernorm),
+        ):
+            normalized, norm.forward = norm.forward, _same
+            forward = part.forward
+
+            def changed(*args: Any, forward: Any = forward, normalized: Any = normalized, **words: Any) -> Any:
+                x = words.pop("hidden_states") if "hidden_states" in words else args[0]
+                return forward(normalized(x), *args[1:], **words)
+
+            part.forward = changed
+
+
+def _weights_from_zero(model: Any) -> None:
+    """Multiply by a norm's weight instead of one more."""
+    for norm in model.modules():
+        if hasattr(norm, "_norm"):
+            norm.forward = lambda x, norm=norm: (norm._norm(x.float()) * norm.weight.float()).type_as(x)
 
 
 def _unscaled_tokens(model: Any) -> None:
@@ -156,11 +238,37 @@ def _unscaled_tokens(model: Any) -> None:
         embedding.embed_scale.fill_(1)
 
 
-def _other_activation(model: Any) -> None:
+def _other_activation(model: Any, approximate: str) -> None:
     import torch
 
     for mlp in _all(model, "mlp"):
-        mlp.act_fn = torch.nn.GELU(approximate="tanh")
+        for name in ("act_fn", "activation_fn", "act"):
+            if hasattr(mlp, name):
+                setattr(mlp, name, torch.nn.GELU(approximate=approximate))
+
+
+def _with(value: Any, *names: str) -> Breaks:
+    """Give the attributes of these names this value, in all modules and in their configuration."""
+
+    def change(model: Any) -> None:
+        for module in model.modules():
+            for owner in (module, getattr(module, "config", None)):
+                for name in names:
+                    if hasattr(owner, name):
+                        setattr(owner, name, value)
+
+    return change
+
+
+def _torch_norms(model: Any) -> None:
+    """Round after the product with a norm's weight instead of before and after."""
+    import torch
+
+    for norm in model.modules():
+        if hasattr(norm, "variance_epsilon"):
+            norm.forward = lambda x, norm=norm: torch.nn.functional.rms_norm(
+                x, x.shape[-1:], norm.weight, norm.variance_epsilon
+            )
 
 
 def _then(module: Any, function: Callable[[Any], Any]) -> None:
@@ -172,3 +280,28 @@ ALL: dict[str, Breaks] = {
     "angles rounded to bf16": _rounded_angles,
     "scores scaled by the hidden size": _other_scale,
 }
+OF_KINDS: dict[str, dict[str, Breaks]] = {
+    "gemma2": {
+        "scores not capped": _with(None, "attn_logit_softcapping"),
+        "logits not capped": _with(None, "final_logit_softcapping"),
+        "scores scaled by the head size": _scale_of_head,
+    },
+    "gemma3_text": {"scores scaled by the head size": _scale_of_head},
+    "gpt_neox": {
+        "whole heads rotated": lambda model: _other_angles(model, partial_rotary_factor=1.0),
+        "attention and MLP one after the other": _with(False, "use_parallel_residual"),
+        "rows of queries, keys and values not head by head": _rows_of_parts,
+        "tanh GELU for GELU": functools.partial(_other_activation, approximate="tanh"),
+    },
+    "granite": {
+        "tokens not multiplied": _with(1.0, "embedding_multiplier"),
+        "residuals not multiplied": _with(1.0, "residual_multiplier"),
+        "logits not divided": _with(1.0, "logits_scaling"),
+        "scores scaled by the head size": _scale_of_head,
+    },
+    "olmo2": {"a norm for each head": _over_each_head, "norms before attention and MLP": _normalized_before},
+    "phi3": {"keys and values swapped": _swapped_rows, "gate and up projection swapped": _swapped_halves},
+    "smollm3": {"every layer rotated": _with(True, "use_rope")},
+}
+# Other roundings of half precision: the gate lets them pass, unless the method promises the reference's bits.
+ROUNDED: dict[str, Breaks] = {"norms rounded after their weight alone": _torch_norms}

@@ -85,7 +85,7 @@ class Loop:
         self.patches: list[Any] = []  # functions that make a context for the model's passes
         self.memory: dict[str, Any] = {}  # a fault's values from earlier steps
         if how.fault:
-            conventions = convention_faults.of(workload)
+            conventions = {**convention_faults.of(workload), **convention_faults.ROUNDED}
             if how.fault in conventions:
                 conventions[how.fault](self.model)
             else:
@@ -553,13 +553,10 @@ def _dropout(loop: Loop) -> None:
 
 @_fault("norm epsilon 1e-6")
 def _norm_epsilon(loop: Loop) -> None:
-    import torch
-
     for module in loop.model.modules():
-        if isinstance(module, torch.nn.LayerNorm):
-            module.eps = 1e-6
-        elif hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = 1e-5 if module.variance_epsilon == 1e-6 else 1e-6
+        for name in ("eps", "variance_epsilon"):
+            if hasattr(module, name):
+                setattr(module, name, 1e-5 if getattr(module, name) == 1e-6 else 1e-6)
 
 
 @_fault("a starting tensor off by 1 %")

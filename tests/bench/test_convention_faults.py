@@ -16,20 +16,29 @@ from tests.support.configured import configured
 # By the family that has a convention, the faults that break it.
 BROKEN = {
     "llama3.1": ["rotated neighbours", "angles of base 10,000", "angles not scaled", "gate and up projection swapped",
-                 "keys and values swapped", "queries of the next group of keys", "tanh GELU for SiLU"],
+                 "keys and values swapped", "queries of the next group of keys", "tanh GELU for SiLU",
+                 "norm epsilon 1e-6"],
     "qwen2": ["biases of queries left out"],
     "qwen3": ["scores scaled by the hidden size", "queries and keys not normalized", "one norm over all heads",
-              "angles rounded to bf16"],
-    "gpt_neox": ["whole heads rotated", "attention and MLP one after the other"],
-    "gemma3": ["tokens not scaled", "angles of base 10,000"],
+              "queries and keys normalized after the rotation", "angles rounded to bf16"],
+    "gpt_neox": ["whole heads rotated", "attention and MLP one after the other", "tanh GELU for GELU",
+                 "rows of queries, keys and values not head by head"],
+    "gemma2": ["scores not capped", "logits not capped", "scores scaled by the head size", "norm epsilon 1e-6",
+               "norms' weights not counted from one", "GELU for tanh GELU"],
+    "gemma3": ["tokens not scaled", "angles of base 10,000", "scores scaled by the head size"],
+    "granite": ["tokens not multiplied", "residuals not multiplied", "logits not divided",
+                "scores scaled by the head size"],
+    "olmo2": ["a norm for each head", "norms before attention and MLP"],
+    "phi3": ["keys and values swapped", "gate and up projection swapped"],
+    "smollm3": ["every layer rotated"],
 }  # fmt: skip
 TOKENS = {"qwen3": 64}  # of a sample: angles that are merely rounded show in long ones
-SLOW = {"gpt_neox", "gemma3"}  # a floor of roundings for each family takes seconds
+QUICK = {"llama3.1", "qwen2", "qwen3"}  # a floor of roundings for each further family takes seconds
 
 
-def case_of(family: str, fault: str = "") -> PowerCase:
+def case_of(family: str, dtype: str = "fp32", **options: str) -> PowerCase:
     size = configured(family, seq_len=TOKENS.get(family, 16))
-    return PowerCase("planted", {"fault": fault}, {}, "fp32", gate_power.SEEDS[0], fault, size)
+    return PowerCase("planted", options, {}, dtype, gate_power.SEEDS[0], options.get("fault", ""), size)
 
 
 @functools.cache
@@ -40,20 +49,20 @@ def honest(family: str) -> tuple[Record, Record]:
 
 
 def trained(case: PowerCase) -> Record:
-    return gate_power.train(case.probe("fp32"))
+    return gate_power.train(case.probe(case.dtype))
 
 
 @pytest.mark.parametrize(
     ("family", "fault"),
     [
-        pytest.param(family, fault, id=f"{family}: {fault}", marks=[pytest.mark.heavy] * (family in SLOW))
+        pytest.param(family, fault, id=f"{family}: {fault}", marks=[pytest.mark.heavy] * (family not in QUICK))
         for family in BROKEN
         for fault in BROKEN[family]
     ],
 )
 def test_a_convention_taken_otherwise_is_seen(family: str, fault: str) -> None:
     reference, rounded = honest(family)
-    trial = Trial(trained(case_of(family, fault)), reference, tuple(rounded.models()))
+    trial = Trial(trained(case_of(family, fault=fault)), reference, tuple(rounded.models()))
     assert departures.beyond_rounding(trial, is_held_to_bits=False) is not None
 
 
@@ -63,6 +72,16 @@ def test_without_a_fault_the_training_is_the_reference_s() -> None:
     assert departures.beyond_rounding(trial, is_held_to_bits=True) is None
 
 
-def test_every_convention_of_these_families_is_tried_in_fp32() -> None:
+@pytest.mark.parametrize(
+    "options", [{"fault": "norms rounded after their weight alone"}, {"rounding": "plain-attention"}], ids=str
+)
+def test_a_norm_or_a_softmax_rounded_otherwise_in_bf16_is_seen_where_bits_are_promised(options: dict[str, str]) -> None:
+    reference = trained(case_of("llama3.1", "bf16").reference())
+    trial = Trial(trained(case_of("llama3.1", "bf16", **options)), reference)
+    assert departures.beyond_rounding(trial, is_held_to_bits=True) is not None
+
+
+@pytest.mark.heavy
+def test_every_convention_of_these_families_is_tried() -> None:
     known = {fault for family in BROKEN for fault in convention_faults.of(configured(family))}
-    assert known == {fault for faults in BROKEN.values() for fault in faults}
+    assert known <= {fault for faults in BROKEN.values() for fault in faults}
