@@ -24,7 +24,7 @@ def of(workload: Workload) -> dict[str, Breaks]:
     config, layer = hub_config.parsed(workload.config), workload.anatomy.layer
     kind, tensors = config["model_type"], {name.rpartition(".")[0].rpartition(".")[2] for name in layer}
     is_gemma = "gemma" in kind
-    found = {**ALL, **OF_KINDS.get(kind, {})}
+    found = {**(ALL if kind != "gpt2" else {}), **OF_KINDS.get(kind, {})}  # GPT-2 rotates nothing
     if is_gemma:
         found |= {"tokens not scaled": _unscaled_tokens, "norms' weights not counted from one": _weights_from_zero}
         found["GELU for tanh GELU"] = functools.partial(_other_activation, approximate="none")
@@ -281,6 +281,7 @@ ALL: dict[str, Breaks] = {
     "scores scaled by the hidden size": _other_scale,
 }
 OF_KINDS: dict[str, dict[str, Breaks]] = {
+    "gpt2": {"GELU for tanh GELU": functools.partial(_other_activation, approximate="none")},
     "gemma2": {
         "scores not capped": _with(None, "attn_logit_softcapping"),
         "logits not capped": _with(None, "final_logit_softcapping"),

@@ -21,6 +21,7 @@ BROKEN = {
     "qwen2": ["biases of queries left out"],
     "qwen3": ["scores scaled by the hidden size", "queries and keys not normalized", "one norm over all heads",
               "queries and keys normalized after the rotation", "angles rounded to bf16"],
+    "gpt2": ["GELU for tanh GELU"],
     "gpt_neox": ["whole heads rotated", "attention and MLP one after the other", "tanh GELU for GELU",
                  "rows of queries, keys and values not head by head"],
     "gemma2": ["scores not capped", "logits not capped", "scores scaled by the head size", "norm epsilon 1e-6",
