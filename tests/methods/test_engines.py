@@ -22,6 +22,7 @@ from harness.run.prepare import prepare
 from harness.simulation.batches import token_batches
 from methods.engines import deepspeed, deepspeed_config
 from tests.support import cli, engine_runs, forks
+from tests.support.configured import configured
 from tests.support.training import tiny
 
 # Large enough that parameters really leave memory: at 4 layers x 256 the wrong gradients below do not show.
@@ -205,8 +206,9 @@ def test_a_run_starts_no_program_to_count_its_ranks(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.heavy
-def test_the_gate_catches_zenflows_start(shared_results: Path, forked: None) -> None:
-    assert run(shared_results, "zenflow", LARGE).gate.reason == "forward"
+@pytest.mark.parametrize("workload", [LARGE, configured("llama")], ids=["gpt", "llama"])
+def test_the_gate_catches_zenflows_start(workload: Workload, shared_results: Path, forked: None) -> None:
+    assert run(shared_results, "zenflow", workload).gate.reason == "forward"
 
 
 @pytest.mark.heavy
