@@ -88,12 +88,12 @@ def test_each_of_several_ranks_leaves_room_for_nccl(gpu: FakeGpu) -> None:
     assert machine.rank_room(job).host_bytes == 45 * GIB
     budgets._cap_device(32 * GIB, 2)
     assert gpu.cap_bytes == pytest.approx(32 * GIB - 512 * MIB - cuda_budget.CONTEXT_BYTES, abs=1)
-    with pytest.raises(ValueError, match="at least 1801MiB on a GPU"):
+    with pytest.raises(ValueError, match="at least 1801MiB, because the GPU"):
         budgets.check(Budget(1289 * MIB), "cuda", world_size=2)
 
 
 def test_a_budget_that_the_context_nearly_fills_is_refused(gpu: FakeGpu) -> None:
-    with pytest.raises(ValueError, match=r"expected --device-memory of at least 1289MiB on a GPU, .* got 361.0 MiB"):
+    with pytest.raises(ValueError, match=r"expected --device-memory of at least 1289MiB, because the GPU, .* got 361.0 MiB"):
         budgets.check(Budget(361 * MIB), "cuda")
     budgets.check(Budget(1289 * MIB), "cuda")
 
@@ -111,7 +111,7 @@ def test_the_drivers_own_part_is_no_part_of_a_gpu(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("method", ["resident", "stronghold"])
 def test_below_the_context_a_job_is_refused_by_the_least_budget_not_by_its_plan(gpu: FakeGpu, method: str) -> None:
-    with pytest.raises(ValueError, match="expected --device-memory of at least 1289MiB on a GPU"):
+    with pytest.raises(ValueError, match="expected --device-memory of at least 1289MiB, because the GPU"):
         resolve(Job(method, Workload(num_layers=2), budget=Budget(500 * MIB, 90 * GIB), device="cuda"))
 
 
