@@ -93,7 +93,7 @@ def test_each_of_several_ranks_leaves_room_for_nccl(gpu: FakeGpu) -> None:
 
 
 def test_a_budget_that_the_context_nearly_fills_is_refused(gpu: FakeGpu) -> None:
-    with pytest.raises(ValueError, match=r"expected --device-memory of at least 1289MiB, because the GPU.* got 361.0 MiB"):
+    with pytest.raises(ValueError, match=r"device-memory of at least 1289MiB, because the GPU.* got 361.0 MiB"):
         budgets.check(Budget(361 * MIB), "cuda")
     budgets.check(Budget(1289 * MIB), "cuda")
 
