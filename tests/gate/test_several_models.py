@@ -66,7 +66,7 @@ def test_a_model_of_another_workload_than_the_job_asks_for_has_no_throughput(tmp
 
 
 def test_a_method_does_not_ask_for_several_models_by_itself(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected num_models 1, as the job asks, got 51"):
+    with pytest.raises(ValueError, match="expected a plan with num_models 1, as the job asks, got 51"):
         judged(tmp_path, "[]", "num_models: int = 51")
 
 
