@@ -1,6 +1,6 @@
 """Faults of models with a config.json. Each fault changes the modules of transformers so that they break one convention
-of a family; a method with its own code for layers could make the same mistake.
-bench/faults/planted.py trains models with these faults.
+of a family; a method with its own code for layers could make the same mistake. bench/faults/planted.py trains models
+with these faults.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _normalized_before(model: Any) -> None:
 
 
 def _weights_from_zero(model: Any) -> None:
-    """Multiply by a norm's weight instead of one more."""
+    """Multiply by a norm's weight instead of by the weight plus 1."""
     for norm in model.modules():
         if hasattr(norm, "_norm"):
             norm.forward = lambda x, norm=norm: (norm._norm(x.float()) * norm.weight.float()).type_as(x)
