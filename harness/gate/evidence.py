@@ -181,9 +181,16 @@ def loss_differences(record: Record, other: Record) -> list[tuple[int, float, fl
 
 
 def differences(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
-    """Return the relative difference of each step; 0 if a log has no value."""
-    pairs = zip(ours, theirs, strict=False)
-    return [0.0 if a is None or b is None or a == b else abs(a - b) / (abs(b) or LEAST) for a, b in pairs]
+    """Return the relative difference of each step; 0 if a log has no value, and if neither value is finite: such are
+    the norms of a step that both trainings skip in fp16, and two infinite elements give infinity or NaN by the order of
+    a sum."""
+
+    def difference(a: float | None, b: float | None) -> float:
+        if a is None or b is None or a == b or not (math.isfinite(a) or math.isfinite(b)):
+            return 0.0
+        return abs(a - b) / (abs(b) or LEAST)
+
+    return [difference(a, b) for a, b in zip(ours, theirs, strict=False)]
 
 
 def distances(record: Record, reference: Record) -> dict[str, float]:
