@@ -14,10 +14,12 @@ when it is updated.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from harness.core.job import Plan, Room, Workload
+from harness.core.job import Job, Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
 from methods.offload import adamw_cuda, adamw_kernel
 from methods.shared.memory_needs import describe
@@ -65,6 +67,14 @@ class Stronghold(Method):
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         return PlacementChoice(workload, room, **asdict(self)).plan()
+
+    def as_timed(self, job: Job, grad_norms: Sequence[float | None]) -> Stronghold:
+        """Return this method; with deferred updates if most timed steps followed a clipped one, because such steps do
+        not speculate."""
+        limit = job.workload.clip_norm or math.inf
+        clipped = [norm is None or not norm <= limit for norm in grad_norms[max(0, job.warmup - 1) : -1]]
+        is_rare = 2 * sum(clipped) <= len(clipped)
+        return self if self.clipping != "speculate" or is_rare else replace(self, clipping="deferred")
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         """Return the options of the same mixture of kinds for a shallower twin. The twin's window slides if the model's

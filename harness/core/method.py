@@ -18,7 +18,7 @@ from harness.base.imported_file import guard, told
 from harness.base.named_entries import did_you_mean
 from harness.base.registry import FileRegistry
 from harness.core import source_hash as source
-from harness.core.job import MOST_LAYERS, Plan, Room, Workload
+from harness.core.job import MOST_LAYERS, Job, Plan, Room, Workload
 from harness.core.unavailable import Unavailable
 
 if TYPE_CHECKING:
@@ -139,6 +139,11 @@ class Method(ABC):
     def settled(self, plan: Plan) -> Self:
         """Return this method with the options that its plan has chosen, so that train() chooses none."""
         return type(self)(**plan.options) if plan.options else self
+
+    def as_timed(self, job: Job, grad_norms: Sequence[float | None]) -> Self:
+        """Return this method with the options by which to foretell the median step of a run that had these norms: a
+        method may work otherwise in steps that are clipped."""
+        return self
 
     @abstractmethod
     def train(self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str) -> Training:

@@ -87,7 +87,7 @@ def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None
     if rates is None:
         return None
     try:
-        trained = method.create(job.method, job.options, folders)
+        trained = method.create(job.method, job.options, folders).as_timed(job, record.grad_norms)
         room = dataclasses.replace(job.budget.share(job.world_size).room, rates=rates)
         return predicted(trained, job.workload, trained.plan(job.workload, room), rates, job.world_size)
     except ValueError:  # the method or an option no longer exists

@@ -4,8 +4,9 @@ Without clipping an update starts as soon as the layer's gradient has landed (IM
 the norm of the whole gradient. A DEFERRED update starts when the norm is known, and runs beside the next forward pass.
 A SPECULATIVE update is made during the backward pass, as if nothing were clipped, into a spare state, which is
 committed if the norm is within the limit. Such an update stops as soon as the norm of the gradients known by then
-exceeds the limit. In fp16 a step whose norm is not finite is skipped, so updates are deferred or speculative even
-without clipping.
+exceeds the limit. The first step, and a step after one that was clipped, is DEFERRED instead: clipped steps come in
+runs, so a run that is always clipped makes no update in vain. In fp16 a step whose norm is not finite is skipped, so
+updates are deferred or speculative even without clipping.
 """
 
 from __future__ import annotations
@@ -63,22 +64,28 @@ class UpdateRule:
     """One of the three rules, for layers and both ends; owns the step's Clip and the loss scale. `order`:
     as in Clip."""
 
+    settings: Settings  # of this step, as is the Clip
+    clip: Clip
+
     def __init__(
         self, device: Device, terms: Terms, ends: AnyEnds, layers: list[Layer], clipping: str | None,
         order: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.device, self.clip_norm, self.order, self.ends, self.layers = device, terms.clip_norm, order, ends, layers
-        self.timing = TIMINGS[clipping]
-        # True: the states of streamed layers are fetched for the backward pass. Speculation does so neither in the
-        # first step nor in the step after a clipped one.
+        self.asked = TIMINGS[clipping]
+        self.timing = DEFERRED if self.asked is SPECULATIVE else self.asked  # of this step
+        self.has_norm = False  # True after the first step, whose norm tells whether to speculate
+        # True: the states of streamed layers are fetched for the backward pass.
         self.is_ahead = self.timing is IMMEDIATE
         self.scale = LossScale(terms)
-        by_factor = any(isinstance(layer, self.timing.by_factor) for layer in layers)
+        by_factor = any(isinstance(layer, self.asked.by_factor) for layer in layers)
         self.sends_factor = self.scale.is_used or ends.is_hosted or by_factor
 
     def begin(self, settings: Settings) -> None:
         """Begin a backward pass, with a new Clip. The last step's Clip is free: the forward pass has waited for the
         copies of its factor."""
+        if self.asked is SPECULATIVE and self.has_norm:
+            self.timing = SPECULATIVE if self.clip.is_one() else DEFERRED
         self.settings, self.clip = settings, Clip(self.device, self.clip_norm, self.scale, self.order)
 
     def gradient_ready(self, layer: Layer) -> None:
@@ -105,6 +112,7 @@ class UpdateRule:
 
     def step(self, loss: Tensor) -> Step:
         """Return the step as the method yields it, and set the next step's loss scale."""
-        if self.timing is SPECULATIVE:
+        self.has_norm = True
+        if self.asked is SPECULATIVE:
             self.is_ahead = any(isinstance(layer, Streamed) for layer in self.layers) and self.clip.is_one()
         return self.scale.step(loss, self.clip.total, is_skipped=self.is_skipped)

@@ -23,7 +23,7 @@ PLACED: list[dict] = [
     {},
     {"clip_norm": 0.0, "window_size": 1},
     {"clipping": "speculate", "clip_norm": COMMITTED},
-    {"clipping": "speculate", "dtype": "bf16"},
+    {"clipping": "speculate", "dtype": "bf16", "clip_norm": COMMITTED},
     {"dtype": "bf16", "micro_batches": 2},
 ]
 
@@ -86,7 +86,7 @@ def test_no_race_in_any_method(method_name: str, folders: tuple[Path, ...], chan
 @pytest.mark.parametrize("bug", by_symptom(SILENT_BUGS + LOUD_BUGS))
 def test_planted_bug_is_found(bug: Bug) -> None:
     with planted(bug):
-        races = find_races(create(bug.method, bug.options), bug.workload)
+        races = find_races(create(bug.method, bug.options), bug.workload, steps=4)
     assert bug.endangered in {race.memory for race in races}
 
 

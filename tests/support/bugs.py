@@ -227,6 +227,7 @@ SILENT_BUGS = [
         "[done]",
         "[]",
         "what sum made",
+        clip_norm=COMMITTED,
         clipping="speculate",
     ),
     Bug(
@@ -242,6 +243,7 @@ SILENT_BUGS = [
         "            landed.synchronize()\n            return float(here)",
         "            return float(here)",
         "what clone made",
+        clip_norm=COMMITTED,
         clipping="speculate",
     ),
     Bug(
