@@ -152,7 +152,7 @@ class MegatronLM(Method):
         kept = ahead * part.num_layers // num_stages * boundary
         kept = kept // (self.tensor_parallel if self.sequence_parallel else 1)
         messages = 2 * boundary if num_stages > 1 else 0
-        return messages + max(kept + max(head if stage == num_stages - 1 else 0, part.layer_bytes), ends)
+        return messages + max(kept + max(head if stage == num_stages - 1 else 0, part.whole_layer_bytes), ends)
 
     def missing(self, device: str) -> str | None:
         return None if find_spec("megatron") else NEEDS_MEGATRON

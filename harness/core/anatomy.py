@@ -30,11 +30,22 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
-SKETCHES = ROOT / ".venv" / "sketches"  # cache of harness/forecast/sketch.py: a file for each configuration
+SKETCHES = ROOT / ".venv" / "sketches"  # cache of harness/forecast/sketch.py and block_sketch.py
 FORMAT = 2  # format number of the cached files; raise it when a sketch gets other fields
 MOST_SEEN = 8  # most layers that a sketch looks at: alternating kinds of layers repeat within fewer layers
 PARTS = ("embedding", "layer", "head")
 NEEDS = "models by their config.json need transformers: pip install transformers==5.23.0"
+
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """What a layer computes in blocks of tokens (harness/core/token_blocks.py), and what the layer then takes."""
+
+    parts: tuple[str, ...]  # names of the layer's children that compute so
+    token_flops: int  # operations of one token's matrix products in these
+    # Lines over the layer's input: multiples of it, and bytes beside them. The highest is the most memory of a layer's
+    # recompute and backward pass.
+    lines: tuple[tuple[float, int], ...]
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class Anatomy:
     slopes: int = 0  # number of tensors of the logits' size that the loss keeps beside the logits
     # The elements [start, stop) of a layer's tensors whose gradient is nothing but rounding error.
     noise: dict[str, tuple[int, int]] = field(default_factory=dict)
+    blocks: TokenBlocks | None = None  # None: a layer computes all tokens at once
 
     @cached_property
     def ends(self) -> Shapes:
@@ -121,35 +133,34 @@ def anatomy_of(workload: Any) -> Anatomy:
     if workload.config is None:
         return _gpt(workload)
     sizes = min(workload.num_layers, MOST_SEEN), workload.hidden_size, workload.vocab_size
-    return _of_config(workload.config, sizes, workload.model or "the model", is_half=workload.dtype != "fp32")
+    half, at_once = workload.dtype != "fp32", workload.block_tokens
+    return _of_config(workload.config, sizes, workload.model or "the model", is_half=half, block_tokens=at_once)
 
 
 @lru_cache(maxsize=64)
-def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: bool) -> Anatomy:
+def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: bool, block_tokens: int) -> Anatomy:
     """Return the parts of a configured model. A process of harness/forecast/sketch.py, which imports torch, finds them
-    once for each configuration; later calls read them from SKETCHES."""
+    once for each configuration, and one of block_sketch.py what a layer takes in blocks of tokens; later calls read
+    them from SKETCHES."""
     try:
         library = version("transformers")
     except PackageNotFoundError as error:
         raise Unavailable(NEEDS) from error
     config = narrowed(text, *sizes)
-    digest = hashlib.sha256(json.dumps([config, library, FORMAT], sort_keys=True).encode()).hexdigest()
-    file = SKETCHES / f"{digest[:16]}.json"
-    try:
-        found = read_json(file)
-    except (OSError, ValueError):
-        found = ask("harness.forecast.sketch", config)
-        if told := found.get("unlike"):
-            raise ValueError(f"{model} cannot be trained here: {told}") from None
-        with contextlib.suppress(OSError):  # without the cached file the next process sketches the model again
-            SKETCHES.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(found))
-    dtype = "half" if is_half else "fp32"
+    found = _kept("harness.forecast.sketch", config, [library, FORMAT])
+    if told := found.get("unlike"):
+        raise ValueError(f"{model} cannot be trained here: {told}")
+    dtype, blocks = "half" if is_half else "fp32", None
+    if block_tokens:
+        asked = {"config": config, "is_half": is_half, "block_tokens": block_tokens}
+        blocks = _kept("harness.forecast.block_sketch", asked, [library, FORMAT])["blocks"]
     parts = {part: {name: tuple(shape) for name, shape in found[part].items()} for part in PARTS}
     return Anatomy(
         **parts, layer_prefix=found["layer_prefix"], ends_prefix="",
         token_flops=found["token_flops"], pair_flops=found["pair_flops"],
-        boundaries=found["boundaries"][dtype], head_boundaries=found["head_boundaries"][dtype],
+        boundaries=found["boundaries"][dtype],
+        # In blocks the norm keeps nothing, but in its backward pass there are two copies of its input's gradient.
+        head_boundaries=1.0 if blocks else found["head_boundaries"][dtype],
         given_bytes=found["given_bytes"][dtype], pair_given_bytes=found["pair_given_bytes"][dtype],
         pair_boundaries=found["pair_boundaries"][dtype], slopes=found["slopes"],
         starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
@@ -160,7 +171,25 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
             name: (0, size) if name.endswith("k_proj.bias") else (size // 3, 2 * size // 3)
             for name, (size, *_) in parts["layer"].items() if name.endswith(("k_proj.bias", "c_attn.bias"))
         },
+        blocks=blocks and TokenBlocks(
+            tuple(blocks["parts"]), blocks["token_flops"], tuple((inputs, fixed) for inputs, fixed in blocks["lines"])
+        ),
     )  # fmt: skip
+
+
+def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
+    """Return the answer of a module that sketches a model; it is kept in a file, unless the model is refused."""
+    digest = hashlib.sha256(json.dumps([asked, *versions], sort_keys=True).encode()).hexdigest()
+    file = SKETCHES / f"{digest[:16]}.json"
+    try:
+        return read_json(file)
+    except (OSError, ValueError):
+        found = ask(module, asked)
+    if not found.get("unlike"):
+        with contextlib.suppress(OSError):  # without the cached file the next process sketches the model again
+            SKETCHES.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps(found))
+    return found
 
 
 @lru_cache(maxsize=256)

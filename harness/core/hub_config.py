@@ -94,6 +94,12 @@ def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
     return {field: config[name] for field, name in SIZES.items()}
 
 
+@functools.lru_cache(maxsize=32)
+def inner_size(text: str, hidden_size: int) -> int:
+    """Return the width of an MLP's inner tensors in the model narrowed to this hidden size; 0 if it is not known."""
+    return int(narrowed(text, 1, hidden_size, 1).get("intermediate_size") or 0)
+
+
 def check_samples(config: dict[str, Any], seq_len: int) -> None:
     """Raise ValueError if a sample has more tokens than the model's sliding window or its positions."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None

@@ -16,7 +16,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
+from harness.core import hub_config, job, token_blocks
 from harness.core.anatomy import NEEDS
 from harness.core.gpt import DTYPES, Bend, HeadLoss
 from harness.core.hub_config import narrowed
@@ -59,6 +60,7 @@ class HubModel(KeepsBuffers):
         super().__init__()
         causal = made(*_key(workload))
         _adopt(self, causal.train())
+        _set_blocks(workload, self.layers, _base(self))
         self.recompute(reentrant=False)
 
     def recompute(self, *, reentrant: bool) -> None:
@@ -97,6 +99,7 @@ class HubEnds(KeepsBuffers):
         causal = made(*_key(workload))
         _take_out(causal)
         _adopt(self, causal)
+        _set_blocks(workload, (), _base(self))
 
     def embed(self, inputs: Tensor) -> Tensor:
         """Map (B, T) token ids to (B, T, D). Ids without memory go through the embedding table alone, which gives the
@@ -157,6 +160,7 @@ def hub_layer(workload: Workload, index: int) -> nn.Module:
     parts = parts_of(workload)
     with unset_fake_temporarily():
         layer: nn.Module = copy.deepcopy(parts.layers[index])
+    _set_blocks(workload, [layer])
     layer.register_forward_pre_hook(functools.partial(parts.give, index), with_kwargs=True)
     layer.register_forward_hook(_only_hidden)
     return layer
@@ -276,6 +280,17 @@ def library() -> Any:
 def parts_of(workload: Workload) -> HubParts:
     """Return the parts of the workload's model, which all of its layers share."""
     return _parts(*_key(workload))
+
+
+def _set_blocks(workload: Workload, layers: Iterable[nn.Module], base: nn.Module | None = None) -> None:
+    """Let layers, and the norm after the last one, compute long samples in blocks of tokens."""
+    if not (at_once := workload.block_tokens) or (blocks := workload.anatomy.blocks) is None:
+        return
+    most = job.NUM_INNER // hub_config.inner_size(str(workload.config), workload.hidden_size)
+    for layer in layers:
+        token_blocks.set_blocks(layer, blocks.parts, at_once, most)
+    if base is not None:
+        token_blocks.set_blocks(base, [_norm_name(base)], at_once, most)
 
 
 def _key(workload: Workload) -> tuple[str, torch.dtype]:

@@ -43,6 +43,9 @@ NUM_RATES = 6  # number of learning rates among several models: the workload's, 
 UNSAID = {"micro_batches": 1, "model": None, "config": None, "weights": None}
 # Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/core/gpt.py).
 NUM_LOGITS = 2**25
+# Elements of an MLP's inner tensor, 1 GiB in bf16. With more of them a layer computes its MLP and norms in blocks of
+# tokens, each with at most NUM_LOGITS of these elements (harness/core/token_blocks.py).
+NUM_INNER = 2**29
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,9 @@ class Workload:
         embedding's look-up and elementwise work do not count.
 
         A recompute that stops before a layer's last matrix product saves 8 D^2 operations for each token and layer;
-        this number includes them.
+        this number includes them. Blocks of tokens are recomputed twice: with their layer, and one by one.
         """
-        return 4 * self.num_layers * self.layer_flops + self.head_flops_per_step
+        return self.num_layers * (4 * self.layer_flops + self.repeated_flops) + self.head_flops_per_step
 
     @property
     def model_flops_per_step(self) -> float:
@@ -173,6 +176,13 @@ class Workload:
         """Floating-point operations of one layer's forward pass."""
         anatomy, tokens = self.anatomy, self.batch_size * self.seq_len
         return float(tokens * (anatomy.token_flops + self.seq_len * anatomy.pair_flops))
+
+    @property
+    def repeated_flops(self) -> float:
+        """Floating-point operations of what a layer computes in blocks of tokens, which its backward pass recomputes
+        after the layer's own recompute."""
+        blocks = self.anatomy.blocks
+        return float(self.batch_size * self.seq_len * blocks.token_flops) if blocks else 0.0
 
     @property
     def head_flops_per_step(self) -> float:
@@ -198,16 +208,31 @@ class Workload:
         return kept // self.micro_batches + max(rounded, size * logits + matrix)
 
     @property
+    def block_tokens(self) -> int:
+        """Number of tokens at once in a layer's MLP and norms; 0 if they take all tokens of a micro-batch at once."""
+        inner = hub_config.inner_size(self.config, self.hidden_size) if self.config is not None else 0
+        tokens = self.batch_size // self.micro_batches * self.seq_len
+        return max(1, NUM_LOGITS // inner) if tokens * inner > NUM_INNER else 0
+
+    @property
     def layer_bytes(self) -> int:
-        """Most bytes that a layer's recompute and backward pass on a micro-batch take at one time: the activations,
-        their gradients, and one matrix's gradient before it is added to the sum."""
+        """Most bytes that a layer's recompute and backward pass on a micro-batch take at one time."""
+        if (blocks := self.anatomy.blocks) is None:
+            return self.whole_layer_bytes
+        boundary = self.boundary_bytes // self.micro_batches
+        return max(int(inputs * boundary) + fixed for inputs, fixed in blocks.lines)
+
+    @property
+    def whole_layer_bytes(self) -> int:
+        """The same without blocks of tokens: the activations, their gradients, and one matrix's gradient before it is
+        added to the sum."""
         anatomy = self.anatomy
         inner = int(self.boundaries * self.boundary_bytes) // self.micro_batches
         return inner + self.weight_bytes * math.prod(anatomy.layer_matrix)
 
     @property
     def boundaries(self) -> float:
-        """Most memory of a layer's recompute and backward pass, in multiples of the layer's input."""
+        """Most memory of a layer's recompute and backward pass without blocks of tokens, in multiples of its input."""
         return self.anatomy.boundaries + self.seq_len * self.anatomy.pair_boundaries
 
     @property

@@ -74,15 +74,12 @@ def prefix_of(whole: nn.Module) -> str:
 def prove(workload: Workload) -> dict[str, tuple[float, float]]:
     """Compare the parts of a narrow model with the whole. Return the mean and the deviation of the whole model's
     starting values, by tensor."""
-    narrow = replace(
-        workload, hidden_size=HEAD_SIZE * workload.num_heads, vocab_size=min(WORDS, workload.vocab_size),
-        seq_len=TOKENS, batch_size=SAMPLES,
-    )  # fmt: skip
+    small = narrow(workload)
     torch.manual_seed(1)
-    config = hub_config.narrowed(str(narrow.config), narrow.num_layers, narrow.hidden_size, narrow.vocab_size)
-    whole, ends = theirs(config, torch.float32).train(), HubEnds(narrow)
-    layers = [model.new_layer(narrow, index) for index in range(narrow.num_layers)]
-    prefix = prefix_of(model.whole(narrow))
+    config = hub_config.narrowed(str(small.config), small.num_layers, small.hidden_size, small.vocab_size)
+    whole, ends = theirs(config, torch.float32).train(), HubEnds(small)
+    layers = [model.new_layer(small, index) for index in range(small.num_layers)]
+    prefix = prefix_of(model.whole(small))
     parts = {"": ends, **{f"{prefix}{index}.": layer for index, layer in enumerate(layers)}}
     named = dict(whole.named_parameters())
     starts = {within(name, prefix): start(name, weight, whole) for name, weight in named.items()}
@@ -93,7 +90,7 @@ def prove(workload: Workload) -> dict[str, tuple[float, float]]:
             owner, _, leaf = name.rpartition(".")
             setattr(part.get_submodule(owner), leaf, nn.Parameter(named[names + name].detach().clone()))
 
-    inputs, targets = torch.randint(narrow.vocab_size, (2, SAMPLES, TOKENS))
+    inputs, targets = torch.randint(small.vocab_size, (2, SAMPLES, TOKENS))
     logits = whole(input_ids=inputs, use_cache=False).logits
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     x = ends.embed(inputs)
@@ -110,6 +107,14 @@ def prove(workload: Workload) -> dict[str, tuple[float, float]]:
             if float((grad - expected).norm()) > GRADIENT_TOLERANCE * float(expected.norm()):
                 raise Unlike(f"its parts give another gradient of {names}{name} than the whole")
     return starts
+
+
+def narrow(workload: Workload) -> Workload:
+    """Return the workload of a narrow model of the same kind."""
+    return replace(
+        workload, hidden_size=HEAD_SIZE * workload.num_heads, vocab_size=min(WORDS, workload.vocab_size),
+        seq_len=TOKENS, batch_size=SAMPLES, dtype="fp32",
+    )  # fmt: skip
 
 
 def within(name: str, prefix: str) -> str:
@@ -153,9 +158,7 @@ def keeps_slopes(workload: Workload) -> int:
 
 def measured(workload: Workload) -> dict[str, float]:
     """Return the bytes of activations in this dtype, as fields of an Anatomy."""
-    config = hub_config.parsed(str(workload.config))
-    most = min(config.get(name) or SAMPLE for name in ("sliding_window", "max_position_embeddings"))
-    tokens = min(SHORT if is_plain(workload) else SAMPLE, most)
+    tokens = sample_tokens(workload)
     at_all, pair = boundaries(workload, tokens), 0.0
     if is_plain(workload):  # a second length tells which part grows with a sample's length
         pair = (at_all - boundaries(workload, tokens // 2)) / (tokens - tokens // 2)
@@ -166,13 +169,31 @@ def measured(workload: Workload) -> dict[str, float]:
     }  # fmt: skip
 
 
+def sample_tokens(workload: Workload) -> int:
+    """Return the tokens of the samples on which activations are measured."""
+    config = hub_config.parsed(str(workload.config))
+    most = min(config.get(name) or SAMPLE for name in ("sliding_window", "max_position_embeddings"))
+    return min(SHORT if is_plain(workload) else SAMPLE, most)
+
+
 def boundaries(workload: Workload, tokens: int) -> float:
-    """Return the peak memory of a layer's recompute and backward pass, without the weights, as a multiple of the
-    layer's input. `tokens`: the length of a sample. Weight gradients are freed one by one, so at most one is
-    counted."""
+    """Return the peak memory of a layer's recompute and backward pass as a multiple of the layer's input. `tokens`: the
+    length of a sample."""
     size, dtype = (MEASURED // tokens, tokens, workload.hidden_size), DTYPES[workload.dtype]
-    layer = model.new_layer(workload, 0)
+    return peak(model.new_layer(workload, 0), size, dtype) / (math.prod(size) * dtype.itemsize)
+
+
+def peak(layer: nn.Module, size: tuple[int, int, int], dtype: torch.dtype, below: str | None = None) -> int:
+    """Return the most bytes that the recompute and backward pass of a layer hold beside its weights, with an input of
+    (B, T, D); with `below`, from the end of the backward pass of the child of this name. Weight gradients are freed one
+    by one, so at most one is counted."""
     with without_memory() as tracker:
+
+        def when_passed(child: nn.Module, args: tuple[Tensor]) -> None:
+            args[0].register_hook(lambda grad: tracker.reset_peaks())
+
+        if below is not None:
+            layer.get_submodule(below).register_forward_pre_hook(when_passed)
         for name, weight in list(layer.named_parameters()):
             owner, _, leaf = name.rpartition(".")
             parameter = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=NAME))
@@ -183,7 +204,7 @@ def boundaries(workload: Workload, tokens: int) -> float:
         y = checkpoint(layer, x, use_reentrant=False)
         dy = torch.empty_like(y)
         torch.autograd.backward(y, dy)
-        return (tracker.stats()["device_peak"] - weights) / (math.prod(size) * dtype.itemsize)
+        return tracker.stats()["device_peak"] - weights
 
 
 def head_boundaries(workload: Workload) -> float:

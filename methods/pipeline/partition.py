@@ -73,8 +73,9 @@ def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
 def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
     """Return the FLOPs of each pass of one sample. The forward pass includes the head's gradients, which are computed
     with the loss."""
-    layer = replace(workload, batch_size=1, micro_batches=1).layer_flops * stage.num_layers
-    return {"F": layer + _head_flops(workload, stage), "R": layer, "B": 2 * layer}
+    one = replace(workload, batch_size=1, micro_batches=1)
+    layer, again = one.layer_flops * stage.num_layers, one.repeated_flops * stage.num_layers
+    return {"F": layer + _head_flops(workload, stage), "R": layer + again, "B": 2 * layer}
 
 
 def _head_flops(workload: Workload, stage: GptStage) -> float:
@@ -110,7 +111,7 @@ def stage_bytes(
     num_micro_batches = -(-workload.batch_size // num_replicas // chunk_size)
     part = replace(workload, batch_size=chunk_size, micro_batches=1)
     params, size, boundary = stage.num_params(workload), workload.weight_bytes, part.boundary_bytes
-    anatomy, per_layer = workload.anatomy, saved_boundaries(workload)
+    anatomy, per_layer = workload.anatomy, saved_boundaries(part)
     embedding = size * max(map(math.prod, anatomy.embedding.values()))
     head = part.head_bytes if stage.is_last else 0
     if schedule == "varuna" or num_stages == 1:

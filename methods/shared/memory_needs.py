@@ -86,6 +86,8 @@ def num_small(workload: Workload) -> int:
 def saved_boundaries(workload: Workload) -> float:
     """Return the bytes that autograd saves for a layer, over the bytes of its input. For a model by its config.json the
     tensors of the backward pass are included, because the model's sizes do not distinguish them."""
+    if (blocks := workload.anatomy.blocks) is not None:
+        return max(inputs for inputs, _ in blocks.lines)
     return SAVED_BOUNDARIES if workload.config is None else workload.boundaries
 
 
@@ -119,6 +121,7 @@ def resident_plan(workload: Workload) -> Plan:
 def describe(workload: Workload, implementation: str, optimizer: str) -> dict[str, str]:
     """Return the fairness table's row of a method that trains the model's own layers with torch."""
     scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
+    blocks = ", its MLP and norms by blocks of tokens" if workload.anatomy.blocks else ""
     kept = "" if workload.dtype == "fp32" else f", master and moments fp32{scaled}"
     return {
         "implementation": implementation,
@@ -126,6 +129,6 @@ def describe(workload: Workload, implementation: str, optimizer: str) -> dict[st
         "attention": "torch scaled_dot_product_attention",
         "optimizer": optimizer,
         "precision": f"weights {workload.dtype}{kept}",
-        "recompute": "every layer, torch checkpoint",
+        "recompute": f"every layer{blocks}, torch checkpoint",
         "clipping": "exact global norm",
     }

@@ -1,0 +1,104 @@
+"""Finds what harness/core/anatomy.py holds of a layer that computes in blocks of tokens (harness/core/token_blocks.py).
+
+First a narrow layer must give the same by blocks as without them, gradients included; else the layer stays whole. So it
+does where attention keeps the scores of all pairs of tokens, beside which an MLP's tensors are small.
+
+Shapes: B batch, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.core import hub_config, model, token_blocks
+from harness.core.gpt import DTYPES
+from harness.core.job import Workload
+from harness.forecast.sketch import (
+    GRADIENT_TOLERANCE,
+    SAMPLES,
+    TOKENS,
+    is_plain,
+    narrow,
+    peak,
+    sample_tokens,
+)
+
+PROVED = 5  # tokens of a block in the narrow layer: the last block is shorter
+FEW, MANY = 8, 32  # numbers of blocks at which a layer's memory is measured
+LARGER = 16  # times as many tokens has each of the many blocks, so that the sample is long
+
+
+def sketch(workload: Workload, block_tokens: int) -> dict[str, Any] | None:
+    """Return the fields of TokenBlocks; None for a layer that stays whole."""
+    layer = model.new_layer(workload, 0)
+    parts = token_blocks.parts_of(layer, workload.hidden_size)
+    if not parts or is_plain(workload) or not computes_alike(narrow(workload), parts):
+        return None
+    weights = [weight for name in parts for weight in layer.get_submodule(name).parameters()]
+    return {
+        "parts": parts, "token_flops": 2 * sum(weight.numel() for weight in weights if weight.ndim > 1),
+        "lines": lines(workload, parts, block_tokens),
+    }  # fmt: skip
+
+
+def computes_alike(workload: Workload, parts: list[str]) -> bool:
+    """Return whether a layer by blocks has the output and the gradients of the whole layer, but for rounding."""
+    torch.manual_seed(1)
+    layer, weights = model.new_layer(workload, 0), []
+    for name, weight in list(layer.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        weights.append(nn.Parameter(torch.randn(weight.shape)))
+        setattr(layer.get_submodule(owner), leaf, weights[-1])
+    x, dy = torch.randn(2, SAMPLES, TOKENS, workload.hidden_size)
+    x.requires_grad_()
+
+    def computed() -> list[Tensor]:
+        y = layer(x)
+        return [y, *torch.autograd.grad(y, [x, *weights], dy)]
+
+    whole = computed()
+    token_blocks.set_blocks(layer, parts, PROVED, 0)
+    pairs = [*zip(whole, computed(), strict=True)]
+    sizes = [float(expected.detach().norm()) for expected, _ in pairs]
+    sizes[1:] = [max(sizes[1:])] * len(sizes[1:])  # some gradients are rounding alone
+    return all(
+        float((found - expected).detach().norm()) <= GRADIENT_TOLERANCE * size
+        for size, (expected, found) in zip(sizes, pairs, strict=True)
+    )
+
+
+def lines(workload: Workload, parts: list[str], block_tokens: int) -> list[tuple[float, int]]:
+    """Return lines over the layer's input, of which the highest is the most memory: multiples of it, and bytes beside
+    them. The first is of the MLP's backward pass, the second of what is below, which is larger where there are many
+    blocks: attention, beside which a block is nothing."""
+    length, dtype = sample_tokens(workload), DTYPES[workload.dtype]
+    sample = length * workload.hidden_size * dtype.itemsize
+
+    def taken(samples: int, at_once: int, below: str | None = None) -> int:
+        layer = model.new_layer(workload, 0)
+        token_blocks.set_blocks(layer, parts, at_once, 0)
+        return peak(layer, (samples, length, workload.hidden_size), dtype, below)
+
+    few, one, many = (-(-count * block_tokens // length) for count in (FEW, 1, MANY * LARGER))
+    here = taken(few, block_tokens)
+    inputs = (taken(few + one, block_tokens) - here) / (one * sample)
+    below = taken(many, LARGER * block_tokens, token_blocks.MLP) / (many * sample)
+    return [(inputs, round(here - inputs * few * sample)), (below, 0)]
+
+
+def main() -> None:
+    """Entry point for child_process.ask(): reads a configuration, `is_half` and `block_tokens` from stdin, and prints
+    {"blocks": fields or null}."""
+    asked = json.load(sys.stdin)
+    sizes, dtype = hub_config.sizes_of(asked["config"]), "bf16" if asked["is_half"] else "fp32"
+    workload = Workload(**sizes, seq_len=TOKENS, dtype=dtype, config=json.dumps(asked["config"]))
+    print(json.dumps({"blocks": sketch(workload, asked["block_tokens"])}))
+
+
+if __name__ == "__main__":
+    main()
