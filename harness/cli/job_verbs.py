@@ -283,8 +283,12 @@ def _show_verdicts(asked: list[Job], outcomes: list[verdict_table.Outcome], word
         print_table(heads, rows, has_lines=True)
     if words.get("out"):
         call = shlex.join(["./run.sh", *sys.argv[1:]])
-        refused = [f"refused: {outcome}" for outcome in outcomes if isinstance(outcome, str)]
-        verdict_table.write_markdown(words["out"], "The gate's verdicts, methods by models", call, heads, rows, refused)
+        refused: dict[str, str] = {}  # the first refusal of each method
+        for job, outcome in zip(asked, outcomes, strict=True):
+            if isinstance(outcome, str):
+                refused.setdefault(job.method, f"refused, such as {outcome}")
+        notes = refused.values()
+        verdict_table.write_markdown(words["out"], "The gate's verdicts, methods by models", call, heads, rows, notes)
 
 
 def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[Path, ...]) -> None:
