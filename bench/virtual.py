@@ -5,17 +5,22 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import click
 import torch
 
 from harness.base.checkout import ROOT
+from methods.streaming.placement import HOMES
 from methods.streaming.virtual_schedule import CLIP_NORMS, DTYPES, NAME, ScheduledStep, point
 
+# One sample a step: machine, layers, tokens.
+SAMPLES = [("h200", 100, 16384), ("h200", 48, 131072), ("rtx4090", 48, 65536), ("rtx4090", 48, 98304)]
+HEAD = "placement | bound by | bound | schedule | of its bound | of all resident |"
 
-def line(machine: str, num_layers: int, clipping: str | None, found: ScheduledStep | str) -> str:
-    title = f"| {machine} {DTYPES[machine]} | {num_layers} | {clipping or 'none'} |"
+
+def line(title: str, found: ScheduledStep | str) -> str:
     if isinstance(found, str):
         return f"{title} | {found} | | | |"
     return (
@@ -43,14 +48,28 @@ def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], out
         "are busy, and charges the host's updates with all that passes through the host's memory beside them; launches",
         "take no time.",
         "",
-        "| machine | layers | clipping | placement | bound by | bound | schedule | of its bound | of all resident |",
+        f"| machine | layers | clipping | {HEAD}",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in machines:
         for num_layers in map(int, layers.split(",")):
             for clipping in wanted:
-                lines.append(line(name, num_layers, clipping, point(name, num_layers, clipping)))
+                title = f"| {name} {DTYPES[name]} | {num_layers} | {clipping or 'none'} |"
+                lines.append(line(title, point(name, num_layers, clipping)))
                 print(lines[-1], flush=True)
+    lines += [
+        "",
+        "One sample of more tokens a step, deferred. activations: where the layers' inputs wait for the backward pass.",
+        "The clock charges attention's backward pass with 5/4 of the FLOPs that the bound counts for it.",
+        "",
+        f"| machine | layers | tokens | activations | {HEAD}",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, num_layers, tokens), home in itertools.product(SAMPLES, HOMES):
+        if name in machines:
+            title = f"| {name} {DTYPES[name]} | {num_layers} | {tokens} | {home} |"
+            lines.append(line(title, point(name, num_layers, "deferred", tokens, home)))
+            print(lines[-1], flush=True)
     out.write_text("\n".join(lines) + "\n")
 
 

@@ -20,7 +20,7 @@ from harness.devices import named_machines
 from harness.forecast.resources import device_update_seconds, seconds_of
 from harness.simulation.virtual_clock import VirtualMachine, VirtualRun, virtual_run
 from methods.streaming.placement import parse
-from methods.streaming.planner import Counts, forecast, rows
+from methods.streaming.planner import Counts, Row, forecast, hosted_boundaries, rows
 
 NAME = "stronghold"
 DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}
@@ -45,24 +45,29 @@ class ScheduledStep(NamedTuple):
         return self.bound / self.schedule
 
 
-def point(machine: str, num_layers: int, clipping: str | None) -> ScheduledStep | str:
-    """Plan and time one size; return the reason if the size does not fit."""
+def point(
+    machine: str, num_layers: int, clipping: str | None, sample: int | None = None, activations: str | None = None
+) -> ScheduledStep | str:  # fmt: skip
+    """Plan and time one size; return the reason if the size does not fit. `sample`: tokens of the only sample of a
+    step, in place of the published batch, of whose boundaries the scale model has too few bytes; `activations`: as the
+    option."""
     workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=CLIP_NORMS[clipping])
+    workload = dataclasses.replace(workload, batch_size=1, seq_len=sample) if sample else workload
     there = named_machines.load(machine)
     assert there.room.rates is not None
     rates = virtual_rates(workload, there.room.rates)
     # No memory is allocated here, so no reserve is needed.
     room = dataclasses.replace(there.room, device_bytes=there.device_bytes, rates=rates)
-    plan = method.create(NAME, {"clipping": clipping}).plan(workload, room)
+    plan = method.create(NAME, {"clipping": clipping, "activations": activations}).plan(workload, room)
     shortfall = plan.shortfall(room)
     if shortfall:
         return shortfall
     counts = Counter(parse(plan.options["placement"], workload.num_layers))
-    ends = plan.options.get("ends", "device")
-    found = rows(workload, rates, clipping, ends=ends)
+    boundaries, ends = hosted_boundaries(plan), plan.options.get("ends", "device")
+    found = rows(workload, rates, clipping, boundaries, ends)
     bound = forecast(found, counts)
     resident = forecast(rows(workload, rates, clipping), {"R": workload.num_layers})
-    clock = model_machine(workload, rates, counts, clipping, ends)
+    clock = model_machine(workload, rates, counts, found, ends)
     run = virtual_run(method.create(NAME, plan.options), scale_model(workload), clock, STEPS)
     schedule = run.last_step_seconds
     return ScheduledStep(plan.options["placement"], bound.seconds, bound.binds, schedule, resident.seconds, run)
@@ -77,15 +82,15 @@ def scale_model(workload: Workload) -> Workload:
 
 
 def model_machine(
-    workload: Workload, rates: Rates, counts: Counts, clipping: str | None, ends: str = "device"
+    workload: Workload, rates: Rates, counts: Counts, found: list[Row], ends: str = "device"
 ) -> VirtualMachine:
     """Return the machine on which the scale model takes as long as the workload does with these rates. The time of all
-    host memory traffic, copies included, is charged to the updates."""
+    host memory traffic, copies included, is charged to the updates. `found`: the planner's rows."""
     model = scale_model(workload)
     params = model.layer_params / workload.layer_params
     on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
     on_host += workload.end_params if ends == "host" else 0
-    carried = [row for row in rows(workload, rates, clipping, ends=ends) if row.name == "host memory"][-1].total(counts)
+    carried = [row for row in found if row.name == "host memory"][-1].total(counts)
     host_seconds = max(seconds_of("host cores", 1, rates), carried / on_host if on_host else 0.0)
     return VirtualMachine(
         device_flops_per_second=executed_flops(model) / workload.flops_per_step * rates.device_flops_per_second,

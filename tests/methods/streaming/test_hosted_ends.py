@@ -115,7 +115,7 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memo
     assert predict(trained, workload).device_bytes <= planned.device_bytes
     monkeypatch.setattr(adamw_kernel, "load", lambda: None)  # a plan has room for an update without it
     predicted = predict(trained, workload)
-    room = small_bytes(workload) + workload.boundary_bytes  # the plan counts one that is free by then
+    room = small_bytes(workload) + workload.given_bytes
     assert predicted.device_bytes <= planned.device_bytes <= predicted.device_bytes + room
     drawn = 2**20  # starting values of resident layers on their way through the host
     assert planned.host_bytes == pytest.approx(predicted.host_bytes, rel=0.01, abs=drawn)

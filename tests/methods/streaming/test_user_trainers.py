@@ -17,6 +17,8 @@ from methods.l2l import L2LTrainer
 from methods.stronghold import StrongholdTrainer
 from tests.methods.streaming.user_models import (
     MODELS,
+    TOKENS,
+    WORDS,
     batches,
     begun,
     by_plain_torch,
@@ -283,6 +285,37 @@ def test_device_memory_stays_below_the_limit_and_is_used(model: str, dtype: str)
     assert all(exact for _, _, exact in found)
     assert all(peak <= size for (_, peak, _), size in zip(found, sizes, strict=True)), found
     assert len({placement for placement, _, _ in found}) >= 3  # more memory, more resident layers
+
+
+def losses_within(device_bytes: int, activations: str | None = None) -> tuple[str, int, list[float]]:
+    """Return the memory chosen for boundaries, the most bytes of the device in use, and the losses, of 64 samples."""
+    rows = torch.randint(WORDS, (64, TOKENS + 1), generator=torch.Generator().manual_seed(1)).to("sim")
+    model = made("llama")
+    optimizer = optimizer_of(list(model.parameters()))
+    words: dict[str, Any] = {"device_memory": device_bytes, "activations": activations, "max_norm": 1.0}
+    trainer = StrongholdTrainer(
+        model, model.layers, optimizer, example=lambda: model(rows[:, :-1], rows[:, 1:]), device="sim", **words
+    )
+    sim.started.reset_peaks()
+    losses = []
+    with trainer:
+        for _ in range(2):
+            loss = model(rows[:, :-1], rows[:, 1:])
+            loss.backward()
+            trainer.step()
+            losses.append(float(loss.detach()))
+    return trainer.activations, sim.started.stats()["device_peak"], losses
+
+
+def test_boundaries_are_on_the_host_where_nothing_else_fits() -> None:
+    """At the second size even the trial with them on the device runs out of memory."""
+    chosen, _, expected = call(losses_within, 64 * 2**20)
+    assert chosen == "device"
+    for size in (2400 * KIB, 2200 * KIB):
+        chosen, peak, losses = call(losses_within, size, device_bytes=size)
+        assert (chosen, losses) == ("host", expected) and peak <= size
+    with pytest.raises(ValueError, match=r"needs 2\.4 MiB of device memory"):
+        call(losses_within, 2400 * KIB, "device")
 
 
 def test_without_room_for_the_model_it_is_said_what_it_needs() -> None:
