@@ -1,5 +1,5 @@
-"""Trains the harness's model with an engine of DeepSpeed 0.19.8 that is configured from the job. Comments at odd
-settings name the behavior that they avoid.
+"""Trains the harness's model with an engine of DeepSpeed 0.19.8, configured from the job. Where a setting looks odd, a
+comment names the behavior of DeepSpeed that the setting avoids.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def engine_config(workload: Workload, adam: str, zero: dict[str, Any], num_ranks
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch_size // num_ranks,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": workload.clip_norm,  # given even when 0, because the default is 1.0
+        "gradient_clipping": workload.clip_norm,  # given even if it is 0 (no clipping), because the default is 1.0
         "zero_optimization": zero,
         "bf16": {"enabled": workload.dtype == "bf16"},
         "fp16": FP16 if workload.dtype == "fp16" else {"enabled": False},
@@ -58,8 +58,9 @@ def train(
 ) -> Training:  # fmt: skip
     """Train with the engine of deepspeed.initialize(); each rank trains on its part of every batch.
 
-    `reentrant`: use torch's older recompute. `extra`: further entries of the configuration. `needed`: a context that
-    stays open until all trained tensors, which are made one by one, have been read.
+    `adam`: a key of ADAMS. `zero`: the entry zero_optimization of the configuration. `extra`: further entries of it.
+    `reentrant`: use torch's older recompute. `needed`: a context that stays open until all trained tensors have been
+    read, because they are made one by one. Raises Unavailable if deepspeed or a kernel that `adam` needs is missing.
     """
     if adam == "deepspeed" and not is_built("cpu_adam"):
         raise Unavailable(lacks_to_build("cpu_adam") or "DeepSpeed's cpu_adam is not compiled: ./run.sh setup")
@@ -69,7 +70,7 @@ def train(
     if is_scaled and device != "cuda":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        # DeepSpeed requires oneDNN's fp16 instructions, which torch's kernels do not need.
+        # DeepSpeed refuses fp16 on a CPU that lacks oneDNN's fp16 instructions, but torch's kernels do not need them.
         CPU_Accelerator.is_fp16_supported = lambda self: True
     import torch
     import torch.distributed as dist
@@ -83,10 +84,10 @@ def train(
     engine = _engine(deepspeed, workload, config, device, adam, reentrant)
     for step, (inputs, targets) in enumerate(batches, start=1):
         for group in _groups(engine):
-            group["lr"] = workload.learning_rate_at(step)  # before the backward pass, in which SuperOffload updates
+            group["lr"] = workload.learning_rate_at(step)  # SuperOffload updates during the backward pass: set it now
         scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
         loss = engine(inputs.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank], scale)
-        engine.backward(loss / scale)  # the engine multiplies by the scale again
+        engine.backward(loss / scale)  # engine.backward() multiplies by the scale again
         engine.step()
         norm, mean = engine.get_global_grad_norm(), loss.detach() / num_ranks
         if num_ranks > 1:
@@ -99,8 +100,8 @@ def train(
 
 
 def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
-    """Import the package, configured for this device and torchrun's ranks, without its shared-memory communication,
-    which would have to be compiled. Raises Unavailable if the package is missing.
+    """Import deepspeed, configured for this device and for torchrun's ranks. Without CUDA, turn off its shared-memory
+    communication, which would have to be compiled. Raises Unavailable if deepspeed is missing.
     """
     if num_ranks == 1:
         with socket.socket() as free:
@@ -129,7 +130,8 @@ def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
 
 
 def _load_built(*kernels: str) -> None:
-    """Load the kernels that are compiled; otherwise every run of DeepSpeed would start ninja to check them."""
+    """Load those of the named kernels that are compiled. Otherwise DeepSpeed would start ninja in every run to check
+    them."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.cpp_extension import _import_module_from_library
@@ -140,7 +142,7 @@ def _load_built(*kernels: str) -> None:
     for kernel in filter(is_built, kernels):
         if kernel == "async_io":
             load("pin_memory")
-            PinMemoryBuilder().load()  # the next kernel needs the symbols of this one
+            PinMemoryBuilder().load()  # async_io, loaded next, needs the symbols of pin_memory
         load(kernel)
 
 
@@ -153,11 +155,11 @@ def use_built_kernel_in_superoffload() -> None:
 
 
 def superoffload_worker(tasks: Any, results: Any, config: Any, max_grad_numel: int, pin_memory: bool = True) -> None:
-    """Run SuperOffload's optimizer process with the compiled kernel. At its end, send the states of its sub-groups,
-    which no other process has.
+    """Run SuperOffload's optimizer process with the compiled kernel. At the end put the optimizer's states into
+    `results`, because no other process has them.
 
-    The process's buffer is not page-locked: it gets gradients from the host's memory, so locking its pages would gain
-    nothing, and would make a CUDA context.
+    `pin_memory` is ignored: the process's buffer is never page-locked. The buffer gets gradients from the host's
+    memory, so locking its pages would gain nothing and would create a CUDA context.
     """
     from deepspeed.runtime.superoffload import superoffload_utils
 
@@ -172,12 +174,12 @@ def superoffload_worker(tasks: Any, results: Any, config: Any, max_grad_numel: i
     with mock.patch.object(superoffload_utils, "DeepSpeedCPUAdam", KeptAdam):
         superoffload_utils.superoffload_optimizer_worker(tasks, results, config, max_grad_numel, pin_memory=False)
     results.put({number: dict(state) for number, state in made[0].state.items()})
-    tasks.get()  # wait until the reader has mapped the tensors, whose memory would go with this process
+    tasks.get()  # Wait until the reader has mapped the tensors: their memory is freed when this process ends.
 
 
 def _fetch_superoffloads_states(optimizer: Any) -> None:
-    """Get the states from SuperOffload's process, and from its optimizer for the device; put them where stage 3 looks
-    for states."""
+    """Put SuperOffload's optimizer states where ZeRO stage 3 looks for states. They come from SuperOffload's process,
+    which updates on the host, and from its second optimizer, which updates on the device."""
     process = optimizer.superoffload_cpu_optimizer
     process.param_queue.put(None)
     found = process.result_queue.get()
@@ -187,9 +189,11 @@ def _fetch_superoffloads_states(optimizer: Any) -> None:
 
 
 def build(kernel: str) -> None:
-    """Compile one of DeepSpeed's kernels into EXTENSIONS, for which one process at a time builds. Removes the locks of
-    an interrupted build, because DeepSpeed would wait for them forever. Raises Unavailable if a compiler or a library
-    is missing."""
+    """Compile one of DeepSpeed's kernels into the folder EXTENSIONS. Only one process builds at a time; others wait.
+
+    Removes the locks of an interrupted build, because DeepSpeed would wait for them forever. Raises Unavailable if
+    deepspeed, a compiler or a library is missing.
+    """
     import_deepspeed("cpu")
     from deepspeed.accelerator import get_accelerator
 
@@ -212,10 +216,11 @@ def build(kernel: str) -> None:
 
 @contextmanager
 def _compiled_as_one_file() -> Iterator[None]:
-    """Compile an extension's sources as one file, without debug symbols, because most of the time for each file goes to
-    torch's headers.
+    """Inside this context torch compiles an extension's sources as one file, without debug symbols. File by file, most
+    of the time would go to compiling torch's headers again.
 
-    Sources in the folder `common` stay apart: they include no torch headers and repeat each other's constants.
+    Sources in the folder `common` are compiled separately: they include no torch headers and repeat each other's
+    constants.
     """
     from torch.utils import cpp_extension
 
@@ -267,12 +272,13 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
     cls, dtype = (ReentrantGPT if reentrant else GPT), DTYPES[workload.dtype]
     is_partitioned = config["zero_optimization"]["stage"] == 3
     if workload.config is not None and is_partitioned:
-        model = whole(workload).to_empty(device="cpu")  # Init cannot make this model, but partitions an existing one
+        model = whole(workload).to_empty(device="cpu")  # zero.Init cannot make this model, but can partition it
         assert isinstance(model, HubModel)
         model.recompute(reentrant=reentrant)
         deepspeed.zero.Init(module=model, config_dict_or_path=config)  # the configuration decides the dtype, as below
     elif is_partitioned:
-        # The configuration decides the dtype, because Init's dtype argument makes bf16 of fp32 on a CPU.
+        # The configuration gives the dtype; Init's argument `dtype` is not used, because it turns fp32 into bf16 on a
+        # CPU.
         with deepspeed.zero.Init(config_dict_or_path=config), undrawn():
             model = cls(workload)
     else:
@@ -303,7 +309,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
         optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)
     if workload.dtype != "fp32":
-        # The fp32 main weights, which exist only now, begin at the starting values before rounding.
+        # The fp32 main weights exist only now. Set them to the starting values before rounding to the dtype.
         for parameter, value in drawn():
             start(parameter, value)
             safe_set_full_fp32_param(parameter, value)
@@ -332,7 +338,8 @@ def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        # Stage 2 links the moments when the second group has none yet, after the first group's step: link them again.
+        # Stage 2 links parameters to moments after the first group's step, when the second group has no moments yet.
+        # Link them again.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     if hasattr(engine.optimizer, "superoffload_cpu_optimizer"):

@@ -1,7 +1,6 @@
-"""Settings, plans and compiled kernels of the DeepSpeed methods; standard library only.
+"""Settings, memory plans and compiled kernels of the DeepSpeed methods. Needs only the standard library.
 
-DeepSpeed's binding of cores to ranks is not used: it would divide the machine's cores, but a single rank needs all of
-them.
+DeepSpeed can bind ranks to cores. This is not used, because a single rank needs all cores of the machine.
 """
 
 from __future__ import annotations
@@ -19,25 +18,26 @@ from methods.shared.memory_needs import each_page_locked, gathered_params, num_s
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of DeepSpeed's compiled kernels
 BUCKET_PARAMS = 50_000_000
 SUB_GROUP_PARAMS = 100_000_000  # parameters that stage 3 updates at once
-ADAMS = {  # by option: the host's Adam, as named in the fairness table
+ADAMS = {  # each value of the option `adam`, with the name of this Adam in the fairness table
     "fused": "torch AdamW, fused, host",  # the default: needs no compiler
     "deepspeed": "DeepSpeedCPUAdam",  # as fast, but must be compiled
     "published": "torch AdamW, op by op",  # as in the published artifact
 }
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
-# Kernels, each with DeepSpeed's builder and the seconds of its build on a 2-core EPYC.
+# For each kernel: the DeepSpeed class that builds it, and the seconds that the build takes on a 2-core EPYC.
 KERNELS = {"cpu_adam": ("CPUAdamBuilder", 25), "async_io": ("AsyncIOBuilder", 35)}
 HEADERS = {"Python.h": "python3-dev", "libaio.h": "libaio-dev"}  # headers and their Debian packages
 
 
 def is_built(kernel: str) -> bool:
-    """True if the compilation of the kernel for the installed packages was completed."""
+    """Return whether the kernel has been compiled for the installed versions of torch and deepspeed."""
     stamp = EXTENSIONS / f"{kernel}.built"
     return stamp.exists() and stamp.read_text() == versions()
 
 
 def lacks_to_build(kernel: str) -> str | None:
-    """Return what is missing to compile a kernel that is not built, and how to get it; None if nothing is missing."""
+    """Return what is missing to compile a kernel, and how to get it. Return None if nothing is missing, or if the
+    kernel is already built."""
     if is_built(kernel):
         return None
     if not native_build.find():
@@ -49,7 +49,7 @@ def lacks_to_build(kernel: str) -> str | None:
 
 
 def versions() -> str:
-    """Return the versions of the packages that a compiled kernel depends on."""
+    """Return the versions of torch and deepspeed, on which a compiled kernel depends, or which of them is missing."""
     try:
         return f"torch {version('torch')}, deepspeed {version('deepspeed')}"
     except PackageNotFoundError as error:
@@ -57,21 +57,21 @@ def versions() -> str:
 
 
 def stage_2(workload: Workload, on_gpu: bool) -> dict[str, Any]:
-    """Return the configuration of stage 2: weights on the device, gradients and optimizer on the host."""
+    """Return the configuration of ZeRO stage 2: weights on the device, gradients and optimizer on the host."""
     bucket = min(BUCKET_PARAMS, workload.num_params)
     return {
         "stage": 2,
         "contiguous_gradients": True,
-        "overlap_comm": on_gpu,  # communicates on a stream of its own, which a CPU lacks
-        "reduce_bucket_size": bucket,  # the default, 5e8 elements, takes memory on the device
+        "overlap_comm": on_gpu,  # True: communicate on a separate stream; a CPU has no streams
+        "reduce_bucket_size": bucket,  # elements; the default, 5e8, would take much device memory
         "allgather_bucket_size": bucket,
         "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
     }
 
 
 def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
-    """Return the configuration of stage 3: weights, gradients and optimizer on the host. The thresholds depend on the
-    model's size, so that layers leave the device after use."""
+    """Return the configuration of ZeRO stage 3: weights, gradients and optimizer on the host. The thresholds depend on
+    the model's size, so that layers leave the device after use."""
     return {
         "stage": 3,
         "contiguous_gradients": True,
@@ -120,14 +120,14 @@ def sub_groups(workload: Workload) -> list[int]:
 
 
 def flat_groups(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
-    """Return the bytes of a rank's parts of two page-locked tensors, one for each group, whose elements have `size`
-    bytes."""
+    """Return the bytes of two page-locked tensors on a rank, one for each of the optimizer's groups. Each holds the
+    rank's part of the group. `size`: bytes of an element."""
     return sum(page_locked(size * -(-params // num_ranks), room) for params in group_params(workload))
 
 
 def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str, int]:
-    """Return the bytes of a rank on the host: its part of masters, gradients and moments, and a flat copy of all
-    weights. On sim these are 20 (fp32) or 18 (bf16) bytes per parameter."""
+    """Return the bytes that a rank takes on the host with stage 2: its part of masters, gradients and moments, and a
+    flat copy of all weights. On sim the sum is 20 (fp32) or 18 (bf16) bytes per parameter."""
     part = flat_groups(4, workload, room, num_ranks)
     states = {"weights": part, "gradients": part, "optimizer": 8 * -(-workload.num_params // num_ranks)}
     return {**states, "buffers": flat_groups(workload.weight_bytes, workload, room)}
@@ -135,8 +135,8 @@ def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str
 
 def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
     """Return the plan of stage 3. Page-locked memory holds a rank's part of the weights, its gradients by groups of
-    SUB_GROUP_PARAMS, and a buffer in which all gradients accumulate. It also has the memory of the weights before they
-    were partitioned, which torch's cache keeps after they are freed."""
+    SUB_GROUP_PARAMS, and a buffer in which all gradients accumulate. It also holds the memory that the weights took
+    before they were partitioned: torch's cache keeps this memory after it is freed."""
     params, size = -(-workload.num_params // num_ranks), workload.weight_bytes
     gathered = -(-gathered_params(workload) // num_ranks)
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)
@@ -152,8 +152,10 @@ def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
 
 
 def stage_3_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
-    """Return the bytes that a rank sends in a step, in the weights' dtype: for `gathers`, its part of the layers'
-    weights in each of both passes, and of both ends' weights once; for `sums`, the other ranks' parts of all
-    gradients."""
+    """Return the bytes that a rank sends in a step, in the weights' dtype.
+
+    `gathers`: the rank's part of the layers' weights, once in the forward pass and once in the backward pass, and its
+    part of embedding and head once. `sums`: the other ranks' parts of all gradients.
+    """
     sent = {"gathers": gathered_params(workload), "sums": workload.num_params}
     return {kind: parts_sent(workload.weight_bytes * count, num_ranks) for kind, count in sent.items()}

@@ -25,11 +25,11 @@ class DeepSpeedMethod(Method):
 
     @property
     def kernel(self) -> str | None:
-        """Return the name of the DeepSpeed kernel that must be compiled before a run."""
+        """Return the name of the DeepSpeed kernel that must be compiled before a run; None if no kernel is needed."""
         return "cpu_adam" if self.adam == "deepspeed" else None
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
-        """Return the entry zero_optimization of DeepSpeed's configuration."""
+        """Return the entry zero_optimization of DeepSpeed's configuration. Each subclass defines it."""
         raise NotImplementedError
 
     def missing(self, device: str) -> str | None:

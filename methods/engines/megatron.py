@@ -2,7 +2,7 @@
 Megatron's shapes and to each rank's part, and, without CUDA, replaces the few CUDA calls of Megatron's data-parallel
 buffers and optimizer.
 
-The version is megatron-core 0.16.1; docstrings name the lines that make these calls.
+The version is megatron-core 0.16.1. The docstring of _OtherForCuda names the lines that make these CUDA calls.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ with warnings.catch_warnings():
 
 
 def joined(name: str, ours: Sequence[Tensor], sizes: Sizes) -> Tensor:
-    """Return the whole tensor of GPTModel that holds these tensors of the harness. In GPTModel the rows of the fused
-    QKV are ordered by groups of heads: a group's queries, its key, its value. In the harness all queries come first,
-    then all keys, then all values; for the GPT they are one tensor. In the fused first two matrices of an MLP, each
-    rank's part of the first matrix is followed by its part of the second."""
+    """Return the tensor `name` of GPTModel, whole, made of the tensors of the harness that it holds (`ours`).
+
+    In GPTModel the rows of the fused QKV are ordered by groups of heads: each group's queries, then its key, then its
+    value. In the harness all queries come first, then all keys, then all values; for the GPT they are one tensor. In
+    the fused first two matrices of an MLP, each rank's part of the first matrix is followed by its part of the second.
+    """
     if QKV in name:
         parts = ours if len(ours) == 3 else ours[0].chunk(3)
         rows = [part.reshape(sizes.num_groups, -1, *part.shape[1:]) for part in parts]
@@ -64,7 +66,7 @@ def apart(name: str, whole: Tensor, num_ours: int, sizes: Sizes) -> list[Tensor]
 
 
 def shard_of(name: str, whole: Tensor) -> Tensor:
-    """Return this rank's part of a tensor of GPTModel."""
+    """Return this rank's part of a whole tensor of GPTModel, or the tensor itself if ranks do not split it."""
     if (dim := shared_dim(name)) is None:
         return whole
     num_parts, rank = (
@@ -85,14 +87,14 @@ def whole_of(name: str, shard: Tensor) -> Tensor:
 
 
 def mark_shard(name: str, parameter: Tensor) -> None:
-    """Tell Megatron that this parameter is split over ranks. Megatron marks only parameters that it initializes itself;
-    without the mark Megatron's gradient norm would count the first rank's part alone."""
+    """Mark a parameter for Megatron as split over ranks or not. Megatron marks only parameters that it initializes
+    itself. Without the mark, Megatron's gradient norm would count only the first rank's part of a split parameter."""
     parameter.tensor_model_parallel = shared_dim(name) is not None  # type: ignore[attr-defined]
 
 
 def inverse_frequencies(workload: Workload) -> Tensor:
-    """Return the angle by which rotary embedding turns each pair of a head's elements per token, as transformers
-    does."""
+    """Return, for each pair of a head's elements, the angle in radians by which rotary embedding turns the pair per
+    token. The angles are those of transformers."""
     buffers = dict(new_ends(workload).named_buffers())
     return next(buffer.clone() for name, buffer in buffers.items() if name.endswith("rotary_emb.inv_freq"))
 
@@ -111,7 +113,7 @@ def pipeline_group() -> Any:
 def forward_and_backward(model: Any, parts: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Pass micro-batches, each (inputs, targets) of (B, T) token ids, through the model, or through the pipeline of
     which it is a stage; leave the gradient of the mean loss in the gradient buffers. On the last stage return the mean
-    loss of each micro-batch; on others return nothing."""
+    loss of each micro-batch; on other stages return an empty list."""
 
     def mean_of(losses: Tensor) -> tuple[Tensor, Tensor]:
         mean = losses.float().mean()
@@ -137,8 +139,8 @@ def range_of(optimizer: Any, parameter: Any) -> Any:
 
 
 def set_main(optimizer: Any, parameter: Any, start: Tensor) -> None:
-    """Set a parameter's fp32 main weight to `start`; with the distributed optimizer, only the part that this rank
-    holds, if any."""
+    """Set a parameter's fp32 main weight to `start`. The distributed optimizer sets only the part of the main weight
+    that this rank holds; a rank may hold no part."""
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not isinstance(each, DistributedOptimizer):
             parameter.main_param.data.copy_(start)
@@ -148,8 +150,8 @@ def set_main(optimizer: Any, parameter: Any, start: Tensor) -> None:
 
 
 def states_of(optimizer: Any, parameter: Any) -> list[Tensor]:
-    """Return the weight and both moments of a rank's parameter, in fp32. All ranks must call this if the optimizer is
-    distributed."""
+    """Return the weight and both moments of a parameter of this rank, in fp32. If the optimizer is distributed, all
+    ranks must call this."""
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     if not isinstance(optimizers[0], DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)
@@ -167,7 +169,8 @@ def states_of(optimizer: Any, parameter: Any) -> list[Tensor]:
 
 
 class ShardedNorm(nn.LayerNorm):
-    """A norm that sees only a part of each sequence; Megatron sums its gradients over the tensor parallel ranks."""
+    """A LayerNorm that gets only this rank's part of each sequence. Megatron sums the gradients of the norm's
+    parameters over the tensor parallel ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps)
@@ -191,9 +194,9 @@ class RootMeanSquareNorm(nn.Module):
 
 
 class FusedAttention(MegatronModule):
-    """torch's scaled_dot_product_attention in the place of Megatron's core attention. It has flash kernels on a GPU
-    without Transformer Engine, where Megatron's attention would store a tensor (B, heads, T, T). query, key, value: (T,
-    B, heads, head size)."""
+    """Calls torch's scaled_dot_product_attention in the place of Megatron's core attention. Without Transformer Engine,
+    Megatron's attention would store a tensor (B, heads, T, T), while torch's attention has flash kernels on a GPU.
+    query, key, value: (T, B, heads, head size)."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config=config)
@@ -207,8 +210,9 @@ class FusedAttention(MegatronModule):
 
 
 class _OtherForCuda(TorchFunctionMode):
-    """Redirects CUDA to this device: device='cuda' makes tensors here, .cuda() leaves tensors here, .type() says
-    torch.cuda.*. The calls are in param_and_grad_buffer.py:806, optimizer.py:473 and 671, clip_grads.py:90 and 167."""
+    """Redirects Megatron's calls of CUDA to `device`: with device='cuda' a tensor is made on `device`, .cuda() returns
+    the tensor as it is, and .type() returns the name of a torch.cuda type. Megatron makes these calls in
+    param_and_grad_buffer.py:806, optimizer.py:473 and 671, clip_grads.py:90 and 167."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -228,7 +232,7 @@ class _OtherForCuda(TorchFunctionMode):
 
 @contextmanager
 def cuda_questions_answered(device: str) -> Iterator[None]:
-    """Let Megatron's optimizer, inside the context, find this device where it looks for a CUDA device."""
+    """Inside this context Megatron's optimizer uses `device` wherever it asks for the CUDA device."""
     if device == "cuda":
         yield
         return

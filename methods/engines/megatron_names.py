@@ -1,8 +1,8 @@
-"""Maps the harness's tensors to those of megatron-core's GPTModel: which of the harness's tensors each tensor of
-GPTModel holds, and along which dimension tensor parallel ranks split it; standard library only.
+"""Maps the harness's tensors to those of megatron-core's GPTModel. It tells which of the harness's tensors each tensor
+of GPTModel holds, and along which dimension tensor parallel ranks split the tensor. Needs only the standard library.
 
-Each tensor of the published GPT is one tensor of Megatron. Megatron fuses query, key and value of Llama, Mistral, Qwen2
-and Qwen3, and also the first two matrices of their MLPs.
+For the published GPT each tensor of GPTModel holds one tensor of the harness. For Llama, Mistral, Qwen2 and Qwen3 one
+tensor of GPTModel holds query, key and value, and one holds the first two matrices of the MLP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ BY_ROWS = ("embedding.word_embeddings", "output_layer", QKV, FIRST_OF_MLP)  # th
 BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")  # the columns of their matrix are split over the ranks
 
 Table = dict[str, list[str]]
-# The modules of GPTModel, in a layer and at both ends, each with the harness's modules whose tensors it holds.
+# The tables map each module of GPTModel to the harness's modules whose tensors it holds. *_LAYER: the modules of a
+# layer. *_ENDS: embedding, final norm and head.
 GPT_LAYER: Table = {
     "input_layernorm": ["ln1"], QKV: ["qkv"], "self_attention.linear_proj": ["proj"],
     "pre_mlp_layernorm": ["ln2"], FIRST_OF_MLP: ["fc1"], "mlp.linear_fc2": ["fc2"],
@@ -62,7 +63,7 @@ class Sizes:
 
 
 def check(workload: Workload) -> None:
-    """Raise ValueError for a model that GPTModel has no weights for, or that it would compute differently."""
+    """Raise ValueError if GPTModel lacks some of the model's tensors, or would compute the model differently."""
     if workload.config is None:
         return
     config = hub_config.parsed(workload.config)
@@ -138,7 +139,8 @@ def is_of_first_stage(name: str) -> bool:
 
 
 def rank_numel(held: dict[str, tuple[str, ...]], shapes: Shapes, num_ranks: int) -> int:
-    """Return the number of elements of these tensors on each of `num_ranks` tensor parallel ranks."""
+    """Return the number of elements that each of `num_ranks` tensor parallel ranks has of these tensors. `held`: the
+    tensors in the form of layer_tensors(). `shapes`: the shapes of the harness's tensors."""
     return sum(
         -(-math.prod(shapes[name]) // (1 if shared_dim(theirs) is None else num_ranks))
         for theirs, names in held.items()

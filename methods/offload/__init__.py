@@ -1,1 +1,3 @@
-"""The offloading core: layout of slabs, copies, clipping and AdamW. Streaming and sharding use it."""
+"""The core of offloading: layout of tensors in slabs, copies between host and device, gradient clipping, and AdamW. The
+packages streaming and sharding use it.
+"""

@@ -1,9 +1,9 @@
-"""AdamW on slabs, in fp32 and in mixed precision, on host or device, with the same bits as
-torch.optim.AdamW(fused=True).
+"""AdamW on slabs (flat tensors that hold many parameters), in fp32 and in mixed precision, on host or device. It gives
+the same bits as torch.optim.AdamW(fused=True).
 
-This project's kernel (adamw_kernel.py on the host, adamw_cuda.py on a GPU) updates a layer in one pass. Without a
-compiler, torch's fused kernel updates one block after another, so that temporary fp32 copies are small and stay in the
-cache.
+This project's kernel (adamw_kernel.py on the host, adamw_cuda.py on a GPU) updates a layer in one pass. Where that
+kernel cannot be compiled, torch's fused kernel updates one block after another. The blocks are so small that temporary
+fp32 copies stay in the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from methods.offload import adamw_cuda, adamw_kernel, torch_ops  # noqa: F401  r
 from methods.offload.state import State, joined, keep_
 from methods.shared.memory_needs import VECTOR
 
-Factor = Tensor | float | None  # scale of a gradient; None is 1
+Factor = Tensor | float | None  # number by which a gradient is multiplied; None: 1
 
 
 class AdamSettings(NamedTuple):
@@ -36,7 +36,8 @@ Settings = Sequence[AdamSettings]  # one for each group of parameters
 
 
 def published_settings(learning_rate: float) -> Settings:
-    """Return the settings of the published runs: first for parameters with weight decay, then for the others."""
+    """Return AdamW's settings in the published runs, for two groups of parameters: group 0 has weight decay, group 1
+    has none."""
     return AdamSettings(learning_rate, weight_decay=WEIGHT_DECAY), AdamSettings(learning_rate)
 
 
@@ -49,8 +50,8 @@ class Piece(NamedTuple):
 
 
 class AdamStep(NamedTuple):
-    """The settings of an update and its number, counted from 1. `steps`: the number as a tensor in the state's
-    memory."""
+    """The settings of an update, and the update's number, counted from 1. `steps`: this number as a tensor, on the host
+    or device where the state is."""
 
     settings: Settings
     number: int
@@ -58,7 +59,8 @@ class AdamStep(NamedTuple):
 
 
 def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
-    """Split the tensors of a slab, in order, into runs of at most `max_numel` elements, at multiples of VECTOR."""
+    """Split the tensors of a slab, in order, into runs of at most `max_numel` elements (at least VECTOR). A tensor is
+    cut only at multiples of VECTOR elements from its start."""
     max_numel = max(VECTOR, max_numel // VECTOR * VECTOR)
     found: list[list[Piece]] = []
     room = 0
@@ -78,9 +80,11 @@ def update(
     grads: Tensor, source: State, target: State, runs: Sequence[list[Piece]], step: AdamStep, factor: Factor, *,
     num_threads: int = 1, deadline: int = 0,
 ) -> None:  # fmt: skip
-    """Take one AdamW step of adjacent chunks of the parameters, with their gradients times the clip factor. Reads the
-    state from `source` and writes it to `target`; both may be the same. The compiled kernel runs in its own threads,
-    which take the waiting update with the earliest deadline first."""
+    """Take one AdamW step on adjacent runs of a slab's elements. The gradients are multiplied by `factor`.
+
+    The state is read from `source` and written to `target`, which may be the same state. The compiled kernel works in
+    threads of its own; if several updates wait, these threads take the one with the lowest `deadline` first.
+    """
     if not runs:
         return
     is_ahead = target.weights is not source.weights
@@ -105,8 +109,9 @@ def update(
 
 
 def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings, list[int]]:
-    """Return the table of each call of the kernel, by the call's settings. Pieces without weight decay join a call with
-    decay if all other settings agree, because the table tells which pieces decay."""
+    """Return the kernel's calls: the settings of each call, with its table of pieces. The table has three numbers for
+    each piece: start, stop, and 1 if the piece has weight decay. Pieces with and without weight decay share a call if
+    all other settings agree."""
     calls: dict[AdamSettings, list[int]] = {}
     alike = {each._replace(weight_decay=0.0): each for each in settings if each.weight_decay}
     first = runs[0][0].start
@@ -118,15 +123,15 @@ def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings
 
 
 def takes_one_pass(state: State, device: str) -> bool:
-    """True if a compiled kernel updates this state on this device. The GPU's kernel takes split states only; torch's
-    kernel updates the others."""
+    """Return whether this project's compiled kernel updates this state on this device. On a GPU the kernel takes only
+    split states, whose master is stored in two halves; torch's kernel updates all other states."""
     if device == "cuda":
         return state.is_split and adamw_cuda.load() is not None
     return adamw_kernel.load() is not None
 
 
 def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor) -> None:
-    """Update in place by torch's fused kernel, which scales the fp32 gradient in place."""
+    """Update the state in place by torch's fused kernel. First multiply `grads`, in fp32, by `factor` in place."""
     if factor is not None:
         grads.mul_(factor)
     values = joined(state)

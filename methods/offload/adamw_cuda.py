@@ -1,8 +1,9 @@
-"""AdamW on a GPU for a split state: adamw_cuda.cu, compiled in this process by NVRTC, which torch includes.
+"""AdamW on a GPU for a split state, whose fp32 master is stored in two halves. The kernel is adamw_cuda.cu. Each run
+compiles it by NVRTC, a compiler that comes with torch.
 
-It moves 26 bytes per parameter in one kernel, with the operations of the host's kernel, so a layer gets the same bits
-wherever it is updated. torch's fused kernel does not take a weight in two halves: with joining and splitting the halves
-it moves 206 bytes per parameter.
+The kernel reads and writes 26 bytes per parameter. Its operations are those of the host's kernel, so a layer gets the
+same bits wherever it is updated. torch's fused kernel does not take a master in two halves: joining the halves, the
+update and splitting the result move 206 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from methods.offload.adamw_kernel import factors
 
 SOURCE, BODY = (Path(__file__).with_name(name) for name in ("adamw_cuda.cu", "adamw_element.h"))
 NUM_THREADS = 256  # threads of a block
-MOST_BLOCKS = 2048  # blocks for one tensor: more than a GPU runs at once
-_failed: set[int] = set()  # devices for which torch could not compile the kernel
+MOST_BLOCKS = 2048  # most blocks for one tensor: enough, because a GPU runs fewer blocks at once
+_failed: set[int] = set()  # indices of the devices for which torch could not compile the kernel
 
 
 def describe() -> str:
@@ -38,10 +39,10 @@ def _load(device_index: int) -> Any:
     import torch
     from torch.utils import cpp_extension
 
-    # The compiler must not fuse operations by itself, as on the host.
+    # As on the host, the compiler must not fuse a product and a sum into one operation, which would change bits.
     options: dict[str, Any] = {"cuda_include_dirs": [str(BODY.parent)], "nvcc_options": ["--fmad=false", "--std=c++17"]}
     toolkit = cpp_extension.CUDA_HOME
-    # torch refuses to compile without a toolkit's headers, but this source needs none.
+    # torch refuses to compile if it finds no CUDA toolkit. This source needs no header of a toolkit: name any folder.
     cpp_extension.CUDA_HOME = toolkit or str(BODY.parent)
     try:
         return torch.cuda._compile_kernel(SOURCE.read_text(), "adamw", **options)  # type: ignore[attr-defined]
@@ -57,7 +58,8 @@ def run(
     grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int],
     settings: Sequence[float], number: int, num_threads: int, deadline: int,
 ) -> None:  # fmt: skip
-    """Queue an update on the current stream; the arguments are those of adamw_kernel.run()."""
+    """Queue an update on the current CUDA stream. The arguments are those of adamw_kernel.run(); `num_threads` and
+    `deadline` have no effect here."""
     pieces = _on_device(tuple(table), grads.device)
     longest = max(stop - start for start, stop in zip(table[::3], table[1::3], strict=True))
     load()(
@@ -72,7 +74,7 @@ def run(
 
 @functools.cache
 def _on_device(table: tuple[int, ...], device: Any) -> Any:
-    """Return a copy of the table on the device; made once and cached, because the copy waits for the device."""
+    """Return a copy of the table on the device. The copy is cached, because making it waits for the device."""
     import torch
 
     return torch.tensor(table, dtype=torch.int64, device=device)

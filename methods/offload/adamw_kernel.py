@@ -1,9 +1,9 @@
-"""The host's own AdamW: adamw_kernel.cpp, compiled once.
+"""AdamW on the host by this project's kernel, adamw_kernel.cpp, which is compiled once.
 
-It takes one pass where torch's kernels take several: in mixed precision, for updates from one state into another, and
-with a gradient that must be scaled by the clip factor. One call updates a whole layer and divides the work among the
-kernel's own threads. The kernel's threads never take Python's interpreter lock, so they do not delay the Python threads
-that launch the device's work.
+The kernel passes over the state once. torch's kernels pass several times in mixed precision, in updates from one state
+into another, and if the gradient must be multiplied by the clip factor. One call updates a whole layer; several threads
+of the kernel's own do the work. These threads never take Python's interpreter lock, so they do not delay the Python
+threads that launch the device's work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATHS = ("plain", "AVX2", "AVX-512")  # vector instructions, in the order of ada
 FORMATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("adamw_kernel.cpp", "adamw_element.h"))
 LIBRARY = Library("the host's AdamW", 2, ROOT / ".venv" / "adam", SOURCES)
-# The compiler must not fuse operations by itself, so that the three paths and torch give the same bits.
+# The compiler must not fuse a product and a sum into one operation: all PATHS and torch must give the same bits.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 
 
@@ -41,7 +41,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def widest_path() -> int:
-    """Return the index in PATHS of the widest vectors that this processor has."""
+    """Return the index in PATHS of the widest vector instructions that this processor has. The kernel must be built."""
     library = load()
     assert library is not None
     return int(library.adamw_widest_path())
@@ -55,8 +55,8 @@ def describe(dtype: str) -> str:
 
 
 def factors(settings: Sequence[float], number: int) -> tuple[float, ...]:
-    """Return the factors of step `number`, counted from 1, in the order of struct Factors in adamw_element.h.
-    `settings`: an adamw.AdamSettings."""
+    """Return the numbers that the kernel needs for step `number`, counted from 1, in the order of struct Factors in
+    adamw_element.h. `settings`: an adamw.AdamSettings."""
     learning_rate, beta1, beta2, epsilon, weight_decay = settings
     decay, bias2_sqrt = 1 - learning_rate * weight_decay, math.sqrt(1 - beta2**number)
     return decay, 1 - beta1, beta2, 1 - beta2, bias2_sqrt, epsilon, -(learning_rate / (1 - beta1**number))
@@ -66,12 +66,12 @@ def run(
     grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int],
     settings: Sequence[float], number: int, num_threads: int, deadline: int,
 ) -> None:  # fmt: skip
-    """Take one step with the gradients times `factor` (a tensor, or None) and `scale`, from the slabs of one state into
-    those of another or in place.
+    """Take one AdamW step. Read the state from the slabs `source` and write it to `target`; both may be the same.
 
-    A state's slabs are weights, in mixed precision the rest of the fp32 master, exp_avg and exp_avg_sq. `table` has
+    The gradients are multiplied by `scale` and by `factor`, a tensor of one element (None: 1). A state has these slabs,
+    in this order: weights, the fp32 master or its low half (only in mixed precision), exp_avg, exp_avg_sq. `table` has
     three numbers for each piece of a tensor: start, stop, and 1 if it has weight decay. Among simultaneous calls with
-    the same number of threads the one with the lowest deadline goes first. Releases the GIL.
+    the same number of threads the one with the lowest deadline goes first. The GIL is released during the step.
     """
     library, scaled_by = load(), scale if factor is None else scale * float(factor)
     assert library is not None

@@ -22,8 +22,8 @@ def norms_of(grads: Sequence[Tensor], *, in_blocks: bool = False) -> list[Tensor
     """Return the norm of each gradient, in fp32, on the gradient's device. `in_blocks`: compute each norm from the
     norms of blocks of its gradient.
 
-    A CPU's core sums all squares of a tensor in one fp32 number for each vector lane, so the norm of a large embedding
-    was off by 1e-3 (results/LOG.md). A GPU sums in a tree, which is more exact.
+    Blocks are used on a CPU only. A CPU's core sums all squares of a tensor in one fp32 number for each vector lane, so
+    the norm of a large embedding was off by 1e-3 (results/LOG.md). A GPU sums in a tree, which is more exact.
     """
     if not grads:
         return []
@@ -33,8 +33,8 @@ def norms_of(grads: Sequence[Tensor], *, in_blocks: bool = False) -> list[Tensor
 
 
 def global_norm(norms: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients from the norm of each. If the norms are in the model's order, the result has the
-    bits of torch.nn.utils.clip_grad_norm_."""
+    """Return the norm of all gradients together, computed from the norm of each gradient. If the norms are in the
+    model's order, the result has the bits of torch.nn.utils.clip_grad_norm_."""
     return torch.linalg.vector_norm(torch.stack([*norms])) if norms else torch.zeros(())
 
 
@@ -44,10 +44,13 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class Clip:
-    """A step's global gradient norm, gathered layer by layer in the order of the backward pass, and the clip factor,
-    which also undoes the loss scale. With neither a limit nor a loss scale there is no factor, and nothing waits for
-    one. `order`: for each parameter of the model, its index among all norms, which begin with those added last; None:
-    the norms in this order are in the model's order."""
+    """The global gradient norm of a step, and the factor that clips the gradients and undoes the loss scale.
+
+    Norms are added layer by layer, in the order of the backward pass. If there is neither a limit nor a loss scale, no
+    factor is computed and nothing waits for one. `max_norm`: the limit; 0: no limit. `scale`: the loss scale; None: no
+    scale is used. `order`: for each parameter of the model, the index of its norm in the list of all norms, which
+    begins with those added last; None: this list is in the order of the model's parameters.
+    """
 
     def __init__(
         self, device: Device, max_norm: float, scale: LossScale | None = None, order: Sequence[int] | None = None
@@ -56,7 +59,7 @@ class Clip:
         # The factor of a step that is not clipped; None means 1.
         self.unclipped = 1 / scale.value if scale and scale.is_used else None
         self.norms: list[list[Tensor]] = []
-        self.squares: list[Tensor] = []  # squares of the norm so far; kept while copies may read them
+        self.squares: list[Tensor] = []  # the squared norm after each layer; kept while copies may read it
         self.factor: Tensor | None = None
         self.host_factor: Tensor | None = None
         self.landed: Any = None
@@ -65,9 +68,12 @@ class Clip:
         self.norms.append(norms)
 
     def is_within(self) -> Callable[[], bool]:
-        """Queue the copy of the norm so far to the host. Return a function that waits for this copy and returns whether
-        the norm is finite and within the limit. The norm only grows, so once it exceeds the limit a speculative update
-        is useless."""
+        """Queue a copy to the host of the norm of all layers added so far. Return a function that waits for this copy
+        and returns whether the norm is finite and within the limit.
+
+        The norm grows with each further layer. Once it exceeds the limit, an update that speculated on no clipping is
+        useless.
+        """
         square = torch.stack(self.norms[-1]).square().sum()
         self.squares.append(square + self.squares[-1] if self.squares else square)
         here, landed = self._send(self.squares[-1])
@@ -79,7 +85,8 @@ class Clip:
         return is_within
 
     def finish(self) -> None:
-        """Compute norm and factor of all added gradients, in the order of the model."""
+        """Compute the global norm of all added gradients, over all ranks, and the clip factor. The norm is summed in
+        the order of the model's parameters."""
         norms = [*chain.from_iterable(reversed(self.norms))]
         norm = global_norm([norms[place] for place in self.order] if self.order else norms)
         self.total = self.device.ranks.norm(norm)
@@ -93,7 +100,7 @@ class Clip:
             self.factor = torch.where(self.total.isfinite(), factor * self.unclipped, math.nan)
 
     def send_home(self) -> None:
-        """Queue the copy of the factor to the host, for updates there."""
+        """Queue the copy of the factor to the host, for updates on the host."""
         if self.factor is not None:
             self.host_factor, self.landed = self._send(self.factor)
 
@@ -104,7 +111,7 @@ class Clip:
         return self.host_factor
 
     def is_one(self) -> bool:
-        """Wait for the factor; return True if nothing is clipped."""
+        """Wait for the factor on the host; return True if the factor clips nothing."""
         factor = self.on_host()
         return factor is None or float(factor) == (self.unclipped or 1)
 

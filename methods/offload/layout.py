@@ -23,8 +23,8 @@ class SlabPlace(NamedTuple):
 
 
 class Layout:
-    """The positions of named tensors in a flat slab. The tensors have the slab's dtype, or dtypes of their own in a
-    slab of bytes (uint8)."""
+    """The positions of named tensors in a flat slab. A tensor whose dtype is given as None has the slab's dtype. In a
+    slab of bytes (uint8) each tensor has a dtype of its own."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Size, torch.dtype | None]]) -> None:
         self.places: dict[str, SlabPlace] = {}
@@ -32,15 +32,15 @@ class Layout:
         for name, shape, dtype in tensors:
             size, unit = (shape.numel() * dtype.itemsize, 1) if dtype else (shape.numel(), 4)
             self.places[name] = SlabPlace(self.numel, self.numel + size, shape, dtype)
-            self.numel += aligned(size, ALIGNMENT // unit)  # a tensor starts where an fp32 allocation would
+            self.numel += aligned(size, ALIGNMENT // unit)  # so that each tensor is aligned like an fp32 allocation
 
     @property
     def names(self) -> list[str]:
         return list(self.places)
 
     def pieces(self, groups: Mapping[str, int] | None = None) -> list[Piece]:
-        """Return one Piece for each tensor, as AdamW updates it. `groups`: a tensor's group by its name; None: the
-        groups of published_settings()."""
+        """Return one Piece for each tensor, for AdamW's update. `groups`: the index of a tensor's group in Settings, by
+        the tensor's name; None: the groups of published_settings()."""
         return [
             Piece(start, stop, groups[name] if groups else int(not is_decayed(shape)))
             for name, (start, stop, shape, _) in self.places.items()

@@ -1,10 +1,13 @@
 """AdamW's state in slabs on host or device; the fp32 master of a bf16 weight is stored in two halves.
 
-The fp32 master of a bf16 weight is split: the weight is its upper half, so 12 bytes a parameter hold weight, master and
-moments. The weight is the master rounded to nearest, ties to even, as torch rounds; the master's low 16 bits are stored
-beside the weight. At a tie the two halves match two masters, one rounded up and one rounded down. A 17th bit tells
-which one it is: the sign of the second moment, which is never negative. No bit of the master is lost. An fp16 weight is
-no part of its master, whose exponent may exceed fp16's, so the master is stored whole: 14 bytes a parameter.
+In bf16 the weight is the upper half of its master, so 12 bytes a parameter hold weight, master and moments. The weight
+is the master rounded to nearest, ties to even, as torch rounds; the master's low 16 bits are stored beside the weight.
+If the master lies midway between two bf16 numbers (a tie), the two halves match two masters: one was rounded up, the
+other down. A 17th bit tells which of the two it is: the sign of the second moment, which is never negative. No bit of
+the master is lost.
+
+An fp16 weight cannot be a part of its master, because the master's exponent may exceed fp16's. The master is stored
+whole: 14 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from methods.shared.memory_needs import CHUNK
 class State(NamedTuple):
     """Flat slabs of equal length: weights in the workload's dtype, moments in fp32, and the master.
 
-    The master is None for fp32 weights, fp32 for fp16 weights, and int16 for bf16 weights, which lack this low half.
+    The master is None for fp32 weights and fp32 for fp16 weights. For bf16 weights it is int16: the master's low half.
     """
 
     weights: Tensor
@@ -52,8 +55,8 @@ def joined(state: State) -> Tensor:
     low, high = _halves(master)
     low.copy_(state.master)
     high.copy_(state.weights.view(torch.int16))
-    high.add_(state.master.bitwise_right_shift(15))  # 1 less where the low half, as a signed number, is negative
-    high.sub_(_halves(state.exp_avg_sq)[1].bitwise_right_shift(15))  # 1 more where the second moment marks a tie
+    high.add_(state.master.bitwise_right_shift(15))  # subtracts 1 where the low half, as a signed number, is negative
+    high.sub_(_halves(state.exp_avg_sq)[1].bitwise_right_shift(15))  # adds 1 where the second moment marks a tie
     return master
 
 
@@ -68,15 +71,16 @@ def keep_(state: State, values: Tensor) -> None:
         return
     low, high = _halves(values)
     state.master.copy_(low)
-    # `rest` becomes the high half that joined() finds without a mark, minus the true one: -1 where a mark is needed.
+    # `rest` becomes the high half that joined() would find without a mark, minus the true high half. It is -1 where a
+    # mark is needed.
     rest = state.master.bitwise_right_shift(15)
     rest.add_(state.weights.view(torch.int16)).sub_(high)
     _halves(state.exp_avg_sq.abs_())[1].bitwise_or_(rest.eq_(-1).bitwise_left_shift_(15))
 
 
 def master_of(state: State) -> Tensor:
-    """Return the whole fp32 master. A split one is joined on the host, because a device may have no room for it, in
-    blocks that fit the cache."""
+    """Return the whole fp32 master. A split master is joined on the host, because a device may have no room for it. The
+    halves are joined in blocks that fit the processor's cache."""
     if not state.is_split:
         return joined(state)
     master = torch.empty(len(state.exp_avg))
@@ -86,7 +90,7 @@ def master_of(state: State) -> Tensor:
 
 
 def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the low and the high 16 bits of fp32 values as views of int16. No copy is made, neither here nor by
-    torch's kernels, which would copy operands of different widths."""
+    """Return the low and the high 16 bits of fp32 values as int16 views, without a copy. torch's kernels need no copy
+    of these views either; they would copy operands of different widths."""
     halves = values.view(torch.int16)
     return halves[::2], halves[1::2]

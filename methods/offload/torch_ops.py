@@ -26,20 +26,20 @@ _library.define("write(Tensor(a!) file, Tensor slab) -> ()")
 
 
 def reserve(file: Tensor, num_bytes: int) -> None:
-    """Reserve disk space, filled with zeros. Raises OSError if the disk has no room for it."""
+    """Reserve `num_bytes` of disk space for a file, filled with zeros. Raises OSError if the disk has too little."""
     try:
         os.posix_fallocate(file.tolist()[0], 0, num_bytes)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # raised by file systems that reserve when written
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # from file systems that cannot reserve space
             error.strerror = f"{error.strerror}: {gib(num_bytes)} of states"
             raise
 
 
 def read(file: Tensor, slab: Tensor) -> None:
-    """Fill a slab of the host from a file. Raises OSError.
+    """Fill a slab on the host from a file. Raises OSError if a read fails, or if the file ends too early.
 
-    `file` holds two descriptors, one that uses the system's cache and one that bypasses it (or twice the same), and the
-    byte to start at.
+    `file` holds three numbers: a descriptor that uses the system's cache, a descriptor that bypasses the cache (or the
+    first one again), and the offset in bytes at which to start.
     """
     pages, handle, start = _pages(file, slab)
     while pages:
@@ -50,7 +50,7 @@ def read(file: Tensor, slab: Tensor) -> None:
 
 
 def write(file: Tensor, slab: Tensor) -> None:
-    """Write a slab of the host to a file. Raises OSError, for example if the disk is full."""
+    """Write a slab on the host to a file; `file` as in read(). Raises OSError, for example if the disk is full."""
     pages, handle, start = _pages(file, slab)
     while pages:
         done = os.pwritev(handle, [pages], start)
@@ -58,7 +58,8 @@ def write(file: Tensor, slab: Tensor) -> None:
 
 
 def _pages(file: Tensor, slab: Tensor) -> tuple[memoryview, int, int]:
-    """Return the slab's bytes, the descriptor to use for them, and their offset in the file."""
+    """Return the slab's bytes, the descriptor to use for them, and their offset in the file. The descriptor that
+    bypasses the cache is used for slabs of whole pages only."""
     cached, direct, start = file.tolist()
     is_whole = slab.data_ptr() % PAGE_BYTES == 0 and slab.nbytes % PAGE_BYTES == 0
     return slab.view(torch.uint8).numpy().data, direct if is_whole else cached, start

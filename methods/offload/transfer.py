@@ -16,8 +16,9 @@ Result = TypeVar("Result")
 def queue(
     device: Device, track: str, work: str, of: str, after: Iterable[Any], do: Callable[[], Result]
 ) -> tuple[Result, Any]:
-    """Call do() on the device's stream `track`, after the events in `after`, where None is skipped. Return the result
-    of do() and the event of its end. `work` and `of`: the kind of work and the part of the model, for a trace."""
+    """Queue the work of do() on the device's stream `track`, after the events in `after`; an event of None is skipped.
+    Return the result of do() and the event at the work's end. `work` and `of`: the kind of work and the part of the
+    model, for a trace."""
     stream = getattr(device, track)
     with device.streams.use(stream):
         for event in after:

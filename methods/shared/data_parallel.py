@@ -9,8 +9,11 @@ from harness.core.job import Workload
 
 
 def rank_part(workload: Workload, num_ranks: int) -> Workload:
-    """Return the workload of one rank. Raises ValueError if the batch has no such number of equal parts, or if ranks
-    would drop other elements than one process does."""
+    """Return the workload of one rank, whose batch is one of `num_ranks` equal parts of the batch.
+
+    Raises ValueError if the batch does not split evenly over the ranks, if a rank's part does not split evenly into
+    micro-batches, or if several ranks are asked for and the workload has dropout.
+    """
     if num_ranks < 1 or workload.batch_size % num_ranks:
         counts = ", ".join(str(n) for n in range(1, workload.batch_size + 1) if workload.batch_size % n == 0)
         nearest = " or ".join(map(str, multiples(workload.batch_size, num_ranks)))
@@ -26,6 +29,7 @@ def rank_part(workload: Workload, num_ranks: int) -> Workload:
 
 
 def multiples(number: int, divisor: int) -> list[int]:
-    """Return the nearest multiples of `divisor` below and above a number that is not a multiple itself."""
+    """Return the nearest multiples of `divisor` below and above `number`, which is not a multiple itself. Only positive
+    multiples are returned."""
     below = number // divisor * divisor if divisor > 0 else 0
     return [each for each in (below, below + divisor) if each > 0]

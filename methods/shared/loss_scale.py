@@ -2,9 +2,10 @@
 
 All methods use this rule. The scale starts at 2^16. A step with a gradient that is not finite is skipped: weights,
 moments and the number of updates stay, and the scale is halved, down to 1. The scale is doubled after 1000 steps in a
-row without a skip. The learning rate follows the number of the step, skipped or not.
+row without a skip. A skipped step still counts as a step in the schedule of the learning rate.
 
-Source: Micikevicius et al. 2018. The numbers are DeepSpeed's, without its hysteresis.
+Source: Micikevicius et al. 2018. The numbers are DeepSpeed's. DeepSpeed's hysteresis, which delays the halving, is not
+used.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ class LossScale:
         self.num_good = 0  # steps in a row without a skip
 
     def overflows(self, norm: Tensor) -> bool:
-        """Wait for the global gradient norm; return True if it is not finite. Without a scale return False at once."""
+        """Return whether the global gradient norm is not finite; this waits for the norm. If no loss scale is used,
+        return False without waiting."""
         return self.is_used and not math.isfinite(float(norm))
 
     def step(self, loss: Tensor, norm: Tensor | None, *, is_skipped: bool = False) -> Step:
-        """Return the step in the form that a method yields; set `value`, the scale, for the next step."""
+        """Return the finished step as a Step, which a method yields. Set `value` to the scale of the next step.
+
+        `norm`: the global gradient norm; None if it was not computed. `is_skipped`: True if nothing was updated.
+        """
         if not self.is_used:
             return Step(loss, norm)
         ended = Step(loss, norm, loss_scale=self.value, is_skipped=is_skipped)
@@ -49,14 +54,15 @@ class LossScale:
         return ended
 
     def resume(self, value: float, num_good: int) -> None:
-        """Go on from the value of a checkpoint. A scale that is not used, or is static, stays as it is."""
+        """Continue with a checkpoint's scale and its number of steps without a skip. If the scale is not used, or is
+        static, nothing changes."""
         if self.is_used and self.is_dynamic:
             self.value, self.num_good = value, num_good
 
 
 class ChosenLossScale(LossScale):
     """A loss scale that a user's script chooses. `start`: the first value; None: no scale is used. `least`: the lowest
-    value. `is_dynamic`: False if the first value stays."""
+    value. `is_dynamic`: False: the first value is used for all steps."""
 
     def __init__(self, start: float | None, least: float = 1.0, *, is_dynamic: bool = True) -> None:
         self.is_used, self.value, self.num_good = start is not None, start or 1.0, 0

@@ -1,4 +1,4 @@
-"""Memory that methods need, by arithmetic, and a method's row in the fairness table; standard library only."""
+"""Computes the memory that methods need, and a method's row in the fairness table. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import OPTIMIZER_BYTES
 
 CHUNK = 2**18  # elements of a layer that a host thread updates at once: few, so that all threads end together
-BLOCK = 2**23  # elements that a device updates at once in fp16, by an fp32 copy of their gradient
-# Bytes per element that an update by torch's kernels takes beside the state: 4 for an fp32 gradient and, in bf16, 4 for
-# the master joined from its halves and 2 for the bits that mark ties.
+BLOCK = 2**23  # elements that a device updates at once in fp16; their gradients are first copied to fp32
+# Temporary bytes per element of an update by torch's kernels. Both dtypes take 4 for an fp32 copy of the gradient. bf16
+# also takes 4 for the master, which is joined from its two halves, and 2 for the bits that mark ties.
 UPDATE_COPIES = {"bf16": 10, "fp16": 4}
 
-SAVED_BOUNDARIES = 17.2  # bytes that autograd saves for a layer of the GPT, over its input's bytes; rehearsals check it
-VECTOR = 16  # elements: cuts at multiples of VECTOR keep the bits of torch's AdamW kernel
-ALIGNMENT = 64  # bytes: every tensor of a slab starts at a multiple, as an allocation does
-NUM_BUFFERS = 3  # buffers on the host for states on the disk: one read, one updated, one written
+SAVED_BOUNDARIES = 17.2  # ratio: bytes that autograd saves for a layer of the GPT / bytes of the layer's input
+VECTOR = 16  # elements: torch's AdamW gives a slab the same bits whole and cut at multiples of VECTOR
+ALIGNMENT = 64  # bytes: every tensor of a slab starts at a multiple of ALIGNMENT, as a tensor allocated alone does
+NUM_BUFFERS = 3  # host buffers for states kept on the disk: one is being read, one updated, one written
 
 
 def aligned(size: int, alignment: int = ALIGNMENT) -> int:
@@ -27,21 +27,22 @@ def aligned(size: int, alignment: int = ALIGNMENT) -> int:
 
 
 def shared_numel(numel: int, num_ranks: int) -> int:
-    """Return the number of elements of a slab that is split over ranks. All ranks have the same number, a multiple of
-    VECTOR, so that updates of the parts have the bits of an update of the whole."""
+    """Return the number of elements to which a slab of `numel` elements is padded, so that it splits over ranks. Every
+    rank's part has the same size, a multiple of VECTOR: then updates of the parts give the bits of an update of the
+    whole slab."""
     return numel if num_ranks == 1 else aligned(numel, VECTOR * num_ranks)
 
 
 def stored_numel(numel: int) -> int:
-    """Return the number of elements of a layer on the disk: whole pages in any dtype, so that reads can bypass the
-    system's cache."""
+    """Return the number of elements to which a layer of `numel` elements is padded on the disk. It fills whole pages in
+    every dtype, so that reads can bypass the system's cache."""
     return aligned(numel, 2048)
 
 
 def writable(disk: str | None) -> Path:
     """Return the named folder, or the system's temporary one. Raises ValueError if the folder is not writable."""
     folder = Path(disk or tempfile.gettempdir())
-    try:  # try to write, because permissions tell too little about root and network folders
+    try:  # a write, because permissions do not tell whether root can write, or anybody in a network folder
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
@@ -49,32 +50,35 @@ def writable(disk: str | None) -> Path:
 
 
 def block_numel(dtype: str) -> int:
-    """Return the number of elements that the device updates at once without this project's kernel: fewer in bf16, whose
-    update makes larger copies."""
+    """Return the number of elements that the device updates at once if torch's kernels update instead of this
+    project's. The number is lower in bf16, because a bf16 update makes larger temporary copies."""
     return CHUNK // 4 if dtype == "bf16" else BLOCK
 
 
 def state_bytes(workload: Workload) -> dict[str, int]:
-    """Return the bytes per parameter of a layer's home on the host, by kind. Mixed precision keeps an fp32 master; in
-    bf16 the weights are one half of the master. Temporary fp32 copies of an update are not counted."""
+    """Return the bytes per parameter that a layer takes on the host: weights, gradients, and the optimizer's state.
+
+    In mixed precision the optimizer's state includes an fp32 master. In bf16 the weights are one half of the master, so
+    the optimizer's state holds only the other half. Temporary fp32 copies of an update are not counted.
+    """
     size, kept = workload.weight_bytes, OPTIMIZER_BYTES[workload.dtype]
     return {"weights": size, "gradients": size, "optimizer": kept - (2 if workload.dtype == "bf16" else 0)}
 
 
 def page_locked(size: int, room: Room) -> int:
-    """Return the bytes that torch allocates for a page-locked tensor: the next power of two. torch keeps them after the
-    tensor is freed."""
+    """Return the bytes that torch allocates on the host for a tensor of `size` bytes. If the room locks pages, this is
+    the next power of two, which torch keeps after the tensor is freed."""
     return 1 << (size - 1).bit_length() if room.page_locks and size else size
 
 
 def each_page_locked(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
-    """Return the bytes of a rank's parts of tensors, one for each weight, that are page-locked one by one. `size`:
-    bytes of an element."""
+    """Return the bytes that a rank takes for its parts of the model's tensors, if each part is page-locked on its own.
+    `size`: bytes of an element."""
 
     def locked(shape: Shape) -> int:
         return page_locked(size * -(-math.prod(shape) // num_ranks), room) if len(shape) > 1 else 0
 
-    small = num_small(workload)  # biases and norms are counted as one tensor: rounding each up adds little
+    small = num_small(workload)  # Biases and norms are counted as one tensor, because rounding each up adds little.
     return workload.anatomy.total(workload.num_layers, locked) + page_locked(size * -(-small // num_ranks), room)
 
 
@@ -84,32 +88,35 @@ def num_small(workload: Workload) -> int:
 
 
 def saved_boundaries(workload: Workload) -> float:
-    """Return the bytes that autograd saves for a layer, over the bytes of its input. For a model by its config.json the
-    tensors of the backward pass are included, because the model's sizes do not distinguish them."""
+    """Return the ratio of the bytes that autograd saves for a layer to the bytes of the layer's input.
+
+    For a model by its config.json the ratio also counts temporary tensors of the backward pass, because the sizes that
+    are known of such a model do not separate them from the saved tensors.
+    """
     if (blocks := workload.anatomy.blocks) is not None:
         return max(inputs for inputs, _ in blocks.lines)
     return SAVED_BOUNDARIES if workload.config is None else workload.boundaries
 
 
 def gathered_params(workload: Workload) -> int:
-    """Return the parameters that ranks gather in a step if each keeps a part of every tensor: those of the layers for
-    the forward pass and again for the recompute, those of the ends once."""
+    """Return the number of parameters that ranks gather in a step if each rank keeps a part of every tensor. Layers are
+    gathered twice, for the forward pass and for the recompute; embedding and head are gathered once."""
     return 2 * workload.num_layers * workload.layer_params + workload.end_params
 
 
 def resident_plan(workload: Workload) -> Plan:
-    """Return the plan with everything on the device. Gradients live for one step, so the peak is at one of five
-    moments."""
+    """Return the memory plan of a training that keeps everything on the device. Gradients are freed after each step, so
+    the memory peaks at one of five moments within a step."""
     params, size = workload.num_params, workload.weight_bytes
     is_whole = workload.micro_batches == 1
     boundaries = workload.num_layers * workload.boundary_bytes // workload.micro_batches
-    starts = 0 if is_whole else 2 * workload.boundary_bytes  # every micro-batch's embedding, and its gradient
+    starts = 0 if is_whole else 2 * workload.boundary_bytes  # embeddings of all micro-batches, and their gradients
     embedding = workload.vocab_size * workload.hidden_size
-    moments = (  # bytes of gradients and of activations
+    moments = (  # at each moment: bytes of gradients, bytes of activations
         (0 if is_whole else size * params, boundaries + workload.head_bytes + starts),
         # the top layer's backward pass
         (size * (workload.end_params if is_whole else params), boundaries + workload.layer_bytes + starts),
-        (size * (params - workload.layer_params), workload.layer_bytes),  # the bottom layer's
+        (size * (params - workload.layer_params), workload.layer_bytes),  # the bottom layer's backward pass
         (size * (params + 2 * embedding), 2 * workload.boundary_bytes),  # the tied embedding's two gradients are summed
         (4 * params, 0),  # the update
     )
@@ -119,7 +126,8 @@ def resident_plan(workload: Workload) -> Plan:
 
 
 def describe(workload: Workload, implementation: str, optimizer: str) -> dict[str, str]:
-    """Return the fairness table's row of a method that trains the model's own layers with torch."""
+    """Return the row of the fairness table for a method that trains the model's own layers with torch.
+    `implementation` and `optimizer`: the texts of these two cells."""
     scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
     blocks = ", its MLP and norms by blocks of tokens" if workload.anatomy.blocks else ""
     kept = "" if workload.dtype == "fp32" else f", master and moments fp32{scaled}"

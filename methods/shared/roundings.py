@@ -1,7 +1,8 @@
-"""Honest roundings: other ways to compute the same gradients, none of them wrong.
+"""Honest roundings: other ways to compute the same gradients. None is wrong; only the rounding differs.
 
-The gate's probe trains the reference by some of them (ROUNDINGS in harness/gate/probe.py): their distance from the
-reference measures rounding. bench/gate_power.py tries the gate on the others. A new rounding takes one function.
+The gate's probe trains the reference with some of these roundings (ROUNDINGS in harness/gate/probe.py). The distance of
+these trainings from the reference measures the effect of rounding. bench/gate_power.py tries the gate on the other
+roundings. To add a rounding, write one function with the decorator _add or _kernel.
 
 Shapes: B batch, T tokens, D hidden, N rows.
 """
@@ -26,8 +27,8 @@ BLOCK_LOGITS = 2**14
 
 
 class Backward(Protocol):
-    """Computes the mean loss of inputs and targets, (B, T), and its gradients, summed over `num_parts` parts of the
-    batch. Returns the detached loss."""
+    """Computes the mean loss for inputs and targets, (B, T), and the loss's gradients. The batch is cut into
+    `num_parts` parts, whose gradients are summed. Returns the detached loss."""
 
     def __call__(self, inputs: Tensor, targets: Tensor, num_parts: int = 1) -> Tensor: ...
 
@@ -49,8 +50,8 @@ def _add(rounding: Rounding) -> Rounding:
 
 
 def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a rounding from a function that replaces function `name` of torch.nn.functional. The new function gets the
-    original one as its first argument."""
+    """Return a decorator that makes a rounding of a function. In this rounding the decorated function replaces the
+    function `name` of torch.nn.functional, and gets the original function as its first argument."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         def rounding(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -86,14 +87,14 @@ def samples_reversed(backward: Backward, inputs: Tensor, targets: Tensor) -> Ten
 
 @_kernel("linear")
 def split_products(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Sum products in four parts, each rounded to the dtype."""
+    """Compute each matrix product as the sum of four products, each rounded to the dtype."""
     return _split(linear, x, weight, bias, 4)
 
 
 @_kernel("linear")
 def ulp_of_norms(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Add noise to each product, also in the backward pass. The noise is at most ULP times the product of the factors'
-    norms, a bound that the rounding of any order of summation keeps."""
+    """Add noise to each matrix product, also in the backward pass. The noise of an element is at most ULP times the
+    norm of its row times the norm of its column. Rounding stays within this bound in any order of summation."""
     product: Tensor = Noisy.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
     product = product.view(*x.shape[:-1], -1)
     return product if bias is None else product + bias
@@ -103,13 +104,13 @@ def ulp_of_norms(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias:
 def plain_attention(
     attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **words: Any
 ) -> Tensor:
-    """Compute scores, mask, softmax and values one after the other, each rounded to the dtype."""
+    """Compute attention by separate operations (scores, mask, softmax, values), each rounded to the dtype."""
     return attended(query, key, value, scale=_scale(words))
 
 
 @_add
 def head_in_blocks(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the head and the loss block by block of tokens."""
+    """Compute the head and the loss for one block of tokens after another."""
     with replaced(gpt, "NUM_LOGITS", BLOCK_LOGITS):
         return backward(inputs, targets)
 
@@ -131,7 +132,7 @@ def products_in_halves(linear: Callable[..., Tensor], x: Tensor, weight: Tensor,
 
 @_kernel("linear")
 def transposed_products(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Add a bias after the product is rounded, instead of before."""
+    """Compute the transposed matrix product. Add the bias after the product is rounded, instead of before."""
     product = (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
     return product if bias is None else product + bias
 
@@ -170,7 +171,7 @@ def plain_gelu(gelu: Callable[..., Tensor], x: Tensor) -> Tensor:
 def products_in_sevenths(
     linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Sum products in seven parts of different lengths, in another order."""
+    """Compute each matrix product as the sum of seven products, over the columns in reverse order."""
     return _split(linear, x.flip(-1), weight.flip(-1), bias, 7)
 
 
@@ -181,15 +182,16 @@ def _split(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tenso
 
 
 def _scale(words: dict[str, Any]) -> float | None:
-    """Return the scale among the words of torch's attention. Raises ValueError for masks that are not just causal."""
+    """Return the scale among the keyword arguments of torch's attention; None: 1 / sqrt(head size). Raises ValueError
+    if they have a mask, because only causal attention is computed here."""
     if words.get("attn_mask") is not None:
         raise ValueError("expected causal attention, got a mask: leave this rounding out")
     return words.get("scale")
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, diagonal: int = 0, scale: float | None = None) -> Tensor:
-    """Return causal attention, (B, heads, T, head size); token i sees tokens up to i + diagonal. Several heads may
-    share keys and values."""
+    """Return the output of causal attention, (B, heads, T, head size). Token i sees tokens up to i + `diagonal`.
+    `scale`: factor of the scores; None: 1 / sqrt(head size). Several heads of queries may share keys and values."""
     num_sharing = query.shape[1] // key.shape[1]
     if num_sharing > 1:
         key, value = (each.repeat_interleave(num_sharing, 1) for each in (key, value))
@@ -200,7 +202,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, diagonal: int = 0, scale
 
 
 class Noisy(torch.autograd.Function):
-    """Multiplies x, (N, D), by the transposed weight, (rows, D), with the noise of ulp_of_norms."""
+    """Multiplies x, (N, D), by the transposed weight, (rows, D), and adds the noise of ulp_of_norms()."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -214,8 +216,8 @@ class Noisy(torch.autograd.Function):
 
 
 def noisy(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of two matrices, with noise that depends only on their shapes, so that a recompute gives the
-    same bits."""
+    """Return the product of two matrices with noise added. The random numbers depend only on the shapes, so that a
+    recompute gives the same bits."""
     product = a.float() @ b.float()
     generator = torch.Generator().manual_seed(product.numel() + a.shape[1])
     noise = torch.rand(product.shape, generator=generator).to(a.device).mul_(2).sub_(1)

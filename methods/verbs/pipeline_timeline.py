@@ -12,11 +12,12 @@ from methods.pipeline.simulate import PipelineRun
 
 COLORS = {"F": "#A9D3BA", "R": "#E3B23C", "B": "#2E8B57"}
 NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
-MOST_BOXES = 20_000  # most boxes of a panel: more could not be seen, and would take long to draw
+MOST_BOXES = 20_000  # most stages x micro-batches of a panel: more boxes could not be told apart, and take long to draw
 
 
 def timeline(runs: Mapping[str, PipelineRun], note: str) -> plot.Figure:
-    """Draw a panel for each schedule, all on one scale of time. Raises ValueError for too many passes to draw."""
+    """Draw one panel for each run, all on one scale of time. `runs`: the runs by the names of their schedules. `note`:
+    small print below the panels. Raises ValueError if a run has more than MOST_BOXES stages x micro-batches."""
     from matplotlib.patches import Patch
 
     with plot.empty(7.6, 0.6 + 1.5 * len(runs)) as made:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from methods.pipeline.auto_config import AutoConfig, ConfigRow
 
 DOES_NOT_FIT = 4
-MOST_PASSES = 10**8  # most passes of a simulated schedule; so many take some minutes
+MOST_PASSES = 10**8  # most stages times micro-batches that `simulate` takes; so many take some minutes
 SECONDS = Finite(0, 1e9)  # up to 30 years
 MOST_ROWS = 20  # most rows of the printed table
-LARGEST_CHUNK = 64  # samples of the largest micro-batch whose time is predicted by rates
+LARGEST_CHUNK = 64  # samples: the largest micro-batch that `configure` tries if times come from a machine's rates
 EXAMPLES = """\b
 Examples:
   ./run.sh varuna profile -l 8 -h 256 --ranks 2
@@ -72,10 +72,10 @@ def varuna(context: click.Context) -> None:
 )
 @click.option("--out", "folder", type=FOLDER, default="profile", help="Folder to write the profile to.")
 def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> None:
-    """Measure the published GPT, or a model by its config.json, on this machine: sections, their updates, messages and
-    all-reduces, in seconds and bytes.
+    """Measure the published GPT, or a model by its config.json, on this machine.
 
-    Profiler measures models of your own.
+    The profile holds the seconds and bytes of the model's sections, of the sections' updates, of messages between
+    stages and of all-reduces. To measure a model of your own, use the Python class Profiler.
     """
     if words["num_layers"] is None:
         raise ValueError("expected -l and -h, or --model NAME")
@@ -106,7 +106,10 @@ def configure(
     folder: Path | None, num_gpus: int, gpus_per_vm: int, batch_size: int, capacity: int | None, as_json: bool,
     **words: Any,
 ) -> None:  # fmt: skip
-    """Choose stages and micro-batches by a profile, and show the best choices. Exit code 4: nothing fits."""
+    """Choose the number of stages and the micro-batch size, and show the best choices.
+
+    The times come from a profile, or from the rates of a machine. Exit code 4: no choice fits.
+    """
     from methods.pipeline.auto_config import AutoConfig
     from methods.pipeline.gpt_costs import GptCosts
     from methods.pipeline.profile import Profile, read
@@ -144,7 +147,8 @@ def configure(
 
 
 def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
-    """Print the best configurations, with the part that limits each."""
+    """Print at most MOST_ROWS configurations, best first. The last column names what limits a configuration's speed,
+    or the memory that it lacks."""
     names = ("stages", "replicas", "micro-batch", "step, s", "samples/s", "memory of a device", "limited by")
     cells = [
         (row.num_stages, row.num_replicas, row.chunk_size, f"{row.step_seconds:.4g}",
@@ -187,8 +191,10 @@ def simulate(
     sends_at_once: int, sum_seconds: float, jitter: float, pass_jitter: float, seed: int, chunk_size: int,
     out: Path | None, as_json: bool, **words: Any,
 ) -> None:  # fmt: skip
-    """Simulate the time of a pipeline step under a virtual clock; no model runs. With -l or --model the passes are
-    those of the model at the rates of --machine."""
+    """Simulate the time of a pipeline step under a virtual clock; no model runs.
+
+    With -l or --model the seconds of the passes are predicted for that model from the rates of --machine.
+    """
     from methods.pipeline import simulate as pipelines
 
     if num_stages * num_micro_batches > MOST_PASSES:
@@ -236,7 +242,8 @@ def simulate(
 
 
 def _told(seconds: list[dict[str, float]]) -> str:
-    """Format the seconds of each kind of pass, or their range if stages differ."""
+    """Format the seconds of the forward pass, recompute and backward pass. If stages differ, give the range from the
+    fastest stage to the slowest."""
     names, found = ("forward", "recompute", "backward"), []
     for name, kind in zip(names, SLOTS, strict=True):
         each = sorted({f"{passes[kind]:.3g}" for passes in seconds}, key=float)
@@ -260,7 +267,10 @@ def _rates(words: dict[str, Any]) -> Rates:
 
 
 def _of_model(words: dict[str, Any], num_stages: int, chunk_size: int) -> tuple[list[dict[str, float]], float]:
-    """Return the seconds of each stage's passes, and of a message."""
+    """Return the seconds of each stage's passes, by kind of pass, and the seconds of a message between two stages.
+
+    Raises ValueError if there are more stages than layers, or if --machine has no rates.
+    """
     from methods.pipeline.partition import gpt_stages, passes_of
 
     workload = _workload(words)
