@@ -93,7 +93,13 @@ def job(method: str, size: Workload, **options: Any) -> Job:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results/dropout-rule.json"))
 @click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
-@click.option("--case", "chosen", multiple=True, metavar="NAME", help="Run only the case of this printed name.")
+@click.option(
+    "--case",
+    "chosen",
+    multiple=True,
+    metavar="NAME",
+    help="Run only the case of this name, as the output prints it; may be repeated.",
+)
 def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
     """Train all cases; print each case's multiple, and write all to a file."""
     tried = [(f"megatron-lm {number}", job("megatron-lm", size)) for number, size in enumerate(SIZES, start=1)]

@@ -209,7 +209,8 @@ def honest_cases(
 
 
 def is_trainable(case: PowerCase) -> bool:
-    """True if the case's jobs are valid and its method can plan them; METHODS has a placement that fits one depth."""
+    """True if the case's jobs are valid and its method can plan them. A placement in METHODS may fit only one number of
+    layers."""
     with contextlib.suppress(ValueError):
         return all(
             method.create(job.method, job.options, FOLDERS).plan(job.workload, job.budget.room) for job in case.jobs()

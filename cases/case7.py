@@ -1,10 +1,10 @@
 """Varuna: pipelines on networks with jitter, and on machines that come and go.
 
-Two parts are measured. First, step times for each number of stages and each size of micro-batch, on two ranks of a CPU
-or one GPU, beside AutoConfig's predictions from a profile of the same model. Second, a job that goes from two workers
-to one and back, beside an undisturbed job. The folder results/case7_PROFILE keeps the profile and both jobs; if the
-folder is removed, this case measures them again. Two parts are simulated under a virtual clock: the three schedules
-under jitter, and samples per second through a random trace of machines.
+Two parts are measured. The first compares the step time of each number of stages and each micro-batch size, on two CPU
+ranks or on one GPU, with AutoConfig's prediction from a profile of the same model. The second compares a job that goes
+from two workers to one and back with an undisturbed job. The folder results/case7_PROFILE keeps the profile and both
+jobs; if the folder is removed, this case measures them again. Two parts are simulated under a virtual clock: the three
+schedules under jitter, and samples per second through a random trace of machines.
 """
 
 from __future__ import annotations

@@ -77,6 +77,6 @@ class Scaling(Case):
             streamed = {"window_size": used.window_at(used.common), **STREAMED} if name == OURS else {}
             for series, sizes in ((STRONG, [whole] * len(RANKS)), (WEAK, RANKS)):
                 for num_ranks, size in zip(RANKS, sizes, strict=True):
-                    # A record of one rank may lack the option for the number of ranks.
+                    # Leave the option out for one rank: the job then also finds records that were made without it.
                     options = streamed | ({"world_size": num_ranks} if num_ranks > 1 else {})
                     yield series, num_ranks, by_size[size].job(name, used.common, **options)

@@ -27,8 +27,8 @@ def __getattr__(name: str) -> object:
 @dataclass(frozen=True)
 class L2L(Method):
     world_size: int = 1  # ranks
-    ends: str | None = None  # home of embedding and head: device, or host if the device is too small for them
-    activations: str | None = None  # memory that keeps boundaries: device, or host if the device is too small for them
+    ends: str | None = None  # home of embedding and head; None: the device, or the host if the device is too small
+    activations: str | None = None  # memory of the boundaries; None: the device, or the host if the device is too small
 
     label = "L2L"
     color = "#E7D6EF"

@@ -42,9 +42,9 @@ class Stronghold(Method):
     resident_layers: int | None = None  # bottom layers that never leave the device; None: as many as fit
     placement: str | None = None  # letters of the layers' kinds, as R2W5S1; None: by resident_layers, others windowed
     clipping: str | None = None  # deferred, the default if gradients are clipped, or speculate
-    ends: str | None = None  # home of embedding and head: device, or host if the device is too small for them
+    ends: str | None = None  # home of embedding and head; None: the device, or the host if the device is too small
     disk: str | None = None  # folder for states on the disk; None: the system's temporary folder, if a layer is D
-    activations: str | None = None  # memory that keeps boundaries: device, or host if the device is too small for them
+    activations: str | None = None  # memory of the boundaries; None: the device, or the host if the device is too small
     world_size: int = 1  # ranks
 
     label = "STRONGHOLD"

@@ -30,9 +30,9 @@ def read_archive(path: Path, folder: str, manifest: str, endings: Collection[str
         files = _members(path, folder, endings)
     except (OSError, EOFError, zlib.error, tarfile.TarError, RecursionError) as error:
         told = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: expected a whole archive of ./run.sh bundle: {told}") from error
+        raise ValueError(f"{path}: expected a whole archive written by ./run.sh bundle: {told}") from error
     if manifest not in files:
-        raise ValueError(f"{path}: expected an archive of ./run.sh bundle, got one without {folder}/{manifest}")
+        raise ValueError(f"{path}: expected an archive written by ./run.sh bundle, got one without {folder}/{manifest}")
     listed = files.pop(manifest).decode(errors="replace").splitlines()
     told = {hashlib.sha256(data).hexdigest() + f"  {name}" for name, data in files.items()}
     if wrong := sorted(told.symmetric_difference(listed)):

@@ -109,10 +109,13 @@ def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
         found = read_json((folder / INDEX).resolve())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / INDEX}: expected a weight_map, got {error!s:.80}; fetch it again") from error
-    for name, file in found.items() if isinstance(found, dict) else [("weight_map", found)]:
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder / INDEX}: expected an object as weight_map, got {found!r:.80}; fetch it again")
+    for name, file in found.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{folder / INDEX}: expected for {name} a file name in this folder, got {file!r:.80}")
-    return dict(found)
+            told = f"tensor {name}: expected a file name without a folder, got {file!r:.80}"
+            raise ValueError(f"{folder / INDEX}: {told}; fetch it again")
+    return found
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ def _next(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[in
         return max(answer.least, first - stride), 2 * stride
     if above is None and last < answer.most:  # nothing failed above the last pass: go up
         return min(answer.most, last + stride), 2 * stride
-    if first - below > 1 and first <= answer.most:  # go down from a failed guess by strides, as when going up
+    if first - below > 1 and first <= answer.most:  # go down by strides, but not below the middle
         return max((below + first) // 2, first - stride), 2 * stride
     if above is not None and above - last > 1:
         return (last + above) // 2, stride

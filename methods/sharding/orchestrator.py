@@ -53,8 +53,8 @@ class ModelTask:
     epochs: int = 1
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD  # function of parameters and lr
     max_norm: float = 0.0  # clip gradients to this norm; 0: do not
-    clipping: str = "global"  # global: by the norm of all gradients, exact; shard: each shard by its own norm
-    shards: Sequence[int] | None = None  # layers of each shard; None: as many as fit the device
+    clipping: str = "global"  # global: by the norm of all gradients, as without shards; shard: each shard by its own
+    shards: Sequence[int] | None = None  # number of layers of each shard; None: as many in each as fit the device
     schedule: Callable[[int], float] | None = None  # learning rate of a step, counted from 1
     seed: int = 0  # seed of the model's own random numbers, for dropout
     losses: list[float] = field(default_factory=list, init=False)

@@ -64,7 +64,8 @@ class UserLayer(Placeholders):
             result = self.compute(*args, **words)
         leaves, self.returned = tree_flatten(result)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
-            raise ValueError(f"expected a layer to return a tensor, tuple or dictionary, got {type(result).__name__}")
+            told = f"got a {type(result).__name__} without one"
+            raise ValueError(f"expected a layer to return a tensor, alone or in a tuple, list or dictionary, {told}")
         self.returned_leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 

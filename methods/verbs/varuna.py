@@ -49,7 +49,10 @@ model = options.together(
 )
 rates = options.together(
     click.option(
-        "--machine", "machine_name", type=options.MachineName(), help="Time a model by this machine of machines.yaml."
+        "--machine",
+        "machine_name",
+        type=options.MachineName(),
+        help="Compute a model's times from the rates of this machine of machines.yaml.",
     ),
     options.machines,
     click.option("--network", type=Bytes(), help="Bytes per second between two stages."),
@@ -177,8 +180,15 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
     "--sends-at-once", type=click.IntRange(1), default=4, help="Most messages at once on a link, per direction."
 )
 @click.option("--sum", "sum_seconds", type=SECONDS, default=0.0, help="Seconds of the all-reduce between replicas.")
-@click.option("--jitter", type=SECONDS, default=0.0, help="Standard deviation of messages' times, over their mean.")
-@click.option("--pass-jitter", type=SECONDS, default=0.0, help="Standard deviation of passes' times, over their mean.")
+@click.option(
+    "--jitter", type=SECONDS, default=0.0, help="Standard deviation of the messages' times, as a share of their mean."
+)
+@click.option(
+    "--pass-jitter",
+    type=SECONDS,
+    default=0.0,
+    help="Standard deviation of the passes' times, as a share of their mean.",
+)
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the random jitter.")
 @model
 @click.option("--chunk-size", type=click.IntRange(1), default=1, help="Samples per micro-batch of a model.")

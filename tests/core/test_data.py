@@ -176,6 +176,13 @@ def test_a_corpus_cut_between_tokens_is_told_by_both_counts(tmp_path: Path) -> N
     assert told_of(prefix) == f"{prefix}.bin: expected 50 tokens, as {prefix}.idx says, got 49"
 
 
+def test_an_index_of_more_sequences_than_tokens_is_told_by_both_counts(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path, [1] * 50, 8, "H")
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 60, 61) + np.full(60, 1, "<i4").tobytes()
+    (tmp_path / "text.idx").write_bytes(index)
+    assert told_of(prefix) == f"{prefix}.bin: expected 60 tokens, as {prefix}.idx says, got 50"
+
+
 def test_id_beyond_the_vocabulary_is_told_with_it(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [101] * 50, 8, "H")
     assert told_of(prefix).startswith(f"{prefix}.bin: expected tokens from 0 to 100, as --vocab says, got 101;")

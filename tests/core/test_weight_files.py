@@ -162,11 +162,16 @@ def lead_out(folder: Path) -> None:
     index.write_text(index.read_text().replace("model-00001", "../in/model-00001"))
 
 
+def misname(folder: Path) -> None:
+    (folder / weight_files.INDEX).write_text('{"weight_map": "model.safetensors"}')
+
+
 REFUSED: list[tuple[str, Callable[[Path], Any], list[str]]] = [
     ("expected this file of weights, got none", lambda folder: next(folder.glob("*-00002-*")).unlink(), []),
     ("expected a file of safetensors, got", shorten, []),
     ("expected weights in F64, F32, BF16, F16, got F8_E4M3 for", quantize, []),
-    ("a file name in this folder, got", lead_out, []),
+    ("expected a file name without a folder, got", lead_out, []),
+    ("expected an object as weight_map, got", misname, []),
     ("expected a weight_map, got", lambda folder: (folder / weight_files.INDEX).write_text("{"), []),
     ("got a folder without either", lambda folder: (folder / weight_files.INDEX).unlink(), []),
     ("got no such folder", lambda folder: None, ["--weights", "nowhere"]),
