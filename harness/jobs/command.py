@@ -11,12 +11,15 @@ from harness.core.record import Record
 from harness.devices import machine
 from harness.gate.probe import LEFT_OUT
 
-SHORT = {"window_size": "-w", "placement": "--placement", "disk": "--disk"}  # options with a short spelling
+# options that have a spelling of their own, shorter than --option NAME=VALUE
+SHORT = {"window_size": "-w", "placement": "--placement", "disk": "--disk"}
 
 
 def command(job: Job, is_short: bool = False) -> str:
-    """Return the command line that makes this job, the inverse of make_jobs(). `is_short`: leave out options that have
-    their default."""
+    """Return the command line that makes this job; make_jobs() is the inverse.
+
+    `is_short`: leave out the options whose value is the default.
+    """
     defaults, load, budget = Workload(), job.workload, job.budget
     names = {"num_layers": "-l", "hidden_size": "-h", "batch_size": "-b"}
     others = {"num_heads": "--heads", "seq_len": "--seq", "vocab_size": "--vocab", "dtype": "--dtype",
@@ -44,14 +47,14 @@ def command(job: Job, is_short: bool = False) -> str:
 
 
 def again(record: Record, is_short: bool = False) -> str:
-    """Return the command line that repeats a record's run, and judges the new run as the record was judged."""
+    """Return the command line that repeats a record's run; a record judged without a probe gets --no-probe."""
     is_unprobed = LEFT_OUT in record.gate.text
     return command(record.job, is_short) + (" --no-probe" if is_unprobed else "")
 
 
 def size_text(size: float) -> str:
-    """Return a size as text in the largest unit that gives a whole number, else in KiB, because division by a power of
-    two is exact."""
+    """Return a size in bytes as text, in the largest unit that gives a whole number; if there is none, in KiB. Division
+    by a power of two is exact, so the text loses nothing."""
     units = [("TiB", 2**40), ("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20)]
     unit, factor = next(((unit, each) for unit, each in units if size % each == 0), ("KiB", 1024))
     return f"{Decimal(size) / factor}{unit}"

@@ -1,10 +1,10 @@
-"""`search largest`: searches the largest size by real runs (harness/jobs/size_search.py), each with an ordinary record,
-and makes the table.
+"""`search largest`: searches the largest size that trains, by real runs, and makes the table of the answers.
 
-A size is a number of layers, samples or tokens (harness/jobs/size_axis.py). The first guess is the largest size whose
-plan fits. Two small runs then show how many bytes a method takes beyond its plan, and later sizes are planned in the
-remaining room; at each size the method chooses anew the options that depend on memory (a window, resident layers). A
-size near the largest is run even if its plan does not fit, unless the run would exhaust this machine's memory.
+A size is a number of layers, samples or tokens (harness/jobs/size_axis.py). harness/jobs/size_search.py chooses the
+sizes to try; each run writes an ordinary record. The first guess is the largest size whose plan fits. Two small runs
+then show how many bytes a method takes beyond its plan, and the plans of later sizes may fill only the remaining
+memory. At each size, the method chooses anew the options that depend on memory (a window, resident layers). A size near
+the largest is run even if its plan does not fit, unless the run would exhaust this machine's memory.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from harness.jobs.size_axis import LAYERS, OPTIONS, STEPPED, UNITS, SizeAxis, pa
 from harness.jobs.size_search import SizeAnswer, SizeOutcome, extrapolate, search
 from harness.jobs.sweep import Sweep
 
-BEYOND_PLAN = 4  # sizes are tried up to this many times the planned size, and at least up to FEWEST_BEYOND
+BEYOND_PLAN = 4  # the search tries sizes up to this many times the guess, and at least up to FEWEST_BEYOND
 FEWEST_BEYOND = 64
-BUDGETED = {"pinned": "host", "shm": "host"}  # kinds of memory that count towards the budget of another kind
-FEWEST_STEPS = 5  # steps of a probe: by then the optimizer's state exists and memory has settled
+BUDGETED = {"pinned": "host", "shm": "host"}  # by kind of memory: the kind whose budget also counts it
+FEWEST_STEPS = 5  # fewest steps of a probe: by then the optimizer's state exists, and memory use no longer grows
 
 
 class Probes:
-    """The runs of one method at several sizes; a call with a size makes the next run. `of`: the quantity that a size
-    counts, such as LAYERS; `job` sets all other quantities."""
+    """The runs of one method at several sizes; a call of the object with a size makes a run at that size.
+
+    `of`: the quantity that a size counts, such as LAYERS; all other quantities are as in `job`.
+    """
 
     def __init__(self, sweep: Sweep, job: Job, of: str = LAYERS) -> None:
         self.sweep, self.job = sweep, job
         self.axis = SizeAxis(of, job.workload, parts_of(job.workload.micro_batches, job.world_size))
         self.room = machine.rank_room(job)
         self.records: list[Record] = []
-        self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}  # by memory: size, bytes beyond the plan
-        self.lacking: dict[str, int] = {}  # by memory: least bytes beyond the plan, shown by unforeseen failures
-        self.decided: dict[int, Job] = {}  # by size: the job that repeated probes run
+        # by memory: pairs of a size and the bytes beyond the plan
+        self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}
+        # by memory: the least number of bytes beyond the plan; known because a run failed although its plan fitted
+        self.lacking: dict[str, int] = {}
+        self.decided: dict[int, Job] = {}  # by size: the job that all later runs at this size repeat
         self.least = 1
         if of in STEPPED:
             self.axis = self.axis.fitting(self.guess())
@@ -48,7 +52,7 @@ class Probes:
         self._check()
 
     def _start(self) -> None:
-        """Set the least size that has a plan, and make the axis count only sizes that have a plan."""
+        """Set `least` to the least size that has a plan. Let the axis count only sizes that have a plan."""
         least = min(MOST_LAYERS, method.largest_depth(lambda size: self._next(size) is None) + 1)
         first, _ = self._next(least) or (least, None)
         second, _ = self._next(first + 1) or (first + 1, None)
@@ -67,13 +71,16 @@ class Probes:
             raise ValueError(f"{error}; {told}") from error
 
     def __call__(self, size: int) -> SizeOutcome:
-        """Run the job at this size. If the run fails although its plan fitted, try other options that should need less
-        memory: a size is too large only if no options train it."""
+        """Run the job at this size and return the outcome.
+
+        If the run fails although its plan fitted, run it again with options that should need less memory. A size is too
+        large only if no options train it.
+        """
         if size in self.decided:
             return self._run(self.decided[size])
         try:
             job, plan = self._planned(size)
-        except ValueError as error:  # the sequence is longer than the model takes
+        except ValueError as error:  # the sequence is longer than the model accepts
             return SizeOutcome(False, evidence=str(error))
         if refused := self._refusal(plan):
             return SizeOutcome(False, evidence=refused)
@@ -97,19 +104,21 @@ class Probes:
         return SizeOutcome(record.status == "ok", memory_of(record), stop, record)
 
     def most(self, given: int | None) -> int:
-        """Return the size for this number of layers, samples or tokens; if none is given, the largest possible size."""
+        """Return the size for this number of layers, samples or tokens; for None, the largest size that the search may
+        try."""
         if given is None and self.axis.of != LAYERS:
             return MOST_LAYERS
         asked: dict[str, Any] = {OPTIONS[self.axis.of]: given or MOST_LAYERS}
         return max(1, self.axis.number(dataclasses.replace(self.job.workload, **asked)))
 
     def guess(self) -> int:
-        """Return the largest size that fits by its plan and the bytes expected beyond the plan."""
+        """Return the largest size whose plan fits together with the bytes that the run is expected to take beyond the
+        plan."""
 
         def fits(size: int) -> bool:
             if size < self.least:
                 return True
-            found = self._next(size)  # None if the sequence is longer than the model takes
+            found = self._next(size)  # None if the sequence is longer than the model accepts
             return found is not None and self._fits(found[1][1], found[0])
 
         return method.largest_depth(fits)
@@ -119,7 +128,7 @@ class Probes:
         return plan.shortfall(room) is None and not self._refusal(plan)
 
     def refine(self) -> int:
-        """Return guess() again, with the bytes that two small runs took beyond the plan."""
+        """Return a better guess(): it counts the bytes that the two small runs took beyond their plans."""
         self.lacking.clear()
         for record in (record for record in self.records if record.status == "ok"):
             planned = Plan(record.predicted["device"], record.predicted["host"]).pooled(self.room)
@@ -129,7 +138,8 @@ class Probes:
         return self.guess()
 
     def _next(self, size: int) -> tuple[int, tuple[Job, Plan]] | None:
-        """Return the first size from `size` on that has a plan, with the job and the plan; None if there is none."""
+        """Return the first size, at or above `size`, that has a plan, with its job and plan; None if there is no such
+        size."""
         return next_planned(self._planned, size, self.job.world_size)
 
     def _planned(self, size: int) -> tuple[Job, Plan]:
@@ -142,8 +152,8 @@ class Probes:
         return dataclasses.replace(self.job, workload=workload, options=options), plan
 
     def _learn(self, record: Record, plan: Plan) -> None:
-        """Learn from a run that failed although its plan fitted: the run takes more bytes beyond the plan than the room
-        had left."""
+        """Keep a lower bound of the bytes beyond the plan, shown by a run that failed although its plan fitted: the run
+        needed more bytes than the plan and the remaining room."""
         size, lacked = self.axis.number(record.job.workload), memory_of(record)
         memory, room = BUDGETED.get(lacked, lacked), self._room_at(size)
         have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, plan.pooled(room)))
@@ -152,7 +162,7 @@ class Probes:
             self.lacking[memory] = max(beyond, 2 * self.lacking.get(memory, 0))
 
     def _room_at(self, size: int) -> Room:
-        """Return the room that plans may fill: the budget less the bytes expected beyond the plan at this size."""
+        """Return the room that a plan at this size may fill: the budget less the bytes expected beyond the plan."""
         rooms = {}
         for memory in {**self.excess, **self.lacking}:
             have = getattr(self.room, f"{memory}_bytes")
@@ -163,8 +173,8 @@ class Probes:
         return dataclasses.replace(self.room, **rooms)
 
     def _refusal(self, plan: Plan) -> str:
-        """Return, as text, the memory that a run by this plan would exhaust, the disk's budget or this machine's host
-        memory; empty if there is none."""
+        """Return why a run by this plan must not start, as text; empty if it may start. Reasons: the plan exceeds the
+        disk's budget or this machine's host memory."""
         disk, host = self.room.disk_bytes, machine.host_bytes()
         if disk is not None and plan.disk_bytes > disk:
             return f"disk, by plan: {gib(plan.disk_bytes)} of {gib(disk)}"
@@ -173,13 +183,16 @@ class Probes:
 
 
 def memory_of(record: Record) -> str:
-    """Return the memory that a failed run lacked, by the record's evidence, else by its status."""
+    """Return the memory that a failed run lacked, such as device: from the record's evidence, else from its status."""
     return str(record.evidence.get("resource") or record.status.removeprefix("oom-"))
 
 
 def measured(record: Record) -> dict[str, int]:
-    """Return the peak bytes of each memory, as the memory's budget counts them. The host's peak counts tensors alone if
-    the device accounts for them, as sim does; else the whole process or, with several ranks, the ranks' average."""
+    """Return the peak bytes of the device's and the host's memory, counted as the budgets count them.
+
+    The host's peak counts only tensors if the device accounts for them, as sim does. Otherwise the host's peak is that
+    of the whole process or, with several ranks, the average of the ranks.
+    """
     peaks = record.peaks
     sizes = {
         "device": peaks.get("device_reserved") or peaks.get("device_allocated", 0),
@@ -189,7 +202,8 @@ def measured(record: Record) -> dict[str, int]:
 
 
 def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
-    """Search one method's largest size; return its row of the table, with the record that decides the exit code."""
+    """Search the largest size of one method. Return the method's row of the table, with the record that decides the
+    exit code."""
     guess = probes.guess()
     most = min(most, max(FEWEST_BEYOND, probes.least, BEYOND_PLAN * guess))
     answer = search(probes, guess, least=probes.least, most=most, repeats=repeats, refine=probes.refine)
@@ -218,14 +232,14 @@ def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
 
 
 def _amount(axis: SizeAxis, size: int) -> int | None:
-    """Return a size as a number of layers, samples or tokens; None if the model takes no such size."""
+    """Return the number of layers, samples or tokens of a size; None if the model accepts no such size."""
     with contextlib.suppress(ValueError):
         return axis.amount(size)
     return None
 
 
 def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
-    """Return the memory that limits the size, and how much of it the largest run took, as text."""
+    """Return, as text, the memory that limits the size, and how much of this memory the largest run took."""
     if answer.is_unlimited:
         return f"none up to {probes.axis.text(answer.most)}, the most tried"
     above = [trial.outcome for trial in answer.trials if trial.size == answer.failed_above]

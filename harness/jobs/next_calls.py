@@ -20,15 +20,19 @@ from harness.jobs.scale import to_fit
 
 
 def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yield next_calls() for jobs of which none can fit; for several methods at one size, each command names all
-    methods."""
+    """Yield pairs of a command and its effect, in place of jobs of which none can fit.
+
+    For one job, yield next_calls(). For several methods at one size, each command names all methods. For several sizes,
+    yield nothing.
+    """
     if len(jobs) == 1:
         yield from next_calls(jobs[0], folders)
     if len(jobs) == 1 or len({job.workload for job in jobs}) > 1:
         return
-    told = max(jobs, key=lambda job: len(job.options))  # the other jobs have some of these options
+    # this job has the most options; the other jobs have some of them
+    told = max(jobs, key=lambda job: len(job.options))
     all_of_them = dataclasses.replace(told, method=",".join(job.method for job in jobs))
-    with contextlib.suppress(ValueError):  # a fixed placement, or sizes that no factor divides
+    with contextlib.suppress(ValueError):  # the placement is fixed, or no factor divides the sizes
         if seconds := _seconds_of_all([to_fit(job, folders)[0] for job in jobs], folders):
             yield f"{command(all_of_them, is_short=True)} --scale fit", f"scaled down, {_about(seconds)}"
     depth = min(largest(method.create(job.method, job.options, folders), job, machine.rank_room(job)) for job in jobs)
@@ -40,8 +44,9 @@ def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterat
 
 
 def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yield commands in place of a job that was asked for, each with its effect and duration as text."""
-    with contextlib.suppress(ValueError):  # a fixed placement, or sizes that no factor divides
+    """Yield pairs of a command to run in place of the job, which does not fit, and the command's effect and duration as
+    text."""
+    with contextlib.suppress(ValueError):  # the placement is fixed, or no factor divides the sizes
         scaled, factor = to_fit(job, folders)
         if factor > 1 and (told := minutes(scaled, folders)):
             load = scaled.workload
@@ -55,7 +60,8 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
         smaller = dataclasses.replace(job, workload=job.workload.at_depth(depth))
         if told := minutes(smaller, folders):
             yield command(smaller, is_short=True), f"the largest depth that fits as it is; {told}"
-    is_of_here = job.budget.device_bytes is None and job.budget.host_bytes is None  # the call gave no budget
+    # True if the call gave no budget, so that this machine's memory is the limit
+    is_of_here = job.budget.device_bytes is None and job.budget.host_bytes is None
     for name in sorted(named_machines.names(), key=lambda name: name != named_machines.PUBLISHED) if is_of_here else ():
         room = named_machines.load(name).room
         if room.device_bytes and room.host_bytes and _fits(job, room, folders):
@@ -69,8 +75,8 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
 
 
 def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-    """Suggest a call with layers on the disk, at the job's number of layers or, if that does not fit, at the largest
-    number that fits."""
+    """Yield a call that keeps layers on the disk, if the disk lets more layers fit. The call has the job's number of
+    layers or, if they do not fit, the largest number that fits."""
     if "disk" not in method.option_names(method.load(job.method, folders)) or job.options.get("disk"):
         return
     folder = tempfile.gettempdir()
@@ -91,8 +97,8 @@ def _fits(job: Job, room: Room, folders: tuple[Path, ...]) -> bool:
 
 
 def minutes(job: Job, folders: tuple[Path, ...]) -> str:
-    """Return, as text, the time of the run, its reference and its probe on this machine; empty if the run does not
-    fit."""
+    """Return, as text, how long the run, its reference and its probe take together on this machine; empty if the run
+    does not fit."""
     seconds = _seconds_of_all([job], folders)
     return _about(seconds) if seconds else ""
 
@@ -102,8 +108,8 @@ def _about(seconds: float) -> str:
 
 
 def _seconds_of_all(jobs: Sequence[Job], folders: tuple[Path, ...]) -> float | None:
-    """Return the seconds of all runs, of the reference that they share, and of their probes; None if a run does not
-    fit."""
+    """Return the seconds that all runs, the one reference that they share, and their probes take together; None if a
+    run does not fit."""
     runs, probes = [], 0.0
     for job in jobs:
         resolved, plan, shortfall = resolve(job, folders)

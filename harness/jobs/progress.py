@@ -16,9 +16,9 @@ from harness.devices import machine
 from harness.forecast import run_time
 from harness.run.launch import Report
 
-LEAST_FORETOLD = 30.0  # seconds; a shorter time left is not reported
-LEAST_TOLD = 2.0  # seconds
-FEWEST_TIMED = 5  # fewest steps whose median is reliable
+LEAST_FORETOLD = 30.0  # seconds; a shorter remaining time is not reported
+LEAST_TOLD = 2.0  # seconds; a shorter duration of a run is not reported
+FEWEST_TIMED = 5  # least number of timed steps whose median is reliable
 UNEXPLAINED = ("crash", "killed", "timeout")  # statuses of runs whose log tells more than the record
 
 
@@ -45,8 +45,8 @@ def _print_json(event: dict[str, Any]) -> None:
 
 
 def _title(event: dict[str, Any]) -> str:
-    """Return a job's title: the method, the job's number or role, and its sizes, which may differ between a job and its
-    reference."""
+    """Return a job's title: its number or role, the method and the sizes. The sizes are told because a reference's may
+    differ from its job's."""
     job: Job = event["job"]
     load = job.workload
     place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
@@ -57,19 +57,19 @@ def _title(event: dict[str, Any]) -> str:
 
 
 def _rates_text(job: Job) -> str:
-    """Return, as text, the learning rates of the first and the last step. In a short run both steps are in warm-up, far
-    below the peak."""
+    """Return, as text, the learning rates of the first and the last step, and the peak. In a short run both steps are
+    in warm-up, so both rates are far below the peak."""
     first, last = (f"{job.workload.learning_rate_at(step):.3g}" for step in (1, job.steps))
     return f"{first} to {last} (peak {job.workload.learning_rate:g})"
 
 
 class _Lines:
-    """Prints a line at the start, at every tenth of the steps, and at the end of a job."""
+    """Prints lines about a job: one at its start, one after every tenth part of its steps, and one at its end."""
 
     def __init__(self, write: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
         self.write, self.steps, self.host_bytes = write, 0, 0
         self.has_reference: bool | None = False
-        self.probe_runs = 0.0  # duration of the job's probe, in runs of the job
+        self.probe_runs = 0.0  # the probe's duration, divided by the duration of the job's run
         self.told: Job | None = None
 
     def report(self, event: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class _Lines:
             done, rate = event["bytes"], event["bytes"] / event["seconds"]
             self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
         elif kind == "end":
-            is_told = event["record"].job == self.told  # the line at the start named the job
+            is_told = event["record"].job == self.told  # the line at the job's start has already named its options
             told = closing_line(event["record"], has_options=not is_told)
             if event["record"].status in UNEXPLAINED:
                 told += f" ({event['path'].removesuffix('.json')}.txt)"
@@ -121,7 +121,7 @@ class _Lines:
             self.write(f"warning: {event['text']}")
 
     def foretell(self, event: dict[str, Any]) -> None:
-        """Report the remaining time after the first step if it is long."""
+        """After the first step, print the remaining time, if it is longer than LEAST_FORETOLD."""
         left = (self.steps - event["step"]) * event["seconds"]
         left += self.steps * event["seconds"] * (bool(self.has_reference) + self.probe_runs)
         if event["step"] == 1 and left > LEAST_FORETOLD:
@@ -134,7 +134,7 @@ class _Lines:
 
 
 class _Bar:
-    """Prints the same lines, and a bar with loss, samples/s and time left while a job runs."""
+    """Prints the lines of _Lines and, while a job runs, a bar with loss, samples/s and remaining time."""
 
     def __init__(self, progress: Any) -> None:
         self.progress = progress
@@ -164,14 +164,15 @@ class _Bar:
 
 
 def shares_text(event: dict[str, Any]) -> str:
-    """Return, as text, each model's share of the devices' time, and the share of that time in use."""
+    """Return, as text, each model's share of the devices' time, and the sum of these shares; empty if the event has no
+    shares."""
     shares = event.get("shares", ())
     told = f"  models {' '.join(f'{100 * share:.0f}' for share in shares)} % of the devices, in use {sum(shares):.0%}"
     return told if shares else ""
 
 
 def summary(record: Record) -> dict[str, Any]:
-    """Return the facts of closing_line() as data."""
+    """Return, as data, what closing_line() says as text."""
     job, names = record.job, ("status", "reason", "samples_per_second", "peaks")
     found = {name: getattr(record, name) for name in names}
     load = job.workload
@@ -181,7 +182,7 @@ def summary(record: Record) -> dict[str, Any]:
 
 
 def print_results(records: Sequence[Record]) -> None:
-    """Print several jobs in one compact table, with a column for each size and option in which they differ."""
+    """Print one table with a row for each job, and a column for each size and option in which the jobs differ."""
     rows: list[dict[str, Any]] = [{**vars(record.job.workload), **record.job.options} for record in records]
     names = dict.fromkeys(name for row in rows for name in row if name not in ("num_layers", "config"))
     names = {name: None for name in names if len({str(row[name]) for row in rows if name in row}) > 1}
@@ -200,7 +201,7 @@ def print_results(records: Sequence[Record]) -> None:
 
 
 def closing_line(record: Record, has_options: bool = True) -> str:
-    """Return one line for people: parameters, samples/s, peaks against budget, gate."""
+    """Return a job's result as one line of text: parameters, samples/s, peak memory and budget, the gate's verdict."""
     job, load, gate = record.job, record.job.workload, record.gate
     options = "".join(f" {name}={value}" for name, value in job.options.items()) if has_options else ""
     title = f"{job.method}{options}, {load.layers_text}, {params_text(load.num_params)} parameters"
@@ -217,11 +218,11 @@ def closing_line(record: Record, has_options: bool = True) -> str:
 
 
 def few_steps(record: Record) -> str:
-    """Return a caution beside a speed that rests on few steps; empty otherwise."""
+    """Return a warning if the measured speed rests on fewer than FEWEST_TIMED steps; empty otherwise."""
     num, warmup = len(record.timed_seconds), record.job.warmup
     if record.samples_per_second is None or num >= FEWEST_TIMED or record.origin != "run":
         return ""
-    # More steps also allow more warm-up, up to the default, if warm-up leaves one step.
+    # If warm-up leaves only one timed step, suggest enough steps for the default warm-up, too.
     grown = max(warmup, Job.warmup) if warmup == record.job.steps - 1 else warmup
     steps = record.schedule.get("resumed_steps", 0) + grown + FEWEST_TIMED
     return f"{num} step{'s' * (num > 1)} timed after {warmup} of warm-up, too few; try --steps {steps}"

@@ -1,7 +1,7 @@
-"""Scales an experiment down: the number of layers stays; width, sequence and vocabulary are divided by a factor f, and
-memories by f squared.
+"""Scales an experiment down by a factor f, so that it still shows which models fit.
 
-The bytes of layers, ends, activations and logits shrink by f squared, too, so a model that fits still fits.
+The number of layers stays. Width, sequence and vocabulary are divided by f, memories by f squared. The bytes of layers,
+ends, activations and logits shrink by f squared, too, so a model that fits at full size also fits when scaled.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from harness.core.job import Budget, Job, Workload
 from harness.devices import machine, named_machines
 from harness.forecast.run_time import run_seconds
 
-MOST_SECONDS = 60.0  # most time that a scaled run and its reference may take
+MOST_SECONDS = 60.0  # most seconds that a scaled run and its reference may take together
 MOST_OF_HOST = 0.5  # largest share of this machine's memory that a scaled run may take
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 LEAST_TOKENS, LEAST_WORDS = 16, 64
 
 
 def shrunk(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, Budget]:
-    """Divide widths by the factor, rounded to multiples of the number of heads, and memories by the factor's square."""
+    """Divide the workload's sizes by the factor, and the budget's memories by the factor's square.
+
+    The hidden size stays a multiple of the number of heads. Sequence and vocabulary stay at or above LEAST_TOKENS and
+    LEAST_WORDS, unless they were smaller before.
+    """
     heads = workload.num_heads
     widths: dict[str, Any] = {
         "hidden_size": max(1, workload.hidden_size // factor // heads) * heads,
@@ -35,8 +39,11 @@ def shrunk(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, B
 
 
 def to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
-    """Scale the job to the simulated device, by the least factor with which the job takes about a minute on this
-    machine; return the scaled job and the factor. A job without budgets gets those of the published runs' machine."""
+    """Scale the job down and move it to the simulated device; return the scaled job and the factor.
+
+    The factor is the least one of FACTORS with which the run and its reference take at most MOST_SECONDS on this
+    machine; if there is none, the largest. A budget that the job lacks is that of the machine of the published runs.
+    """
     published = named_machines.load(named_machines.PUBLISHED).budget_on("sim")
     given = {name: size for name, size in vars(job.budget).items() if size is not None and name.endswith("_bytes")}
     whole = dataclasses.replace(published, rates=None, **given, seconds=job.budget.seconds)

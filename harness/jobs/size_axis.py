@@ -1,9 +1,9 @@
 """The quantity that `search largest` makes larger: layers, samples of a step, tokens of a sample, or tokens of a step.
 
-A search counts sizes from 1. From one size to the next, the workload gets one layer more, one sample more for each
-micro-batch of each rank, or one step of tokens more. A step is a power of two, at most a 32nd of the tokens that should
-fit, because nobody trains sequences that differ by one token. If only every n-th of these workloads can be planned, as
-with pipeline stages, only those are sizes.
+A search counts sizes from 1. From one size to the next, the workload gets one layer more, or one sample more for each
+micro-batch of each rank, or more tokens. The number of added tokens is a power of two, at most a 32nd of the tokens
+that should fit, because nobody trains sequences that differ by one token. If only every n-th of these workloads has a
+plan, as with pipeline stages, the search counts only those workloads.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ LAYERS, BATCH, SEQ, TOKENS = OF = ("layers", "batch", "seq", "tokens")
 # The field of the workload that grows along each axis.
 OPTIONS = {LAYERS: "num_layers", BATCH: "batch_size", SEQ: "seq_len", TOKENS: "batch_size"}
 UNITS = {LAYERS: "layers", BATCH: "samples", SEQ: "tokens a sample", TOKENS: "tokens a step"}
-STEPPED = (SEQ, TOKENS)  # counted in steps
-STEPS = 32  # fewest steps in the tokens that should fit
+STEPPED = (SEQ, TOKENS)  # axes on which sizes are `step` tokens apart
+STEPS = 32  # least number of sizes from 0 to the tokens that should fit
 
 
 def parts_of(micro_batches: int, num_ranks: int) -> int:
-    """Return the number of micro-batches of all ranks in a step; each has equally many samples."""
+    """Return the number of micro-batches in a step, over all ranks; each micro-batch has equally many samples."""
     return micro_batches * num_ranks
 
 
 @dataclass(frozen=True)
 class SizeAxis:
-    """Maps sizes to workloads. `parts`: number of samples that are added together (parts_of). `step`: layers or tokens
-    between two sizes."""
+    """Maps sizes to workloads and back.
+
+    `parts`: number of samples that one size adds (parts_of). `step`: number of layers or tokens from one size to the
+    next.
+    """
 
     of: str
     asked: Workload
@@ -38,21 +41,24 @@ class SizeAxis:
     step: int = 1
 
     def fitting(self, number: int) -> SizeAxis:
-        """Return this axis with the step for a search around the size `number`."""
+        """Return this axis with larger steps, which suit a search that expects its answer near the size `number`."""
         tokens = number * self.step // STEPS
         if not tokens:
             return self
         return dataclasses.replace(self, step=1 << (tokens.bit_length() - 1))
 
     def every(self, number: int) -> SizeAxis:
-        """Return an axis that counts only every `number`-th size of this one."""
+        """Return an axis that counts only every `number`-th size of this axis."""
         counted = "parts" if self.of == BATCH else "step"
         changes: dict[str, Any] = {counted: number * getattr(self, counted)}
         return dataclasses.replace(self, **changes)
 
     def grown(self, number: int) -> Workload:
-        """Return the workload of a size. For tokens of a step, first the length of the samples (one for each part)
-        grows up to --seq, then their number. Raises ValueError if the model takes no such size."""
+        """Return the workload of a size.
+
+        If the axis counts tokens of a step, small sizes have one sample for each part, of a length that grows up to
+        --seq; larger sizes have more samples. Raises ValueError if the model accepts no such size.
+        """
         load = self.asked
         if self.of == LAYERS:
             return load.at_depth(number * self.step)
@@ -66,7 +72,8 @@ class SizeAxis:
         return dataclasses.replace(load, batch_size=(1 + more) * self.parts)
 
     def number(self, load: Workload) -> int:
-        """Return the size of a workload, the inverse of grown(); for a workload between two sizes, the smaller one."""
+        """Return the size of a workload, the inverse of grown(). If the workload lies between two sizes, return the
+        smaller size."""
         if self.of == LAYERS:
             return load.num_layers // self.step
         if self.of == SEQ or (self.of == TOKENS and load.seq_len < self.asked.seq_len):
@@ -76,11 +83,12 @@ class SizeAxis:
 
     @property
     def _whole(self) -> int:
-        """Return the size at which the samples, one for each part, reach the length --seq."""
+        """Return the least size at which samples have their full length, --seq. At this size there is one sample for
+        each part."""
         return -(-self.asked.seq_len // self.step)
 
     def amount(self, number: int) -> int:
-        """Return a size as a number of UNITS, such as layers or tokens."""
+        """Return a size as a number in the axis's unit (UNITS), such as layers or tokens a sample."""
         load = self.grown(number)
         amounts = {LAYERS: load.num_layers, BATCH: load.batch_size, SEQ: load.seq_len}
         return amounts.get(self.of, load.batch_size * load.seq_len)

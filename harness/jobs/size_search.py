@@ -1,12 +1,14 @@
-"""Finds the largest size that trains: brackets it, halves the bracket, confirms both sides of the edge. The caller runs
-the probes.
+"""Finds the largest size that trains. The caller runs the probes.
 
 The memory that a job needs grows with its size, so there is an edge: smaller sizes pass, larger ones fail. The search
-starts at a guess. The first stride is 3 % of the guess; strides double until the edge is between two probes, then the
-bracket is halved. Two small runs may refine the guess first (then strides start at one): their bytes beyond the plan
-are extrapolated, by memory and phase. Real edges may be blurred (a size that both passed and failed) or out of order (a
-failure below a pass). Then the answer is an interval: every trial up to its lower end passed, every trial from its
-upper end on failed.
+starts at a guess. The first stride is 3 % of the guess. Strides double until the edge lies between two probes; then the
+search halves the interval, and at last repeats the probes on both sides of the edge.
+
+Before the search, two small runs may refine the guess: the bytes that they took beyond their plans are extrapolated, by
+memory and phase. After that, strides start at one.
+
+Real edges may be blurred (a size both passed and failed) or out of order (a size failed, and a larger size passed).
+Then the answer is an interval: every trial up to its lower end passed, every trial from its upper end on failed.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-GALLOP = 0.03  # first stride, as a share of the guess; a search takes 5 trials on average if the guess is 10 % off
-REFINED_FROM = 8  # smallest guess that is refined; below it the search without refinement is shorter
+GALLOP = 0.03  # first stride as a share of the guess; if the guess is 10 % off, a search takes 5 trials on average
+REFINED_FROM = 8  # smallest guess that is refined; for a smaller guess the search is shorter without refinement
 MAX_TRIALS = 40
 
 
@@ -24,8 +26,8 @@ class SizeOutcome(NamedTuple):
     """The end of one probe."""
 
     passed: bool
-    memory: str = ""  # the memory that was too small
-    stop: str = ""  # why the search must stop, if the probe's end does not depend on size
+    memory: str = ""  # the memory that was too small, such as device; empty if the probe passed
+    stop: str = ""  # why the search must stop, if the probe failed for a reason other than its size; empty otherwise
     evidence: Any = None
 
 
@@ -36,12 +38,12 @@ class SizeTrial(NamedTuple):
 
 @dataclass
 class SizeAnswer:
-    """The trials of a search, in order, and the answer that follows from them."""
+    """The trials of a search in the order in which they ran, and the answer that follows from them."""
 
     least: int = 1
     most: int = 2**20
     trials: list[SizeTrial] = field(default_factory=list)
-    stopped: str = ""  # why the search stopped without an answer
+    stopped: str = ""  # why the search stopped without an answer; empty if it did not
 
     @property
     def passing(self) -> list[int]:
@@ -61,26 +63,28 @@ class SizeAnswer:
 
     @property
     def largest(self) -> int:
-        """Return the largest size that passed, with no failure at this size or below; `least` - 1 if there is none."""
+        """Return the largest size that passed while no trial at this size or below failed; `least` - 1 if there is
+        none."""
         return max((size for size in self.passing if size < self.first_failing), default=self.least - 1)
 
     @property
     def failed_above(self) -> int | None:
-        """Return the smallest size that failed, with no pass at this size or above; None if there is none."""
+        """Return the smallest size that failed while no trial at this size or above passed; None if there is none."""
         return min((size for size in self.failing if size > self.last_passing), default=None)
 
     @property
     def is_unlimited(self) -> bool:
-        """True if the largest size allowed passed, and nothing failed."""
+        """True if no trial failed, and the largest allowed size passed."""
         return not self.failing and self.last_passing == self.most
 
     @property
     def is_sharp(self) -> bool:
-        """True if the largest size that passed and the smallest that failed are neighbors."""
+        """True if the smallest size that failed is the largest size that passed plus one."""
         return not self.stopped and self.failed_above == self.largest + 1
 
     def mixed(self) -> list[int]:
-        """Return sizes that contradict a sharp edge: failures at or below a pass, passes at or above a failure."""
+        """Return the sizes that contradict a sharp edge: failures at or below a size that passed, and passes at or
+        above a size that failed."""
         passed = {size for size in self.passing if size >= self.first_failing}
         return sorted(passed | {size for size in self.failing if size <= self.last_passing})
 
@@ -91,9 +95,10 @@ def search(
 ) -> SizeAnswer:  # fmt: skip
     """Find the largest size from `least` to `most` that trains.
 
-    `repeats`: number of probes on each side of the edge; if it is above 1, the next size beyond is probed, too.
-    `refine`: makes a better guess by two small runs. The search stops early, with a reason, if a probe ends for another
-    reason than its size, or after `max_trials`.
+    `repeats`: number of probes on each side of the edge. If it is above 1, the size after the first failing one is
+    probed, too. `refine`: function that returns a better guess after two small runs; None: the guess is not refined.
+    The search stops without an answer, and says why, if a probe fails for a reason other than its size, or after
+    `max_trials` trials.
     """
     answer = SizeAnswer(least, most)
     guess = max(least, min(guess, most))
@@ -124,7 +129,7 @@ def _try(answer: SizeAnswer, probe: Callable[[int], SizeOutcome], size: int) -> 
 
 
 def _next(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[int | None, int]:
-    """Return the next size to try and the stride for the size after that; None as the size if the answer is known."""
+    """Return the next size to try, and the stride for the size after that. The size is None if the answer is known."""
     below, first = answer.largest, answer.first_failing
     last, above = answer.last_passing, answer.failed_above
     if guess not in (*answer.passing, *answer.failing) and last < guess < first:
@@ -133,7 +138,8 @@ def _next(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[in
         return max(answer.least, first - stride), 2 * stride
     if above is None and last < answer.most:  # nothing failed above the last pass: go up
         return min(answer.most, last + stride), 2 * stride
-    if first - below > 1 and first <= answer.most:  # go down by strides, but not below the middle
+    # some smaller size passed, so go down from the failure by strides, but not below the interval's middle
+    if first - below > 1 and first <= answer.most:
         return max((below + first) // 2, first - stride), 2 * stride
     if above is not None and above - last > 1:
         return (last + above) // 2, stride
@@ -141,14 +147,16 @@ def _next(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[in
         if size is not None and answer.least <= size and known.count(size) < repeats:
             return size, stride
     if repeats > 1 and above is not None and above < answer.most and above + 1 not in answer.failing:
-        return above + 1, stride  # look above the failure, which may be an exception
+        return above + 1, stride  # probe the size above the failure, too: the failure may be an exception
     return None, stride
 
 
 def extrapolate(points: Iterable[tuple[int, dict[str, int]]], size: int) -> int:
-    """Return the bytes at this size: the maximum over phases, each on the line through its first and last point.
+    """Return the expected bytes at this size. For each phase, extend the line through its first and last point to this
+    size; return the largest value.
 
-    points: size and bytes by phase. Memory is piecewise affine in size; the leading phase may change.
+    `points`: pairs of a size and the bytes by phase. Within a phase, memory is affine in the size; which phase needs
+    the most may change with the size.
     """
     lines: dict[str, list[tuple[int, int]]] = {}
     for at, phases in sorted(points, key=lambda point: point[0]):

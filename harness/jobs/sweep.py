@@ -1,6 +1,7 @@
-"""Runs many jobs in order: a job with a record is not run again, each run is judged, and a crash loses no record.
+"""Runs many jobs in order, and judges each of them.
 
-The gate judges each job after its run. The gate's reference is a job like any other, run if it has no record.
+A job that has a record is not run again. Each run writes its record when it ends, so a crash loses no earlier record.
+The gate's reference is a job like any other: it runs if it has no record.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from harness.places.shared.place import Place, write_end
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 
-PROBES = Extent()  # default extent of the gate's probes
-SHARERS = 4  # runs may share a device if each needs at most 1/SHARERS of the machine's memory
+PROBES = Extent()  # the extent of the gate's probes, unless the caller gives another
+SHARERS = 4  # a run may share a device with other runs if it needs at most 1/SHARERS of the machine's memory
 
 
 class FolderLost(Exception):
-    """The folder of results went away, or was closed, while jobs ran; the text names it."""
+    """The folder of results was removed or closed while jobs ran; the text names the folder."""
 
 
 class Sweep:
-    """A folder of results, and the runs of jobs that add records to it."""
+    """Runs jobs and adds their records to a folder of results."""
 
     def __init__(
         self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False,
         place: Place | None = None, probe: Extent | None = None, is_timed: bool = True,
     ) -> None:  # fmt: skip
-        """`probe`: extent of the gate's probe; None: PROBES. `is_timed`: False if nobody asks for the speed of these
-        jobs."""
+        """`probe`: extent of the gate's probe; None: PROBES. `is_timed`: False if the caller does not need the speed of
+        the jobs, so they may share the device with other runs."""
         self.results, self.rerun, self.place = results, rerun, place
         self.folders = folders or tuple(method.REGISTRY.added)
         self.report = report or (lambda event: None)
@@ -59,7 +60,8 @@ class Sweep:
             self.report({"event": "warning", "text": complaint})
 
     def run(self, jobs: list[Job]) -> list[Record]:
-        """Return a judged record of each resolved job, in order, measured now or earlier. Raises FolderLost."""
+        """Return a judged record of each resolved job, in order. A record was made now or by an earlier call. Raises
+        FolderLost."""
         with self._in_its_folder():
             if self.place and self.place.is_parallel:
                 self._launch_at_once(self.place, jobs)
@@ -69,14 +71,18 @@ class Sweep:
             return [self._end(self._measure(job, {"index": n, "total": total})) for n, job in enumerate(jobs, start=1)]
 
     def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
-        """Return measurement `number` of a resolved job, judged. If the records hold fewer measurements, run the job
-        now, even if its plan does not fit; a refusal by plan is not a measurement. Raises FolderLost."""
+        """Return the record of measurement `number` of a resolved job, judged.
+
+        If the folder has fewer measurements of the job, run the job now, even if its plan does not fit. A refusal by
+        plan does not count as a measurement. Raises FolderLost.
+        """
         with self._in_its_folder():
             self.timed_keys.add(self.key(job))
             return self._end(self._tried(job, number, place))
 
     def _tried(self, job: Job, number: int, place: dict[str, Any]) -> Path:
-        """Return the path of measurement `number` of a job; a missing one is run even if its plan does not fit."""
+        """Return the path of measurement `number` of a job. If it is missing, run the job, even if its plan does not
+        fit."""
         key = self.key(job)
         known = [path for path, record in self.records.items() if record.key == key and record.is_lasting]
         known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
@@ -107,7 +113,8 @@ class Sweep:
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
     def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
-        """Run together the jobs that have no record and should fit; a single such job is left to run()."""
+        """Run together the jobs that have no record and should fit. If only one such job is left, run() runs that
+        job."""
         missing = {self.key(job): job for job in jobs if resolve(job, self.folders)[2] is None}
         pairs = [(job, key) for key, job in missing.items() if not self._known(key)]
         if len(pairs) < 2:
@@ -117,14 +124,14 @@ class Sweep:
             self.records[path] = Record.read(path)
 
     def _references(self, jobs: list[Job]) -> list[Job]:
-        """Return the references of the jobs that have trained."""
+        """Return the references of those jobs that trained to the end."""
         trained = [self.records[path] for job in jobs for path in self._known(self.key(job))]
         models = [model for record in trained if record.status == "ok" for model in record.models()]
         return [resolve(self._reference(model.job), self.folders)[0] for model in models]
 
     def _known(self, key: str) -> list[Path]:
-        """Return the paths of a key's records, oldest first. Records made by this call count however they ended: no job
-        runs twice in a call."""
+        """Return the paths of the records with this key, oldest first. A record made by this call counts even if its
+        run failed, because no job runs twice in a call."""
         fresh = key in self.measured_now
         if self.rerun and not fresh:
             return []
@@ -134,11 +141,12 @@ class Sweep:
         return record.answers(job) and (record.is_timed or record.key not in self.timed_keys)
 
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
-        """Return the path of the job's record: the newest result, else a record made now."""
+        """Return the path of the job's newest result; if there is none, run the job, or refuse it if its plan does not
+        fit."""
         key = self.key(job)
         known = [path for path in self._known(key) if self._answers(self.records[path], job)]
         if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
-            known = []  # the plan did not fit then, but fits now
+            known = []  # the plan did not fit when that record was made, but fits now
         if known:
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
@@ -148,9 +156,11 @@ class Sweep:
         return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key, plan)
 
     def _foreseen(self, job: Job, plan: Plan, is_asked_for: bool) -> dict[str, Any]:
-        """Return the job's foreseen seconds, those of a missing reference and probe included; whether a reference will
-        run; and the probe's duration in runs of the job. For a job that this call did not ask for, return its own
-        seconds alone."""
+        """Return what the progress lines foretell: the seconds of the job's own run, the seconds with its missing
+        reference and probe included, whether a reference will run, and the probe's duration divided by the run's.
+
+        For a job that the call did not ask for, such as a reference, return only the seconds of its own run.
+        """
         run = run_seconds(job, plan, machine.rank_room(job).rates)
         if not is_asked_for:
             return {"run_seconds": run}
@@ -164,8 +174,8 @@ class Sweep:
         }  # fmt: skip
 
     def probe_seconds(self, job: Job, run: float) -> float:
-        """Return the seconds of the probe that the job's verdict still needs; 0 if it needs none. `run`: seconds of a
-        run."""
+        """Return the seconds of the probe that the job's verdict still needs; 0 if it needs none. `run`: seconds of the
+        job's run."""
         there = (job.method, job.workload.dtype, job.device)
         for record in self.records.values():
             known = (record.job.method, record.job.workload.dtype, record.job.device)
@@ -190,7 +200,8 @@ class Sweep:
         return path
 
     def _made_meanwhile(self, job: Job, key: str) -> Path | None:
-        """Return the path of a result of this job that another call has written since this call read the folder."""
+        """Return the path of a result of this job that another call has written since this call read the folder; None
+        if there is none."""
         if self.rerun:
             return None
         for path in sorted(set(self.results.glob("log_*.json")) - set(self.records)):
@@ -211,7 +222,8 @@ class Sweep:
         return path
 
     def _judge(self, path: Path) -> Record:
-        """Return the record, judged by the present reference: a verdict is only arithmetic on records."""
+        """Return the record with a new verdict, by the reference's present record. A verdict is only arithmetic on
+        records."""
         record = self.records[path]
         if record.status != "ok":
             return record
@@ -222,7 +234,7 @@ class Sweep:
         return record
 
     def _verdict(self, whole: Record, number: int) -> Gate:
-        """Return the verdict on one of the models of a record."""
+        """Return the verdict on model `number` of a record."""
         record = whole.models()[number]
         other = self._reference(record.job)
         if record.job.method == other.method and record.job.device == other.device:
@@ -242,9 +254,10 @@ class Sweep:
         return self._with_probe(whole, number, judge(record, judged_by, undropped=undropped))
 
     def _reference(self, job: Job) -> Job:
-        """Return the job whose training is compared with this job's."""
+        """Return the job of the reference method whose training this job's training is compared with."""
         other = dataclasses.replace(job, method=method.reference(self.folders), options={}, trace=None, save=None)
-        if job.device == "sim":  # sim's kernels are the CPU's, so the reference is the CPU's training
+        # sim uses the CPU's kernels, so the reference is plain training on the CPU, without a budget
+        if job.device == "sim":
             return dataclasses.replace(other, device="cpu", budget=Budget())
         return other
 
@@ -265,7 +278,7 @@ class Sweep:
         return self._with_probe(whole, number, judge(record, twins=(twin, twins[1]), peers=peers))
 
     def _twin(self, job: Job, depth: int) -> Job:
-        """Return a job of the same code with this many layers."""
+        """Return the same job with `depth` layers, so that the same code trains it."""
         options = method.create(job.method, job.options, self.folders).twin_options(job.workload.num_layers, depth)
         return dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options, trace=None, save=None)
 
@@ -274,20 +287,22 @@ class Sweep:
         return largest(trained, reference, machine.room(reference.budget, reference.device))
 
     def _with_probe(self, whole: Record, number: int, verdict: Gate) -> Gate:
-        """Return the verdict on a run combined with the verdict on a probe, if the probe can add to it."""
+        """Return the verdict on a run, combined with the verdict on a probe. If a probe cannot change the verdict,
+        return it as it is."""
         if verdict.verdict == "untested" or verdict.reason in CERTAIN or not whole.is_exact:
             return verdict
-        extent = self.extent.or_more(_probed(whole))  # at least the extent of an earlier verdict
+        # at least as large as the probe of an earlier verdict on this record
+        extent = self.extent.or_more(_probed(whole))
         left_out = Probe(untested=LEFT_OUT)
-        # A search runs jobs whose plans do not fit. If such a job trained, its plan is too large, and so is its probe's
-        # plan.
+        # A search also runs jobs whose plans do not fit. If such a job trained, its plan asked for too much, and the
+        # plan of its probe does, too: the probe runs even if its plan does not fit.
         beyond = whole.job.method if resolve(whole.job, self.folders)[2] else None
         found = train_probe(whole.job, number, extent, self._probe_runs(beyond)) if extent else left_out
         return with_probe(verdict, whole.models()[number], found)
 
     def _probe_runs(self, beyond: str | None = None) -> probe.Runs:
         """Return the functions by which a probe runs its jobs. `beyond`: a method whose jobs run even if their plans do
-        not fit."""
+        not fit; None: no such method."""
         if self._probe_records is None:
             folder, folders = own_folder(self.results / probe.FOLDER), (*self.folders, probe.METHODS)
             self._probe_records = Sweep(
@@ -306,12 +321,13 @@ class Sweep:
         return probe.Runs(measure, self._reference, self._most_layers, why_not, self._twin)
 
     def _report_probe(self, event: dict[str, Any]) -> None:
-        """Report each training of a probe, but not the training's steps."""
+        """Report the start and the end of each training of a probe, but not its steps."""
         if event["event"] not in ("recorded", "step"):
             self.report(event)
 
     def _is_peer(self, other: Record, job: Job) -> bool:
-        """True if `other` is another method's passing record of this training, by the present source and machine."""
+        """True if `other` is a passing record of the same training by another method, made with the present source on
+        this machine."""
         same = all(getattr(other.job, name) == getattr(job, name) for name in ("workload", "steps", "device"))
         is_another = other.job.method != job.method and other.job.method in method.names(self.folders)
         passed = other.status == "ok" and other.gate.passed
@@ -319,21 +335,26 @@ class Sweep:
 
 
 def _probed(record: Record) -> Extent:
-    """Return the extent, in layers and steps, of the probe on which the record's verdict rests."""
+    """Return the extent, in layers and steps, of the probe on which the record's verdict rests; NONE if there was no
+    probe."""
     found = record.gate.evidence
     layers, steps = found.get("probe_layers"), found.get("probe_steps")
     return Extent(layers, min(max(STEPS, steps), MOST_STEPS)) if layers and steps else NONE
 
 
 def read_by(job: Job) -> tuple[Workload, int] | None:
-    """Return the workload and the number of samples if the job reads a corpus or weights from files; else None."""
+    """Return the workload and the number of samples that the job reads, if its corpus or weights are in files; else
+    None."""
     load = job.workload
     return None if load.corpus is load.weights is None else (load, job.steps * load.batch_size)
 
 
 def context(name: str, files: tuple[Workload, int] | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Return the facts on which a measurement depends beside its job: hashes of the source of the method `name` and of
-    the `files` that read_by() gives, and this machine's facts. A changed file changes the job's key."""
+    """Return the facts on which a measurement depends beside its job, so that a changed file changes the job's key.
+
+    The facts are hashes of the source of the method `name` and of the files that the job reads, and facts of this
+    machine. `files`: what read_by() returns for the job.
+    """
     found = {"source": method.source_hash(name, folders), "corpus": "", **machine.checked()}
     load, num_samples = files or (None, 0)
     if load and load.corpus is not None:

@@ -1,4 +1,5 @@
-"""The gate's verdicts of a sweep as a table, methods by models; in Markdown, too."""
+"""Makes a table of the gate's verdicts of a sweep, with a row for each method and a column for each model; can write it
+as Markdown."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from harness.core.job import Job, Workload
 from harness.core.record import Record
 from harness.devices import machine
 
-Outcome = Record | str  # what became of a job: its record, or why its method refused it
+Outcome = Record | str  # a job's record, or the reason why its method refused the job
 
 
 def columns(asked: Sequence[Job]) -> dict[Workload, str] | None:
-    """Return the head of the column of each model: its name, or name and layers; None if models have several sizes in
-    which these are equal."""
+    """Return the head of each model's column: the models' names or, if two names are equal, the numbers of layers. None
+    if neither tells all models apart."""
     models = list(dict.fromkeys(job.workload for job in asked))
     for heads in ([load.model_name for load in models], [load.layers_text for load in models]):
         if len(set(heads)) == len(heads):
@@ -24,7 +25,8 @@ def columns(asked: Sequence[Job]) -> dict[Workload, str] | None:
 
 
 def rows(asked: Sequence[Job], outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Return the rows of the table: for each method with its options as asked, the verdict on each model."""
+    """Return the rows of the table, one for each method with its options as asked: a title, and the verdict on each
+    model."""
     found: dict[str, list[str]] = {}
     for job, outcome in zip(asked, outcomes, strict=True):
         title = " ".join([job.method, *(f"{name}={value}" for name, value in job.options.items())])
@@ -33,8 +35,10 @@ def rows(asked: Sequence[Job], outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def verdict(outcome: Outcome) -> str:
-    """Return the gate's verdict on a run, with the largest relative difference of a loss if it is not exact; or how the
-    run ended."""
+    """Return the gate's verdict on a run, or how the run ended if it has no verdict.
+
+    A verdict other than exact comes with the largest relative difference of a loss, if the gate measured it.
+    """
     if isinstance(outcome, str):
         return "refused"
     if outcome.status != "ok":
@@ -46,7 +50,7 @@ def verdict(outcome: Outcome) -> str:
 def write_markdown(
     path: Path, title: str, command: str, heads: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
 ) -> None:
-    """Write a table with its title, the command that made it, this machine, and notes below it."""
+    """Write a file with a title, the command that made the table, this machine's CPU, the table, and notes below it."""
     about = f"By `{command}` on {machine.facts()['cpu']}, {machine.facts()['cores']} cores."
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
     below = ["", *(f"- {note}" for note in notes)]

@@ -1,9 +1,9 @@
-"""Runs jobs in containers: launch.py runs as on this machine, but in an image with Python and the engines, and limited
-to the job's memory.
+"""Runs jobs in containers. In a container, launch.py runs as on this machine, but from an image that has Python and the
+engines, and within the job's limit of host memory.
 
-The container sees this checkout, the folder of results and the job's own folders, all at the same paths as here. Source
-code comes from this checkout, packages come from the image. The container has no network, never runs as root
-(container_user.py), and ends when this process ends.
+The container sees this checkout, the folder of results and the folders that the job names, all at the same paths as on
+this machine. Source code comes from this checkout, packages come from the image. The container has no network, never
+runs as root (container_user.py), and ends when this process ends.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order
 from harness.run.launch import GRACE_SECONDS, Events
 
 PYTHON = "/harness/.venv/bin/python"  # as in docker/Dockerfile
-WATCHER_BYTES = 96 * 2**20  # memory for the worker's parent in the container: measured 60 MiB, rounded up
-START_SECONDS = 120.0  # seconds for the container's start, and for its end after the worker's, beyond the job's time
+WATCHER_BYTES = 96 * 2**20  # bytes for the worker's parent process in the container: measured 60 MiB, rounded up
+# seconds that a container may take beyond the job's own time: to start, and to end after its worker
+START_SECONDS = 120.0
 POLL_SECONDS = 0.5
-STDOUT, ENDED = 1, -1  # the engine's number of a stream; this module's number for the end of all streams
-# Options of methods that name folders, as the command line spells them.
+# number of the stream in the engine's frames; number by which this module marks the end of all streams
+STDOUT, ENDED = 1, -1
+# By method option that names a folder: its spelling on the command line.
 WRITTEN, READ = {"disk": "--disk", "checkpoint": "--option checkpoint"}, {"resume": "--resume"}
-SCRATCH = "/tmp"  # the only folder of the image that a job may write to; it lies in memory
-# Closed in the image; if a path that the container sees leads through it, an open folder takes its place.
+SCRATCH = "/tmp"  # the only folder of the image that a job may write to; it is kept in memory
+# Folder that the image closes to the container's user. If a path that the container sees leads through this folder, an
+# empty open folder is mounted over it.
 CLOSED = Path("/root")
 MOST_PROCESSES = 4096
 LABEL, STEM, KEY = "harness.results", "harness.stem", "harness.key"
@@ -52,7 +55,7 @@ NO_ENGINE = "no container engine answers: apt-get install docker.io, start docke
 
 
 def default_image(device: str) -> str:
-    """Return the name of the image for a device. The tag is a hash of the pinned packages, so other pins give another
+    """Return the name of the image for a device. Its tag is a hash of the pinned packages, so changed pins need a new
     image."""
     key = hashlib.sha256()
     names = (ROOT / name for name in ("docker/Dockerfile", "venv.sh", "pyproject.toml"))
@@ -63,8 +66,8 @@ def default_image(device: str) -> str:
 
 @functools.cache
 def engine() -> Any:
-    """Connect to the container engine that DOCKER_HOST names, else to the system's engine. Raises Unavailable if none
-    answers."""
+    """Return a client of the container engine that DOCKER_HOST names or, without DOCKER_HOST, of the system's engine.
+    Raises Unavailable if no engine answers."""
     from docker.client import from_env
     from docker.errors import DockerException
 
@@ -77,7 +80,8 @@ def engine() -> Any:
 
 
 class Docker(Place):
-    """The place --on docker: an engine, and one of its images. Raises Unavailable if either is missing."""
+    """The place --on docker: a container engine, and one of its images. Raises Unavailable if the engine or the image
+    is missing."""
 
     cli_options: ClassVar = {
         "image": click.option(
@@ -105,8 +109,11 @@ class Docker(Place):
         return [self._launch(job, key, results.resolve(), folders, report) for job, key in jobs]
 
     def _launch(self, job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Report) -> Path:
-        """Run the job. A first KeyboardInterrupt lets the worker finish its record, a second ends the container; both
-        are raised again."""
+        """Run the job; return the path of its record.
+
+        At the first KeyboardInterrupt the worker may still finish its record; at the second the container is ended.
+        Then KeyboardInterrupt is raised again.
+        """
         with turn(job, report):
             stem = new_stem(results, job)
             self._take_left(results, report)
@@ -128,8 +135,8 @@ class Docker(Place):
         return path
 
     def _take_left(self, results: Path, report: Report) -> None:
-        """Clean up after killed calls: end the containers that outlived their calls and, if root made the calls, take
-        the containers' records."""
+        """Clean up after calls that were killed: remove their ended containers and, if root made the calls, take the
+        records that their containers left."""
         from docker.errors import APIError
 
         found = self.client.containers.list(all=True, filters={"label": f"{LABEL}={results}"}, ignore_removed=True)
@@ -147,11 +154,11 @@ class Docker(Place):
                 place_record(path, self._told(container.attrs["Image"]), {}, None)
             ended += [container] if container and container.status == "created" else []
         for container in ended:
-            with contextlib.suppress(APIError):  # another call has removed the container already
+            with contextlib.suppress(APIError):  # another call has already removed the container
                 container.remove()
 
     def _told(self, image: str) -> dict[str, str]:
-        """Return the facts of the place for the record."""
+        """Return the facts of the place that its records keep."""
         return {"on": "docker", "image": image, "engine": self.client.version()["Version"]}
 
     def _settings(
@@ -182,7 +189,8 @@ class Docker(Place):
         }  # fmt: skip
 
     def _complete(self, running: Running, job: Job, key: str, stem: Path, exchange: Exchange | None) -> Path:
-        """Add the engine's report on the container's end to the record; write a record if there is none."""
+        """Return the path of the job's record. The record gets the engine's report on the container's end; if the job
+        left no record, write one of its end."""
         state = running.end()
         if exchange:
             exchange.close(key)
@@ -209,12 +217,13 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
     """Return the folders and files that a container of this job sees, each as (path here, path in the container, True
     if it is read-only).
 
-    The two paths differ only for .venv, which a folder of files compiled in this image for the container's user
-    replaces. Missing folders are made. Raises Unavailable if the container's user lacks a right.
+    The two paths differ only for .venv: the container sees there a folder of this machine with files that were compiled
+    in this image for the container's user. Folders to be written are made if they are missing. Raises Unavailable if
+    the container's user may not read or write where the job must.
     """
     corpus, weights = job.workload.corpus, job.workload.weights
     files = [*(corpus_files(str(Path(corpus).resolve())) if corpus else [])]
-    if weights:  # weights in the Hub's cache are links to files elsewhere
+    if weights:  # in the Hub's cache, files of weights are links to files elsewhere
         files += [Path(weights).resolve(), *weight_files.paths(weights)]
     named = {name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)}
     written = {named[name] for name in WRITTEN if name in named}
@@ -239,13 +248,15 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
 
 
 def memory_limit(job: Job) -> int | None:
-    """Return the container's memory limit, swap included: the worker's limit plus memory for the worker's parent."""
+    """Return the container's memory limit in bytes, swap included: the worker's limit plus WATCHER_BYTES. None: no
+    limit."""
     wall = budgets.wall_bytes(job)
     return wall + WATCHER_BYTES if wall else None
 
 
 class Running:
-    """A started container: reads its events, and ends it. Raises Unavailable if the engine does not start it."""
+    """A started container: reads its events, and ends it. The constructor raises Unavailable if the engine refuses the
+    container."""
 
     def __init__(self, client: Any, settings: dict[str, Any], job: Job, report: Report) -> None:
         from docker.errors import APIError
@@ -263,7 +274,7 @@ class Running:
             raise Unavailable(told(error)) from error
 
     def follow(self, order: dict[str, Any]) -> None:
-        """Send the order and read events until the container has ended."""
+        """Send the order to the container and read its events until it has ended, or must be ended by end()."""
         self.socket._sock.sendall((json.dumps(order) + "\n").encode())
         frames: queue.Queue[tuple[int, bytes]] = queue.Queue()
         threading.Thread(target=self._read, args=(frames,), daemon=True).start()
@@ -306,7 +317,7 @@ class Running:
             self.container.kill(number.name)
 
     def end(self) -> dict[str, Any]:
-        """End and remove the container; return the engine's report on its state."""
+        """End the container if it still runs, remove it, and return the engine's report on its last state."""
         from docker.errors import APIError
         from requests.exceptions import ConnectionError, Timeout
 
@@ -319,7 +330,7 @@ class Running:
                 self.container.wait(timeout=GRACE_SECONDS)
                 self.container.reload()
             return dict(self.container.attrs["State"])
-        except APIError as error:  # the container was removed by somebody else
+        except APIError as error:  # somebody else has removed the container
             return {"ExitCode": 137, "OOMKilled": False, "Error": told(error)}
         finally:
             self.socket._response.close() if hasattr(self.socket, "_response") else self.socket.close()
@@ -328,7 +339,7 @@ class Running:
 
 
 def told(error: Any) -> str:
-    """Return an error of the engine in one line, with a remedy if one is known."""
+    """Return the engine's error as one line of text, with a remedy if one is known."""
     text = " ".join(str(error.explanation or error).split())
     if "could not select device driver" in text:
         return f"the engine hands out no GPU: install the NVIDIA container toolkit and restart it ({text})"

@@ -1,10 +1,10 @@
-"""Runs jobs on Kubernetes: each job is a JobSet or, if the cluster has no JobSets, an Indexed Job; its pods run
+"""Runs jobs on Kubernetes. Each job is a JobSet or, if the cluster has no JobSets, an Indexed Job; its pods run
 torchrun.
 
-No volume is shared. A pod takes this checkout's code and the order from a ConfigMap, and packages from the image;
-events, logs and the record come back in the pod's log (harness/places/shared/pods.py). The Job owns all objects that
-were made for it, so Kubernetes deletes them together with the Job: at the end, at Ctrl-C and, if the call was killed,
-an hour after the pods have ended.
+The pods share no volume. A pod gets this checkout's code and the order from a ConfigMap, and packages from the image.
+Its log brings back events, logs and the record (harness/places/shared/pods.py). The Job owns all objects that were made
+for it, so Kubernetes deletes them together with the Job: at the end, at Ctrl-C or, if the call was killed, an hour
+after the pods have ended.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from harness.places.shared.pods import INDEX, MAIN, PodJob
 from harness.places.shared.torchrun_node import PORT
 
 POLL_SECONDS = 0.5
-WAIT_SECONDS = 600  # seconds that a job waits for nodes before it counts as unavailable
-START_SECONDS = 600.0  # seconds for a pod beyond the job's own time: imports, and a compiler
-SILENCE_SECONDS = 600.0  # seconds without an answer of Kubernetes after which its jobs count as lost
+WAIT_SECONDS = 600  # seconds that a job waits for nodes; after that it ends as unavailable
+START_SECONDS = 600.0  # seconds that a pod may take beyond the job's own time, for imports and a compiler
+SILENCE_SECONDS = 600.0  # seconds without an answer of Kubernetes after which the call gives its jobs up as lost
 CANCEL_SECONDS = 90.0
-GRACE_SECONDS = 60  # seconds from a pod's SIGTERM to its SIGKILL; torchrun leaves the run 30 of them
-KEPT_SECONDS = 3600  # seconds that ended Jobs are kept if the call that made them was killed
-PORTS = (29400, 29401)  # of torchrun's store and rank 0's agent; no clash, because each pod has its own address
-MOST_CODE_BYTES = 2**20 - 2**16  # a ConfigMap holds 1 MiB
+GRACE_SECONDS = 60  # seconds from a pod's SIGTERM to its SIGKILL; torchrun gives the run 30 of these seconds
+KEPT_SECONDS = 3600  # seconds for which ended Jobs are kept if the call that made them was killed
+# ports of torchrun's store and of rank 0's agent; jobs may share them, because each pod has an address of its own
+PORTS = (29400, 29401)
+MOST_CODE_BYTES = 2**20 - 2**16  # most bytes of packed code: a ConfigMap holds 1 MiB, and also the order
 JOB = {"apiVersion": "batch/v1", "kind": "Job"}
-ORDER, WORK = "/order", "/work"  # folders in a pod; the code lies in WORK/harness
+ORDER, WORK = "/order", "/work"  # folders in a pod; the code is in WORK/harness
 CODE_FILE, ORDER_FILE = "code.tar.gz", "order.json"
 
 
@@ -59,18 +60,21 @@ class PodOptions:
     """The options of --kubernetes."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
-    namespace: str | None = None  # default: the kubeconfig's namespace
-    image: str | None = None  # default: the name that ./run.sh image build gives
+    namespace: str | None = None  # None: the kubeconfig's namespace
+    image: str | None = None  # None: the name that ./run.sh image build gives
     nodes: PositiveInt | None = None
-    gpus: PositiveInt | None = None  # for each node; default on CUDA: one for each rank
-    cpus: PositiveInt | None = None  # for each node
-    node_selector: str | None = None  # LABEL=VALUE that nodes must have
-    wait: NonNegativeInt | None = None  # seconds that a job may wait for nodes
+    gpus: PositiveInt | None = None  # GPUs of each node; None: on CUDA one for each rank, else 0
+    cpus: PositiveInt | None = None  # CPUs of each node; None: no request
+    node_selector: str | None = None  # LABEL=VALUE that a node must have; None: any node
+    wait: NonNegativeInt | None = None  # seconds that a job may wait for nodes; None: WAIT_SECONDS
 
 
 def packed(folders: tuple[Path, ...]) -> tuple[bytes, list[str]]:
-    """Return an archive of this checkout's code and of the method files in these folders, and the folders' paths in a
-    pod, relative to WORK. Raises ValueError if the archive is too large for a ConfigMap."""
+    """Return an archive of code, and the paths in a pod, relative to WORK, of the folders of methods.
+
+    The archive holds this checkout's code and the Python files of the folders. Raises ValueError if it is too large for
+    a ConfigMap.
+    """
     there = [f"methods-{number}" for number in range(len(folders))]
     files = {f"harness/{path.relative_to(ROOT)}": path for pattern in CODE for path in ROOT.glob(pattern)}
     for folder, name in zip(folders, there, strict=True):
@@ -94,7 +98,7 @@ def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def import_client() -> None:
-    """Install the package kubernetes into .venv, if it is missing there. Raises Unavailable if that fails."""
+    """Install the package kubernetes into .venv if it is missing. Raises Unavailable if it cannot be installed."""
     if importlib.util.find_spec("kubernetes"):
         return
     if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
@@ -104,15 +108,15 @@ def import_client() -> None:
 
 
 def files_named(job: Job) -> list[str]:
-    """Return the options by which a job names files of this machine. SCRATCH is no such file: each pod has its own, to
-    which a method may write its states."""
+    """Return the options by which a job names files of this machine. The folder SCRATCH does not count: each pod has a
+    SCRATCH of its own, where a method may keep its states."""
     named = {"--data": job.workload.corpus, "--weights": job.workload.weights}
     named |= {option: job.options.get(name) for name, option in (WRITTEN | READ).items()}
     return [option for option, path in named.items() if path and (option, path) != (WRITTEN["disk"], SCRATCH)]
 
 
 class Kubernetes(Place):
-    """The place --on kubernetes, with these options. Raises Unavailable if no cluster can be reached."""
+    """The place --on kubernetes, with these options. Connecting raises Unavailable if no cluster can be reached."""
 
     is_parallel = True
     cli_options: ClassVar = {
@@ -137,15 +141,15 @@ class Kubernetes(Place):
         return Cluster(self.options.get("namespace"))
 
     def context(self) -> dict[str, str]:
-        """Return the image and the options of the request. These replace the submitting machine's facts in a job's
-        key."""
+        """Return the image and the options that choose nodes. In a job's key they replace the facts of the machine that
+        submits the job."""
         asked = {name: str(self.options.get(name)) for name in ("nodes", "gpus", "cpus", "node_selector")}
         here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
         return {**here, "image": self.options["image"], **{f"kubernetes_{name}": asked[name] for name in asked}}
 
     def draft(self, jobs: KeyedJobs, folders: tuple[Path, ...]) -> str:
-        """Return the manifests as YAML, without the packed code; if no cluster answers, the manifests of Indexed
-        Jobs."""
+        """Return the manifests as YAML, without the packed code. If no cluster answers, the manifests are those of
+        Indexed Jobs."""
         import yaml
 
         try:
@@ -159,20 +163,24 @@ class Kubernetes(Place):
             for document in self.manifest(job, draft, code, "harness-draft", "draft", has_jobsets):
                 if "binaryData" in document:
                     document["binaryData"] = {CODE_FILE: f"({len(code[0])} bytes)"}
-                plain = json.loads(json.dumps(document))  # without shared parts, YAML's aliases
+                # a copy without shared objects, which YAML would write as aliases
+                plain = json.loads(json.dumps(document))
                 texts.append(yaml.safe_dump(plain, sort_keys=False))
         return note + "---\n".join(texts)
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
-        """Run the jobs. A KeyboardInterrupt deletes the jobs, which may still finish their records, and is then raised
-        again."""
+        """Run the jobs; return the paths of their records.
+
+        At a KeyboardInterrupt the jobs are deleted, though they may still finish their records. Then KeyboardInterrupt
+        is raised again.
+        """
         call, image, code = secrets.token_hex(5), self.options["image"], packed(folders)
         running: list[PodJob] = []
         is_interrupted = False
         try:
             for job, key in jobs:
                 self._submit(job, key, new_stem(results.resolve(), job), code, call, running)
-            if len(running) == 1:  # only one job's events are reported: events of several jobs would mix
+            if len(running) == 1:  # the events of several jobs would mix, so only a single job's are reported
                 running[0].report_to(report)
             self._wait(running, call, report, math.inf)
         except KeyboardInterrupt:
@@ -191,7 +199,8 @@ class Kubernetes(Place):
         self, job: Job, key: str, stem: Path, code: tuple[bytes, list[str]], call: str, running: list[PodJob]
     ) -> None:
         """Create the Kubernetes objects of a job, and add the job to `running`. If Kubernetes refuses an object, remove
-        the job and its log, and raise the refusal."""
+        the job and its log, and raise the refusal. A job that names files of this machine is added as ended, and not
+        created."""
         if files := files_named(job):
             running.append(PodJob(job, key, stem, "", 1))
             text = f"pods see no folder of this machine: leave {' and '.join(files)} out, or try another --on"
@@ -209,7 +218,7 @@ class Kubernetes(Place):
             raise
 
     def _delete(self, job: PodJob, report: Report) -> None:
-        """Delete a job's objects. If Kubernetes does not delete them, report the command that deletes them."""
+        """Delete a job's objects. If Kubernetes does not delete them, report the command by which the user can."""
         try:
             if job.name:
                 job.is_deleted = True
@@ -223,8 +232,8 @@ class Kubernetes(Place):
     def manifest(
         self, job: Job, order: dict[str, Any], code: tuple[bytes, list[str]], name: str, call: str, has_jobsets: bool
     ) -> list[dict[str, Any]]:
-        """Return a job's documents: the JobSet or Job, the ConfigMap with the order and the code and, for a Job of
-        several pods, the Service by which the pods find one another."""
+        """Return the documents of a job: the JobSet or Job, the ConfigMap with the order and the code and, for a Job
+        with several pods, the Service by which the pods find one another."""
         nodes = self._num_nodes(job)
         labels = {LABEL: name, CALL: call}
         metadata = {"name": name, "labels": labels}
@@ -248,7 +257,8 @@ class Kubernetes(Place):
         return [main, files, *([service] if nodes > 1 and not has_jobsets else [])]
 
     def _pod(self, job: Job, name: str, nodes: int, has_jobsets: bool) -> dict[str, Any]:
-        """Return the spec of each pod: the first container unpacks the code, the second runs torchrun."""
+        """Return the spec of a job's pods. In each pod, the first container unpacks the code, the second runs
+        torchrun."""
         first = f"{name}-nodes-0-0.{name}" if has_jobsets else f"{name}-0.{name}"
         seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
         mounts = {"order": ORDER, "work": WORK, "tmp": "/tmp", "shm": "/dev/shm"}
@@ -286,7 +296,7 @@ class Kubernetes(Place):
             "volumes": [{"name": "order", "configMap": {"name": name}}, {"name": "work", "emptyDir": {}},
                         {"name": "tmp", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
         }  # fmt: skip
-        if nodes > 1 and not has_jobsets:  # a JobSet sets this name for its pods, and makes the Service
+        if nodes > 1 and not has_jobsets:  # a JobSet makes its own Service, and sets this name for its pods
             spec["subdomain"] = name
         if selector := self.options.get("node_selector"):
             label, _, value = selector.partition("=")
@@ -294,7 +304,7 @@ class Kubernetes(Place):
         return spec
 
     def _wait(self, jobs: list[PodJob], call: str, report: Report, seconds: float) -> None:
-        """Wait until the jobs have ended; report each change in the state of their pods."""
+        """Wait at most `seconds` until the jobs have ended. Report each change in the states of their pods."""
         told, began = "", time.monotonic()
         answered = began
         while (left := [each for each in jobs if not each.is_over]) and time.monotonic() - began < seconds:

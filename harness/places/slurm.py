@@ -1,9 +1,9 @@
-"""Runs jobs on a Slurm cluster: submits all missing jobs, waits for them, and names each job's end by the state that
-Slurm gives it.
+"""Runs jobs on a Slurm cluster: submits all jobs at once, waits for them, and derives the end of each job from the
+state that Slurm gives it.
 
-On the node, launch.py runs as on this machine and writes the record into the same folder of results, which all nodes
-must see. If the ranks of a job are spread over several nodes, each node has an agent and a record; the submitter merges
-the records.
+On a node, launch.py runs as on this machine and writes the record into the same folder of results, which all nodes must
+see. If the ranks of a job are spread over several nodes, each node has an agent and a record; the submitter merges the
+records.
 """
 
 from __future__ import annotations
@@ -38,34 +38,36 @@ from harness.places.shared.slurm_node import node_stem, perform_on_node
 from harness.run.ranks import of_nodes
 
 POLL_SECONDS = 1.0
-START_SECONDS = 600.0  # seconds beyond the job's own time, for imports and a compiler
-LATE_SECONDS = 15.0  # seconds by which a network file system may show a record later than Slurm tells the job's end
+START_SECONDS = 600.0  # seconds that a job may take beyond its own time, for imports and a compiler
+# seconds to wait for the record of a job that Slurm calls completed: a network file system may show a file late
+LATE_SECONDS = 15.0
 CANCEL_SECONDS = 60.0
-OOM_KILL = "oom-kill event"  # part of slurmstepd's message
-# Options of --slurm that have another name in sbatch.
+# part of the message that slurmstepd writes when the kernel kills a process for want of memory
+OOM_KILL = "oom-kill event"
+# By option of --slurm: its name in sbatch, where the two differ.
 SBATCH_NAMES = {"gpus": "gpus_per_node", "cpus": "cpus_per_task"}
 RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of --slurm: options of sbatch, and the image of the container that srun starts."""
+    """The options of --slurm: options of sbatch, and the image of the container that srun starts. None: not given."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     partition: int | str | None = None
     account: int | str | None = None
     qos: int | str | None = None
     time: int | str | None = None
-    gpus: int | str | None = None  # for each node
-    cpus: int | None = None  # for each task
+    gpus: int | str | None = None  # GPUs of each node
+    cpus: int | None = None  # CPUs of each task; a node has one task
     nodes: PositiveInt | None = None
-    requeue: Literal["yes", "no"] | None = None  # restart a job that the cluster preempted
+    requeue: Literal["yes", "no"] | None = None  # whether Slurm restarts a job that the cluster preempted
     container_image: str | None = None
 
 
 class SlurmState(NamedTuple):
-    """A job's state as Slurm writes it: a name such as COMPLETED, FAILED or TIMEOUT, and its exit code and signal, such
-    as 0:9."""
+    """A job's state as Slurm writes it: a name such as COMPLETED, FAILED or TIMEOUT, an exit code and a signal such as
+    0:9, and the names of the nodes."""
 
     name: str = ""
     exit_code: str = ""
@@ -77,12 +79,13 @@ class SlurmState(NamedTuple):
 
 
 def is_bundle(image: str) -> bool:
-    """True if the image is the folder of an OCI bundle, which Slurm runs itself; other images need the plugin pyxis."""
+    """True if the image is the folder of an OCI bundle. Slurm itself runs a bundle; other images need the plugin
+    pyxis."""
     return (Path(image) / "config.json").is_file()
 
 
 def check_containers(image: str) -> None:
-    """Raise Unavailable if this Slurm cannot run a container of this image."""
+    """Raise Unavailable if Slurm here cannot run a container from this image."""
     if is_bundle(image):
         done = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
         found = [line.partition("=")[2].strip() for line in done.stdout.splitlines() if line.startswith("SLURM_CONF ")]
@@ -93,7 +96,8 @@ def check_containers(image: str) -> None:
 
 
 class Slurm(Place):
-    """The place --on slurm, with these options. Raises Unavailable if Slurm is missing."""
+    """The place --on slurm, with these options. Raises Unavailable if Slurm is missing, or cannot run the container
+    image."""
 
     is_parallel = True
     cli_options: ClassVar = {
@@ -116,17 +120,21 @@ class Slurm(Place):
             check_containers(self.image)
 
     def context(self) -> dict[str, str]:
-        """Return the partition's name, which replaces the submitting machine's facts in a job's key."""
+        """Return the partition, the options that choose nodes, and the image. In a job's key they replace the facts of
+        the machine that submits the job."""
         nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
         nodes |= {"image": str(self.image)} if self.image else {}
         here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
         return here | {f"slurm_{name}": value for name, value in nodes.items()}
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
-        """Run the jobs. A KeyboardInterrupt cancels the jobs, which may still finish their records, and is then raised
-        again."""
-        # A folder of this call alone: an earlier call's folder could hold the result of an earlier job of the same
-        # number.
+        """Run the jobs; return the paths of their records.
+
+        At a KeyboardInterrupt the jobs are cancelled, though they may still finish their records. Then
+        KeyboardInterrupt is raised again.
+        """
+        # Use a new folder for each call: the folder of an earlier call could hold the result of another job with the
+        # same number.
         logs = Path(tempfile.mkdtemp(prefix=".slurm-", dir=results.resolve()))
         stems = [new_stem(results.resolve(), job) for job, _ in jobs]
         ids: list[str] = []
@@ -152,7 +160,7 @@ class Slurm(Place):
         return paths
 
     def words(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
-        """Return submitit's parameters for a job: the options of sbatch, and those of srun, which starts the
+        """Return submitit's parameters for a job: options of sbatch, and options of srun, which starts the
         container."""
         seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
         found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
@@ -161,7 +169,8 @@ class Slurm(Place):
             found["additional_parameters"] = {"requeue" if requeue == "yes" else "no_requeue": True}
         found |= {"job_name": f"{job.method}-{job.workload.num_layers}", "nodes": self._num_nodes(job)}
         found |= {"srun_args": self._container(job, results, folders)}
-        if found["nodes"] > 1:  # whole nodes: otherwise two jobs could wait for each other's nodes forever
+        # reserve whole nodes: otherwise two jobs could each hold a part of the nodes that both need, and wait forever
+        if found["nodes"] > 1:
             found |= {"exclusive": True, "srun_args": ["--kill-on-bad-exit=1", *found["srun_args"]]}
         limit = memory_limit(job)
         return found | ({"mem": f"{math.ceil(limit / 2**20)}M"} if limit else {})
@@ -172,7 +181,7 @@ class Slurm(Place):
     def _container(self, job: Job, results: Path, folders: tuple[Path, ...]) -> list[str]:
         if not self.image:
             return []
-        if is_bundle(self.image):  # the bundle's own configuration tells which folders it sees
+        if is_bundle(self.image):  # the bundle's own configuration names the folders that its container sees
             return [f"--container={Path(self.image).resolve()}"]
         shown = folders_shown(job, results, folders, hashlib.sha256(self.image.encode()).hexdigest()[:12])
         mounts = ",".join(f"{here}:{there}{':ro' * is_fixed}" for here, there, is_fixed in shown)
@@ -185,7 +194,8 @@ class Slurm(Place):
         executor = SlurmExecutor(logs, python=PYTHON if self.image else None)
         executor.update_parameters(**self.words(job, results, tuple(map(Path, order["folders"]))))
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # the error's text contains sbatch's output, too
+            # hide submitit's output: the error's text contains sbatch's output anyway
+            with contextlib.redirect_stderr(io.StringIO()):
                 order = {**order, "num_nodes": self._num_nodes(job), "folder": str(logs)}
                 return str(executor.submit(perform_on_node, order).job_id)
         except (FailedJobError, subprocess.CalledProcessError, RuntimeError) as error:
@@ -195,7 +205,7 @@ class Slurm(Place):
             raise ValueError(f"Slurm refuses a job with {self.options or 'no options'}: {text}; see --slurm") from error
 
     def _wait(self, ids: list[str], report: Report, seconds: float) -> None:
-        """Wait until all jobs have ended; report each change of a job's state."""
+        """Wait at most `seconds` until all jobs have ended. Report each change of a job's state."""
         told, deadline = "", time.monotonic() + seconds
         while True:
             names = [state.name for state in states_of(ids).values()]
@@ -217,7 +227,8 @@ class Slurm(Place):
         made = [Path(f"{each}.json") for each in stems if Path(f"{each}.json").exists()]
         record = of_nodes(list(map(Record.read, made))) if made else None
         said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
-        if state.name == "FAILED" and OOM_KILL in said:  # Slurm's state of the job tells only that srun failed, not why
+        # FAILED says only that srun failed; its standard error says why
+        if state.name == "FAILED" and OOM_KILL in said:
             state = state._replace(name="OUT_OF_MEMORY")
         end = named(state, record.phase if record else ORDERED, memory_limit(job) or 0)
         place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
@@ -226,7 +237,7 @@ class Slurm(Place):
 
 
 def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
-    """Return the end of a job, named by its state under Slurm."""
+    """Return the end of a job, derived from its state under Slurm."""
     code, _, number = state.exit_code.partition(":")
     if state.name == "OUT_OF_MEMORY":
         return out_of_memory(phase, limit_bytes)
@@ -240,8 +251,11 @@ def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
 
 
 def states_of(ids: list[str]) -> dict[str, SlurmState]:
-    """Read the jobs' states from sacct, as submitit does. Without accounting Slurm has no sacct, and the states come
-    from scontrol, which forgets a job after some minutes."""
+    """Return the state of each job, by its number.
+
+    The states come from sacct, as submitit reads them. Without Slurm's accounting, sacct gives none, and they come from
+    scontrol, which forgets a job some minutes after its end.
+    """
     from submitit.slurm.slurm import SlurmInfoWatcher
 
     forgotten, told = SlurmState(), {}
@@ -252,12 +266,12 @@ def states_of(ids: list[str]) -> dict[str, SlurmState]:
         done = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
         jobs = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines()]
         told = {job["JobId"]: {**job, "State": job["JobState"]} for job in jobs if "JobId" in job}
-        if done.returncode == 0:  # scontrol fails for a job that it forgot: such a job has ended
+        if done.returncode == 0:  # if it succeeds, a job that it does not list has ended and was forgotten
             forgotten = SlurmState("FORGOTTEN")
     found = {}
     for number in ids:
         job = told.get(number)
-        # sacct writes "CANCELLED by 1000".
+        # Keep only the first word: sacct writes "CANCELLED by 1000".
         found[number] = (
             SlurmState(job["State"].split()[0], job["ExitCode"], job.get("NodeList", "")) if job else forgotten
         )

@@ -1,10 +1,11 @@
-"""Runs jobs over several nodes, on each of which torchrun runs this same call as one process.
+"""Runs jobs over several nodes. On each node, torchrun runs this same call as one process.
 
     torchrun --nnodes N --node-rank K --master-addr ADDRESS --master-port PORT --nproc-per-node 1 \\
         -m harness -m METHOD --ranks R --on torchrun
 
-The first node plans, judges and keeps the results. The other nodes connect to it; if a job has several ranks, each node
-runs some of them. Nodes send one another lines of JSON. If a node fails or is gone, the job ends on all nodes.
+The first node plans, judges and keeps the results. The other nodes connect to it. If a job has several ranks, each node
+runs some of them. Nodes send one another lines of JSON. If a job fails on one node, or a node is gone, the job ends on
+all nodes.
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order
 from harness.places.shared.torchrun_node import meet
 from harness.run.ranks import of_nodes
 
-WAIT_SECONDS = 600.0  # seconds in which all nodes must connect
-HELLO_SECONDS = 10.0  # seconds in which a connecting process must tell its node's number
+WAIT_SECONDS = 600.0  # seconds within which all nodes must connect
+HELLO_SECONDS = 10.0  # seconds within which a process that connects must send its node's number
 RETRY_SECONDS = 0.2
 NO_TORCHRUN = "no torchrun runs this call: try torchrun --nproc-per-node 1 ... -m harness, or leave --on torchrun out"
 
 
 class Torchrun(Place):
-    """The place --on torchrun: the nodes on which torchrun started this call. Raises Unavailable if torchrun did not
-    start it."""
+    """The place --on torchrun: the nodes on which torchrun started this call."""
 
     @classmethod
     def of(cls, words: dict[str, Any], device: str) -> Torchrun:
-        """Return the place on the first node. On another node, follow the first node's orders until it ends, and then
-        exit."""
+        """On the first node, return the place. On any other node, follow the first node's orders until the first node's
+        process ends, then exit.
+
+        Raises Unavailable if torchrun did not start this call, or if a node does not connect.
+        """
         if not {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():
             raise Unavailable(NO_TORCHRUN)
         nodes = meet(dict(os.environ))
@@ -65,8 +68,11 @@ class Torchrun(Place):
         return [self._launch(job, key, new_stem(results.resolve(), job), folders, report) for job, key in jobs]
 
     def _launch(self, job: Job, key: str, stem: Path, folders: tuple[Path, ...], report: Report) -> Path:
-        """Run the job. A KeyboardInterrupt ends the job on all nodes, which finish their records, and is then raised
-        again."""
+        """Run the job; return the path of its record.
+
+        At a KeyboardInterrupt the job ends on all nodes, which finish their records. Then KeyboardInterrupt is raised
+        again.
+        """
         peers = self.peers[: num_nodes(job.world_size, 1 + len(self.peers), "--nnodes") - 1]
         asked = order(job, key, stem, folders)
         os.environ["PET_NNODES"] = str(1 + len(peers))
@@ -86,8 +92,8 @@ class Torchrun(Place):
         return path
 
     def _refused(self, asked: dict[str, Any], peers: list[Peer], source: str) -> str:
-        """Give the order to the other nodes, and let all nodes begin unless one refuses the order. Return the
-        reasons of nodes that refuse; empty if none refuses."""
+        """Send the order to the other nodes. If no node refuses it, let all nodes begin. Return the reasons of the
+        nodes that refuse; empty if none refuses."""
         for peer in peers:
             peer.tell({"order": asked, "num_nodes": 1 + len(peers), "source": source})
         answers = [peer.hear().get("refused", "it is gone") for peer in peers]
@@ -98,7 +104,7 @@ class Torchrun(Place):
 
 
 class Peer:
-    """The connection to another node. If that node is gone, tell() does nothing and hear() returns {}."""
+    """The connection to another node. If the connection is lost, tell() does nothing and hear() returns {}."""
 
     def __init__(self, connection: socket.socket, host: str = "") -> None:
         self.host = host
@@ -119,8 +125,8 @@ class Peer:
 
 
 def accepted(address: str, port: int, count: int) -> list[Peer]:
-    """Wait until all other nodes have connected; return them by node number. Raises Unavailable if a node does not
-    connect."""
+    """Wait until `count` other nodes have connected; return the connections in the order of the nodes' numbers. Raises
+    Unavailable if a node has not connected after WAIT_SECONDS."""
     if not count:
         return []
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
@@ -144,7 +150,7 @@ def accepted(address: str, port: int, count: int) -> list[Peer]:
 
 
 def connected(address: str, port: int) -> Peer:
-    """Connect to the first node. Raises Unavailable if it does not listen."""
+    """Connect to the first node. Raises Unavailable if the first node does not listen within WAIT_SECONDS."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         try:
@@ -156,8 +162,8 @@ def connected(address: str, port: int) -> Peer:
 
 
 def follow(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
-    """Run this node's part of each order of the first node, with this checkout and these folders of methods, until the
-    first node ends."""
+    """Run this node's part of each order from the first node, until the first node ends. The code is this checkout's
+    and that of these folders of methods; an order is refused if the first node's code differs."""
     first.tell({"node": node, "host": socket.gethostname()})
     with tempfile.TemporaryDirectory() as results:
         while "order" in (told := first.hear()):
@@ -176,8 +182,11 @@ def follow(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
 def perform_beside(
     asked: dict[str, Any], peers: list[Peer], report: Report = lambda event: None
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Run this node's part of an order, and exchange the ends of the parts with the peers. If a peer fails or is gone,
-    this part is interrupted. Return the messages of the peers, and True if the user interrupted the run."""
+    """Run this node's part of an order, and exchange the records of the parts with the peers.
+
+    If a peer fails or is gone, this node's part is interrupted. Return the peers' messages, {} for a peer that is gone,
+    and True if the user interrupted the run.
+    """
     heard: list[dict[str, Any]] = [{} for _ in peers]
     lock, is_running, is_stopped, is_interrupted = threading.Lock(), True, False, False
 
@@ -200,7 +209,8 @@ def perform_beside(
         is_running = False
         is_interrupted = not is_stopped
     path = Path(f"{asked['stem']}.json")
-    if not path.exists():  # interrupted before the run began, as when a node is gone while another compiles
+    # interrupted before the run began, for example because a node was lost while another node compiled
+    if not path.exists():
         end = failures.of_stop(failures.End(ORDERED, stopped="interrupt"))
         write_end(Job.from_dict(asked["job"]), asked["key"], Path(asked["stem"]), end)
     record = json.loads(path.read_text())

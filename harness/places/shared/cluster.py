@@ -1,4 +1,4 @@
-"""Functions that the places on clusters share: they read a place's options, compute a job's number of nodes, name a
+"""Functions that all places on clusters use: they read a place's options, compute a job's number of nodes, describe a
 job's end, and write its record."""
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from harness.core.record import Record
 from harness.places.shared.place import place_record, write_end
 from harness.run.ranks import followed
 
-# For each status of a record, the cluster's statuses that replace it.
+# For each status in a job's own record: the statuses that replace it if the cluster reports one of them.
 BETTER_KNOWN = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}
-PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # the characters that an option's text may have
+PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # the characters that may occur in an option's text
 
 
 def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str, Any]:
-    """Read the options of a place, which are the fields of the dataclass `kind`; options that are not given are left
-    out. Raises ValueError if an option is wrong."""
+    """Return the options of a place that were given, by name. `texts`: NAME=VALUE or a YAML file each. `kind`: the
+    dataclass whose fields are the place's options.
+
+    Raises ValueError if an option is unknown or has a wrong value.
+    """
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -39,7 +42,8 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
     try:
         options = dataclasses.asdict(checked(kind, found))
         for name, value in options.items():
-            if isinstance(value, str) and not PLAIN.fullmatch(value):  # the text becomes part of a script or manifest
+            # forbid other characters, because the text becomes part of a script or manifest
+            if isinstance(value, str) and not PLAIN.fullmatch(value):
                 raise ValueError(f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}")
     except ValueError as error:
         names = ", ".join(item.name for item in dataclasses.fields(kind))
@@ -48,8 +52,8 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
 
 
 def num_nodes(world_size: int, asked: int, option: str) -> int:
-    """Return the number of nodes for a job's ranks, at most one for each rank. Raises ValueError if the ranks cannot be
-    divided evenly."""
+    """Return the number of nodes of a job: as many as asked for, but at most one for each rank. Raises ValueError if
+    the ranks cannot be divided evenly among the nodes."""
     found = min(asked, world_size)
     if world_size % found:
         raise ValueError(f"{world_size} ranks do not spread evenly over {found} nodes: try other --ranks or {option}")
@@ -57,7 +61,7 @@ def num_nodes(world_size: int, asked: int, option: str) -> int:
 
 
 def better_known(record: Record, end: Failure) -> Failure | None:
-    """Return the cluster's end of a job if it tells more than the record's own end; otherwise None."""
+    """Return the end that the cluster reports, if it says more than the end in the job's record; otherwise None."""
     better = BETTER_KNOWN.get(record.status, ())
     if record.status == "crash" and followed(record):
         better = ("interrupted", "timeout", "killed", "oom-host")
@@ -65,7 +69,8 @@ def better_known(record: Record, end: Failure) -> Failure | None:
 
 
 def out_of_memory(phase: str, limit_bytes: int) -> Failure:
-    """Return the end of a job that the cluster killed for want of memory; `limit_bytes`: 0 if the job had no limit."""
+    """Return the end of a job that the cluster killed because its memory was used up. `limit_bytes`: the job's limit; 0
+    if it had none."""
     return of_process(End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes))
 
 
@@ -78,8 +83,8 @@ def killed(phase: str, text: str) -> Failure:
 
 
 def unavailable(text: str, name: str) -> Failure:
-    """Return the end of a job that the cluster cannot run. `name`: the thing that the cluster lacks, as the class of
-    the evidence."""
+    """Return the end of a job that the cluster cannot run. `name`: what the cluster lacks, such as a node; the record's
+    evidence keeps this word."""
     return ended("unavailable", name, text)
 
 
@@ -87,12 +92,13 @@ def complete(
     job: Job, key: str, stem: Path, record: Record | None, end: Failure, said: str, place: dict[str, Any],
     evidence: dict[str, Any], seen: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """Write a job's record, and return its path. The record is `record`, merged from the nodes' records; if that is
-    None, it is a record of the job's end.
+    """Write a job's record, and return its path. `record`: the record merged from the nodes' records, or None if no
+    node wrote one; then the record states the job's `end`.
 
-    `place` tells where the job ran. The cluster's evidence is added unless the job ended well. The cluster's name of
-    the end replaces the record's if better_known() returns it. Without a nodes' record, the log gets the output `said`
-    of the job's programs, and the record gets the fields `seen`.
+    `place` tells where the job ran. `evidence` comes from the cluster, and is added unless the job ended with status
+    ok. `end` is the job's end by the cluster; it replaces the record's end if better_known() says so. `said` is the
+    output of the job's programs, and `seen` holds known fields of the record; both are used only if no node wrote a
+    record.
     """
     path = Path(f"{stem}.json")
     if record:

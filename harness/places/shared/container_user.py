@@ -1,10 +1,10 @@
-"""The user of a container, which is the caller or, if root calls, USER; and the way of USER's record into root's
-results.
+"""The user that a container runs as: the caller or, if root calls, the user USER. If root calls, USER's record reaches
+root's results by an exchange folder.
 
-If root calls, a container sees an empty exchange folder instead of the results. On the host the folder lies in
+In that case the container sees an empty exchange folder instead of the results. On the host this folder lies in
 `results/.exchange-STEM`, which only root can enter. When the container has ended, root reads the job's record and the
 output of its compilers, writes both anew into the results, and removes the exchange folder with all other files. Only
-the log lies in the results from the start: USER owns it while the job runs, so that the log can be read meanwhile.
+the log lies in the results from the start: USER owns it while the job runs, so that everybody can read it meanwhile.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from harness.core import log_lines
 from harness.core.method import Unavailable
 from harness.core.record import Record
 
-USER = 1000  # user and group of docker/Dockerfile
+USER = 1000  # id of the user and of the group that docker/Dockerfile makes
 PREFIX = ".exchange-"
-CODE = ("*.yaml", "harness/**/*", "methods/**/*")  # patterns of this checkout's files that a job reads
+CODE = ("*.yaml", "harness/**/*", "methods/**/*")  # patterns of the files in this checkout that a job reads
 MOST_NAMES = 8
 
 
 def ids() -> tuple[int, int]:
-    """Return the ids of a container's user and group."""
+    """Return the ids of the user and of the group that a container runs as."""
     return (os.getuid(), os.getgid()) if os.getuid() else (USER, USER)
 
 
 def make_writable(folder: Path) -> None:
     """Make a folder to which a container writes, if it is missing. Raises Unavailable if the container's user may not
-    write there."""
+    write to the folder."""
     if not folder.exists():
         folder.mkdir(parents=True)
         if not os.getuid():
@@ -50,7 +50,8 @@ def make_writable(folder: Path) -> None:
 
 
 def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
-    """Raise Unavailable if the container's user may not read the path, or the files in it that match these patterns."""
+    """Raise Unavailable if the container's user may not read the path, or the files below it that match these
+    patterns."""
     if os.getuid() or not path.exists():
         return
     for found in (path, *(found for pattern in patterns for found in path.glob(pattern))):
@@ -63,23 +64,25 @@ def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
 
 
 def _may(path: Path, bits: int) -> bool:
-    """True if the path's mode gives USER these permission bits. Folders above the path do not count, because the
-    container sees the path itself."""
+    """True if the path's mode gives USER these permission bits. The modes of the folders above do not matter, because
+    the container mounts the path itself."""
     status = path.stat()
     shift = 6 if status.st_uid == USER else 3 if status.st_gid == USER else 0
     return status.st_mode >> shift & bits == bits
 
 
 class Exchange:
-    """The exchange folder of one job. A lock on the log tells other calls that the job's call is alive.
+    """The exchange folder of one job. Its call locks the job's log, so that other calls know that this call is alive.
 
-    Raises Unavailable if files of the results cannot be given to USER, BlockingIOError if another call has the lock.
+    The constructor raises BlockingIOError if another call holds the lock. open() raises Unavailable if USER cannot own
+    files in the folder of results.
     """
 
     def __init__(self, stem: Path) -> None:
         self.stem, self.outer = stem, stem.with_name(f"{PREFIX}{stem.name}")
         self.folder = self.outer / "results"
-        self.refused, self.left = "", list[str]()  # why the record was not taken; names of the job's other files
+        # why the record was not taken, or ""; names of other files that the job left
+        self.refused, self.left = "", list[str]()
         self.path = Path(f"{stem}.txt")
         self.path.touch()
         self.log = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -90,7 +93,7 @@ class Exchange:
             raise
 
     def open(self) -> None:
-        """Make the exchange folder; make USER the owner of the folder and of the log."""
+        """Make the exchange folder. Make USER the owner of the folder and of the log."""
         self.outer.mkdir(0o700)
         self.folder.mkdir(0o700)
         try:
@@ -106,14 +109,15 @@ class Exchange:
         os.close(self.log)
 
     def close(self, key: str | None) -> None:
-        """Take the record with this key into the results, remove the exchange folder, and make root the owner of the
-        log again."""
+        """Take the job's record into the results, remove the exchange folder, and make root the owner of the log again.
+        `key`: the key that the record must have; None: any key."""
         try:
             if self.folder.exists():
                 self._take(key)
         finally:
-            subprocess.run(["rm", "-rf", "--", self.outer])  # rm, because the folder may be of any depth
-            # Mode first, owner second: a job may have set its log's set-uid bit.
+            subprocess.run(["rm", "-rf", "--", self.outer])  # rm can remove folders of any depth
+            # Change the mode before the owner: the job may have set the log's set-uid bit, which must not make it
+            # root's program.
             os.fchmod(self.log, 0o644 & ~_umask())
             os.fchown(self.log, os.getuid(), os.getgid())
             self.release()
@@ -141,17 +145,19 @@ class Exchange:
             text = error.strerror if isinstance(error, OSError) else error
             self.refused = f"the record that its container left was not taken: {text}"
         with os.scandir(self.folder) as entries:
-            # The engine, as root, made the mount points in this folder for the files that the container sees.
+            # Skip root's files: the engine, as root, made mount points in this folder for the files that the container
+            # sees.
             others = (each for each in entries if each.stat(follow_symlinks=False).st_uid == USER)
             others = (each for each in others if each.name not in (record, log, *builds) and each.name[0] != ".")
             self.left += [f"{each.name!a:.80}" for each in islice(others, MOST_NAMES)]
 
 
 def left(results: Path) -> Iterator[Exchange]:
-    """Yield the exchange folders that killed calls left behind. The caller closes or releases each folder."""
+    """Yield the exchange folders that killed calls left behind. The caller must close or release each of them."""
     for outer in results.glob(f"{PREFIX}*") if not os.getuid() else ():
         status = outer.lstat()
-        if status.st_uid or not stat.S_ISDIR(status.st_mode):  # not root's, so not made by this harness
+        # only root makes exchange folders, so somebody else made this one
+        if status.st_uid or not stat.S_ISDIR(status.st_mode):
             continue
         try:
             yield Exchange(outer.with_name(outer.name.removeprefix(PREFIX)))

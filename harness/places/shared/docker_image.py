@@ -18,7 +18,8 @@ from harness.core.method import Unavailable
 from harness.places.docker import Docker, default_image, engine, told
 from harness.places.shared import container_user
 
-COLOR = re.compile(r"\x1b\[\d+m")  # the engine colors the text that a step prints to standard error
+# color codes, by which the engine marks text that a step of the build printed to standard error
+COLOR = re.compile(r"\x1b\[\d+m")
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch build.")
 name_option = click.option(
     "--image", "name", metavar="NAME", help="Name of the image; default: the name that --on docker uses."
@@ -71,8 +72,8 @@ def build(device: str, name: str | None, base: str | None, wheelhouse: Path | No
 
 
 def pack(context: IO[bytes], wheelhouse: Path | None) -> None:
-    """Write the build context of `docker build -f docker/Dockerfile .`: the checkout by .dockerignore, and the
-    wheels."""
+    """Write the build context of `docker build -f docker/Dockerfile .` as a tar archive: the files of the checkout that
+    .dockerignore does not exclude, and the folder of wheels, if there is one."""
     from docker.utils.build import exclude_paths
 
     patterns = [line for line in (ROOT / ".dockerignore").read_text().split("\n") if line and line[0] != "#"]
@@ -106,7 +107,7 @@ def save(device: str, name: str | None, file: Path) -> None:
 @image.command()
 @click.argument("file", type=click.File("rb"))
 def load(file: IO[bytes]) -> None:
-    """Load what `image save` wrote."""
+    """Load an image from a file that `image save` wrote."""
     from docker.errors import APIError, ImageLoadError
 
     try:
@@ -121,7 +122,7 @@ def load(file: IO[bytes]) -> None:
 @device_option
 @name_option
 def shell(device: str, name: str | None) -> None:
-    """Open a shell in the image, with this folder of results, without network, and never as root."""
+    """Open a shell in the image. It sees this checkout's folder of results, has no network, and never runs as root."""
     place = Docker(name or default_image(device))
     if not sys.stdin.isatty():
         raise ValueError("image shell: expected a terminal as standard input, got none")
@@ -137,7 +138,7 @@ def shell(device: str, name: str | None) -> None:
 
 
 def patient() -> Any:
-    """Return the engine's client without a time limit, because the engine takes minutes to pack an image of
+    """Return the engine's client with no limit of time: the engine takes minutes to pack an image of several
     gigabytes."""
     client = engine()
     client.api.timeout = None
@@ -145,7 +146,7 @@ def patient() -> Any:
 
 
 def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Return the archive's entry of a file without the file's owner, as docker's own command does."""
+    """Return an archive's entry without the file's owner, as the command docker build does."""
     item.uid = item.gid = 0
     item.uname = item.gname = ""
     return item

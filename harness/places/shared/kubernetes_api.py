@@ -9,22 +9,24 @@ from typing import Any
 from harness.core.method import Unavailable
 from harness.places.shared.pods import MAIN, PodState, state_of
 
-ANSWER_SECONDS = 30.0  # timeout of a request
-LOG_SECONDS = (30.0, 300.0)  # timeouts of connecting to a log and of waiting for its next bytes
+ANSWER_SECONDS = 30.0  # seconds that a request may take
+LOG_SECONDS = (30.0, 300.0)  # seconds to connect to a log, and to wait for the log's next bytes
 JOBSET = ("jobset.x-k8s.io", "v1alpha2")
-LABEL, CALL = "harness/job", "harness/call"  # labels of a pod: its job, and the call that made it
+# names of a pod's labels, which hold the name of its Job and the id of the call that made it
+LABEL, CALL = "harness/job", "harness/call"
 NO_CLUSTER = "no Kubernetes answers: {}; let KUBECONFIG name one, or leave --on kubernetes out"
 
 
 class Cluster:
-    """The cluster of a kubeconfig, or the cluster in which this process runs. Raises Unavailable if there is none."""
+    """The cluster that the kubeconfig names or, without a kubeconfig, the cluster in which this process runs. Raises
+    Unavailable if there is no such cluster."""
 
     def __init__(self, namespace: str | None) -> None:
         from kubernetes import client, config
 
         found = client.Configuration()
         try:
-            file = os.environ.get("KUBECONFIG")  # the client reads it only when it is imported
+            file = os.environ.get("KUBECONFIG")  # by itself, the client reads this variable only at its import
             config.load_kube_config(file, client_configuration=found)
             context = config.list_kube_config_contexts(file)[1]["context"]
             self.namespace = namespace or context.get("namespace") or "default"
@@ -39,8 +41,8 @@ class Cluster:
         self.has_jobsets = self._has_jobsets()
 
     def ask(self, call: Any, *words: Any, **options: Any) -> Any:
-        """Return the answer to a request, as JSON. Raises Unavailable if no answer comes, ValueError if Kubernetes
-        refuses the request."""
+        """Return the answer to a request, from its JSON. Raises Unavailable if no answer comes, ValueError if
+        Kubernetes refuses the request."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -61,7 +63,7 @@ class Cluster:
         return True
 
     def create(self, documents: list[dict[str, Any]]) -> None:
-        """Create the first document, a Job or JobSet, and then the other documents, which the first one owns."""
+        """Create the first document, a Job or JobSet, and then the others, as objects that the first one owns."""
         first, *others = documents
         if first["kind"] == "JobSet":
             create = self.custom.create_namespaced_custom_object
@@ -76,8 +78,8 @@ class Cluster:
             self.ask(calls[document["kind"]], self.namespace, owned)
 
     def delete(self, name: str) -> None:
-        """Delete a Job or JobSet, and all objects that it owns; its pods get SIGTERM. A Job that is gone already is no
-        error."""
+        """Delete a Job or JobSet and all objects that it owns; its pods get SIGTERM. It is no error if the Job is
+        already gone."""
         options = {"propagation_policy": "Background"}
         try:
             if self.has_jobsets:
@@ -90,7 +92,7 @@ class Cluster:
                 raise
 
     def pods(self, call: str) -> dict[str, list[PodState]]:
-        """Return the states of all pods of a call, by the name of their Job."""
+        """Return the states of all pods that a call has made, by the name of their Job."""
         asked = self.ask(self.core.list_namespaced_pod, self.namespace, label_selector=f"{CALL}={call}")
         found: dict[str, list[PodState]] = {}
         for pod in asked["items"]:
@@ -98,7 +100,7 @@ class Cluster:
         return found
 
     def log(self, pod: str) -> Any:
-        """Return the response that streams a pod's log until its container has ended."""
+        """Return a response that streams a pod's log until the pod's main container has ended."""
         read = self.core.read_namespaced_pod_log
         return read(
             pod, self.namespace, container=MAIN, follow=True, _preload_content=False, _request_timeout=LOG_SECONDS
@@ -106,12 +108,12 @@ class Cluster:
 
 
 def is_missing(error: ValueError) -> bool:
-    """True if Kubernetes refused the request because the object does not exist."""
+    """True if Kubernetes refused the request because the requested object does not exist."""
     return getattr(error.__cause__, "status", None) == 404
 
 
 def refusal(error: Any) -> str:
-    """Return the message in Kubernetes' answer to a refused request."""
+    """Return Kubernetes' own message about a refused request."""
     try:
         return " ".join(str(json.loads(error.body)["message"]).split())
     except (TypeError, ValueError, KeyError):

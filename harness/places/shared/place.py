@@ -1,11 +1,11 @@
-"""Runs a job at another place, in a container or on a cluster's node: makes the order here, performs it there, and
+"""Runs a job at another place, such as a container or a cluster's node: makes an order here, performs it there, and
 records the job's end.
 
-The places are the files of harness/places; each holds one class of Place.
+The places are the files of harness/places; each file holds one class of Place.
 
 At the place, launch.py runs as on this machine and writes the record into the same folder. An order is plain data. The
-caller chooses the file names of record and log (their stem), so that the caller can write a record itself if the order
-left none.
+caller chooses the file names of the record and the log (their common stem). So the caller itself can write a record if
+the order left none.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from harness.devices import machine
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 
-# Environment variables that change a job's speed or the order of its sums; the place gets the caller's values.
+# Environment variables that change a job's speed or the order of its sums. An order carries their values to the place.
 FORWARDED = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", *machine.KERNEL_VARIABLES)
-KeyedJobs = list[tuple[Job, str]]  # resolved jobs, each with its key
-ORDERED = "ordered"  # phase of a job whose worker has not reported yet
+KeyedJobs = list[tuple[Job, str]]  # pairs of a resolved job and its key
+ORDERED = "ordered"  # phase of a job whose worker has not yet reported
 
 
 class Place(ABC):
-    """A place that runs jobs, other than this process's machine."""
+    """A place outside this process's machine that runs jobs."""
 
-    is_parallel: ClassVar[bool] = False  # True: launch() should get several jobs at once
-    # The options that the place adds to the command line, beside --on: decorators of click.option() by the option's
-    # name.
+    # True: the place can run several jobs at once, so launch() should get them together
+    is_parallel: ClassVar[bool] = False
+    # The options that the place adds to the command line: by name, a decorator that click.option() made.
     cli_options: ClassVar[dict[str, Callable[[Any], Any]]] = {}
 
     @classmethod
     @abstractmethod
     def of(cls, words: dict[str, Any], device: str) -> Place:
-        """Return the place for jobs on this device; `words`: the values of the call's options. Raises Unavailable if
-        the place cannot be reached."""
+        """Return the place for jobs on this device. `words`: the values of the command line's options, by name. Raises
+        Unavailable if the place cannot be reached."""
 
     @abstractmethod
     def context(self) -> dict[str, str]:
-        """Return the facts of the place on which results depend. These facts are part of a job's key, and override
-        those of machine.checked()."""
+        """Return the facts of the place on which results depend. They become part of a job's key, where they replace
+        the facts of the same names from machine.checked()."""
 
     @abstractmethod
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
-        """Run the jobs; return the paths of their records, in order."""
+        """Run the jobs; return the paths of their records, in the order of the jobs."""
 
     def draft(self, jobs: KeyedJobs, folders: tuple[Path, ...]) -> str:
-        """Return, as text, the data that launch() would submit. Raises ValueError if the place has no such text."""
+        """Return, as text, what launch() would submit. Raises ValueError if the place submits no text."""
         raise ValueError(no_draft())
 
 
@@ -69,8 +69,8 @@ REGISTRY = FileRegistry("place", harness.places, str)
 
 
 def load(name: str) -> type[Place]:
-    """Return the class of a place. Raises ValueError with one line of text if its file does not load or holds no class
-    of Place."""
+    """Return the class of the place with this name. Raises ValueError with one line of text if the place's file does
+    not load, or does not hold a class of Place."""
     file = REGISTRY.files()[name]
     found: type[Place] | None = REGISTRY.class_in(file, Place)
     if found is None:
@@ -79,7 +79,7 @@ def load(name: str) -> type[Place]:
 
 
 def loadable() -> dict[str, type[Place]]:
-    """Return the classes of all places whose files load, by name."""
+    """Return the classes of those places whose files load, by name."""
     found = {}
     for name in REGISTRY.files():
         with contextlib.suppress(ValueError):
@@ -88,7 +88,7 @@ def loadable() -> dict[str, type[Place]]:
 
 
 def drafting() -> str:
-    """Return the names of the places that have a draft(), joined by "or"."""
+    """Return the names of the places that define draft(), joined by "or"."""
     return " or ".join(name for name, found in loadable().items() if found.draft is not Place.draft)
 
 
@@ -97,15 +97,15 @@ def no_draft() -> str:
 
 
 def order(job: Job, key: str, stem: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """Return an order for perform()."""
-    # LD_PRELOAD names a library of this machine, which the other machine may lack.
+    """Return the order for a job, as plain data that perform() takes."""
+    # Leave out LD_PRELOAD: it names a library of this machine that the place may lack.
     environment = {name: os.environ[name] for name in FORWARDED if name in os.environ and name != "LD_PRELOAD"}
     where = {"stem": str(stem), "folders": list(map(str, folders))}
     return {"job": job.to_dict(), "key": key, **where, "environment": environment}
 
 
 def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
-    """Run an order at the place: compile what is missing, run the job, write its record."""
+    """Perform an order at the place: compile what the job still needs, run the job, write its record."""
     job, stem, folders = Job.from_dict(order["job"]), Path(order["stem"]), tuple(map(Path, order["folders"]))
     os.environ.update(order["environment"])
     if job.device not in machine.devices():
@@ -117,8 +117,8 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
 
 
 def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[str, Any] | None = None) -> Path:
-    """Write the record, and the log's closing line, of an order that left no record. `seen`: the known fields of the
-    record."""
+    """Write the record of a job that left none, and the closing line of its log. `seen`: fields of the record that are
+    known. Return the record's path."""
     path = Path(f"{stem}.json")
     fields = {"phase": ORDERED, "started": time.time(), "clock": job.device, **(seen or {})}
     record = Record(job, key, **end.changes({}), **fields)
@@ -129,10 +129,11 @@ def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[
 
 
 def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], end: failures.Failure | None) -> Path:
-    """Add to a record the place, the place's evidence of the job's end and, unless `end` is None, the end as the place
-    names it."""
+    """Add to a job's record the facts of the place, and the place's evidence of the job's end. `end`: the end that
+    replaces the record's end; None: the record's end stays. Return the path."""
     record = Record.read(path)
-    software = {**record.software, "commit": machine.software()["commit"]}  # the place runs this checkout's source code
+    # the place runs the source code of this checkout
+    software = {**record.software, "commit": machine.software()["commit"]}
     changes: dict[str, Any] = end.changes(record.evidence) if end else {"evidence": record.evidence}
     changes |= {"machine": {**record.machine, **place}, "evidence": {**changes["evidence"], **evidence}}
     dataclasses.replace(record, software=software, **changes).write(path)
@@ -140,10 +141,10 @@ def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], en
 
 
 def main() -> None:
-    """Entry point at the place.
+    """Perform an order; this is the program that runs at the place.
 
     The order comes on standard input, which stays open. If standard input closes, the calling process is gone, and the
-    run ends as interrupted. Events go to standard output, one JSON object a line.
+    run ends as interrupted. Events go to standard output, each as one line of JSON.
     """
     order = json.loads(sys.stdin.readline())
     when_closed(0, interrupt_here)

@@ -1,6 +1,6 @@
-"""A job's pods on Kubernetes: the pods' states, the events and records in their logs, and the job's end.
+"""A job's pods on Kubernetes: reads their states, and the events and records in their logs, and derives the job's end.
 
-A log has the JSON lines that harness/places/shared/torchrun_node.py prints, and the lines that other programs print.
+A pod's log holds the JSON lines that harness/places/shared/torchrun_node.py prints, mixed with lines of other programs.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from harness.places.shared.place import ORDERED, Report
 from harness.run.launch import Events
 from harness.run.ranks import of_nodes
 
-INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of a pod: its node's number
-MAIN = "job"  # the container that trains
+INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of a pod that holds the number of its node
+MAIN = "job"  # name of the container that trains
 SAID_LENGTH = 4096
-POD_SECONDS = 60.0  # seconds in which a cluster makes a pod, even if no node has room for the pod
-# Kubernetes' reasons for a container that will never start: a wrong image, or a program that the image lacks.
+POD_SECONDS = 60.0  # seconds within which a cluster makes a pod, even if no node has room for it
+# Kubernetes' reasons why a container will never start, such as a wrong image, or a program that the image lacks.
 NEVER_STARTS = ("InvalidImageName", "ErrImageNeverPull", "ImagePullBackOff", "CreateContainerConfigError",
                 "ContainerCannotRun", "StartError")  # fmt: skip
 UNPLACED = ("Unschedulable", "SchedulingGated")
 
 
 class PodState(NamedTuple):
-    """What Kubernetes says of a pod. If something went wrong, reason, message and exit code describe it."""
+    """The state of a pod, as Kubernetes reports it. If the pod failed or cannot start, reason, message and exit code
+    say why."""
 
     name: str
-    number: int  # the node's number
-    phase: str  # Pending, Running, Succeeded, Failed
+    number: int  # number of the pod's node in the job, from 0
+    phase: str  # Pending, Running, Succeeded or Failed
     node: str = ""
     reason: str = ""
     message: str = ""
@@ -52,7 +53,7 @@ class PodState(NamedTuple):
 
 
 def state_of(pod: dict[str, Any]) -> PodState:
-    """Return the state of a pod from Kubernetes' JSON."""
+    """Return a pod's state, read from Kubernetes' JSON."""
     metadata, status = pod["metadata"], pod.get("status", {})
     containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
     states = [(each["name"], each.get("state", {})) for each in containers]
@@ -71,7 +72,7 @@ def state_of(pod: dict[str, Any]) -> PodState:
 
 
 def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures.Failure:
-    """Return the end of a job, named by the state of the pod that ended it."""
+    """Return the end of a job, derived from the state of the pod that ended it."""
     told = ": ".join(filter(None, (state.reason, " ".join(state.message.split()))))
     if state.reason == "OOMKilled":
         return out_of_memory(phase, limit_bytes)
@@ -89,8 +90,8 @@ def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures
 
 
 class PodLog:
-    """The log of a pod. A thread reads its lines; if the thread's connection breaks, another thread continues after the
-    last line read."""
+    """The log of a pod, read by a thread. If the thread's connection breaks, follow() starts another thread, which
+    continues after the last line that was read."""
 
     def __init__(self, open_log: Callable[[], Any]) -> None:
         self.open_log = open_log
@@ -103,8 +104,8 @@ class PodLog:
         return self.thread is not None and self.thread.is_alive()
 
     def follow(self, has_ended: bool) -> None:
-        """Start a thread that reads, if none does. `has_ended`: True if the pod writes no more, so that a log read to
-        its end is complete."""
+        """Start a thread that reads the log, unless one is reading or the log is complete. `has_ended`: True if the pod
+        writes no more, so that the log is complete once it is read to its end."""
         if not self.is_reading and not self.is_whole:
             self.thread = threading.Thread(target=self._read, args=(has_ended,), daemon=True)
             self.thread.start()
@@ -129,10 +130,10 @@ class PodLog:
 
 
 class PodJob:
-    """A job on the cluster: its pods, the data from their logs, and its end. `end`: a failure that is known before any
-    pod has ended.
+    """A job on the cluster: its pods, the data from their logs, and its end.
 
-    `name`: the name of the job's objects in Kubernetes, "" if there are none.
+    `name`: the name of the job's objects in Kubernetes, "" if there are none. `end`: a failure that is known while the
+    pods have not ended; None: no such failure.
     """
 
     def __init__(self, job: Job, key: str, stem: Path, name: str, num_nodes: int) -> None:
@@ -142,16 +143,17 @@ class PodJob:
         self.gone: set[str] = set()
         self.logs: dict[str, PodLog] = {}
         self.records: dict[int, Record] = {}
-        self.said: dict[int, str] = {}  # by node: the pod's output other than events
+        self.said: dict[int, str] = {}  # by node: the last output of the pod that is not an event
         self.end: failures.Failure | None = None
         self.is_deleted = False
         self.began = time.monotonic()
         builds = [log_lines.BUILD_LOG.format(each) for each in (job.method, "sim")]
-        self.texts = (f"{stem.name}.txt", *builds)  # names of the files to which the first pod's texts are written
+        # names of the files into which the texts from the first node's log are written
+        self.texts = (f"{stem.name}.txt", *builds)
 
     def take(self, pods: list[PodState], open_log: Callable[[str], Any], image: str, wait: float) -> None:
-        """Take the states of the job's pods, and read the pods' logs. Set `end` if the job cannot start. `wait`: the
-        seconds for which the job may wait for nodes."""
+        """Take the states of the job's pods, and the new lines of their logs. Set `end` if the job cannot start.
+        `wait`: seconds for which the job may wait for nodes."""
         self.gone |= self.pods.keys() - {pod.name for pod in pods}
         self.pods |= {pod.name: pod for pod in pods}
         for pod in pods:
@@ -171,14 +173,15 @@ class PodJob:
             self.end = unavailable(text, "node")
 
     def report_to(self, report: Report) -> None:
-        """Pass the events of the first node to `report`."""
+        """From now on, pass the events of the first node to `report`."""
         self.events.report = report
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended and no more data can come: its end is known, or its pods have ended or are gone and
-        all their logs were read."""
-        has_failed = self.gone or any(pod.phase == "Failed" for pod in self.pods.values())  # no further pod will come
+        """True if the job has ended and no more data can come: either `end` is set, or all its pods have ended or are
+        gone, and their logs are read to the end."""
+        # after a failure, Kubernetes makes no further pod
+        has_failed = self.gone or any(pod.phase == "Failed" for pod in self.pods.values())
         are_all = bool(self.pods) and (len(self.pods) >= self.num_nodes or bool(has_failed))
         return self.end is not None or ((are_all or self.is_deleted) and all(map(self._is_read, self.pods.values())))
 
@@ -189,7 +192,7 @@ class PodJob:
         return pod.has_ended and log.lines.empty() and (log.is_whole or not pod.has_log)
 
     def _hear(self, node: int, line: bytes) -> None:
-        """Take a line of a node's log: an event, or a program's output."""
+        """Take one line of a node's log, which is an event or another program's output."""
         try:
             event = json.loads(line)
             kind = event["event"]
@@ -216,7 +219,7 @@ class PodJob:
             self.end = failures.ended("crash", "record", text)
 
     def complete(self, is_interrupted: bool, image: str) -> Path:
-        """Write the job's record, from its nodes' records and from Kubernetes' states of its pods; return the path."""
+        """Write the job's record, from the nodes' records and the states of the pods; return its path."""
         end = self.end or self._end(is_interrupted, image)
         record = of_nodes([self.records[node] for node in sorted(self.records)]) if self.records else None
         said = "".join(self.said[node] for node in sorted(self.said))
@@ -226,8 +229,8 @@ class PodJob:
         return complete(self.job, self.key, self.stem, record, end, said, place, evidence, self.events.fields())
 
     def _end(self, is_interrupted: bool, image: str) -> failures.Failure:
-        """Return the job's end, named by the failed pod that comes first: a pod without a record, then one with a
-        reason, then the lowest node."""
+        """Return the job's end, derived from one of the pods that did not succeed. A pod without a record is preferred,
+        then a pod with a reason, then the pod of the lowest node."""
         if is_interrupted:
             return failures.of_stop(failures.End(self.events.phase, stopped="interrupt"))
         failed = [pod for pod in self.pods.values() if pod.phase != "Succeeded"]

@@ -1,7 +1,7 @@
-"""A node's part of a job under Slurm: meets the other nodes, if there are any, and runs this node's ranks.
+"""A node's part of a job under Slurm. It meets the other nodes, if the job has any, and runs this node's ranks.
 
-Each node has an agent (harness/run/ranks.py) and a record. The first node's record is the job's; the other nodes'
-records lie in the folder of the call until the submitter has read them.
+Each node has an agent (harness/run/ranks.py) and a record. The first node's record becomes the job's. The records of
+the other nodes stay in the call's own folder until the submitter has read them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from harness.places.shared.place import perform
 
 
 def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
-    """Run perform() on this node; Slurm's SIGTERM lets the worker finish its record. Raises RuntimeError if this node
-    is one of several and failed: srun then ends the other nodes."""
+    """Run perform() on this node; return the stem of the node's record. At Slurm's SIGTERM the worker may still finish
+    its record.
+
+    Raises RuntimeError if the job has several nodes and failed on this node: srun then ends the job on the other nodes.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine.facts.cache_clear()
     if order["num_nodes"] > 1:
@@ -31,16 +34,17 @@ def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def node_stem(folder: Path, stem: Path, index: int) -> Path:
-    """Return the stem of the record of a node other than the first."""
+    """Return the stem of the record of node `index`, which is not the first node. `folder`: the call's own folder."""
     return folder / f"{stem.name}-node{index}"
 
 
 def _meet(order: dict[str, Any]) -> Path:
-    """Set torchrun's variables, by which the agents of all nodes meet; return the stem of this node's record."""
+    """Set torchrun's environment variables, by which the agents of all nodes meet. Return the stem of this node's
+    record."""
     from submitit.helpers import TorchDistributedEnvironment
 
-    nodes = TorchDistributedEnvironment()  # each node has one task, so a task's rank is the node's
-    # srun runs on the first node, and tells the address at which the others reach it.
+    nodes = TorchDistributedEnvironment()  # each node has one task, so the rank of the task is the number of the node
+    # srun runs on the first node; this variable holds the address at which other nodes reach srun's node.
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or nodes.master_addr
     os.environ |= {
         "PET_NNODES": str(nodes.world_size), "PET_NODE_RANK": str(nodes.rank),

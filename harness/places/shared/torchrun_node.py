@@ -1,11 +1,11 @@
-"""A node's part of a job under torchrun, which starts one process of this module on each node; the process runs the
+"""A node's part of a job under torchrun. On each node, torchrun starts one process of this module, which runs the
 node's ranks.
 
     torchrun ... --nproc-per-node 1 -m harness.places.shared.torchrun_node ORDER
 
 ORDER is a file with an order of place.py, whose paths are relative to the working folder. The agents of the nodes
-(harness/run/ranks.py) meet by torchrun's variables. Standard output carries one JSON object a line: the run's events,
-the text that is written to its logs (`text`), and at the end this node's record (`record`).
+(harness/run/ranks.py) meet by torchrun's environment variables. Standard output carries one JSON object a line: the
+run's events, the text that is written to the run's logs (`text`), and at the end this node's record (`record`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 from harness.places.shared.place import perform
 
 RELAY_SECONDS = 0.5
-PORT = "HARNESS_RANKS_PORT"  # the port of rank 0's agent; torchrun's own store has MASTER_PORT
-# Environment variables that describe torchrun's own processes; a job of one process must not see them.
+PORT = "HARNESS_RANKS_PORT"  # names the port of rank 0's agent; torchrun's own store listens at MASTER_PORT
+# Environment variables that describe torchrun's own processes. A job that has one process must not see them.
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR",
                "MASTER_PORT")  # fmt: skip
 PREFIXES = ("ROLE_", "TORCHELASTIC_")
 
 
 class Teller:
-    """Writes lines to standard output; two threads may use it."""
+    """Writes events to standard output as lines of JSON. Two threads may use one Teller."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -40,7 +40,7 @@ class Teller:
 
 
 def relay(folder: Path, tell: Teller, is_over: threading.Event) -> None:
-    """Send each whole line that is written into the logs of a folder to `tell`, until `is_over` is set."""
+    """Until `is_over` is set, pass the text that is appended to the logs of a folder to `tell`, in whole lines."""
     told: dict[str, int] = {}
     is_last = False
     while not is_last:
@@ -57,7 +57,8 @@ def relay(folder: Path, tell: Teller, is_over: threading.Event) -> None:
 
 def meet(environment: dict[str, str]) -> dict[str, str]:
     """Return the environment with the variables by which this project's agents find the nodes, and without the
-    variables that describe torchrun's own processes."""
+    variables that describe torchrun's own processes. Raises ValueError if torchrun started several processes on a
+    node."""
     if environment["LOCAL_WORLD_SIZE"] != "1":
         raise ValueError(f"expected one process per node, got {environment['LOCAL_WORLD_SIZE']}; try"
                          " --nproc-per-node 1, and --ranks for the number of ranks")  # fmt: skip
@@ -71,7 +72,8 @@ def meet(environment: dict[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Entry point on the node. SIGTERM lets the run finish its record; exit code 1 ends the other nodes."""
+    """Run an order on this node. At SIGTERM the run may still finish its record. Exit code 1 makes torchrun end the job
+    on the other nodes."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     order = json.loads(Path(sys.argv[1]).read_text())
     nodes = meet(dict(os.environ))
