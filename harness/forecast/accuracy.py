@@ -1,4 +1,4 @@
-"""Compares step times predicted from a machine's rates with the step times measured in its records."""
+"""Compares the step times that are predicted from a machine's rates with the step times that its records measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from harness.forecast.step import predicted
 
 
 class Accuracy(NamedTuple):
-    """Measured step seconds divided by predicted ones, minus 1: the median and the worst over `num_runs` runs."""
+    """The error of a method's predictions: measured step seconds divided by predicted ones, minus 1. Of `num_runs`
+    runs, the median error and the error of largest size."""
 
     num_runs: int
     median: float
@@ -27,17 +28,19 @@ class Accuracy(NamedTuple):
 
 
 class Error(NamedTuple):
-    """How far a forecast may be off: the largest error of the forecasts that were compared with a measurement."""
+    """The error that a forecast may have: the largest error of forecasts that were compared with measurements. `text`
+    says which runs were compared."""
 
     worst: float  # measured seconds divided by predicted ones, minus 1
     text: str
 
 
 def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...] = ()) -> Error:
-    """Return the error of a method's forecasts for a machine, from the first of these that exists: the method's runs on
-    that machine, other methods' runs there, the method's runs elsewhere, other methods' runs elsewhere.
+    """Return the error that a method's forecast for a machine may have.
 
-    `there`: the accuracy of each method with runs on that machine.
+    It is taken from the first of these that exist: the method's runs on that machine, other methods' runs there, the
+    method's runs elsewhere, other methods' runs elsewhere. `there`: by method, the accuracy of its runs on that
+    machine.
     """
 
     def told(worst: float) -> str:
@@ -56,8 +59,9 @@ def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...]
 
 
 def rates_of(record: Record) -> Rates | None:
-    """Return the rates of a record's machine, or None if they are not known. The rates of this machine come from its
-    calibration; those of another machine, or of the published one for imported logs, come from machines.yaml."""
+    """Return the rates of the machine that made a record; None if they are not known. This machine's rates come from
+    its calibration. Another machine's come from machines.yaml, as those of the published machine do, which made the
+    imported logs."""
     workload = record.job.workload
     if is_here(record):
         return machine.rates(record.job.device, workload)
@@ -73,16 +77,16 @@ def is_here(record: Record) -> bool:
 
 
 def entry_of(record: Record) -> str | None:
-    """Return the name in machines.yaml of a record's machine: for imported logs the published machine, else the machine
-    with the record's GPU; None if no entry has that GPU."""
+    """Return the name in machines.yaml of the machine that made a record: for an imported log the published machine,
+    else the machine with the record's GPU. None if no entry has that GPU."""
     if record.origin == "imported":
         return named_machines.PUBLISHED
     return named_machines.of_gpu(str(record.machine.get("gpu") or ""))
 
 
 def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None:
-    """Return the predicted step time of a run. None if the run did not train, if its machine's rates are not known, or
-    if its method or an option no longer exists."""
+    """Return the predicted step time of a run. None if the run has no throughput, if its machine's rates are not known,
+    or if its method or one of its options no longer exists."""
     rates, job = rates_of(record) if record.samples_per_second else None, record.job
     if rates is None:
         return None
@@ -90,12 +94,13 @@ def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None
         trained = method.create(job.method, job.options, folders).as_timed(job, record.grad_norms)
         room = dataclasses.replace(job.budget.share(job.world_size).room, rates=rates)
         return predicted(trained, job.workload, trained.plan(job.workload, room), rates, job.world_size)
-    except ValueError:  # the method or an option no longer exists
+    except ValueError:  # the method or one of its options no longer exists
         return None
 
 
 def accuracy(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[str, Accuracy]:
-    """Return the accuracy of each method's predictions, over the runs that trained on one device."""
+    """Return the accuracy of each method's predictions, over its runs that trained on one device. A method without such
+    runs is left out."""
     ratios: dict[str, list[float]] = {}
     for record in (each for each in records if each.job.world_size == 1):
         foretold, measured = of_record(record, folders), record.median_step_seconds
@@ -111,8 +116,8 @@ def has_disk(record: Record) -> bool:
 def measured_for(
     records: Iterable[Record], name: str, workload: Workload, gpu: str | None, on_disk: bool
 ) -> list[float]:
-    """Return the step seconds of the runs that trained this workload by this method, on the GPU of this name or,
-    without a name, on this machine. `on_disk`: True for runs with states on a disk, False for runs without."""
+    """Return the step seconds of the runs that trained this workload by the method `name`. `gpu`: the name of the runs'
+    GPU; None: runs on this machine. `on_disk`: True for runs with states on a disk, False for runs without."""
 
     def is_there(record: Record) -> bool:
         return is_here(record) if gpu is None else plain(gpu) in plain(str(record.machine.get("gpu") or ""))

@@ -1,7 +1,7 @@
 """Answers which method should train on a GPU, with which settings, and which changes would make training faster.
 
-The answer is the fastest plan of any method that trains like the reference. Plans are arithmetic: nothing is allocated,
-torch is not imported. Measured times stand beside the predicted ones.
+The answer is the fastest plan of all methods that train like the reference. Plans are arithmetic: nothing is allocated,
+torch is not imported. The answer shows measured times beside the predicted ones.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from harness.forecast.step import predicted
 from harness.forecast.training_place import TrainingPlace, named_place, this_place
 
 DISK = tempfile.gettempdir()
-WORTH = 1.1  # a change helps only if it gives more than this many times the tokens per second
+WORTH = 1.1  # a change helps if it gives more than this many times the tokens per second
 MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
-# The search for a sequence length halves the model's own until a token takes at most LONGER times the arithmetic of a
-# token in a sequence of SHORT_SEQ tokens.
+# If the sequence length may be chosen, it is first halved until the arithmetic of one token is at most LONGER times
+# that of a token in a sequence of SHORT_SEQ tokens.
 SHORT_SEQ, LONGER = 1024, 1.1
 SEARCHED = frozenset({"batch_size", "micro_batches", "seq_len"})
 
 
 class Remedy(NamedTuple):
-    """A change of machine or workload, such as more host memory. `method`: the fastest method after the change; None if
-    the change would not help. `times`: the speed after the change divided by the speed now; None if nothing fits
-    now."""
+    """A change of machine or workload that was tried, such as more host memory.
+
+    `method`: the fastest method after the change; None if the change does not help. `times`: the speed after the change
+    divided by the speed now; None if nothing fits now.
+    """
 
     change: str
     method: str | None = None
@@ -48,9 +50,12 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer to an Advice. `rows`: a row for each method, and a second one if the method can use a disk; the chosen
-    row is first. `chosen`: of the rows nearly as fast as the fastest (NEAR), the one with the smallest batch; None if
-    no method fits, or if no speed is known."""
+    """The answer to an Advice.
+
+    `rows`: a row for each method, and another for its plan with a disk, if it can use one; the chosen row is first.
+    `chosen`: of the rows nearly as fast as the fastest (NEAR), the one with the smallest batch; None if no method fits,
+    or if no speed is known.
+    """
 
     workload: Workload
     rows: list[dict[str, Any]]
@@ -58,16 +63,17 @@ class Decision:
 
     @property
     def is_unknown(self) -> bool:
-        """True if methods fit, but no speed is known."""
+        """True if a method fits, but no speed is known, so that no row could be chosen."""
         return self.chosen is None and any(is_usable(row) and row["fits"] for row in self.rows)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A question: how to train a workload at a place; decision() returns the answer.
+    """A question: how to train a workload at a place. decision() returns the answer.
 
-    `tokens`: the length of the whole training, for its hours. `searched`: the fields of SEARCHED whose values the
-    answer may choose. `options`: values of method options; each goes to the methods that have the option.
+    `tokens`: number of tokens of the whole training, for its duration in hours; None: no duration is given. `searched`:
+    those of the fields SEARCHED whose values the answer may choose. `options`: values of method options; each is used
+    by the methods that have the option.
     """
 
     place: TrainingPlace
@@ -79,8 +85,8 @@ class Advice:
     options: dict[str, Any] = field(default_factory=dict)
 
     def decision(self, names: list[str]) -> Decision:
-        """Return the decision. A sequence length that may be chosen is halved as long as no method is chosen, or as
-        long as each halving makes training more than WORTH times as fast."""
+        """Return the decision between the methods `names`. If the sequence length may be chosen, halve it while no
+        method is chosen, or while each halving makes training more than WORTH times as fast."""
         load, halves = self.workload, "seq_len" in self.searched
         load = self._affordable(load) if halves else load
         made = self._decide(names, load)
@@ -92,7 +98,8 @@ class Advice:
         return made
 
     def _affordable(self, load: Workload) -> Workload:
-        """Halve the sequence length until a token takes at most LONGER times its arithmetic at SHORT_SEQ tokens."""
+        """Return the workload with its sequence length halved until the arithmetic of one token is at most LONGER times
+        that of a token in a sequence of SHORT_SEQ tokens."""
 
         def cost(tokens: int) -> float:
             return replace(load, seq_len=tokens).flops_per_step / tokens
@@ -126,7 +133,8 @@ class Advice:
         return Decision(workload, [row | {"reason": _reason(row, chosen)} for row in rows], chosen)
 
     def _rows(self, name: str, workload: Workload) -> Iterator[dict[str, Any]]:
-        """Yield a method's row and, for a method that can keep states on a disk, the row of a plan that does so."""
+        """Yield the row of a method and, if the method can keep states on a disk, the row of a plan with states on
+        it."""
         known = method.option_names(method.load(name, self.folders))
         asked = {option: value for option, value in self.options.items() if option in known}
         yield (row := self._row(name, workload, asked))
@@ -155,14 +163,14 @@ class Advice:
         }  # fmt: skip
 
     def _missing(self, name: str) -> str | None:
-        """Return what the method still needs to run on this machine, and how to get it; None if it needs nothing, or if
-        the place is another machine."""
+        """Return, as text, what the method lacks to run on this machine, and how to get it. None if it lacks nothing,
+        or if the place is another machine."""
         return method.create(name, {}, self.folders).missing(self.place.device) if self.place.name is None else None
 
     def _fastest(
         self, name: str, place: TrainingPlace, workload: Workload, options: dict[str, Any], least: int = 1
     ) -> Try:  # fmt: skip
-        """Return the fastest try of a method. `least`: the batch with which the search begins."""
+        """Return the fastest Try of a method. `least`: the batch with which the search begins."""
         trained = method.create(name, options, self.folders)
         searched = self.searched if trained.accumulates else self.searched - {"micro_batches"}
         return best(partial(self._try, trained, place, options), workload, searched, least)
@@ -186,14 +194,14 @@ class Advice:
         return dict(zip(names, (seconds, found.step.binds, speed, hours, mfu), strict=True))
 
     def remedies(self, made: Decision) -> Iterator[Remedy]:
-        """Yield a remedy for each change that is tried, helpful or not."""
+        """Yield a Remedy for each change that is tried, whether it helps or not."""
         able = [row for row in made.rows if is_usable(row)]
         place, load = self.place, made.workload
         host = place.room_for(load).host_bytes or 0
         most = MORE_HOST_GIB[-1]
         helps = partial(self._remedy, made.chosen, able)
         found = helps(f"+{most} GiB of host memory", place.with_host(host + most * GIB), load)
-        if found.method:  # find the smallest addition that helps
+        if found.method:  # host memory helps: find the smallest addition that does
             more = (
                 helps(f"+{size} GiB of host memory", place.with_host(host + size * GIB), load) for size in MORE_HOST_GIB
             )
@@ -209,8 +217,8 @@ class Advice:
             yield helps(f"--seq {load.seq_len // 2}", place, replace(load, seq_len=load.seq_len // 2))
 
     def _first_gpu(self, rows: list[dict[str, Any]], load: Workload) -> Remedy:
-        """Return the remedy of another GPU on the same host: of the listed GPUs with more memory than this one, the one
-        of least memory on which a method fits."""
+        """Return the remedy of another GPU in the same host. Of the GPUs in machines.yaml that have more memory than
+        this one, it is the one with the least memory on which a method fits."""
         asked = Budget(host_bytes=self.place.room_for(load).host_bytes, disk_bytes=self.place.asked.disk_bytes)
         sizes = {name: named_machines.load(name).room.device_bytes or 0 for name in named_machines.names()}
         here = self.place.room_for(load).device_bytes or 0
@@ -230,8 +238,8 @@ class Advice:
         self, chosen: dict[str, Any] | None, rows: list[dict[str, Any]], change: str, place: TrainingPlace,
         workload: Workload, options: dict[str, Any] | None = None,
     ) -> Remedy:  # fmt: skip
-        """Return the remedy of a change, with the fastest method of these rows after the change if the change helps.
-        The search for a batch begins at each row's own batch."""
+        """Return the remedy of a change. If the change helps, the remedy has the fastest method of these rows after the
+        change. For each row, the search for a batch begins at the row's own batch."""
         found: list[tuple[dict[str, Any], Try]] = []
         for row in rows:
             least = row["batch_size"] * workload.seq_len // row["seq_len"] if row["fits"] else 1
@@ -252,8 +260,8 @@ class Advice:
 
 
 def of_records(records: Sequence[Record]) -> Advice | None:
-    """Return the advice on the machine of these records, for the most common workload and budgets of the runs that
-    trained. None if no run trained, or if the machine is neither this one nor in machines.yaml."""
+    """Return a question about the machine of these records, for the workload and budget that most of its runs trained
+    with. None if no run trained, or if the machine is neither this one nor in machines.yaml."""
     trained = [record for record in records if record.samples_per_second and record.job.world_size == 1]
     if not trained:
         return None
@@ -268,7 +276,8 @@ def of_records(records: Sequence[Record]) -> Advice | None:
 
 
 def is_usable(row: dict[str, Any]) -> bool:
-    """True if the method trains this workload like the reference, and is not known to lack anything at the place."""
+    """True if the row's method trains this workload like the reference, and nothing is known that it lacks at the
+    place."""
     return "error" not in row and row["is_exact"] and not row["missing"]
 
 
@@ -287,13 +296,13 @@ def fits_text(row: dict[str, Any]) -> str:
 
 
 def off_text(row: dict[str, Any]) -> str:
-    """Format the errors of predictions of this row's method; empty if no run measured them."""
+    """Return, as text, the errors of predictions for this row's method; empty if no run measured them."""
     found = row["accuracy"]
     return f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({found['num_runs']} runs)" if found else ""
 
 
 def _reason(row: dict[str, Any], chosen: dict[str, Any] | None) -> str:
-    """Return a text on why a row was not chosen; `taken` for the chosen row."""
+    """Return, as text, why a row was not chosen; `taken` for the chosen row; `fits` if no row was chosen."""
     if "error" in row:
         return row["error"]
     if row["missing"] or not row["fits"]:

@@ -1,5 +1,5 @@
-"""Finds the batch and the number of micro-batches with which a method trains most tokens per second in given memories
-(a Room). It compares plans; nothing runs."""
+"""Finds the settings with which a method trains most tokens per second in given memories (a Room): the batch, and the
+number of micro-batches. It compares plans; nothing runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import Forecast, compute_seconds
 
-MOST_TOKENS = 2**18  # most tokens of a step, if the batch may be chosen
-NEAR = 0.97  # the smallest batch with at least this share of the highest speed is taken
-MORE = 1.02  # the number of micro-batches is doubled if that is more than this many times as fast
-WITHOUT_RATES = (4, 2, 1)  # batches to try, if no speed can be predicted
+MOST_TOKENS = 2**18  # most tokens of a step if the batch may be chosen
+NEAR = 0.97  # of the batches with at least this share of the highest speed, the smallest is chosen
+MORE = 1.02  # the number of micro-batches is doubled if this makes the step more than so many times as fast
+WITHOUT_RATES = (4, 2, 1)  # batches to try if no speed can be predicted
 
 
 class Try(NamedTuple):
-    """A plan, and the predicted time of its step, which is None if the machine's rates are not known."""
+    """A plan, and the predicted time of its step (`step`); None if the machine's rates are not known."""
 
     workload: Workload
     options: dict[str, Any]  # the options that the caller gave
@@ -36,18 +36,18 @@ class Try(NamedTuple):
 
     @property
     def of_bound(self) -> float:
-        """Return the device's seconds of arithmetic divided by the step's seconds: 1 if arithmetic is the only limit, 0
-        if unknown."""
+        """Return the seconds of the step's arithmetic on the device, divided by the step's seconds. It is 1 if
+        arithmetic alone limits the speed, and 0 if the rates are not known."""
         rates, num_ranks = self.room.rates, self.options.get("world_size", 1)
         return sum(compute_seconds(self.workload, rates)) / num_ranks / self.step.seconds if self.step and rates else 0
 
 
 def best(attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str], least: int = 1) -> Try:
-    """Return the try with the smallest batch among those nearly as fast as the fastest (NEAR), or, if none fits, the
-    try with the smallest batch of all.
+    """Return the best Try: of those nearly as fast as the fastest (NEAR), the one with the smallest batch. If no batch
+    fits, return the Try with the smallest batch.
 
-    `attempt`: plans a workload. `searched`: has batch_size and micro_batches if these may be chosen. `least`: the batch
-    to begin with.
+    `attempt`: function that plans a workload. `searched`: contains batch_size and micro_batches if these may be chosen.
+    `least`: the first batch to try.
     """
     if "batch_size" not in searched:
         return _in_parts(attempt, workload, searched)
@@ -59,14 +59,15 @@ def best(attempt: Callable[[Workload], Try], workload: Workload, searched: froze
     while not now.lacks and now.of_bound < NEAR and 2 * now.workload.batch_size * workload.seq_len <= MOST_TOKENS:
         size, parts = 2 * now.workload.batch_size, now.workload.micro_batches
         now = _in_parts(attempt, replace(workload, batch_size=size, micro_batches=parts), searched)
-        if now.lacks and size > 2:  # one and a half times the last batch may fit
+        # this batch does not fit, but three quarters of it may: one and a half times the last batch
+        if now.lacks and size > 2:
             now = _in_parts(attempt, replace(workload, batch_size=3 * size // 4), searched)
             found += [] if now.lacks else [now]
             break
         if now.lacks or _speed(now) < _speed(found[-1]):
             break
         found.append(now)
-    if found[-1].of_bound >= NEAR:  # this batch is the first that is limited by arithmetic
+    if found[-1].of_bound >= NEAR:  # this batch is the first at which arithmetic limits the speed
         return found[-1]
     most = max(map(_speed, found))
     return next(each for each in found if _speed(each) >= NEAR * most)
@@ -77,8 +78,8 @@ def _speed(found: Try) -> float:
 
 
 def _in_parts(attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str]) -> Try:
-    """Double the number of micro-batches as long as each doubling makes the plan lack less memory or run faster; return
-    the last try that does."""
+    """Return the Try with the best number of micro-batches. The number is doubled as long as each doubling lets the
+    plan lack less memory or run faster."""
     now = attempt(workload)
     while (
         "micro_batches" in searched

@@ -1,7 +1,9 @@
-"""Finds what harness/core/anatomy.py holds of a layer that computes in blocks of tokens (harness/core/token_blocks.py).
+"""Finds the memory use of a layer that computes in blocks of tokens (harness/core/token_blocks.py), for the fields that
+harness/core/anatomy.py holds.
 
-First a narrow layer must give the same by blocks as without them, gradients included; else the layer stays whole. So it
-does where attention keeps the scores of all pairs of tokens, beside which an MLP's tensors are small.
+At first a narrow layer must compute the same by blocks as without blocks, gradients included; otherwise the layer
+computes as a whole. The layer also computes as a whole if its attention keeps the scores of all pairs of tokens: beside
+these, an MLP's tensors are small.
 
 Shapes: B batch, T tokens, D hidden.
 """
@@ -28,13 +30,14 @@ from harness.forecast.sketch import (
     sample_tokens,
 )
 
-PROVED = 5  # tokens of a block in the narrow layer: the last block is shorter
+# tokens of each block in the narrow layer; the number of its tokens is no multiple, so the last block is shorter
+PROVED = 5
 FEW, MANY = 8, 32  # numbers of blocks at which a layer's memory is measured
-LARGER = 16  # times as many tokens has each of the many blocks, so that the sample is long
+LARGER = 16  # each of the MANY blocks has this many times as many tokens, so that the sample is long
 
 
 def sketch(workload: Workload, block_tokens: int) -> dict[str, Any] | None:
-    """Return the fields of TokenBlocks; None for a layer that stays whole."""
+    """Return the fields of TokenBlocks, or None for a layer that computes as a whole."""
     layer = model.new_layer(workload, 0)
     parts = token_blocks.parts_of(layer, workload.hidden_size)
     if not parts or is_plain(workload) or not computes_alike(narrow(workload), parts):
@@ -47,7 +50,8 @@ def sketch(workload: Workload, block_tokens: int) -> dict[str, Any] | None:
 
 
 def computes_alike(workload: Workload, parts: list[str]) -> bool:
-    """Return whether a layer by blocks has the output and the gradients of the whole layer, but for rounding."""
+    """True if a layer that computes in blocks has the output and the gradients of the whole layer, except for
+    rounding."""
     torch.manual_seed(1)
     layer, weights = model.new_layer(workload, 0), []
     for name, weight in list(layer.named_parameters()):
@@ -65,7 +69,8 @@ def computes_alike(workload: Workload, parts: list[str]) -> bool:
     token_blocks.set_blocks(layer, parts, PROVED, 0)
     pairs = [*zip(whole, computed(), strict=True)]
     sizes = [float(expected.detach().norm()) for expected, _ in pairs]
-    sizes[1:] = [max(sizes[1:])] * len(sizes[1:])  # some gradients are rounding alone
+    # some gradients are zero but for rounding, so compare all with the largest
+    sizes[1:] = [max(sizes[1:])] * len(sizes[1:])
     return all(
         float((found - expected).detach().norm()) <= GRADIENT_TOLERANCE * size
         for size, (expected, found) in zip(sizes, pairs, strict=True)
@@ -73,9 +78,12 @@ def computes_alike(workload: Workload, parts: list[str]) -> bool:
 
 
 def lines(workload: Workload, parts: list[str], block_tokens: int) -> list[tuple[float, int]]:
-    """Return lines over the layer's input, of which the highest is the most memory: multiples of it, and bytes beside
-    them. The first is of the MLP's backward pass, the second of what is below, which is larger where there are many
-    blocks: attention, beside which a block is nothing."""
+    """Return two lines whose maximum is the layer's memory: for each line, a factor of the bytes of the layer's input,
+    and bytes to add.
+
+    The first line is the memory of the MLP's backward pass. The second is that of attention, which runs after it in the
+    backward pass, and needs more if there are many blocks; a block's own memory is negligible beside it.
+    """
     length, dtype = sample_tokens(workload), DTYPES[workload.dtype]
     sample = length * workload.hidden_size * dtype.itemsize
 
@@ -92,8 +100,8 @@ def lines(workload: Workload, parts: list[str], block_tokens: int) -> list[tuple
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): reads a configuration, `is_half` and `block_tokens` from stdin, and prints
-    {"blocks": fields or null}."""
+    """Entry point for child_process.ask(): reads JSON with `config`, `is_half` and `block_tokens` from standard input,
+    and prints {"blocks": the fields of TokenBlocks, or null}."""
     asked = json.load(sys.stdin)
     sizes, dtype = hub_config.sizes_of(asked["config"]), "bf16" if asked["is_half"] else "fp32"
     workload = Workload(**sizes, seq_len=TOKENS, dtype=dtype, config=json.dumps(asked["config"]))

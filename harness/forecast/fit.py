@@ -1,4 +1,5 @@
-"""Tells if a job fits the memories that it has (a Room), and up to which depth, by arithmetic on the method's plan."""
+"""Tells whether a job fits the given memories (a Room), and up to which number of layers, by arithmetic on the method's
+plan."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ T = TypeVar("T")
 
 
 def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) -> tuple[Job, Plan, str | None]:
-    """Return the job with the plan's options, the plan, and a text on the memory that the job lacks, or None if it
-    fits. `room`: the memories to fill; default: those of this machine. Raises ValueError for wrong options."""
+    """Return the job with the options that its plan chose, the plan, and a text on the memory that the job lacks; None
+    instead of the text if the job fits.
+
+    `room`: the memories to fill; None: those of this machine. Raises ValueError for wrong options.
+    """
     trained = method.create(job.method, job.options, folders)
     method.check(trained, job.workload, folders)
     if job.device == "cuda":
@@ -46,8 +50,8 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
 
 
 def _hint(job: Job, asked: dict[str, Any], room: Room, folders: tuple[Path, ...]) -> str:
-    """Return a text with the largest depth that fits with the options asked for; if no depth fits with --placement, the
-    largest without --placement."""
+    """Return a text on the largest number of layers that fits with the given options. If none fits with --placement,
+    the text gives the largest number without --placement."""
     depth, placement = largest(method.create(job.method, asked, folders), job, room), asked.pop("placement", None)
     if not depth and placement:
         depth = largest(method.create(job.method, asked, folders), job, room)
@@ -57,7 +61,7 @@ def _hint(job: Job, asked: dict[str, Any], room: Room, folders: tuple[Path, ...]
 
 
 def _asked(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the options that the user gave, without those that the plan filled in."""
+    """Return the options that the user gave: those of the job, without those that the plan would choose by itself."""
 
     def planned(options: dict[str, Any]) -> dict[str, Any]:
         return method.create(job.method, options, folders).plan(job.workload, room).options
@@ -71,10 +75,10 @@ def _asked(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tuple[int, T] | None:
-    """Return the first of the `num_ranks` sizes from `size` up that has a plan, and the result of `planned` for that
-    size; None if no such size has a plan.
+    """Return the first size with a plan, of `num_ranks` sizes from `size` up, and what `planned` returns for it. None
+    if none of these sizes has a plan.
 
-    `planned` raises ValueError for a size without a plan: a window or placement may need more layers, and a number of
+    `planned` raises ValueError for a size without a plan. A window or a placement may need more layers. A number of
     pipeline stages, which divides the number of ranks, must also divide the number of layers.
     """
     for each in range(size, size + num_ranks):
@@ -84,14 +88,15 @@ def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tupl
 
 
 def largest(trained: method.Method, job: Job, room: Room) -> int:
-    """Return the largest number of layers at which the method's plan of this job fits the room; 0 if none fits."""
+    """Return the largest number of layers for which the method's plan fits the room; 0 if no number does."""
 
     def fits(num_layers: int, unplanned: bool) -> bool:
         found = next_planned(lambda depth: trained.plan(job.workload.at_depth(depth), room), num_layers, job.world_size)
         return found[1].shortfall(room) is None if found else unplanned
 
     def may_fit(num_layers: int) -> bool:
-        is_shallow = num_layers < job.world_size  # fewer stages than ranks: each stage may need more memory
+        # there are fewer stages than ranks, so each stage may need more memory than with more layers
+        is_shallow = num_layers < job.world_size
         return is_shallow or fits(num_layers, num_layers < job.workload.num_layers)
 
     depth = method.largest_depth(may_fit)

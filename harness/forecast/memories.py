@@ -1,29 +1,29 @@
-"""Describes the memories that plans fill, with the source of each number, in one line of text."""
+"""Describes, in one line of text, the memories that plans fill, and says where each number comes from."""
 
 from __future__ import annotations
 
 from harness.core.job import GIB, Budget, Room, gib
 from harness.devices import named_machines
 
-ASSUMED_HOST_BYTES = 64 * GIB  # assumed if a named machine's entry has no host_memory
+ASSUMED_HOST_BYTES = 64 * GIB  # host memory of a named machine whose entry in machines.yaml has no host_memory
 
 
 def host_bytes(name: str, asked: Budget) -> int:
-    """Return the bytes of a named machine's host memory: by the call, else by its entry in machines.yaml, else assumed.
-    A machine that the call describes by numbers has no entry."""
+    """Return the bytes of a named machine's host memory: those that the call gives, else those of its entry in
+    machines.yaml, else ASSUMED_HOST_BYTES. A machine that the call describes by numbers has no entry."""
     listed = named_machines.load(name).room.host_bytes if name in named_machines.names() else None
     return asked.host_bytes or listed or ASSUMED_HOST_BYTES
 
 
 def told(name: str | None, asked: Budget, fills: Room, device: str) -> str:
-    """Describe the memories of a named machine or, if `name` is None, of this one. `asked`: the budgets that the call
-    gives; `fills`: the memories that plans fill."""
+    """Return a text on the memories of a named machine; if `name` is None, of this machine. `asked`: the budgets that
+    the call gives. `fills`: the memories that plans fill."""
     host = "not limited" if fills.host_bytes is None else gib(fills.host_bytes)
     return f"memories that plans fill: device {_device(name, asked, fills, device)}; host {host} ({_host(name, asked)})"
 
 
 def device_of(name: str) -> str:
-    """Return the source and the size of a named machine's device memory, as text."""
+    """Return, as text, the size of a named machine's device memory, and where this number comes from."""
     size = named_machines.load(name).device_memory
     return f"{named_machines.source(name)}: {size}, less a reserve" if size else f"{named_machines.source(name)}: none"
 

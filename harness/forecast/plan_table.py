@@ -1,5 +1,6 @@
-"""The verb `plan`: prints the bytes that each method needs at each size, by memory and kind; the memory that limits the
-depth; and the largest depth that should fit. It only computes: nothing is allocated, torch is not imported."""
+"""The verb `plan`: prints, for each method and size, the bytes that training needs, by memory and kind; the memory that
+limits the number of layers; and the largest number of layers that should fit. It only computes: nothing is allocated,
+torch is not imported."""
 
 from __future__ import annotations
 
@@ -22,13 +23,14 @@ SIZES = {"model_name": "model", "num_layers": "layers", "hidden_size": "hidden",
 
 
 def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = False) -> dict[str, Any]:
-    """Return the row of a job; if it cannot be planned, the row has an `error` and no numbers. `page_locks`: plan as on
-    a machine with a GPU, even if this one has none."""
+    """Return the row of a job. If the job has no plan, the row has an `error`, and no numbers. `page_locks`: True: plan
+    as on a machine with a GPU, even if this machine has none."""
     workload = job.workload
     row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in SIZES}}
     try:
         row["num_params"] = workload.num_params
-        # Dropout needs no memory on a GPU, where attention with dropout has its own kernel: plan without dropout.
+        # On a GPU, attention with dropout has a kernel of its own and needs no more memory, so the plan leaves dropout
+        # out.
         kept = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
         room = machine.rank_room(dataclasses.replace(job, workload=kept))
         room = dataclasses.replace(room, page_locks=page_locks or room.page_locks)
@@ -36,7 +38,7 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
     except ValueError as error:
         return {**row, "error": str(error)}
     trained = method.create(job.method, job.options, folders)
-    devices = job.world_size if job.device == "cuda" else 1  # all ranks on a CPU share its memory
+    devices = job.world_size if job.device == "cuda" else 1  # on a CPU, all ranks share the one device
     part = dataclasses.replace(workload, batch_size=workload.batch_size // devices)
     depth = largest(trained, job, room)
     row |= {"options": resolved.options, "moved_bytes": plan.moved_bytes, "stages": plan.stages}
@@ -49,8 +51,8 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
 
 
 def _binding(trained: method.Method, job: Job, room: Room, depth: int) -> str | None:
-    """Return the memory that a model of one layer more than `depth` would exceed; None if it exceeds none or has no
-    plan."""
+    """Return the memory that a model with one layer more than `depth` would exceed. None if that model exceeds no
+    memory, or has no plan."""
     try:
         return next(iter(trained.plan(job.workload.at_depth(depth + 1), room).lacks(room)), None)
     except ValueError:
@@ -58,7 +60,8 @@ def _binding(trained: method.Method, job: Job, room: Room, depth: int) -> str | 
 
 
 def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the peaks of a memory rehearsal: {device_bytes, host_bytes, seconds} or {unavailable}."""
+    """Return the result of a memory rehearsal, which is exact: its peaks as {device_bytes, host_bytes, seconds}, or
+    {unavailable: reason}."""
     try:
         return ask("harness.devices.memory_rehearsal", {"job": job.to_dict(), "folders": list(map(str, folders))})
     except ValueError as error:
@@ -66,8 +69,8 @@ def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def published_rows(room: Room) -> list[dict[str, Any]]:
-    """Return a row for each published method: the largest sizes that its law allows in this room, and its largest
-    published size."""
+    """Return a row for each published method: the largest numbers of layers that its law allows in this room, and its
+    largest published number. The list is empty if the room has no limit of device or host memory."""
     if not room.device_bytes or not room.host_bytes:
         return []
     found = []
@@ -85,7 +88,8 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
 
 
 def show(found: list[dict[str, Any]], exact: bool) -> None:
-    """Print each method's needs by memory, then a line for each method that does not fit or has no plan."""
+    """Print what each method needs by memory, what follows from it, and a line for each row that does not fit or has no
+    plan."""
     planned = [row for row in found if "error" not in row]
     sizes = [name for name in SIZES if len({row[name] for row in planned}) > 1]
     numbers = [*(SIZES[name] for name in sizes), *STATE_KINDS, "in all"] + ["exact"] * exact
@@ -122,7 +126,7 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
 
 
 def _title(row: dict[str, Any], sizes: list[str]) -> str:
-    """Return a row's method, its depth, and its other sizes from the list `sizes`."""
+    """Return a row's title: its method, its number of layers, and its other sizes named in the list `sizes`."""
     others = [f"{SIZES[name]} {row[name]}" for name in sizes if name != "num_layers"]
     return ", ".join([row["method"], f"{row['num_layers']} layers", *others])
 

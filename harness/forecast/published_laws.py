@@ -1,16 +1,16 @@
 """Laws of the published artifact's methods on its V100 VM, recovered from its logs: which memory limited the size of
 each method's models, and how many seconds its steps took.
 
-A method's device bytes are: the state that it kept on the device, at 4 bytes for each parameter and copy (fp32); its
-layers' inputs; and a transient part, fitted to its log at 32 layers. The laws hold for that artifact at its sizes; our
-methods have plans. The allocator reserved up to twice the bytes that it gave out, so the device's limit is stated both
-without and with those reserved bytes.
+The device bytes of a method are the sum of three parts: the state that it kept on the device, at 4 bytes for each
+parameter and copy (fp32); the inputs of its layers; and a transient part, fitted to its log at 32 layers. The laws hold
+only for that artifact at its sizes; this project's methods have plans. The allocator reserved up to twice the bytes
+that it gave out, so the device's limit is stated twice, without and with the reserved bytes.
 
-A step's time is that of compute, plus that of host updates and copies that did not run behind compute. The machine's
-rates are in machines.yaml; they come from three rows of the published runs (Megatron-LM, ZeRO-Infinity and L2L at 32
-layers).
+The time of a step is the time of compute, plus the time of those host updates and copies that did not run at the same
+time as compute. The machine's rates are in machines.yaml. They come from three published runs: Megatron-LM,
+ZeRO-Infinity and L2L at 32 layers.
 
-Sources: published logs (allocated, max allocated, max reserved in MiB) and the memory report of DeepSpeed in them.
+Sources: the published logs (allocated, max allocated, max reserved in MiB), and DeepSpeed's memory report in them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from harness.forecast.resources import compute_seconds, device_update_seconds, s
 MIB = 2**20
 PUBLISHED = Workload(num_layers=32)
 PAGEABLE_BYTES_PER_SECOND = 2.41e9  # the VM's pageable_link_gb_per_second in machines.yaml
-# DeepSpeed's report in the zero-offload log: 3.4 % of the VM's 90.4 GiB were in use before any training.
+# DeepSpeed's report in the log of ZeRO-Offload: 3.4 % of the VM's 90.4 GiB were in use before training began.
 HOST_TAKEN_BYTES = int(3.06 * GIB)
-EXTRA_BYTES = 2 * MIB  # masks and tokens: Megatron-LM's log has 26,195 MiB, 16 bytes for each parameter are 26,193
+# masks and tokens: Megatron-LM's log has 26,195 MiB, but 16 bytes for each parameter are only 26,193 MiB
+EXTRA_BYTES = 2 * MIB
 
 
 class PublishedLimits(NamedTuple):
-    """The largest depths that a law allows: by device memory with an ideal allocator, by device memory with the
-    allocator of the logs, and by host memory."""
+    """The largest numbers of layers that a law allows: by device memory if nothing is reserved beyond use, by device
+    memory with what the logged allocator reserved, and by host memory (None: the law has no limit by host memory)."""
 
     device: int
     device_as_reserved: int
@@ -51,16 +52,16 @@ class PublishedLimits(NamedTuple):
 
 
 class Law(NamedTuple):
-    """A published method's memory."""
+    """The law of a published method's memory."""
 
     method: str
-    published_layers: int  # the largest depth of the method's published runs
-    static_bytes: Callable[[Workload], int]  # on the device
-    transient_mib: float  # MiB: maximum allocated - static - inputs, at 32 layers
-    reserved_per_allocated: float  # maximum reserved / maximum allocated, in the log of the largest size
+    published_layers: int  # the most layers of the method's published runs
+    static_bytes: Callable[[Workload], int]  # bytes of state on the device
+    transient_mib: float  # MiB: maximum allocated less static bytes and layer inputs, at 32 layers
+    reserved_per_allocated: float  # maximum reserved bytes / maximum allocated bytes, from the log of the largest size
     host_bytes_per_param: float | None
     host_source: str = ""
-    here: str = ""  # why this project's method of the same name needs other bytes
+    here: str = ""  # why this project's method of the same name needs other bytes than the published one
 
     def device_bytes(self, workload: Workload) -> int:
         inputs = workload.num_layers * workload.boundary_bytes
@@ -80,7 +81,7 @@ class Law(NamedTuple):
         )
 
     def verdict(self, limits: PublishedLimits) -> str:
-        """Tell what limited the published run, and if its largest size was the limit."""
+        """Return, as text, which memory limited the published runs, and whether their largest size was the limit."""
         said = f"bound by the {limits.binding}"
         if limits.binding == "device" and limits.device > 1.1 * limits.device_as_reserved:
             said += (
@@ -93,9 +94,12 @@ class Law(NamedTuple):
 
 
 def window_bytes(workload: Workload, window: int) -> int:
-    """Return the bytes that stayed allocated in the published STRONGHOLD: weights, gradients and moments of both ends
-    and of one window of layers (16 bytes a parameter); weights and gradients of a second window, into which layers are
-    loaded (8 bytes a parameter); and one layer's weights."""
+    """Return the bytes that stayed allocated in the published STRONGHOLD.
+
+    The sum has three parts: 16 bytes a parameter for weights, gradients and moments of both ends and of one window of
+    layers; 8 bytes a parameter for weights and gradients of a second window, into which layers are loaded; and one
+    layer's weights.
+    """
     layer, slots = workload.layer_params, 4 * window + 2 * min(window, workload.num_layers - window)
     return 16 * workload.end_params + 4 * layer * (slots + 1) + EXTRA_BYTES
 
@@ -125,8 +129,9 @@ LAWS = (
 
 
 def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4) -> float:
-    """Return the step seconds of a published method. Only STRONGHOLD ran anything behind compute: its host updates ran
-    behind the next forward pass. It updated the layers of one window on the device."""
+    """Return the seconds of a published method's step. Only STRONGHOLD did other work at the same time as compute: its
+    host updates ran during the next forward pass. STRONGHOLD updated the layers of one window, and the ends, on the
+    device."""
     params, layer, end = workload.num_params, workload.layer_params, workload.end_params
     pageable = replace(rates, inbound_bytes_per_second=PAGEABLE_BYTES_PER_SECOND)
     hidden, backward = compute_seconds(workload, rates)
@@ -143,6 +148,6 @@ def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4)
 
 
 def is_published(workload: Workload) -> bool:
-    """True if the laws hold for this workload, whatever its depth."""
+    """True if the workload's sizes other than its number of layers are the published ones, for which the laws hold."""
     names = ("hidden_size", "num_heads", "seq_len", "batch_size", "vocab_size", "dtype")
     return all(getattr(workload, name) == getattr(PUBLISHED, name) for name in names)

@@ -1,5 +1,5 @@
-"""Estimates how long a job takes before it runs: by the machine's rates if they are known, else to a factor of about
-two."""
+"""Estimates, before a job runs, how long it takes. The estimate uses the machine's rates or, if they are not known,
+guesses that are right to a factor of about two."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from harness.forecast.step import least_seconds
 from harness.gate import probe
 from harness.gate.probe import ROUNDINGS, Extent
 
-LONG_SECONDS = 600.0  # a run that should take longer prints its estimated time first
+LONG_SECONDS = 600.0  # the estimate is printed first if a run should take longer than this
 SHORTER = "for a shorter run try fewer --steps, smaller -l, -h, -b or --seq, or --scale fit"
-PROCESS_SECONDS = {"cpu": 4.0, "sim": 4.0, "cuda": 12.0}  # time of any process for imports and the gate
-OPERATIONS_PER_SECOND = {"cpu": 2e10, "sim": 2e10, "cuda": 2e13}  # rate of fp32 arithmetic; on a CPU, of each core
-BUILT_BYTES_PER_SECOND = 2e9  # rate at which a model's state is built and inspected
-# Rate at which state moves between device and host, and at which the host updates state.
+PROCESS_SECONDS = {"cpu": 4.0, "sim": 4.0, "cuda": 12.0}  # seconds that any process takes for imports and the gate
+# guessed fp32 operations per second of the device; on a CPU, of each core
+OPERATIONS_PER_SECOND = {"cpu": 2e10, "sim": 2e10, "cuda": 2e13}
+BUILT_BYTES_PER_SECOND = 2e9  # guessed rate at which a model's state is built and inspected
+# Guessed rate at which state moves between device and host, and at which the host updates state.
 MOVED_BYTES_PER_SECOND = {"cpu": 2e9, "sim": 2e9, "cuda": 1.5e10}
-# Rates below those of any honest run: a loaded machine with two cores is well above them.
+# Lower limits of the rates of any working run, for deadlines: even a busy machine with two cores is well above them.
 SLOWEST_OPERATIONS_PER_SECOND, SLOWEST_BYTES_PER_SECOND = {"cpu": 2e8, "sim": 2e8, "cuda": 5e11}, 1e8
-STATE_BYTES_PER_PARAM = 64  # bytes that move if all states go to a slow disk and back
+STATE_BYTES_PER_PARAM = 64  # bytes for each parameter that move in a step if all states go to a slow disk and back
 FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0
 
 
 def run_seconds(job: Job, plan: Plan, rates: Rates | None = None) -> float:
-    """Return the seconds of one process that trains the job. `rates`: those of the machine, if they are known."""
+    """Return the estimated seconds of one process that trains the job. `rates`: the machine's rates; None: guess
+    them."""
     state, num_models = plan.device_bytes + plan.host_bytes, int(job.options.get("num_models", 1))
     step = least_seconds(job.workload, plan, rates)
     if step is None:
@@ -36,16 +38,16 @@ def run_seconds(job: Job, plan: Plan, rates: Rates | None = None) -> float:
 
 
 def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -> float:
-    """Return the seconds of the gate's probe. Each of its trainings takes as long as a run of the job, scaled by steps
-    and size; harness/gate/probe.py tells how many trainings there are."""
+    """Return the estimated seconds of the gate's probe. `run`: seconds of the job's own run. Each training of the probe
+    takes as long as that run, scaled by steps and size; harness/gate/probe.py tells how many trainings there are."""
     if trained.is_reference or not trained.is_exact or not extent:
         return 0.0
     load, keeps_bits = job.workload, job.device != "cuda"
     kept = [keeps_bits and (trained.bit_exact if load.dtype == "fp32" else trained.bit_exact_in_half)]
     if load.dtype != "fp32" and not kept[0]:
         kept.append(keeps_bits and trained.bit_exact)  # half precision is probed in fp32, too
-    # The method and the reference train once each; unless the method promises the reference's bits, the reference
-    # trains once more with other roundings.
+    # The method and the reference train once each. Unless the method promises the reference's very bits, the reference
+    # also trains with other roundings.
     num_runs = sum(2 if each else 3 for each in kept)
     num_models = sum(2 if each else 2 + len(ROUNDINGS[0]) for each in kept)
     small = probe.capped(load.at_depth(min(extent.layers, load.num_layers)))
@@ -54,12 +56,12 @@ def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -
 
 
 def deadline_seconds(job: Job) -> float:
-    """Return the time limit, in seconds, of a job without --timeout."""
+    """Return the time limit, in seconds, of a job that has no --timeout."""
     return FLOOR_SECONDS + 2 * job.steps * _slowest_step_seconds(job)
 
 
 def silence_seconds(job: Job) -> float:
-    """Return the most seconds that may pass between two events (steps or phases) of a job without --timeout."""
+    """Return the most seconds that may pass between two events (steps or phases) of a job that has no --timeout."""
     return SILENCE_SECONDS + 2 * _slowest_step_seconds(job)
 
 
@@ -69,7 +71,7 @@ def _slowest_step_seconds(job: Job) -> float:
 
 
 def text(seconds: float) -> str:
-    """Format seconds: 40 seconds, 12 minutes, 5.3 hours."""
+    """Return a duration as text: 40 seconds, 12 minutes or 5.3 hours."""
     if seconds < 90:
         return f"{seconds:.0f} seconds"
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

@@ -11,14 +11,15 @@ UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def amount(text: str) -> float | None:
-    """Return the number that a text such as 7B, 350m or 1000000000 stands for; None if the text is no number."""
+    """Return the number that a text such as 7B, 350m or 1000000000 stands for; None if the text is no positive
+    number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
     return float(match[1]) * UNITS[match[2]] if match and float(match[1]) else None
 
 
 def sized(num_params: float) -> Workload:
-    """Return a GPT of about so many parameters: as wide as the GPT-3 model of the nearest size, with as many layers as
-    needed."""
+    """Return the workload of a GPT with about this number of parameters. Its layers are those of the GPT-3 model with
+    the nearest number of parameters, and it has as many of them as needed."""
 
     def distance(workload: Workload) -> float:
         return max(workload.num_params / num_params, num_params / workload.num_params)

@@ -1,8 +1,9 @@
 """Finds, from a model's configuration, the sizes that harness/core/anatomy.py holds, without allocating the model.
 
-First a narrow model of the same kind must show that the parts compute the same as the whole: ends and layers, run one
-after the other, must give the logits of transformers' own model to the last bit, and its gradients. Then tensors,
-operations and memory are read off a model of the full size whose tensors have no memory.
+At first a narrow model of the same kind must show that its parts compute the same as the whole: ends and layers, run
+one after the other, must give the logits of transformers' own model to the last bit, and its gradients within
+GRADIENT_TOLERANCE. Then tensors, operations and memory are read from a model of the full size whose tensors have no
+memory.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -30,15 +31,16 @@ from harness.devices.memory_account import NAME
 from harness.devices.memory_rehearsal import without_memory
 
 HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # sizes of the narrow model
-GRADIENT_TOLERANCE = 1e-5  # largest relative difference of a gradient between the parts and the whole
-COUNTED = (64, 128)  # tokens of the two samples whose operations are counted
-MEASURED = 2**16  # tokens whose activations are measured: far more than a matrix has rows
-SAMPLE = 1024  # most tokens of one sample when activations are measured
-SHORT = 256  # most tokens of such a sample if attention stores the scores and masks of all pairs of tokens
+GRADIENT_TOLERANCE = 1e-5  # largest relative difference between a gradient of the parts and that of the whole
+COUNTED = (64, 128)  # numbers of tokens of the two samples whose operations are counted
+# number of tokens whose activations are measured: so many that their memory is far above that of a weight
+MEASURED = 2**16
+SAMPLE = 1024  # most tokens of one sample while activations are measured
+SHORT = 256  # the same limit, if attention stores the scores and masks of all pairs of tokens
 
 
 def sketch(workload: Workload) -> dict[str, Any]:
-    """Return the fields of an Anatomy. Raises Unlike for a model that the harness cannot train in parts."""
+    """Return the fields of an Anatomy. Raises Unlike if the harness cannot train this model in parts."""
     starts = prove(workload)
     whole = model.whole(workload)
     layers = [shapes_of(layer) for layer in whole.layers]
@@ -61,19 +63,19 @@ def sketch(workload: Workload) -> dict[str, Any]:
 
 
 def shapes_of(module: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of the module's tensors by name."""
+    """Return the shapes of the module's parameters, by name."""
     return {name: list(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 def prefix_of(whole: nn.Module) -> str:
-    """Return the prefix of all layers' tensor names, which the layer's number follows."""
+    """Return the text with which the tensor names of all layers begin; the layer's number follows it."""
     (name,) = (name for name, module in whole.named_modules() if module is whole.layers)
     return f"{name}."
 
 
 def prove(workload: Workload) -> dict[str, tuple[float, float]]:
-    """Compare the parts of a narrow model with the whole. Return the mean and the deviation of the whole model's
-    starting values, by tensor."""
+    """Compare the parts of a narrow model with the whole. Return the mean and the standard deviation of the whole
+    model's starting values, by tensor. Raises Unlike if the parts compute anything else."""
     small = narrow(workload)
     torch.manual_seed(1)
     config = hub_config.narrowed(str(small.config), small.num_layers, small.hidden_size, small.vocab_size)
@@ -84,7 +86,8 @@ def prove(workload: Workload) -> dict[str, tuple[float, float]]:
     named = dict(whole.named_parameters())
     starts = {within(name, prefix): start(name, weight, whole) for name, weight in named.items()}
     for weight in named.values():
-        weight.data.add_(torch.randn_like(weight), alpha=0.1)  # norms and biases start equal; the test needs them apart
+        # norms and biases start from equal values; change them, so that the test tells them apart
+        weight.data.add_(torch.randn_like(weight), alpha=0.1)
     for names, part in parts.items():
         for name, _ in list(part.named_parameters()):
             owner, _, leaf = name.rpartition(".")
@@ -110,7 +113,7 @@ def prove(workload: Workload) -> dict[str, tuple[float, float]]:
 
 
 def narrow(workload: Workload) -> Workload:
-    """Return the workload of a narrow model of the same kind."""
+    """Return the workload of a narrow model of the same kind, in fp32."""
     return replace(
         workload, hidden_size=HEAD_SIZE * workload.num_heads, vocab_size=min(WORDS, workload.vocab_size),
         seq_len=TOKENS, batch_size=SAMPLES, dtype="fp32",
@@ -118,13 +121,13 @@ def narrow(workload: Workload) -> Workload:
 
 
 def within(name: str, prefix: str) -> str:
-    """Return the name that a tensor of the model has within its layer; a tensor of the ends keeps its full name."""
+    """Return a tensor's name within its layer. A tensor outside the layers keeps its full name."""
     return name.removeprefix(prefix).partition(".")[2] if name.startswith(prefix) else name
 
 
 def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
-    """Return the mean and the deviation of a tensor's starting values. All elements of a vector must start from one
-    value."""
+    """Return the mean and the standard deviation of a tensor's starting values. Raises Unlike if the elements of a
+    vector start from different values."""
     if weight.ndim > 1:
         return 0.0, float(getattr(whole.config, "initializer_range", 0.02))
     first = float(weight.detach()[0])
@@ -134,8 +137,8 @@ def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
 
 
 def work(workload: Workload) -> tuple[int, int]:
-    """Return a layer's operations for each token, and attention's operations for each pair of tokens in a sample.
-    Causal attention takes half the operations of full attention, except for plain attention (is_plain)."""
+    """Return two numbers of operations: those of a layer for each token, and those of attention for each pair of tokens
+    in a sample. Causal attention takes half the operations of full attention, except for plain attention (is_plain)."""
     layer, each = model.new_layer(workload, 0), []
     for tokens in COUNTED:
         with FlopCounterMode(display=False) as counter:
@@ -146,21 +149,21 @@ def work(workload: Workload) -> tuple[int, int]:
 
 
 def is_plain(workload: Workload) -> bool:
-    """Return whether attention keeps the scores of all pairs of tokens, as transformers' eager one does."""
+    """True if attention stores the scores of all pairs of tokens, as transformers' eager attention does."""
     return bool(parts_of(workload).base.config._attn_implementation == "eager")
 
 
 def keeps_slopes(workload: Workload) -> int:
-    """Return 1 if the slopes of capped logits are kept beside the logits, else 0."""
+    """Return 1 if the slopes of capped logits are stored beside the logits, else 0."""
     bend = bend_of(parts_of(workload).base.config)
     return int(bend is not None and isinstance(bend(torch.zeros(1))[1], Tensor))
 
 
 def measured(workload: Workload) -> dict[str, float]:
-    """Return the bytes of activations in this dtype, as fields of an Anatomy."""
+    """Return the memory of activations in this workload's dtype, as fields of an Anatomy."""
     tokens = sample_tokens(workload)
     at_all, pair = boundaries(workload, tokens), 0.0
-    if is_plain(workload):  # a second length tells which part grows with a sample's length
+    if is_plain(workload):  # a second length tells which part of the memory grows with a sample's length
         pair = (at_all - boundaries(workload, tokens // 2)) / (tokens - tokens // 2)
     given, given_pair = given_bytes(workload)
     return {
@@ -170,23 +173,23 @@ def measured(workload: Workload) -> dict[str, float]:
 
 
 def sample_tokens(workload: Workload) -> int:
-    """Return the tokens of the samples on which activations are measured."""
+    """Return the number of tokens of each sample on which activations are measured."""
     config = hub_config.parsed(str(workload.config))
     most = min(config.get(name) or SAMPLE for name in ("sliding_window", "max_position_embeddings"))
     return min(SHORT if is_plain(workload) else SAMPLE, most)
 
 
 def boundaries(workload: Workload, tokens: int) -> float:
-    """Return the peak memory of a layer's recompute and backward pass as a multiple of the layer's input. `tokens`: the
-    length of a sample."""
+    """Return the peak memory of a layer's recompute and backward pass, divided by the bytes of the layer's input.
+    `tokens`: the length of a sample."""
     size, dtype = (MEASURED // tokens, tokens, workload.hidden_size), DTYPES[workload.dtype]
     return peak(model.new_layer(workload, 0), size, dtype) / (math.prod(size) * dtype.itemsize)
 
 
 def peak(layer: nn.Module, size: tuple[int, int, int], dtype: torch.dtype, below: str | None = None) -> int:
-    """Return the most bytes that the recompute and backward pass of a layer hold beside its weights, with an input of
-    (B, T, D); with `below`, from the end of the backward pass of the child of this name. Weight gradients are freed one
-    by one, so at most one is counted."""
+    """Return the most bytes that the recompute and backward pass of a layer hold beside its weights. `size`: the shape
+    (B, T, D) of the input. `below`: name of a child; the peak is then taken only after the backward pass of this child
+    has ended; None: the whole pass. Weight gradients are freed one by one, so at most one of them counts."""
     with without_memory() as tracker:
 
         def when_passed(child: nn.Module, args: tuple[Tensor]) -> None:
@@ -208,8 +211,8 @@ def peak(layer: nn.Module, size: tuple[int, int, int], dtype: torch.dtype, below
 
 
 def head_boundaries(workload: Workload) -> float:
-    """Return the memory that the norm before the head keeps for its backward pass, beside its input and output, as a
-    multiple of the input."""
+    """Return the memory that the norm before the head keeps for its backward pass, divided by the bytes of its input.
+    The input and the output themselves do not count."""
     ends, dtype = HubEnds(workload), DTYPES[workload.dtype]
     with without_memory() as tracker:
         for name, weight in list(ends.named_parameters()):
@@ -225,8 +228,8 @@ def head_boundaries(workload: Workload) -> float:
 
 
 def given_bytes(workload: Workload) -> tuple[int, int]:
-    """Return the bytes of the tensors that layers get beside their input: those for each token of a sample, and those
-    for each pair of its tokens."""
+    """Return the bytes of the tensors that layers get beside their input: the bytes for each token of a sample, and the
+    bytes for each pair of its tokens."""
     each = []
     for tokens in COUNTED:
         x = torch.zeros((), dtype=DTYPES[workload.dtype]).expand(1, tokens, workload.hidden_size)
@@ -238,13 +241,14 @@ def given_bytes(workload: Workload) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): reads a configuration from stdin, and prints the fields of an Anatomy as
-    JSON, or {"unlike": reason}."""
+    """Entry point for child_process.ask(): reads a configuration from standard input, and prints the fields of an
+    Anatomy as JSON, or {"unlike": reason}."""
     config = json.load(sys.stdin)
     sizes = hub_config.sizes_of(config)
     try:
         print(json.dumps(sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))))
-    except (AssertionError, RuntimeError, Unlike) as error:  # a layer that reads values, as experts do, raises, too
+    # some layers read values, which tensors without memory lack: experts do, and raise other errors than Unlike
+    except (AssertionError, RuntimeError, Unlike) as error:
         print(json.dumps({"unlike": (str(error).splitlines() or [type(error).__name__])[0]}))
 
 

@@ -1,9 +1,9 @@
-"""Predicts a step's seconds from a plan and a machine's rates.
+"""Predicts the seconds of a step from a plan and a machine's rates.
 
 A plan that knows its schedule gives the seconds itself. Other plans give the work of each resource in a step. The lower
-bound assumes that all resources work at once: a step takes as long as the busiest. The prediction assumes that they
-work one after the other, except for the work that the method says runs behind compute (Method.hides). accuracy.py
-compares predictions with measurements.
+bound assumes that all resources work at once, so a step takes as long as the busiest resource. The prediction assumes
+that they work one after the other, except for the work that runs during compute by the method's word (Method.hides).
+accuracy.py compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ COMPUTE, ON_DEVICE, COPIES, ON_HOST, DISK, EXCHANGES = (
 
 
 def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates, num_ranks: int = 1) -> Forecast:
-    """Predict a step of one rank. All ranks are on one host; each has its part of the batch and of the host's rates.
-    `plan`: one rank's plan."""
+    """Predict the seconds of one rank's step. All ranks are on one host; each has its part of the batch and of the
+    host's rates. `plan`: the plan of one rank."""
     if plan.step_seconds:
         return Forecast(plan.step_seconds, plan.binds)
     workload = replace(workload, batch_size=workload.batch_size // num_ranks)
@@ -51,8 +51,8 @@ def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates, num
 
 
 def shared(rates: Rates, num_ranks: int) -> Rates:
-    """Return the rates of each of several ranks on one host. They share the host's rates; a device's rates are shared
-    only if the host is the device."""
+    """Return the rates that each of several ranks on one host has. All ranks share the host's rates. They share the
+    device's rates only if the host is the device."""
     of_host = ["host_bytes", "host_adam_params", "disk_read_bytes", "disk_write_bytes"]
     if rates.is_host:
         of_host += ["device_flops", "head_flops", "device_bytes", "inbound_bytes", "outbound_bytes", "exchange_bytes"]
@@ -61,9 +61,12 @@ def shared(rates: Rates, num_ranks: int) -> Rates:
 
 
 def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
-    """Return a lower bound of the step's seconds, or None if the machine's rates are not known. The bound assumes that
-    all resources work at once: both directions of the link are full, the host's memory serves copies beside updates,
-    and the disk reads while it writes."""
+    """Return a lower bound of the step's seconds; None if the machine's rates are not known. If the plan knows its
+    schedule, return the plan's own seconds.
+
+    The bound assumes that all resources work at once: both directions of the link are busy, the host's memory serves
+    copies during updates, and the disk reads while it writes.
+    """
     if plan.step_seconds or rates is None:
         return plan.step_seconds
     at_host = _updated_on_host(workload, plan, resources.OPTIMIZER_BYTES[workload.dtype])
@@ -77,14 +80,14 @@ def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float 
 
 
 def _updated_on_host(workload: Workload, plan: Plan, bytes_each: int) -> float:
-    """Return the number of parameters updated on the host: the bytes of optimizer state in host memory and on the disk,
-    divided by the bytes of one parameter's state."""
+    """Return the number of parameters that the host updates. It is the bytes of optimizer state in host memory and on
+    the disk, divided by `bytes_each`, the bytes of one parameter's state."""
     states = plan.host.get("optimizer", 0) + plan.disk.get("optimizer", 0)
     return min(workload.num_params, states / bytes_each) if plan.updates_on_host else 0.0
 
 
 def _updated_by_rank(workload: Workload, plan: Plan) -> float:
-    """Return the number of parameters that a rank updates: all, or those whose optimizer states the rank's plan
-    holds."""
+    """Return the number of parameters that one rank updates: those whose optimizer states the rank's plan holds, at
+    most all."""
     states = sum(memory.get("optimizer", 0) for memory in (plan.device, plan.host, plan.disk))
     return min(workload.num_params, states / resources.MOMENT_BYTES)

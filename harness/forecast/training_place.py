@@ -1,5 +1,5 @@
-"""A place to train (a machine by name, a GPU by its numbers, or this machine), with the memories that plans may fill
-there."""
+"""A place to train, with the memories that plans may fill there. It is a machine by name, a GPU by its numbers, or this
+machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from harness.devices import cuda_budget, machine, named_machines
 from harness.devices.named_machines import Machine
 from harness.forecast import memories
 
-HALVES = ("bf16", "fp16")  # 16-bit dtypes; the first one that the GPU can compute in is taken
+# 16-bit dtypes, the preferred one first; a place takes the first in which its GPU can compute
+HALVES = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class TrainingPlace:
     """A place to train, and the budgets that the call gives for it.
 
-    `entry`: the machine's entry in machines.yaml. This machine takes the entry of its GPU, if there is one; the entry's
-    rates hold until rates are measured.
+    `entry`: an entry of machines.yaml, or None. For this machine it is the entry with the same GPU, whose rates are
+    used until this machine's own are measured.
     """
 
     name: str | None  # name of another machine; None: this machine
@@ -32,8 +33,8 @@ class TrainingPlace:
     entry: Machine | None = None
 
     def room_for(self, workload: Workload, num_ranks: int = 1) -> Room:
-        """Return the memories that one rank's plan may fill, of `num_ranks` ranks on one host. A host memory that
-        neither the call nor the entry gives is assumed."""
+        """Return the memories that the plan of one rank may fill, if `num_ranks` ranks are on one host. If neither the
+        call nor the entry gives the host memory, it is assumed."""
         asked, entry = self.asked, self.entry
         if self.name is None:
             room = machine.room(asked, self.device, workload, num_ranks)
@@ -52,7 +53,8 @@ class TrainingPlace:
 
     @property
     def dtype(self) -> str:
-        """Return the dtype to train in unless another is asked for: bf16; fp16 on a GPU without bf16; fp32 on a CPU."""
+        """Return the dtype to train in if the call gives none: on a GPU bf16, or fp16 if the GPU lacks bf16; else
+        fp32."""
         if self.device != "cuda":
             return "fp32"
         if self.entry and self.entry.datasheet:
@@ -65,7 +67,7 @@ class TrainingPlace:
 
 def named_place(name: str, asked: Budget, facts: dict[str, Any] | None = None) -> TrainingPlace:
     """Return the place of a machine in machines.yaml, or of a GPU that the call describes by numbers. `facts`: numbers
-    named as in machines.yaml; they override the entry's. Raises ValueError if a needed number is missing."""
+    named as in machines.yaml, which replace those of the entry. Raises ValueError if a needed number is missing."""
     given = facts or {}
     if name in named_machines.names() or not given:
         try:
@@ -83,7 +85,8 @@ def named_place(name: str, asked: Budget, facts: dict[str, Any] | None = None) -
 
 
 def numbers() -> str:
-    """Return example options that describe a GPU missing from machines.yaml; the numbers are a desktop's."""
+    """Return, as text, example options that describe a GPU missing from machines.yaml. The numbers are those of a
+    desktop computer."""
     examples = {"gpu_tflops": 80, "link_gb_per_second": 20, "host_adam_gparams_per_second": 2}
     return " ".join(f"--fact {fact}={examples[fact]}" for fact in NEEDED)
 
