@@ -1,7 +1,7 @@
-"""Finds where a training departs from the reference's: first in losses, then in gradient norms, last in tensors.
+"""Finds where a training departs from the reference's: it compares losses first, then gradient norms, then tensors.
 
-The functions are pure: they compare records, within the largest differences that honest rounding may cause (limits.py).
-A method that promises bit-equality must keep it on a CPU, both at the published learning rate and in the probe.
+The functions only compare records. A difference counts if it is larger than honest rounding may cause (limits.py). A
+method that promises bit-equality must keep its promise on a CPU, at the published learning rate and in the probe.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from harness.gate.limits import (
 )
 from harness.gate.trial import Trial
 
-# Largest error of the distance that a tensor moved, relative to the distance that it moved in the reference.
+# Largest allowed error of the distance that a tensor moved, relative to that distance in the reference.
 SIZE_TOLERANCE = 0.1
-# Largest shortfall in a tensor's number of changed elements, relative to the number in the reference.
+# Largest allowed shortfall in the number of a tensor's elements that changed, relative to that number in the reference.
 CHANGED_TOLERANCE = 0.1
 ROUNDED_AWAY = 1e-3  # rounding error of sqrt(size**2 - moved**2) in fp32, relative to `moved`
-TELLING = 100.0  # a norm's error this many times the loss's means a wrong gradient, not wrong weights
+TELLING = 100.0  # if a norm's error is this many times the loss's error, the gradient is wrong, not the weights
 FORWARD = "the forward pass, the batch or the starting weights are not the reference's"
 GRADIENT = "the gradients, or the norm of them, are not the reference's"
 UPDATE = "the first update, or when it takes effect, is not the reference's"
 LATER = "the update of step {} or the batch of step {} is not the reference's"
 UP_TO = "an update up to that of step {}, or the batch of step {}, is not the reference's"
 AS_FAINT = "; so little shows that it may be the forward pass, too"
-TENSORS = {  # the reason and the text of a failure, for each compared fact of a tensor
+TENSORS = {  # for each compared fact of a tensor: the reason and the text of a failure
     "way": ("weights", "ends {:.1e} of its way from the reference's"),
     "exp_avg": ("gradient-scale", "has a first moment {:.1e} off the reference's"),
     "exp_avg_sq": ("gradient-scale", "has a second moment {:.1e} off the reference's"),
 }
-OUTSTANDING = 3.0  # a group of tensors is named if its error is this many times that of the others
+OUTSTANDING = 3.0  # a group of tensors is named if its error is this many times the error of all other tensors
 
 
 class Departure(NamedTuple):
-    """A difference from the reference: a reason for programs, a text for people, and the step at which the fault first
-    shows, if that is known."""
+    """A difference from the reference. `reason`: a word for programs. `seen`: the difference, as text. `cause`: the
+    probable fault, as text. `step`: the step at which the fault first shows; None if that is not known."""
 
     reason: str
     seen: str
@@ -63,36 +63,37 @@ class Departure(NamedTuple):
 
 
 def of_run(record: Record, reference: Record) -> Departure | None:
-    """Find the departure of a run at the published learning rate. A difference within rounding is no departure."""
+    """Return the departure of a run at the published learning rate; None if all differences are within rounding."""
     must_be_exact = evidence.promises_bits(record)
     limits = published(record, reference)
     if must_be_exact:
         limits = limits._replace(losses=[0.0] * len(limits.losses))
     found = in_steps(record, reference, limits)
     if found and found.reason in ("update", "later"):
-        # The published rate is so small that a fault exceeds the tolerance late: it may have begun at any step before.
+        # At the published rate, a fault grows so slowly that it exceeds the tolerance late: it may have begun at any
+        # step before, so name no step as its cause.
         found = _partial_update(record, reference) or (found if must_be_exact else Departure("loss", found.seen))
     found = found or _partial_update(record, reference) or _update_size(record, reference)
     return found or in_tensors(record, reference, limits) or _grown_keys(record)
 
 
 def drops_nothing(record: Record, reference: Record, undropped: Record) -> bool:
-    """True if a run that should use dropout did not: within rounding it equals the reference without dropout, while the
-    references with and without dropout differ by more."""
+    """True if a run that should use dropout did not use it. Then the run equals the reference without dropout, within
+    rounding, while the references with and without dropout differ by more."""
     rounding = published(record, undropped)
     shows = departure(reference, undropped, rounding.times(DROPOUT_ALLOWED))
     return shows is not None and not departure(record, undropped, rounding)
 
 
 def beyond_dropout(record: Record, reference: Record, undropped: Record) -> Departure | None:
-    """Find the departure of a run that drops other elements than the reference: a difference larger than dropout
-    causes."""
+    """Return the departure of a run that drops other elements than the reference. None if the difference is no larger
+    than a few times the change that dropout causes."""
     return departure(record, reference, floor(reference, [undropped]).alike().times(DROPOUT_ALLOWED))
 
 
 def of_trial(trial: Trial) -> Departure | None:
-    """Find the departure of a probe that trained: a flaw that its record shows alone, other tensors or loss scales than
-    the reference's, or a larger difference than rounding allows."""
+    """Return the departure of a probe that trained; None if there is none. A departure is a flaw of the record itself,
+    other tensors or loss scales than the reference's, or a difference larger than rounding allows."""
     record, reference = trial.record, trial.reference
     if flaw := evidence.flaw(record):
         return Departure(flaw.reason, flaw.text)
@@ -104,7 +105,8 @@ def of_trial(trial: Trial) -> Departure | None:
 
 
 def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
-    """Find a larger difference than rounding allows; any difference counts if the method promises bit-equality."""
+    """Return a difference larger than rounding allows; None if there is none. If the method promises bit-equality
+    (`is_held_to_bits`), any difference counts."""
     record, reference, others, wide = trial
     if evidence.is_same(record, reference):
         return None
@@ -123,7 +125,8 @@ def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
 
 
 def first_loss_beyond(record: Record, other: Record) -> str:
-    """Describe the first loss that differs from another method's by more than the tolerance; empty if there is none."""
+    """Return, as text, the first loss that differs from another method's by more than the tolerance; empty if there is
+    none."""
     tolerance = LOSS_TOLERANCE[evidence.kernels(record)]
     for step, ours, theirs, difference in evidence.loss_differences(record, other):
         if not difference <= tolerance:
@@ -133,14 +136,15 @@ def first_loss_beyond(record: Record, other: Record) -> str:
 
 
 def departure(record: Record, reference: Record, limits: Limits) -> Departure | None:
-    """Return the first departure beyond these limits: first by step, then by tensor."""
+    """Return the first departure beyond these limits, of steps or else of tensors; None if there is none."""
     return in_steps(record, reference, limits) or in_tensors(record, reference, limits)
 
 
 def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | None:
-    """Return the first step whose loss or gradient norm is beyond its limit.
+    """Return the departure of the first step whose loss or gradient norm is beyond its limit; None if there is none.
 
-    A step computes its loss, then its gradient, then its update: the first departure tells which of them is wrong.
+    A step computes its loss, then its gradient, then its update. So the first number that departs tells which of the
+    three is wrong.
     """
     num = comparable_steps(record, reference)
     losses = differences(record.losses[:num], reference.losses)
@@ -157,7 +161,7 @@ def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | N
             ours, theirs = record.grad_norms[at], reference.grad_norms[at]
             told = _told("gradient norm", step, ours, theirs, norms[at], limits.told.format(limits.norms[at]))
             is_faint = norms[at] <= limits.faint * limits.norms[at]
-            # Wrong weights change the loss, too, so a norm that is wrong alone means a wrong gradient.
+            # Wrong weights change the loss, too. So if only the norm is wrong, the gradient is.
             if step == 1 or not norms[at] <= TELLING * max(losses[at], limits.losses[at]):
                 cause = GRADIENT + AS_FAINT * is_faint
                 return Departure("gradient", f"{told}, where the loss still agrees", cause, step)
@@ -174,8 +178,9 @@ def _of_update(step: int, told: str, is_faint: bool) -> Departure:
 
 
 def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure | None:
-    """Return the departure of the final tensor that is farthest beyond its limit; if none is beyond, that of the median
-    tensor, which has a limit of its own."""
+    """Return the departure of the final tensor that is farthest beyond its limit. If no tensor is beyond its limit,
+    return that of the median tensor, which has a stricter limit. None if there is no departure, or not all steps can be
+    compared."""
     if comparable_steps(record, reference) < len(reference.losses):
         return None
     for part, (reason, text) in TENSORS.items():
@@ -195,7 +200,8 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
 
 
 def _partial_update(record: Record, reference: Record) -> Departure | None:
-    """Return the departure of a tensor of which too few elements changed."""
+    """Return the departure of the tensor with the smallest share of changed elements, if the share is too small; else
+    None."""
     ratios = evidence.ratios(record, reference, "changed")
     if ratios and not ratios[worst := min(ratios, key=lambda name: ratios[name])] >= 1 - CHANGED_TOLERANCE:
         ours, theirs = (each.tensors[worst]["changed"] for each in (record, reference))
@@ -206,8 +212,8 @@ def _partial_update(record: Record, reference: Record) -> Departure | None:
 
 
 def _update_size(record: Record, reference: Record) -> Departure | None:
-    """Return a departure if a tensor moved too far or not far enough, or if the median tensor did, by a stricter
-    limit."""
+    """Return a departure if the size of an update is wrong; else None. It is wrong if a tensor moved too far or not far
+    enough, or if the median tensor did, for which the limit is stricter."""
     ratios = evidence.ratios(record, reference, "moved")
     if not ratios:
         return None
@@ -218,8 +224,8 @@ def _update_size(record: Record, reference: Record) -> Departure | None:
 
 
 def _grown_keys(record: Record) -> Departure | None:
-    """Return the departure of a bias of attention keys that moved farther than AdamW can move it. The true gradient of
-    such a bias is 0: the computed one is rounding alone.
+    """Return a departure if a bias of attention keys moved farther than AdamW can move it; else None. The true gradient
+    of such a bias is 0, so the computed gradient is only rounding.
 
     The bias starts at 0. AdamW moves an element in a step by at most the learning rate times (1 - beta1) / sqrt(1 -
     beta2). Source: Kingma and Ba 2015, section 2.1.
@@ -238,8 +244,9 @@ def _grown_keys(record: Record) -> Departure | None:
 
 
 def without_decay(record: Record, reference: Record) -> str:
-    """Describe tensors that end as if without weight decay: matrices larger by what decay takes off, biases and norms
-    as in the reference; empty otherwise. Decay shows late, so the first wrong loss or norm would name no cause."""
+    """Return a text if tensors end as if without weight decay: matrices are larger by what decay takes off, while
+    biases and norms agree. Empty otherwise. Decay shows late, so the first wrong loss or norm would not name this
+    cause."""
     load = record.job.workload
     taken = WEIGHT_DECAY * sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
     grown: dict[bool, list[float]] = {True: [], False: []}
@@ -252,8 +259,8 @@ def without_decay(record: Record, reference: Record) -> str:
 
 
 def outstanding(record: Record, reference: Record) -> str:
-    """Name the group of tensors with a much larger error than the others: a layer, the biases, the norms or the
-    matrices; empty if there is none."""
+    """Return the name of the group of tensors with a much larger error than all other tensors; empty if there is none.
+    A group is the tensors of a layer, all biases, all norms or all matrices."""
     found = evidence.distances(record, reference)
     groups: dict[str, list[str]] = {}
     for name in found:

@@ -17,19 +17,21 @@ from harness.core.job import Job
 from harness.core.record import Record
 
 LEAST = 1e-7  # smallest relative difference that counts: one rounding in fp32
-# Allowance for a few elements that round in the other direction, relative to a tensor's size. It matters for weights of
-# norms: they are near 1, and move by only a few units in the last place at the published learning rate.
+# Allowed distance, relative to a tensor's size, because a few elements may round in the other direction. It matters for
+# the weights of norms: they are near 1, and at the published rate they move by only a few units in the last place.
 ROUNDING = 2**-24 / 4
-SUMMED = 1e-6  # largest relative difference of the norms of bit-equal gradients: engines agree to 1.2e-7
-# Half the distance from 1 to the next larger float. A weight of 1 does not change by a shorter step up. AdamW's step is
-# often less than half its rate, so a step down does not change the weight, either.
+# largest relative difference of the norms of bit-equal gradients that is allowed; engines differ by up to 1.2e-7
+SUMMED = 1e-6
+# Half the distance from 1 to the next larger float. A step of less than this upwards does not change a weight of 1. A
+# step downwards would need half of this, but AdamW's step is often less than half its rate.
 SMALLEST_STEP = 2**-24
 Moment = Literal["exp_avg", "exp_avg_sq"]
 MOMENTS: dict[str, Moment] = {"first moments": "exp_avg", "second moments": "exp_avg_sq"}
 
 
 class Flaw(NamedTuple):
-    """A fault that a record shows without comparison: a reason for programs, a text for people, and further values."""
+    """A fault that a record shows without comparison. `reason`: a word for programs. `text`: a text for people.
+    `evidence`: further values for the verdict."""
 
     reason: str
     text: str
@@ -37,13 +39,13 @@ class Flaw(NamedTuple):
 
 
 def flaw(record: Record) -> Flaw | None:
-    """Return a record's first flaw, or None if all steps ran, all numbers are finite and every tensor changed."""
+    """Return a record's first flaw; None if all steps ran, all numbers are finite and every tensor changed."""
     for step, loss in enumerate(record.losses, start=1):
         if loss is not None and not math.isfinite(loss):
             return Flaw("not-finite", f"the loss is {loss} from step {step} on", {"step": step})
     if len(record.losses) != record.job.steps:
         return Flaw("incomplete", f"{len(record.losses)} of {record.job.steps} steps have a loss")
-    # The norm of a step that fp16 skips is not finite; other_scales() compares skipped steps with the reference's.
+    # A step that fp16 skips has a norm that is not finite. other_scales() compares which steps are skipped.
     if record.origin == "run" and record.job.workload.dtype != "fp16":
         for step, norm in enumerate(record.grad_norms, start=1):
             if norm is not None and not math.isfinite(norm):
@@ -64,7 +66,7 @@ def flaw(record: Record) -> Flaw | None:
     unchanged = [
         name
         for name, tensor in record.tensors.items()
-        # AdamW's step is at most its rate, which may be too small to change a weight near 1.
+        # AdamW's step is at most the learning rate, which may be too small to change a weight near 1.
         if not tensor["changed"] and not (last_rate < SMALLEST_STEP and tensor.get("exp_avg"))
     ]
     if unchanged:
@@ -74,16 +76,16 @@ def flaw(record: Record) -> Flaw | None:
 
 
 def untrained(record: Record, told: str = "") -> str:
-    """Return why a record shows no training to compare with; empty if it shows one. `told`: a text to append to the
-    record's status."""
+    """Return, as text, why a record shows no training to compare with; empty if it shows one. `told`: a text to append
+    to the record's status."""
     if record.status != "ok":
         return f"ended as {record.status}{told}"
     return found.text if (found := flaw(record)) else ""
 
 
 def unasked(record: Record) -> Flaw | None:
-    """Return a flaw if the record's further models are not the ones that its job asks for. The throughput would be
-    wrong, because it counts the samples of all models."""
+    """Return a flaw if the record's models are not the ones that its job asks for; else None. The throughput of such a
+    record would be wrong, because it counts the samples of all models."""
     asked, trained = record.job.options.get("num_models", 1), 1 + len(record.others)
     if trained != asked:
         return Flaw("models", f"{trained} models were trained, the job asks for {asked}")
@@ -96,8 +98,9 @@ def unasked(record: Record) -> Flaw | None:
 
 
 def elsewhere(record: Record) -> Flaw | None:
-    """Return a flaw if the run did not do all of its training itself: it executed code that its key does not cover, it
-    resumed from a checkpoint of other source code, or it used device memory that is not counted."""
+    """Return a flaw if the run did not do all of its training itself; else None. Such a run executed code that its key
+    does not cover, resumed from a checkpoint of other source code, or computed on a device whose memory is not
+    counted."""
     if unlisted := record.software.get("unlisted"):
         told = f"it executed {some(unlisted)}, which its identity lacks"
         return Flaw("unlisted-code", f"{told}; import it by its name in the method's file")
@@ -114,10 +117,12 @@ def elsewhere(record: Record) -> Flaw | None:
 
 
 def least_device_bytes(job: Job) -> int:
-    """Return the least bytes of device memory that any training of this job takes: all tokens, which the worker puts
-    there, and the matrix, input and output of one sample's product with a layer's largest matrix.
+    """Return a lower bound of the device memory, in bytes, that any training of this job takes. It is the sum of all
+    tokens, which the worker puts there, and of the matrix, input and output of one sample's product with a layer's
+    largest matrix.
 
-    Ranks may each take a part of the product. A method needs less only if it cuts a matrix or a sample.
+    Several ranks may each take a part of the product. A method that cuts a matrix or a sample needs less than this
+    bound.
     """
     load = job.workload
     tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)  # batches of inputs and targets, int64
@@ -127,20 +132,22 @@ def least_device_bytes(job: Job) -> int:
 
 
 def kernels(record: Record) -> tuple[str, str]:
-    """Return the device and the dtype that determine the rounding to expect: sim computes with the CPU's kernels."""
+    """Return the device and the dtype that determine the rounding to expect. For sim the device is the CPU, whose
+    kernels it uses."""
     device = "cpu" if record.job.device == "sim" else record.job.device
     return device, record.job.workload.dtype
 
 
 def promises_bits(record: Record) -> bool:
-    """True if the record's method must give the reference's bits: methods promise them on a CPU only."""
+    """True if the record's method must give the reference's very bits. Methods promise them on a CPU only."""
     return record.bit_exact and kernels(record)[0] == "cpu"
 
 
 def is_same(record: Record, reference: Record) -> bool:
-    """True if all losses and final weights are bit-equal. Gradient norms may differ by their own sum's rounding."""
+    """True if all losses and final weights are bit-equal. The gradient norms may differ by the rounding of their own
+    sums."""
     found = zip(differences(record.grad_norms, reference.grad_norms), reference.grad_norms, strict=False)
-    # The reference's norm is not finite in a step that fp16 skipped.
+    # In a step that fp16 skipped, the reference's norm is not finite: leave it out.
     norms = [each for each, theirs in found if theirs is not None and math.isfinite(theirs)]
     return (
         record.losses == reference.losses
@@ -153,8 +160,8 @@ def is_same(record: Record, reference: Record) -> bool:
 
 
 def comparable_steps(record: Record, reference: Record) -> int:
-    """Return the number of steps to compare. In fp16 it is the number of steps before the first one whose loss scale
-    differs, because the two trainings skip different steps from there on."""
+    """Return the number of steps to compare. In fp16 only the steps before the first different loss scale or skip are
+    compared, because from there on the two trainings skip different steps."""
     if "fp16" not in (record.job.workload.dtype, reference.job.workload.dtype):
         return min(len(record.losses), len(reference.losses))
     pairs = zip(record.loss_scales, reference.loss_scales, strict=False)
@@ -164,7 +171,7 @@ def comparable_steps(record: Record, reference: Record) -> int:
 
 
 def other_scales(record: Record, reference: Record) -> str:
-    """Describe the first difference in loss scales or in steps skipped for non-finite gradients; empty if none."""
+    """Return, as text, the first difference in skipped steps or in loss scales; empty if there is none."""
     if record.skipped_steps != reference.skipped_steps:
         names = ([*map(str, each.skipped_steps)] for each in (record, reference))
         ours, theirs = (f"steps {some(found)}" if found else "no step" for found in names)
@@ -175,15 +182,15 @@ def other_scales(record: Record, reference: Record) -> str:
 
 
 def loss_differences(record: Record, other: Record) -> list[tuple[int, float, float, float]]:
-    """Return, for each step that both records have, its number, both losses and their relative difference."""
+    """Return a tuple for each step that has a loss in both records: the step, both losses and their relative
+    difference."""
     pairs = enumerate(zip(record.losses, other.losses, strict=False), start=1)
     return [(step, a, b, abs(a - b) / abs(b)) for step, (a, b) in pairs if a is not None and b is not None]
 
 
 def differences(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
-    """Return the relative difference of each step; 0 if a log has no value, and if neither value is finite: such are
-    the norms of a step that both trainings skip in fp16, and two infinite elements give infinity or NaN by the order of
-    a sum."""
+    """Return the relative difference of each step's two values. It is 0 if a log lacks a value, and if neither value is
+    finite: in fp16, both trainings then skip the step, whose norm is infinite or NaN by the order of a sum."""
 
     def difference(a: float | None, b: float | None) -> float:
         if a is None or b is None or a == b or not (math.isfinite(a) or math.isfinite(b)):
@@ -194,8 +201,8 @@ def differences(ours: Sequence[float | None], theirs: Sequence[float | None]) ->
 
 
 def distances(record: Record, reference: Record) -> dict[str, float]:
-    """Return the distance between each tensor's change and the reference's, relative to the reference's change. The
-    distance is estimated from both sketches; an allowance for the rounding of single elements is subtracted."""
+    """Return, for each tensor, the distance between its change and its change in the reference, relative to the latter.
+    The distance is that of both sketches, less an allowance (ROUNDING) for the rounding of single elements."""
     found = {}
     for name, theirs in reference.tensors.items():
         ours = record.tensors.get(name, theirs)
@@ -207,7 +214,7 @@ def distances(record: Record, reference: Record) -> dict[str, float]:
 
 
 def moment_differences(record: Record, reference: Record, moment: Moment) -> dict[str, float]:
-    """Return the relative difference in size of each tensor's moment; empty if the method returns no moments at all."""
+    """Return the relative difference in size of each tensor's moment; empty if the method returns no such moments."""
     if not has_moments(record, moment):
         return {}
     found = {}
@@ -223,7 +230,8 @@ def has_moments(record: Record, moment: Moment) -> bool:
     return any(tensor.get(moment) is not None for tensor in record.tensors.values())
 
 
-# The function that returns all tensors' relative differences from the reference, for each compared fact of a tensor.
+# For each compared fact of a tensor: the function that returns the relative difference of every tensor from the
+# reference.
 COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
     "way": distances,
     "exp_avg": partial(moment_differences, moment="exp_avg"),
@@ -232,7 +240,7 @@ COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
 
 
 def ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
-    """Return, for each tensor, its fact `key` (such as the distance moved) divided by the reference's."""
+    """Return, for each tensor, its fact `key` (such as the distance moved) divided by the reference's fact."""
     pairs = {
         name: (record.tensors[name].get(key), theirs.get(key))
         for name, theirs in reference.tensors.items()

@@ -1,4 +1,4 @@
-"""Gathers a training's evidence, small enough for a record: the kernels used, and how each tensor changed."""
+"""Gathers the evidence of a training, small enough for a record: the kernels that ran, and how each tensor changed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from harness.core.job import Job, Workload
 from harness.core.method import TensorState
 
 SKETCH_BUCKETS = 8
-SKETCH_ROWS = 65_537  # signs repeat after a prime number of rows, so that no tensor's structure has the same period
-BLOCK = 2 * SKETCH_ROWS * SKETCH_BUCKETS  # elements that are read at once
-TELLING = ("attention", "adam")  # names of ops that have several kernels
+SKETCH_ROWS = 65_537  # number of rows of signs, a prime: the signs repeat with a period that no tensor's structure has
+BLOCK = 2 * SKETCH_ROWS * SKETCH_BUCKETS  # number of elements that are read at once
+TELLING = ("attention", "adam")  # parts of the names of ops that have several kernels
 
 
 class Kernels(TorchDispatchMode):
-    """Notes which kernels torch runs in this context for the ops in TELLING. Kernels that an engine calls without
-    torch, such as DeepSpeed's Adam, are not seen."""
+    """Notes the kernels that torch runs in this context for the ops in TELLING. It does not see kernels that an engine
+    calls without torch, such as DeepSpeed's Adam."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,11 +40,13 @@ class Kernels(TorchDispatchMode):
 
 
 def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any]]:
-    """Compare each tensor with its seeded starting values: share of elements changed, distance moved, sizes of both
-    moments."""
+    """Compare each tensor with its seeded starting values. Return its evidence by the tensor's name, as look() makes
+    it."""
     cores = len(os.sched_getaffinity(0))
-    torch.get_num_threads()  # this thread takes its number before the pool changes it, as in devices/streams.py
-    room = threading.Semaphore(cores + 1)  # tensors may be made on demand: hold one for each core, and one more
+    # fix this thread's number of threads before the pool's initializer changes the default, as in devices/streams.py
+    torch.get_num_threads()
+    # a tensor may be made only when it is asked for: hold at most one for each core, and one more
+    room = threading.Semaphore(cores + 1)
     found: dict[str, Future] = {}
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for state in tensors:
@@ -55,7 +57,8 @@ def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any
 
 
 def look(state: TensorState, workload: Workload) -> dict[str, Any]:
-    """Compare one tensor with its start in a single pass, in blocks small enough for the cache."""
+    """Compare one tensor with its starting values, in a single pass over blocks that are small enough for the cache.
+    Return the evidence: share of elements that changed, distance moved, size, sketch, sizes of both moments, hash."""
     weight, digest, parts = state.weight.detach().reshape(-1), hashlib.sha256(), list[torch.Tensor]()
     noise = noise_in(state.name, workload)
     changed, moved, size = 0, 0.0, 0.0
@@ -87,14 +90,14 @@ def moment_size(moment: torch.Tensor | None, noise: range) -> float | None:
 
 
 def noise_in(name: str, workload: Workload) -> range:
-    """Return the range of elements of a tensor whose gradient is rounding alone."""
+    """Return the range of those elements of a tensor whose gradient is only rounding; empty if it has none."""
     anatomy = workload.anatomy
     return range(*anatomy.noise.get(anatomy.within(name), (0, 0)))
 
 
 def without_noise(part: torch.Tensor, start: int, noise: range) -> torch.Tensor:
-    """Set elements to zero, in place. `part`: a tensor's part, which begins at element `start`; `noise`: the elements
-    of the tensor to zero."""
+    """Set the elements `noise` of a tensor to zero, in place. `part`: a part of the flat tensor, which begins at
+    element `start`. Return the part."""
     part[max(0, noise.start - start) : max(0, noise.stop - start)] = 0
     return part
 
@@ -104,17 +107,17 @@ def norm(values: torch.Tensor) -> float:
 
 
 def sketch(parts: list[torch.Tensor]) -> list[float]:
-    """Return a count sketch of a flat tensor from `parts`, the results of sums(): sums of the tensor's elements with
-    seeded signs, in a few buckets.
+    """Return a count sketch of a flat tensor: sums of its elements with seeded signs, in a few buckets. `parts`: the
+    results of sums() for the tensor.
 
-    The distance of two sketches estimates the distance of the tensors, so two records can be compared without the
+    The distance of two sketches estimates the distance of the tensors. So two records can be compared without the
     weights of either run. Source: Charikar et al. 2002.
     """
     return [float(f"{value:.7g}") for value in torch.stack(parts).sum(0).tolist()]
 
 
 def sums(change: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the sketch of every SKETCH_ROWS rows of a flat tensor."""
+    """Yield the sketch of each part of a flat tensor; a part has at most SKETCH_ROWS * SKETCH_BUCKETS elements."""
     for block in change.split(SKETCH_ROWS * SKETCH_BUCKETS):
         short = -block.numel() % SKETCH_BUCKETS
         rows = (torch.nn.functional.pad(block, (0, short)) if short else block).view(-1, SKETCH_BUCKETS)

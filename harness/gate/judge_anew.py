@@ -1,7 +1,7 @@
 """Judges a record that others sent in, by the records sent with it, because nothing can be run again on their machine.
 
-Reference, twin and probe are looked for among these records. The verdict in a record is never trusted; it only tells
-which twin and which probe were used.
+Its reference, twin and probe are looked for among these records. The verdict that the record brings is not trusted; it
+only tells which twin and which probe to look for.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from harness.gate.verdict import CERTAIN, judge, together, unasked, with_probe
 
 
 class Beside(NamedTuple):
-    """The records that were sent together: runs, and the trainings of the gate's probes."""
+    """The records that were sent together. `runs`: records of jobs. `probes`: records of the trainings of the gate's
+    probes."""
 
     runs: Sequence[Record]
     probes: Sequence[Record]
 
 
 def judge_anew(record: Record, beside: Beside) -> Gate:
-    """Return the verdict on a record by the records beside it. Raises ValueError for a record with values that cannot
+    """Return the verdict on a record by the records beside it. Raises ValueError if the record has values that cannot
     be judged."""
     if record.status != "ok":
         return Gate()
     try:
         return unasked(record) or together([_verdict(record, n, beside) for n in range(1 + len(record.others))])
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # some fields may hold any JSON
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # some fields may hold any JSON value
         raise ValueError(f"expected a record that can be judged, got {type(error).__name__}: {error}") from error
 
 
@@ -57,8 +58,8 @@ def _verdict(whole: Record, number: int, beside: Beside) -> Gate:
 
 
 def _reference(record: Record, among: Sequence[Record]) -> Record | None:
-    """Return the reference's newest training of the same workload on the same kind of device; sim counts as a CPU,
-    whose kernels it uses."""
+    """Return the newest record of the reference with the same workload and steps on the same device; None if there is
+    none. For a record on sim the device is the CPU, whose kernels sim uses."""
     job, device = record.job, evidence.kernels(record)[0]
     wanted = (method.reference(), job.workload, job.steps, device)
     return _newest(
@@ -68,7 +69,7 @@ def _reference(record: Record, among: Sequence[Record]) -> Record | None:
 
 
 def _newest(records: Iterator[Record]) -> Record | None:
-    """Return the newest record of a training that ended."""
+    """Return the newest record of a training that ended with status ok; None if there is none."""
     return max((each for each in records if each.status == "ok"), key=lambda each: each.started, default=None)
 
 
@@ -99,7 +100,7 @@ def _by_twin(record: Record, beside: Beside) -> Gate:
 
 def _trials(whole: Record, number: int, probes: Sequence[Record]) -> Iterator[Trial]:
     """Yield the trials of the run's probe, fp32 first, each with all trainings that it is compared with. A probe counts
-    only if its source code is the run's."""
+    only if it was trained by the same source code as the run."""
     named = whole.gate.evidence.get("probe")
     for dtype, key in sorted(named.items(), key=lambda pair: pair[0] != "fp32") if isinstance(named, dict) else ():
         trained = _newest(each for each in probes if each.key == key and _is_probe_of(whole, each, dtype))

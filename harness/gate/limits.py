@@ -2,9 +2,9 @@
 floors in a probe.
 
 The tolerances below bound rounding at the published rate, by device and dtype. A probe trains at a rate at which
-rounding errors grow. Its floor is the distance between the reference and the reference trained with other roundings; an
-honest training stays within a few times the floor. A method whose dropout drops other elements than the reference's is
-limited by the change that dropout causes.
+rounding errors grow. Its floor is the distance between the reference and the reference trained with other roundings. An
+honest training stays within a few times the floor. If a method's dropout drops other elements than the reference's, the
+limit is a few times the change that dropout causes.
 """
 
 from __future__ import annotations
@@ -19,62 +19,70 @@ from harness.core.record import Record
 from harness.gate import evidence
 from harness.gate.evidence import COMPARED, LEAST
 
-# Largest relative difference of a step's loss. Kernels that sum in another order differ by about 1e-6 in fp32 after 20
-# steps; bf16 has 8 bits of mantissa, fp16 has 11. CUDA adds the rounding of atomics and fused attention.
+# By device and dtype: largest allowed relative difference of a step's loss. Kernels that sum in another order differ by
+# about 1e-6 in fp32 after 20 steps. bf16 has 8 bits of mantissa, fp16 has 11. On CUDA, atomics and fused attention add
+# rounding.
 LOSS_TOLERANCE = {
     ("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 5e-3, ("cpu", "fp16"): 5e-4,
     ("cuda", "fp32"): 1e-4, ("cuda", "bf16"): 1e-2, ("cuda", "fp16"): 1e-3,
 }  # fmt: skip
-# Largest relative difference of a gradient norm. A model of 4 layers of hidden size 64 showed 2e-7 in fp32, 1e-3 in
-# bf16 and 2e-4 in fp16; engines differ by 5e-7 in fp32.
+# By device and dtype: largest allowed relative difference of a gradient norm. In a model of 4 layers of hidden size 64,
+# differences were 2e-7 in fp32, 1e-3 in bf16 and 2e-4 in fp16; between engines, 5e-7 in fp32.
 NORM_TOLERANCE = {
     ("cpu", "fp32"): 1e-4, ("cpu", "bf16"): 5e-2, ("cpu", "fp16"): 1e-2,
     ("cuda", "fp32"): 1e-3, ("cuda", "bf16"): 1e-1, ("cuda", "fp16"): 2e-2,
 }  # fmt: skip
-# Largest relative difference of the size of a tensor's first moment; the second moment, a square, may differ twice as
-# much. In bf16 the gradient of the bias of the norm before attention is a sum that nearly cancels: a ratio of 0.88 was
-# seen in a run whose losses agree to 4e-5.
+# By dtype: largest allowed relative difference of the size of a tensor's first moment. The second moment, a square, may
+# differ twice as much. In bf16 the gradient of one bias, that of the norm before attention, is a sum that nearly
+# cancels: its moments had a ratio of 0.88 in a run whose losses agree to 4e-5.
 MOMENT_TOLERANCE = {"fp32": 0.1, "bf16": 0.3, "fp16": 0.1}
-# Largest relative difference of the median tensor's moment: only few tensors have sums that nearly cancel.
+# Largest allowed relative difference of the median tensor's moment. It is small, because only few tensors have sums
+# that nearly cancel.
 MEDIAN_TOLERANCE = 0.05
-# Largest distance between a tensor's change and the reference's, relative to the reference's change. In half precision
-# the direction of a step is noise if its gradient is rounding noise. A CPU in fp32 shows 1e-3 and less.
+# By device and dtype: largest allowed distance between a tensor's change and its change in the reference, relative to
+# the latter. In half precision, a step's direction is noise if its gradient is only rounding. A CPU in fp32 shows at
+# most 1e-3.
 DISTANCE_TOLERANCE = {
     ("cpu", "fp32"): 2e-3, ("cpu", "bf16"): 0.3, ("cpu", "fp16"): 0.3,
     ("cuda", "fp32"): 5e-2, ("cuda", "bf16"): 0.3, ("cuda", "fp16"): 0.3,
 }  # fmt: skip
-# Largest distance of the median tensor: rounding noise moves few tensors, a stale or missing update moves all.
+# Largest allowed distance of the median tensor: rounding moves few tensors, a stale or missing update moves all.
 MEDIAN_DISTANCE_TOLERANCE = 0.05
-# Smallest number of steps for which the limits of the distance apply. AdamW's first steps move by the full rate in the
-# sign of the gradient, even if the gradient is noise: 20 steps average this out, one does not.
+# From this number of steps on, the limits of the distance hold as they are; for fewer steps they are widened. AdamW's
+# first steps move by the full rate in the sign of the gradient, even if the gradient is noise: 20 steps average this
+# out.
 SETTLED_STEPS = 20
 # A method that drops other elements may differ from the reference by this many times the change that dropout causes in
-# the reference. The largest tensor distances are compared, because a single tensor may be near by chance. Honest
-# runs needed 1.6 to 3.6 times when this was chosen (results/LOG.md), those of bench/dropout_rule.py 0.8 to 2.9 times.
+# the reference. A single tensor may be near by chance, so each tensor's limit is that of the tensor with the largest
+# change. Honest runs needed 1.6 to 3.6 times when this was chosen (results/LOG.md), those of bench/dropout_rule.py 0.8
+# to 2.9 times.
 DROPOUT_ALLOWED = 6.0
-# Limit of a probe, as a multiple of the floor, in any dtype. 324 honest runs of three sizes reached 6.2, planted faults
-# begin at 68 in fp32 (results/LOG.md); bench/gate_power.py tries the limit on further models and faults.
+# Limit of a probe as a multiple of the floor, in any dtype. 324 honest runs of three sizes reached 6.2; planted faults
+# begin at 68 in fp32 (results/LOG.md). bench/gate_power.py tries the limit on further models and faults.
 ALLOWED = 20.0
 NAMING = 2.0  # in a failed probe, the first difference beyond this multiple of the floor names the fault
-FAINT = 20.0  # below FAINT * NAMING times the floor the fault may have begun before the named step (results/LOG.md)
-FIRST = 5  # number of first steps that share a floor: at one step alone, two roundings may agree by chance
-# Largest relative error of a norm, divided by the number of elements to the power 1.5. The reference's norm on a CPU is
-# one fp32 sum of squares. Its error is a twentieth of this for normally distributed elements, and larger for elements
-# that differ more (results/LOG.md).
+# a fault whose first difference is below FAINT * NAMING times the floor may have begun at an earlier step
+# (results/LOG.md)
+FAINT = 20.0
+FIRST = 5  # the first FIRST steps share one floor, because at a single step two roundings may agree by chance
+# Largest relative error of a norm, divided by the number of elements to the power 1.5. On a CPU the reference's norm is
+# one fp32 sum of squares. For normally distributed elements the sum's error is a twentieth of this; it is larger for
+# elements that differ more (results/LOG.md).
 NORM_ROUNDING = 2e-13
 # Relative error of a second moment in an engine that rounds beta2 to fp32 before subtracting it from 1.
 BETA_ROUNDING = 2**-25 / (1 - BETAS[1])
 
 
 class Limits(NamedTuple):
-    """The largest relative differences allowed, by step and by tensor; the median tensor has a limit of its own."""
+    """The largest relative differences that are allowed, by step and by tensor. The median tensor has limits of its
+    own."""
 
     losses: Sequence[float]
     norms: Sequence[float]
-    tensors: dict[str, dict[str, float]]  # by the compared fact, then by the tensor's name
+    tensors: dict[str, dict[str, float]]  # by compared fact, then by the tensor's name
     medians: dict[str, float]
     told: str = "{:.1e} allowed"
-    faint: float = 0.0  # multiple of a limit: a difference first seen below it may have begun at an earlier step
+    faint: float = 0.0  # multiple of a limit; a first difference below this multiple may have begun at an earlier step
 
     def times(self, factor: float) -> Limits:
         return Limits(
@@ -84,7 +92,8 @@ class Limits(NamedTuple):
         )  # fmt: skip
 
     def of_norms_summed_by(self, reference: Record) -> Limits:
-        """Widen the limit of each gradient norm to at least the rounding of the norm's own sum."""
+        """Return limits in which the limit of each gradient norm is at least the rounding error of the norm's own
+        sum."""
         largest = reference.job.workload.anatomy.largest_numel
         least = 0.0 if reference.job.device == "cuda" else NORM_ROUNDING * largest**1.5
         return self._replace(norms=[max(least, each) for each in self.norms])
@@ -97,13 +106,13 @@ class Limits(NamedTuple):
         )
 
     def alike(self) -> Limits:
-        """Return limits in which every tensor has the largest limit of any tensor."""
+        """Return limits in which every tensor has the largest limit that any tensor has."""
         largest = {part: max(own.values(), default=0.0) for part, own in self.tensors.items()}
         return self._replace(tensors={part: dict.fromkeys(own, largest[part]) for part, own in self.tensors.items()})
 
 
 def published(record: Record, reference: Record) -> Limits:
-    """Return the limits at the published learning rate, for the record's device and dtype."""
+    """Return the limits at the published learning rate, for the device and dtype of the record."""
     where = evidence.kernels(record)
     steps, names = len(reference.losses), list(reference.tensors)
     unsettled = max(1.0, math.sqrt(SETTLED_STEPS / steps))
@@ -121,7 +130,7 @@ def floor(reference: Record, others: Sequence[Record], wide: Sequence[Record] = 
     training with other roundings.
 
     `wide`: records of the training in a wider dtype, of which only losses and norms count. A tensor's floor is at least
-    the median tensor's; every floor is at least LEAST.
+    the median tensor's floor; every floor is at least LEAST.
     """
     shared = [(other, evidence.comparable_steps(other, reference)) for other in (*others, *wide)]
     num = len(reference.losses)
@@ -136,8 +145,8 @@ def floor(reference: Record, others: Sequence[Record], wide: Sequence[Record] = 
 
 
 def _largest_so_far(series: list[list[float]], num: int) -> list[float]:
-    """Return, for each of `num` steps, the largest difference of any series up to that step; the first FIRST steps
-    count as one."""
+    """Return, for each of `num` steps, the largest difference in any series up to this step. The first FIRST steps
+    share the largest difference of them all."""
     ends = [max(FIRST, step) for step in range(1, num + 1)]
     return [max([LEAST, *(value for each in series for value in each[:end])]) for end in ends]
 

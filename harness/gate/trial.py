@@ -1,4 +1,4 @@
-"""The records of one training of the gate's probe, and of those that it is compared with."""
+"""The records of one training of the gate's probe, and of the trainings that it is compared with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from harness.core.record import Record
 
 
 class Trial(NamedTuple):
-    """The records of a probe in one dtype. `others`: the reference trained with other roundings. `wide`: the reference
-    in fp32, if the probe's dtype is another. Neither is needed if the method's bits are the reference's."""
+    """The records of a probe in one dtype. `others`: trainings of the reference with other roundings. `wide`: the
+    reference in fp32, if the probe's dtype is another. Both are empty if the method gives the reference's very bits."""
 
     record: Record
     reference: Record

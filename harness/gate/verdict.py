@@ -1,10 +1,10 @@
 """The gate: does a record show the same training as the reference? judge() returns a verdict, from records alone.
 
-First evidence.py looks for flaws of the record alone: a missing step, a loss that is not finite, a tensor that did not
-change. Then departures.py compares losses and gradient norms step by step, and for each tensor the share that changed,
-the distance moved, its final values and the size of its moments, within rounding (limits.py). Last comes the probe
-(probe.py), which trains at a learning rate at which faults show. The first departure names the reason of a failure; a
-departure of the probe is named before one of the run.
+evidence.py looks for flaws of the record alone: a missing step, a loss that is not finite, a tensor that did not
+change. Then departures.py compares it with the reference, within rounding (limits.py): losses and gradient norms by
+step, and for each tensor the share that changed, the distance moved, its final values and the size of its moments. At
+last the probe (probe.py) trains at a learning rate at which faults show. The first departure gives the reason of a
+failure; a departure of the probe goes before one of the run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from harness.gate.limits import DROPOUT_ALLOWED, LOSS_TOLERANCE
 from harness.gate.probe import NONE, Probe, extent_of
 from harness.gate.trial import Trial
 
-SMALLEST_DECAY = 2**-25  # a smaller product of learning rate and weight decay is lost when it is subtracted from 1
+# if learning rate times weight decay is smaller, subtracting it from 1 gives 1, and decay has no effect
+SMALLEST_DECAY = 2**-25
 UNPROBED = "a run whose probe did not train has no throughput; try --no-probe, which the verdict states"
-# Reasons found in the run itself that are as certain as a reason found by a probe, because they name what is missing.
+# Reasons that are certain without a probe, because they name something that the run lacks or has wrong.
 CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
 SEVERITY = [*(word for word in VERDICTS if word != "failed"), "failed"]
 
@@ -36,9 +37,10 @@ def judge(
     """Return the verdict on a run, without its probe, which with_probe() adds.
 
     `reference`: the record of the same workload trained by the reference; for a run by the reference, `record` itself.
-    If the reference does not fit, `twins` are the records of this method and of the reference at the largest depth that
-    fits, and `peers` are other methods' records of the same workload. `undropped`: the reference's record without
-    dropout, if the method drops other elements: the change that dropout causes measures how far the two may differ.
+    `twins`: given if the reference does not fit: the records of this method and of the reference at the largest depth
+    that fits; `peers` are then other methods' records of the same workload. `undropped`: given if the method drops
+    other elements: the reference's record without dropout, since the change that dropout causes measures how far the
+    run may differ.
     """
     if record.status != "ok":
         return Gate("untested", "not-finished", f"ended as {record.status}: nothing to compare")
@@ -56,12 +58,12 @@ def judge(
 
 
 def unasked(record: Record) -> Gate | None:
-    """Return a failed verdict if the run's models are not those that its job asks for, else None."""
+    """Return a failed verdict if the run's models are not those that its job asks for; else None."""
     return _of_flaw(flaw) if (flaw := evidence.unasked(record)) else None
 
 
 def together(verdicts: list[Gate]) -> Gate:
-    """Return one verdict on several models that were trained in turns: the worst model's, with the model's number."""
+    """Return one verdict on several models that were trained in turns: the worst one, with the number of its model."""
     if len(verdicts) == 1:
         return verdicts[0]
     number, worst = max(enumerate(verdicts, start=1), key=lambda item: SEVERITY.index(item[1].verdict))
@@ -98,8 +100,8 @@ def _compare(record: Record, reference: Record, undropped: Record | None) -> Gat
 
 
 def _within_dropout(record: Record, reference: Record, undropped: Record, rests: dict[str, Any]) -> Gate:
-    """Judge a run that drops other elements than the reference: it may differ by no more than a few times the change
-    that dropout causes."""
+    """Return the verdict on a run that drops other elements than the reference. It may differ by no more than a few
+    times the change that dropout causes."""
     if why := evidence.untrained(undropped):
         return Gate("untested", "no-reference", f"the reference without dropout did not train: {why}", rests)
     if departures.drops_nothing(record, reference, undropped):
@@ -129,7 +131,7 @@ def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequen
 
 
 def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
-    """Return the verdict on a run, with the findings of its probe and a text on what was not tested."""
+    """Return the verdict on a run, combined with the findings of its probe and a text on what was not tested."""
     if verdict.verdict == "untested":
         return verdict
     rests = {**verdict.evidence, "probe": {trial.dtype: trial.record.key for trial in probe.trials}}
@@ -149,7 +151,7 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
             untested.append(ended)
             continue
         if (found := departures.of_trial(trial)) and verdict.reason not in CERTAIN:
-            itself = verdict.text.removesuffix(f": {found.cause}")  # _told() says the cause already
+            itself = verdict.text.removesuffix(f": {found.cause}")  # _told() gives the cause already
             also = "" if verdict.passed else f"; the run itself: {itself}"
             return _failed(found.reason, _told(trial, found) + also, {**rests, "step": found.step})
         num = evidence.comparable_steps(trial.record, trial.reference)
@@ -167,8 +169,8 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
 
 
 def _smaller(probed: Workload, whole: Workload) -> str:
-    """Tell how much of the run's model a probe trained; empty if all of it. The probe cannot see a fault that needs
-    more layers or a larger size."""
+    """Return, as text, how much of the run's model a probe trained; empty if it trained all. The probe cannot see a
+    fault that shows only with more layers or larger sizes."""
     sizes = {"layers": "num_layers", "columns": "hidden_size", "tokens": "seq_len", "words": "vocab_size"}
     pairs = {told: (getattr(probed, name), getattr(whole, name)) for told, name in sizes.items()}
     parts = [f"{part} of {of} {told}" for told, (part, of) in pairs.items() if part < of]
@@ -176,8 +178,8 @@ def _smaller(probed: Workload, whole: Workload) -> str:
 
 
 def _told_by(record: Record, probe: Probe) -> tuple[list[str], list[str]]:
-    """Return names of the facts that the method returns of its training, and texts on the facts that it does not
-    return, which were not tested."""
+    """Return two lists of texts: the facts that the method returns of its training, and notes on facts that were not
+    tested because the method does not return them."""
     records = (record, *(trial.record for trial in probe.trials))
     has_norms = all(len(each.grad_norms) == len(each.losses) for each in records)
     has = {name: evidence.has_moments(record, moment) for name, moment in MOMENTS.items()}
@@ -188,7 +190,7 @@ def _told_by(record: Record, probe: Probe) -> tuple[list[str], list[str]]:
 
 
 def _untrained_reference(trial: Trial) -> str:
-    """Tell why a trial cannot be compared with the reference; empty if it can."""
+    """Return, as text, why a trial cannot be compared with the reference; empty if it can."""
     for other in (trial.reference, *trial.others, *trial.wide):
         if why := evidence.untrained(other, f": {other.reason}"):
             return f"the reference's probe in {trial.dtype} did not train: {why}"
@@ -196,14 +198,15 @@ def _untrained_reference(trial: Trial) -> str:
 
 
 def _told(trial: Trial, found: departures.Departure) -> str:
-    """Describe the departure, and the group of tensors with the largest errors, if one stands out."""
+    """Return a departure of a trial as text, with the group of tensors that has the largest errors, if one stands
+    out."""
     place = departures.outstanding(trial.record, trial.reference)
     where = f"; farthest off: {place}" if place and found.reason in ("update", "later", "weights") else ""
     return f"{found.text}{where} (probe in {trial.dtype})"
 
 
 def _steps(record: Record) -> str:
-    """Tell the number of steps and, if there are any, of steps that fp16 skipped."""
+    """Return, as text, the number of steps and the number of steps that fp16 skipped, if it skipped any."""
     skipped = f" ({len(record.skipped_steps)} skipped by the loss scale)" if record.skipped_steps else ""
     return f"{record.job.steps} steps{skipped}"
 
