@@ -125,8 +125,7 @@ def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
 
 
 def first_loss_beyond(record: Record, other: Record) -> str:
-    """Return, as text, the first loss that differs from another method's by more than the tolerance; empty if there is
-    none."""
+    """Return, as text, the first loss that is beyond tolerance from another method's; empty if there is none."""
     tolerance = LOSS_TOLERANCE[evidence.kernels(record)]
     for step, ours, theirs, difference in evidence.loss_differences(record, other):
         if not difference <= tolerance:
@@ -141,11 +140,9 @@ def departure(record: Record, reference: Record, limits: Limits) -> Departure | 
 
 
 def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | None:
-    """Return the departure of the first step whose loss or gradient norm is beyond its limit; None if there is none.
-
-    A step computes its loss, then its gradient, then its update. So the first number that departs tells which of the
-    three is wrong.
-    """
+    """Return the departure of the first step whose loss or gradient norm is beyond its limit; None if there is none. A
+    step computes its loss, then its gradient, then its update. So the first number that departs tells which of the
+    three is wrong."""
     num = comparable_steps(record, reference)
     losses = differences(record.losses[:num], reference.losses)
     norms = differences(record.grad_norms[:num], reference.grad_norms)
@@ -200,8 +197,7 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
 
 
 def _partial_update(record: Record, reference: Record) -> Departure | None:
-    """Return the departure of the tensor with the smallest share of changed elements, if the share is too small; else
-    None."""
+    """Return the departure of the tensor with the smallest share of changed elements; None if it is large enough."""
     ratios = evidence.ratios(record, reference, "changed")
     if ratios and not ratios[worst := min(ratios, key=lambda name: ratios[name])] >= 1 - CHANGED_TOLERANCE:
         ours, theirs = (each.tensors[worst]["changed"] for each in (record, reference))

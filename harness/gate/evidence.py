@@ -119,11 +119,8 @@ def elsewhere(record: Record) -> Flaw | None:
 def least_device_bytes(job: Job) -> int:
     """Return a lower bound of the device memory, in bytes, that any training of this job takes. It is the sum of all
     tokens, which the worker puts there, and of the matrix, input and output of one sample's product with a layer's
-    largest matrix.
-
-    Several ranks may each take a part of the product. A method that cuts a matrix or a sample needs less than this
-    bound.
-    """
+    largest matrix. Several ranks may each take a part of the product. A method that cuts a matrix or a sample needs
+    less than this bound."""
     load = job.workload
     tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)  # batches of inputs and targets, int64
     matrix = load.anatomy.layer_matrix
@@ -182,8 +179,7 @@ def other_scales(record: Record, reference: Record) -> str:
 
 
 def loss_differences(record: Record, other: Record) -> list[tuple[int, float, float, float]]:
-    """Return a tuple for each step that has a loss in both records: the step, both losses and their relative
-    difference."""
+    """Return, for each step with a loss in both records, its number, both losses and their relative difference."""
     pairs = enumerate(zip(record.losses, other.losses, strict=False), start=1)
     return [(step, a, b, abs(a - b) / abs(b)) for step, (a, b) in pairs if a is not None and b is not None]
 
@@ -230,8 +226,7 @@ def has_moments(record: Record, moment: Moment) -> bool:
     return any(tensor.get(moment) is not None for tensor in record.tensors.values())
 
 
-# For each compared fact of a tensor: the function that returns the relative difference of every tensor from the
-# reference.
+# For each compared fact: the function that returns the relative difference of every tensor from the reference.
 COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
     "way": distances,
     "exp_avg": partial(moment_differences, moment="exp_avg"),

@@ -22,8 +22,7 @@ from harness.gate.limits import DROPOUT_ALLOWED, LOSS_TOLERANCE
 from harness.gate.probe import NONE, Probe, extent_of
 from harness.gate.trial import Trial
 
-# if learning rate times weight decay is smaller, subtracting it from 1 gives 1, and decay has no effect
-SMALLEST_DECAY = 2**-25
+SMALLEST_DECAY = 2**-25  # 1 minus a smaller product of learning rate and weight decay is rounded to 1
 UNPROBED = "a run whose probe did not train has no throughput; try --no-probe, which the verdict states"
 # Reasons that are certain without a probe, because they name something that the run lacks or has wrong.
 CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
@@ -198,8 +197,7 @@ def _untrained_reference(trial: Trial) -> str:
 
 
 def _told(trial: Trial, found: departures.Departure) -> str:
-    """Return a departure of a trial as text, with the group of tensors that has the largest errors, if one stands
-    out."""
+    """Return a departure as text, with the group of tensors that has the largest errors, if one stands out."""
     place = departures.outstanding(trial.record, trial.reference)
     where = f"; farthest off: {place}" if place and found.reason in ("update", "later", "weights") else ""
     return f"{found.text}{where} (probe in {trial.dtype})"

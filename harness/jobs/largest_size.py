@@ -30,10 +30,8 @@ FEWEST_STEPS = 5  # fewest steps of a probe: by then the optimizer's state exist
 
 
 class Probes:
-    """The runs of one method at several sizes; a call of the object with a size makes a run at that size.
-
-    `of`: the quantity that a size counts, such as LAYERS; all other quantities are as in `job`.
-    """
+    """The runs of one method at several sizes; a call of the object with a size makes a run at that size. `of`: the
+    quantity that a size counts, such as LAYERS; all other quantities are as in `job`."""
 
     def __init__(self, sweep: Sweep, job: Job, of: str = LAYERS) -> None:
         self.sweep, self.job = sweep, job
@@ -71,11 +69,8 @@ class Probes:
             raise ValueError(f"{error}; {told}") from error
 
     def __call__(self, size: int) -> SizeOutcome:
-        """Run the job at this size and return the outcome.
-
-        If the run fails although its plan fitted, run it again with options that should need less memory. A size is too
-        large only if no options train it.
-        """
+        """Run the job at this size and return the outcome. If the run fails although its plan fitted, run it again with
+        options that should need less memory. A size is too large only if no options train it."""
         if size in self.decided:
             return self._run(self.decided[size])
         try:
@@ -104,16 +99,14 @@ class Probes:
         return SizeOutcome(record.status == "ok", memory_of(record), stop, record)
 
     def most(self, given: int | None) -> int:
-        """Return the size for this number of layers, samples or tokens; for None, the largest size that the search may
-        try."""
+        """Return the size for this number of layers, samples or tokens; for None, the largest size to search."""
         if given is None and self.axis.of != LAYERS:
             return MOST_LAYERS
         asked: dict[str, Any] = {OPTIONS[self.axis.of]: given or MOST_LAYERS}
         return max(1, self.axis.number(dataclasses.replace(self.job.workload, **asked)))
 
     def guess(self) -> int:
-        """Return the largest size whose plan fits together with the bytes that the run is expected to take beyond the
-        plan."""
+        """Return the largest size whose plan fits, beside the bytes that a run should take beyond the plan."""
 
         def fits(size: int) -> bool:
             if size < self.least:
@@ -138,8 +131,7 @@ class Probes:
         return self.guess()
 
     def _next(self, size: int) -> tuple[int, tuple[Job, Plan]] | None:
-        """Return the first size, at or above `size`, that has a plan, with its job and plan; None if there is no such
-        size."""
+        """Return the first size from `size` on that has a plan, with its job and plan; None if no such size has one."""
         return next_planned(self._planned, size, self.job.world_size)
 
     def _planned(self, size: int) -> tuple[Job, Plan]:
@@ -188,11 +180,9 @@ def memory_of(record: Record) -> str:
 
 
 def measured(record: Record) -> dict[str, int]:
-    """Return the peak bytes of the device's and the host's memory, counted as the budgets count them.
-
-    The host's peak counts only tensors if the device accounts for them, as sim does. Otherwise the host's peak is that
-    of the whole process or, with several ranks, the average of the ranks.
-    """
+    """Return the peak bytes of the device's and the host's memory, counted as the budgets count them. The host's peak
+    counts only tensors if the device accounts for them, as sim does. Otherwise the host's peak is that of the whole
+    process or, with several ranks, the average of the ranks."""
     peaks = record.peaks
     sizes = {
         "device": peaks.get("device_reserved") or peaks.get("device_allocated", 0),
@@ -202,8 +192,7 @@ def measured(record: Record) -> dict[str, int]:
 
 
 def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
-    """Search the largest size of one method. Return the method's row of the table, with the record that decides the
-    exit code."""
+    """Search one method's largest size; return its row of the table, with the record that decides the exit code."""
     guess = probes.guess()
     most = min(most, max(FEWEST_BEYOND, probes.least, BEYOND_PLAN * guess))
     answer = search(probes, guess, least=probes.least, most=most, repeats=repeats, refine=probes.refine)
@@ -239,7 +228,7 @@ def _amount(axis: SizeAxis, size: int) -> int | None:
 
 
 def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
-    """Return, as text, the memory that limits the size, and how much of this memory the largest run took."""
+    """Return, as text, the memory that limits the size, and how much of it the run of the largest size took."""
     if answer.is_unlimited:
         return f"none up to {probes.axis.text(answer.most)}, the most tried"
     above = [trial.outcome for trial in answer.trials if trial.size == answer.failed_above]

@@ -60,8 +60,7 @@ class Sweep:
             self.report({"event": "warning", "text": complaint})
 
     def run(self, jobs: list[Job]) -> list[Record]:
-        """Return a judged record of each resolved job, in order. A record was made now or by an earlier call. Raises
-        FolderLost."""
+        """Return the judged records of the resolved jobs, in order; run a job that has no record. Raises FolderLost."""
         with self._in_its_folder():
             if self.place and self.place.is_parallel:
                 self._launch_at_once(self.place, jobs)
@@ -71,18 +70,15 @@ class Sweep:
             return [self._end(self._measure(job, {"index": n, "total": total})) for n, job in enumerate(jobs, start=1)]
 
     def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
-        """Return the record of measurement `number` of a resolved job, judged.
-
-        If the folder has fewer measurements of the job, run the job now, even if its plan does not fit. A refusal by
-        plan does not count as a measurement. Raises FolderLost.
-        """
+        """Return the record of measurement `number` of a resolved job, judged. If the folder has fewer measurements of
+        the job, run the job now, even if its plan does not fit. A refusal by plan does not count as a measurement.
+        Raises FolderLost."""
         with self._in_its_folder():
             self.timed_keys.add(self.key(job))
             return self._end(self._tried(job, number, place))
 
     def _tried(self, job: Job, number: int, place: dict[str, Any]) -> Path:
-        """Return the path of measurement `number` of a job. If it is missing, run the job, even if its plan does not
-        fit."""
+        """Return the path of measurement `number` of a job. Run a missing one, even if its plan does not fit."""
         key = self.key(job)
         known = [path for path, record in self.records.items() if record.key == key and record.is_lasting]
         known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
@@ -113,8 +109,7 @@ class Sweep:
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
     def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
-        """Run together the jobs that have no record and should fit. If only one such job is left, run() runs that
-        job."""
+        """Run together the jobs that have no record and should fit; leave a single such job to run()."""
         missing = {self.key(job): job for job in jobs if resolve(job, self.folders)[2] is None}
         pairs = [(job, key) for key, job in missing.items() if not self._known(key)]
         if len(pairs) < 2:
@@ -141,8 +136,7 @@ class Sweep:
         return record.answers(job) and (record.is_timed or record.key not in self.timed_keys)
 
     def _measure(self, job: Job, place: dict[str, Any]) -> Path:
-        """Return the path of the job's newest result; if there is none, run the job, or refuse it if its plan does not
-        fit."""
+        """Return the path of the job's newest result. If there is none, run the job, or refuse it by its plan."""
         key = self.key(job)
         known = [path for path in self._known(key) if self._answers(self.records[path], job)]
         if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
@@ -157,10 +151,8 @@ class Sweep:
 
     def _foreseen(self, job: Job, plan: Plan, is_asked_for: bool) -> dict[str, Any]:
         """Return what the progress lines foretell: the seconds of the job's own run, the seconds with its missing
-        reference and probe included, whether a reference will run, and the probe's duration divided by the run's.
-
-        For a job that the call did not ask for, such as a reference, return only the seconds of its own run.
-        """
+        reference and probe included, whether a reference will run, and the probe's duration divided by the run's. For a
+        job that the call did not ask for, such as a reference, return only the seconds of its own run."""
         run = run_seconds(job, plan, machine.rank_room(job).rates)
         if not is_asked_for:
             return {"run_seconds": run}
@@ -174,8 +166,7 @@ class Sweep:
         }  # fmt: skip
 
     def probe_seconds(self, job: Job, run: float) -> float:
-        """Return the seconds of the probe that the job's verdict still needs; 0 if it needs none. `run`: seconds of the
-        job's run."""
+        """Return the seconds of the probe that the verdict still needs, or 0. `run`: seconds of the job's run."""
         there = (job.method, job.workload.dtype, job.device)
         for record in self.records.values():
             known = (record.job.method, record.job.workload.dtype, record.job.device)
@@ -200,8 +191,7 @@ class Sweep:
         return path
 
     def _made_meanwhile(self, job: Job, key: str) -> Path | None:
-        """Return the path of a result of this job that another call has written since this call read the folder; None
-        if there is none."""
+        """Return the path of a result that another call wrote since this one read the folder; None if none."""
         if self.rerun:
             return None
         for path in sorted(set(self.results.glob("log_*.json")) - set(self.records)):
@@ -222,8 +212,7 @@ class Sweep:
         return path
 
     def _judge(self, path: Path) -> Record:
-        """Return the record with a new verdict, by the reference's present record. A verdict is only arithmetic on
-        records."""
+        """Return the record with a new verdict, by the present reference. A verdict is arithmetic on records."""
         record = self.records[path]
         if record.status != "ok":
             return record
@@ -256,8 +245,7 @@ class Sweep:
     def _reference(self, job: Job) -> Job:
         """Return the job of the reference method whose training this job's training is compared with."""
         other = dataclasses.replace(job, method=method.reference(self.folders), options={}, trace=None, save=None)
-        # sim uses the CPU's kernels, so the reference is plain training on the CPU, without a budget
-        if job.device == "sim":
+        if job.device == "sim":  # sim uses the CPU's kernels, so the reference trains on the CPU
             return dataclasses.replace(other, device="cpu", budget=Budget())
         return other
 
@@ -291,8 +279,7 @@ class Sweep:
         return it as it is."""
         if verdict.verdict == "untested" or verdict.reason in CERTAIN or not whole.is_exact:
             return verdict
-        # at least as large as the probe of an earlier verdict on this record
-        extent = self.extent.or_more(_probed(whole))
+        extent = self.extent.or_more(_probed(whole))  # not less than the extent of an earlier verdict
         left_out = Probe(untested=LEFT_OUT)
         # A search also runs jobs whose plans do not fit. If such a job trained, its plan asked for too much, and the
         # plan of its probe does, too: the probe runs even if its plan does not fit.
@@ -326,8 +313,7 @@ class Sweep:
             self.report(event)
 
     def _is_peer(self, other: Record, job: Job) -> bool:
-        """True if `other` is a passing record of the same training by another method, made with the present source on
-        this machine."""
+        """True if `other` is another method's passing record of this training, by the present source and machine."""
         same = all(getattr(other.job, name) == getattr(job, name) for name in ("workload", "steps", "device"))
         is_another = other.job.method != job.method and other.job.method in method.names(self.folders)
         passed = other.status == "ok" and other.gate.passed
@@ -335,26 +321,22 @@ class Sweep:
 
 
 def _probed(record: Record) -> Extent:
-    """Return the extent, in layers and steps, of the probe on which the record's verdict rests; NONE if there was no
-    probe."""
+    """Return the extent (layers, steps) of the probe on which the record's verdict rests; NONE if there was none."""
     found = record.gate.evidence
     layers, steps = found.get("probe_layers"), found.get("probe_steps")
     return Extent(layers, min(max(STEPS, steps), MOST_STEPS)) if layers and steps else NONE
 
 
 def read_by(job: Job) -> tuple[Workload, int] | None:
-    """Return the workload and the number of samples that the job reads, if its corpus or weights are in files; else
-    None."""
+    """Return the workload and the number of samples of a job that reads a corpus or weights from files; else None."""
     load = job.workload
     return None if load.corpus is load.weights is None else (load, job.steps * load.batch_size)
 
 
 def context(name: str, files: tuple[Workload, int] | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Return the facts on which a measurement depends beside its job, so that a changed file changes the job's key.
-
-    The facts are hashes of the source of the method `name` and of the files that the job reads, and facts of this
-    machine. `files`: what read_by() returns for the job.
-    """
+    """Return the facts on which a measurement depends beside its job, so that a changed file changes the job's key. The
+    facts are hashes of the source of the method `name` and of the files that the job reads, and facts of this machine.
+    `files`: what read_by() returns for the job."""
     found = {"source": method.source_hash(name, folders), "corpus": "", **machine.checked()}
     load, num_samples = files or (None, 0)
     if load and load.corpus is not None:
