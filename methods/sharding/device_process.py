@@ -1,5 +1,5 @@
-"""Devices that run units: one device in this process, or several, each in a process of its own. The processes share the
-slabs at home."""
+"""Devices that run units: either one device in this process, or several devices, each in a process of its own. The
+processes share the models' slabs in host memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from methods.sharding.device_worker import Worker
 from methods.sharding.shard import Shard, split
 from methods.sharding.unit import Result, Unit
 
-HOST = re.compile("sim (host|pinned)")  # matches the simulated device's errors when the host's memory ran out
+HOST = re.compile("sim (host|pinned)")  # matches the errors that tell that the host's simulated memory ran out
 
 
 class UnitFailure(NamedTuple):
@@ -39,8 +39,8 @@ class UnitFailure(NamedTuple):
 
 
 class Here:
-    """The device of this process. `is_alone`: True if it trains a single model; it then queues units without waiting,
-    and raises their failures, except a lack of device memory."""
+    """The device of this process. `is_alone`: True if it trains a single model. Then units are queued without waiting
+    for the device, and a unit's failure is raised, unless device memory ran out."""
 
     connection = None
     told = 0
@@ -62,13 +62,14 @@ class Here:
 
 
 class Elsewhere:
-    """A device in a process of its own, which makes its worker by make_worker(*given). On a CPU the number of threads
-    changes the rounding of sums, so runs that are compared bit by bit need the same number."""
+    """A device in a process of its own. The process makes its worker by make_worker(*given). `num_threads`: torch's
+    threads in the process. On a CPU this number changes the rounding of sums, so runs that are compared bit by bit need
+    the same number."""
 
     def __init__(self, make_worker: Callable[..., Any], *given: Any, num_threads: int = 1) -> None:
         # `told` has what the process needs to find the classes of the caller's script, and the key to shared memory.
         told = spawn.get_preparation_data("device")
-        if num_threads > 1:  # waiting threads of one process must not keep cores from another's
+        if num_threads > 1:  # A process's idle threads must sleep, so that they leave the cores to other processes.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         ours, theirs = socket.socketpair()
         with theirs:
@@ -78,8 +79,8 @@ class Elsewhere:
         self.connection = Connection(ours.detach())
         self.connection.send(told | {"authkey": bytes(told["authkey"])})
         self.connection.send((num_threads, make_worker, given))
-        self.told = 0  # number of halved shards that the process was told of
-        self.moved_bytes, self.peaks = 0, dict[str, int]()  # as of the last reply
+        self.told = 0  # number of shard halvings that the process was told of
+        self.moved_bytes, self.peaks = 0, dict[str, int]()  # the process's values at its last reply
 
     def ready(self) -> None:
         """Wait until the process has made its worker. Raises RuntimeError with the traceback if that failed."""
@@ -88,11 +89,12 @@ class Elsewhere:
             raise RuntimeError(failure.text)
 
     def start(self, unit: Unit, following: Unit | None, splits: Sequence[tuple[int, int]]) -> None:
-        # Units are sent by value: their boundaries are small, and the large weights are in shared memory.
+        # A unit is sent by value, because its tensors are small; the large weights are in shared memory.
         self.connection.send_bytes(pickle.dumps((unit, following, splits)))
 
     def reply(self) -> Any:
-        """Return the unit's result or failure, and its seconds. Raises EOFError if the process has died."""
+        """Wait for the unit's end; return its result or failure, and its seconds. Raises EOFError if the process has
+        died."""
         left, seconds, self.moved_bytes, self.peaks = pickle.loads(self.connection.recv_bytes())
         return left, seconds
 
@@ -104,8 +106,9 @@ class Elsewhere:
 def start_processes(
     names: Sequence[str], models: list[list[Shard]], options: dict[str, Any], stack: ExitStack, num_threads: int = 1
 ) -> list[Any]:
-    """Start a process with a worker for each device in `names`, which are torch's names. The processes end with the
-    stack. A process on a GPU may take its share of the GPU's memory, by shares().
+    """Start a process with a worker for each device in `names`, which are torch's names. The processes end when the
+    stack is closed. A process may take as much of its device's memory as shares() returns. `options`: arguments of
+    Worker.
     """
     devices = [
         Elsewhere(make_worker, name, models, options, share, num_threads=num_threads)
@@ -119,9 +122,10 @@ def start_processes(
 
 
 def shares(names: Sequence[str]) -> list[float]:
-    """Return the share of each device's memory that its process may take: the share that this process may take; on this
-    process's own GPU, less the memory that this process needs. Return 1.0 for each device if this process has no CUDA
-    context, because asking torch for its share would make one.
+    """Return, for each device, the share of its memory that its process may take, at most 1.0.
+
+    This is the share that this process may take; on this process's own GPU the memory that this process needs is
+    subtracted. If this process has no CUDA context, return 1.0 for each device: asking torch would make a context.
     """
     if not (names[0].startswith("cuda") and torch.cuda.is_initialized()):
         return [1.0] * len(names)
@@ -135,21 +139,22 @@ def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any], s
     if device.name.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share)
         homes = (slab.untyped_storage() for shards in models for shard in shards for slab in shard.slabs.values())
-        for home in {home.data_ptr(): home for home in homes}.values():  # all slabs of a model share one storage
+        for home in {home.data_ptr(): home for home in homes}.values():  # once for each storage: slabs share storages
             device.page_lock(home)
     return Worker(device, models, **options)
 
 
 def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
-    """Return, for each kind of peak, the largest value over the devices in processes of their own."""
+    """Return, for each kind of memory peak, the largest bytes among the devices in processes of their own. A Here has
+    no peaks to add."""
     names = {name for device in devices for name in device.peaks}
     return {name: max(device.peaks.get(name, 0) for device in devices) for name in names}
 
 
 def main() -> None:
-    """Entry point of a device's process. The descriptor of its connection comes on standard input."""
+    """Entry point of a device's process. It reads the file descriptor of its connection from standard input."""
     connection, this = Connection(int(sys.stdin.readline())), multiprocessing.current_process()
-    this._inheriting = True  # type: ignore[attr-defined]  # without it, a script without a main guard would run again
+    this._inheriting = True  # type: ignore[attr-defined]  # else a script without a main guard would run again
     spawn.prepare(connection.recv())
     del this._inheriting  # type: ignore[attr-defined]
     num_threads, make_worker, given = connection.recv()
@@ -157,7 +162,7 @@ def main() -> None:
 
 
 def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *given: Any) -> None:
-    """Run unit after unit in a device's process, until the connection is closed."""
+    """Make a worker by make_worker(*given) and run the units that come over the connection, until it is closed."""
 
     def reply(left: Any, seconds: float = 0.0, moved_bytes: int = 0, peaks: dict[str, int] | None = None) -> None:
         connection.send_bytes(pickle.dumps((left, seconds, moved_bytes, peaks or {})))
@@ -172,7 +177,7 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
         while True:
             unit, following, splits = pickle.loads(connection.recv_bytes())
             started = time.perf_counter()
-            for model, index in splits:  # in the dispatcher's order
+            for model, index in splits:  # halve the shards that the dispatcher has halved, in the same order
                 split(worker.models[model], index)
             left = run_unit(worker, unit, following)
             seconds, device = time.perf_counter() - started, worker.device
@@ -180,7 +185,8 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
 
 
 def run_unit(worker: Any, unit: Unit, following: Unit | None, is_alone: bool = False) -> Result | UnitFailure:
-    """Run a unit to its end; return its result or failure. `is_alone`: as in Here."""
+    """Run a unit and return its result, or its failure. `is_alone`: as in Here: do not wait for the device, and raise
+    failures other than a lack of device memory."""
     try:
         left = worker.run(unit, following)
         return left if is_alone else worker.finished(left)

@@ -26,21 +26,21 @@ class Worker:
         self.is_cuda = device.name.type == "cuda"
         self.saves, self.keeps_random = intermediates == "saved", keeps_random
         self.double_buffer, self.rehearses = double_buffer, False
-        self.slots: list[ShardSlot] = []  # made when the first unit runs, which can report a lack of memory
+        self.slots: list[ShardSlot] = []  # made only when the first unit runs: a unit can report a lack of memory
         self.num_shards = 0  # number of shards that the slots were made for
         for module in (module for shard in self._shards() for layer in shard.layers for module in layer.modules()):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device.name))
-        self.unit: Any = None  # the running unit, and the unit's slot; None between units
-        self.slot: Any = None
-        self.graphs: dict[tuple[int, int, int | None], Any] = {}  # saved forward passes that await their backward pass
+        self.unit: Any = None  # the running unit; None between units
+        self.slot: Any = None  # the running unit's slot; None between units
+        self.graphs: dict[tuple[int, int, int | None], Any] = {}  # graphs of forward passes, until the backward pass
 
     def _shards(self) -> list[Shard]:
         return [shard for model in self.models for shard in model]
 
     def _fit(self, rehearses: bool) -> None:
-        """Make new, empty slots for the first unit, after shards were halved, and after a rehearsal. The bytes that a
-        rehearsal moves do not count.
+        """Make new, empty slots if this is the first unit, if shards were halved, or if a rehearsal has ended. After a
+        rehearsal also set the count of moved bytes to 0. `rehearses`: True if the unit to run is part of a rehearsal.
         """
         shards, is_over = self._shards(), self.rehearses and not rehearses
         if self.num_shards != len(shards) or is_over:
@@ -56,8 +56,10 @@ class Worker:
         self.rehearses = rehearses
 
     def prefetch(self, unit: Unit) -> None:
-        """Queue copies of the parts that a unit needs, into a slot that the running unit does not use. A unit of the
-        running unit's shard gets only the states, in the same slot. Copy nothing if there is no other slot.
+        """Queue copies of the parts of a shard that `unit` needs, into a slot that the running unit does not use.
+
+        If both units have the same shard, copy only the optimizer's states, into the slot in use. If there is only one
+        slot and the shards differ, copy nothing.
         """
         shard, parts = self.models[unit.model][unit.shard], parts_of(unit)
         shard.name = f"model {unit.model} shard {unit.shard}"
@@ -68,15 +70,16 @@ class Worker:
             slot.prefetch(shard, unit.version, parts)
 
     def run(self, unit: Unit, following: Unit | None = None) -> Result:
-        """Run a unit; meanwhile prefetch for the unit that is expected next."""
+        """Run a unit and return its result. Meanwhile prefetch the shard of `following`, the unit that is expected
+        next; None: prefetch nothing."""
         self._fit(unit.rehearses)
         self.prefetch(unit)
         self.slot = self._slot_of(self.models[unit.model][unit.shard], unit.version)
         self.unit, self.shard = unit, self.slot.arrive(to_write=unit.kind != FORWARD)
-        self.home = "seconds" if unit.part else "grads"  # the slab at home for the shard's gradients
+        self.home = "seconds" if unit.part else "grads"  # key of the host slab that gets the shard's gradients
         if following is not None:
             self.prefetch(following)
-        # The unit runs with its model's random state; this process's own is restored afterwards.
+        # The unit runs with its model's random state. The random state of this process is restored afterwards.
         on_gpu = [self.device.name] if self.is_cuda else []
         with torch.random.fork_rng(on_gpu, enabled=self.keeps_random, device_type="cuda"):
             self.set_random(unit.random)
@@ -86,7 +89,8 @@ class Worker:
         return result._replace(random=random)
 
     def finished(self, result: Result) -> Result:
-        """Wait until the result is computed, and return it on the host, where another process can read it."""
+        """Wait until the device has computed the result. Return the result with all tensors on the host, where another
+        process can read them."""
         self.device.synchronize()
         (loss,) = map_tensors(Tensor.cpu, [result.loss])
         return result._replace(loss=loss, norms=result.norms and [norm.cpu() for norm in result.norms])
@@ -102,7 +106,7 @@ class Worker:
             if slot.holds(shard, version):
                 return slot
         free = [slot for slot in self.slots if slot is not self.slot]
-        # The first slot is the one filled longest ago; it moves to the end of the queue.
+        # Slots are queued by the time when they were filled. Take the first free one and put it at the end.
         slot = free[0] if free else self.slots[0]
         self.slots.remove(slot)
         self.slots.append(slot)
@@ -121,8 +125,8 @@ class Worker:
             torch.cuda.set_rng_state(state[1], self.device.name)
 
     def to_host(self, tensors: Tensors) -> Tensors:
-        """Return the tensors on the host. Tensors of a GPU are copied to page-locked memory, which lives until the copy
-        has ended; tensors of a CPU are returned without a copy.
+        """Return the tensors on the host. From a GPU, tensors are copied to page-locked memory, and the copy may still
+        run when this returns; the memory lives until the copy has ended. Tensors of a CPU are returned without a copy.
         """
         return map_tensors(lambda t: t.to("cpu", non_blocking=self.is_cuda), tensors)
 
@@ -151,7 +155,8 @@ class Worker:
         return self._end(dy)._replace(loss=loss)
 
     def _loss(self) -> tuple[Tensor, Tensors]:
-        """Return the loss and the input's gradient. All other tensors are freed before the gradients go home."""
+        """Run the last shard's forward pass, the loss and the backward pass. Return the loss and the gradient of the
+        shard's input. All other tensors are freed on return, before the gradients are copied to the host."""
         *below, last = self.shard.layers
         start = x = leaves(self.to_device(self.unit.x))
         (targets,) = self.to_device((self.unit.targets,))
@@ -167,7 +172,7 @@ class Worker:
             x = leaves(x)
             loss = last(*x, targets)
         if self.unit.part is not None:
-            loss = loss / 2  # the half's share of the whole batch's loss
+            loss = loss / 2  # the share of this half of the batch in the whole batch's loss
         after = self.random_state()
         loss.backward()
         dy = tuple(map(gradient, start))
@@ -193,7 +198,8 @@ class Worker:
         return Result()
 
     def _down(self, layers: Sequence[nn.Module], kept: list[Kept], dy: Tensors) -> Tensors:
-        """Recompute and differentiate layer by layer, last to first."""
+        """Recompute and differentiate the layers, last to first. `kept`: each layer's input and random state. Return
+        the gradient of the first layer's input."""
         for layer, (x_kept, random) in zip(reversed(layers), reversed(kept), strict=True):
             x = leaves(self.to_device(x_kept))
             self.set_random(random)
@@ -203,7 +209,8 @@ class Worker:
         return dy
 
     def _start_gradients(self) -> None:
-        """Set the slot's gradients to zero or, for shared parameters, to the sum that later shards have sent home."""
+        """Set the slot's gradients to zero. For a parameter that later shards share, start from the sum of gradients
+        that these shards have copied to the host."""
         self.slot.slabs["grads"].zero_()
         if self.shard.sums:
             homes = [self.shard.lenders.get(name, self.shard) for name in self.shard.sums]
@@ -214,8 +221,8 @@ class Worker:
             self.device.moved_bytes += num_bytes(pairs)
 
     def _end(self, dy: Tensors) -> Result:
-        """Send the gradients home if the update is a later unit, else update the shard now. Return the unit's
-        result."""
+        """If the update is a later unit, copy the gradients to the host; else update the shard now. Return the unit's
+        result. `dy`: the gradient of the shard's input."""
         norms = norms_of([self.slot.view(name, "grads") for name in self.shard.trained])
         if self.unit.update == "later":
             self._offload(["grads"], self.shard.lenders)
@@ -235,7 +242,8 @@ class Worker:
             self.slot.offload(parts, names, self.home)
 
     def _step(self, factor: Tensor | None) -> None:
-        """Run one optimizer step on the shard's own parameters, and send weights and states home."""
+        """Run one optimizer step on the shard's own parameters, with gradients times `factor` (None: 1). Copy weights
+        and states to the host."""
         shard, slot = self.shard, self.slot
         if shard.trained:
             if factor is not None:
@@ -248,8 +256,8 @@ class Worker:
         slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
 
     def _forward_saved(self) -> Result:
-        """Run the forward pass; keep its graph in this process, and the graph's tensors on the host, until the backward
-        pass."""
+        """Run the forward pass and keep autograd's graph for the backward pass: the graph in this process, the tensors
+        that it saves on the host."""
         inputs: list[Tensor | None] = []
         anchor = torch.zeros((), device=self.device.name, requires_grad=True)
         with torch.enable_grad(), self._saving(), self._span():
@@ -261,14 +269,14 @@ class Worker:
         return Result(self.to_host(tuple(part.detach() for part in x)))
 
     def _saving(self) -> Any:
-        """Return a context in which tensors that autograd saves are kept on the host, except weights: a saved weight is
-        kept as its place in the shard's slab."""
+        """Return a context in which the tensors that autograd saves are kept on the host. A saved weight is not copied:
+        only its position in the shard's slab is kept."""
         weights = self.slot.slabs["weights"].untyped_storage()
 
         def pack(tensor: Tensor) -> Any:
             if tensor.untyped_storage()._cdata == weights._cdata:
                 return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-            # A tensor on the host stays there, such as the seeds of a GPU's attention, which its backward pass reads.
+            # A tensor that is on the host stays there, for example the random seeds of a GPU's attention kernel.
             return self.to_host((tensor,)) if tensor.device.type == self.device.name.type else tensor
 
         def unpack(packed: Any) -> Tensor:
@@ -283,7 +291,8 @@ class Worker:
 
 
 class _Start(torch.autograd.Function):
-    """The start of a saved graph: it passes the input through, and keeps the input's gradient but not the input."""
+    """The first node of a saved graph. It passes the shard's input on and, in the backward pass, keeps the input's
+    gradient; it does not keep the input."""
 
     @staticmethod
     def forward(ctx: Any, inputs: list[Tensor | None], anchor: Tensor, *x: Any) -> Tensors:
@@ -302,7 +311,8 @@ def key_of(unit: Unit) -> tuple[int, int, int | None]:
 
 
 def differentiate(roots: Sequence[Any], dy: Tensors) -> None:
-    """Run the backward pass from the roots (tensors or edges of a graph) that have a gradient in `dy`."""
+    """Run the backward pass from `roots`, tensors or edges of a graph, with their gradients in `dy`. Roots and
+    gradients that are None are left out."""
     pairs = [(root, grad) for root, grad in zip(roots, dy, strict=True) if root is not None and grad is not None]
     if pairs:
         torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
@@ -314,7 +324,7 @@ def call(layer: nn.Module, x: Tensors) -> Tensors:
 
 
 def leaves(x: Tensors) -> Tensors:
-    """Return the same tensors as leaves of a new graph, with gradients if they are floating point."""
+    """Return the same tensors as leaves of a new autograd graph. Those of floating point will get gradients."""
     return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
 
 

@@ -1,8 +1,9 @@
-"""The dispatcher gives each free device a unit of the waiting model that the policy picks, and a hint of the next unit.
+"""The dispatcher gives each free device a unit of the waiting model that the policy picks, and a hint: the unit that
+the device will probably run next.
 
-A single device runs in this process; several run in processes that share the slabs at home. A hint only prefetches: a
-free device still takes the waiting model that the policy picks. So the schedule is a list schedule, for which Graham's
-bound holds, and a wrong hint costs one copy.
+A single device runs in this process; several devices run in processes that share the models' slabs in host memory. A
+hint only makes the device prefetch: when the device is free, it still takes the waiting model that the policy picks
+then. So the schedule is a list schedule, for which Graham's bound holds, and a wrong hint costs one useless copy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from methods.sharding.unit import FORWARD, Unit
 
 
 class Turned(NamedTuple):
-    """A unit that has run, with its start and end in seconds since the run began."""
+    """A unit that has run. `start` and `end`: seconds since the run began."""
 
     model: int
     shard: int
@@ -34,7 +35,11 @@ class Turned(NamedTuple):
 
 
 class Dispatcher:
-    """Runs tasks on devices by a policy, and keeps their timeline."""
+    """Runs tasks on devices by a policy, and keeps a timeline of all units.
+
+    `most_ahead`: rounds that a model may be ahead of the slowest model. `splits`: shards halved before, as pairs of
+    model and index of the shard.
+    """
 
     def __init__(
         self, tasks: Sequence[Task], devices: Sequence[Any], policy: str = "lrtf", *, most_ahead: float = math.inf,
@@ -42,21 +47,21 @@ class Dispatcher:
     ) -> None:  # fmt: skip
         self.tasks = [*tasks, *(task.twin for task in tasks if task.twin)]
         self.devices, self.policy, self.key = list(devices), policy, key_of(policy)
-        self.most_ahead = most_ahead  # number of rounds that a model may be ahead of the slowest model
-        self.held: list[Task] = []  # tasks that are between two minibatches
+        self.most_ahead = most_ahead
+        self.held: list[Task] = []  # tasks that have ended a minibatch and not yet started the next one
         self.numbers = {device: number for number, device in enumerate(devices)}
         self.draw, self.arrivals = random.Random(0).random, count()
         self.waiting: dict[Task, tuple[int, float]] = {}
         self.running: dict[Any, tuple[Task, Unit, float]] = {}
         self.hints: dict[Any, Task] = {}
         self.timeline: list[Turned] = []
-        self.chains: dict[Task, list[float]] = {}  # seconds of each task's units
-        self.room = math.inf  # most bytes that a shard may take in a slot before it is halved
-        self.splits = list(splits)  # shards that were halved: model and index
+        self.chains: dict[Task, list[float]] = {}  # seconds of the units that each task has run, in order
+        self.room = math.inf  # most bytes of a shard in a slot: larger shards are halved
+        self.splits = list(splits)
 
     def run(self) -> Iterator[tuple[Task, Step]]:
-        """Run every task to its end; yield each step when its last unit is done. A unit that fails in another process
-        ends only its own task; one that fails in this process raises."""
+        """Run every task to its end; yield a task's step when the step's last unit is done. A failed unit ends only its
+        own task. On a device with is_alone, a failure other than a lack of device memory is raised."""
         idle, self.held, self.began = list(self.devices), list(self.tasks), time.perf_counter()
         while True:
             self._release()
@@ -76,13 +81,15 @@ class Dispatcher:
 
     @property
     def rounds(self) -> int:
-        """Return the number of rounds that all models have finished; models that failed do not count."""
+        """Return the number of rounds that every model has finished. Models that failed are left out."""
         return min((task.rounds for task in self.tasks if not task.failure), default=0)
 
     def _release(self) -> None:
-        """Start the next minibatch of the tasks that are not too far ahead, and let every task that has a unit wait for
-        a device. A task whose batches are done reads the shared data once more only when no model is behind it, because
-        the training ends when the data ends.
+        """Start the next minibatch of every held task that is not too far ahead of the slowest. Then make every task
+        with a unit to run wait for a device.
+
+        A task that has trained on all its batches asks for one more only when no model is behind it: the tasks share
+        their data, and the training ends when the data ends.
         """
         slowest = self.rounds
         for task in list(self.held):
@@ -136,7 +143,7 @@ class Dispatcher:
             left, seconds = UnitFailure(f"the process of its device ended with code {device.process.wait()}"), 0.0
         now = time.perf_counter() - self.began
         self.timeline.append(Turned(task.model, unit.shard, unit.kind, self.numbers[device], started, now))
-        if task.failure:  # the other half of its batch has failed meanwhile
+        if task.failure:  # the task's twin has failed while this unit ran
             return None
         self.chains.setdefault(task, []).append(now - started)
         if not isinstance(left, UnitFailure):
@@ -150,8 +157,9 @@ class Dispatcher:
         return None
 
     def _halve(self, task: Task, unit: Unit) -> bool:
-        """Halve the shard of a unit that ran out of memory, and all shards larger than the lowered `room`. Shards of a
-        running model are halved when its unit ends. Return False if no shard can be halved.
+        """Handle a unit that ran out of memory: lower `room`, then halve the unit's shard and all shards that are
+        larger than `room`. While another model's unit runs, that model's shards wait for the unit's end. Return False
+        if no shard can be halved.
         """
         tasks = [each for each in self.tasks if each.can_split and not each.failure]
         if task not in tasks or not self._lower_room(tasks):
@@ -165,20 +173,21 @@ class Dispatcher:
         return True
 
     def halve_all(self) -> bool:
-        """Halve the largest shards of all models, between two runs. Return False if no shard can be halved."""
+        """Lower `room` and halve all shards that are larger. Call this only while no unit runs. Return False if no
+        shard can be halved."""
         able = self._lower_room(self.tasks)
         for task in self.tasks:
             self._fit(task)
         return able
 
     def _lower_room(self, tasks: Sequence[Task]) -> bool:
-        """Lower `room` to half of the largest shard that can be halved. Return False if there is none."""
+        """Lower `room` to half the bytes of the largest shard that can be halved. Return False if no shard can be."""
         sizes = [shard.slot_bytes for task in tasks for shard in task.shards if len(shard.layers) > 1]
         self.room = max(sizes, default=0) // 2
         return bool(sizes)
 
     def _fit(self, task: Task) -> None:
-        """Halve the task's shards that exceed `room`, as far as they can be halved."""
+        """Halve the task's shards until each takes at most `room` bytes or has a single layer."""
         index = 0
         while index < len(task.shards) and self.room < math.inf:
             if task.shards[index].slot_bytes > self.room and len(task.shards[index].layers) > 1:
@@ -191,8 +200,9 @@ class Dispatcher:
         self.splits.append((task.model, index))
 
     def summary(self) -> dict[str, float]:
-        """Return the makespan, its prediction from two rounds, the lower bound for these units, the makespan's ratio to
-        the bound, and the devices' utilization. Empty for a single model.
+        """Return figures of the whole run: the makespan, the makespan predicted from two rounds, a lower bound on it
+        for these units (all in seconds), the ratio of makespan to bound, and the share of time in which the devices
+        were busy. Return an empty dict for a single model.
         """
         if len(self.chains) < 2:
             return {}
@@ -208,9 +218,9 @@ class Dispatcher:
         }
 
     def _predicted(self, num_devices: int) -> dict[str, float]:
-        """Return the makespan that the simulation predicts after two rounds: the first warms up, and all later ones are
-        assumed to take as long as the second. Empty if a shard was halved, a model failed, or a model had no third
-        round.
+        """Return the makespan that the simulation predicts from the first two rounds: the first is a warm-up, and all
+        later rounds are assumed to take as long as the second. Return an empty dict if a shard was halved, a model
+        failed, or a model had fewer than three rounds.
         """
         chains = []
         for task, seconds in self.chains.items():
@@ -221,7 +231,7 @@ class Dispatcher:
         return {"predicted_makespan_seconds": simulate(chains, num_devices, self.policy).makespan}
 
     def shares(self) -> list[float]:
-        """Return each model's share of the devices' time so far."""
+        """Return, for each model, the share of all devices' time since the run began that its units took."""
         spent = [0.0] * len({task.model for task in self.tasks})
         for turned in self.timeline:
             spent[turned.model] += turned.end - turned.start

@@ -1,5 +1,5 @@
-"""The workload's model as an ordered list of layers: embedding, blocks, and the head with its loss. A tensor that
-embedding and head share has the same name in both.
+"""The workload's model as an ordered list of layers: the embedding, the blocks, and the head, which computes the loss.
+A tensor that embedding and head share has the same name in both.
 
 Shapes: B batch, T tokens, D hidden.
 """
@@ -23,7 +23,7 @@ from methods.sharding.task import Task
 
 
 def layers(workload: Workload) -> list[NamedLayer]:
-    """Return the model's layers on the meta device; a shard binds them to memory."""
+    """Return the model's layers on the meta device, where they take no memory. A shard later binds them to memory."""
     anatomy = workload.anatomy
     names = [anatomy.layer_name(index) for index in range(workload.num_layers)]
     pairs = zip(new_chain(workload), [anatomy.ends_prefix, *names, anatomy.ends_prefix], strict=True)
@@ -34,8 +34,8 @@ def layers(workload: Workload) -> list[NamedLayer]:
 def at_home(
     workload: Workload, lengths: Sequence[int], device: Device, *, is_shared: bool, in_halves: bool
 ) -> list[Shard]:
-    """Return the seeded model on the host, cut into shards of these numbers of layers. `is_shared`: processes share the
-    memory."""
+    """Return the model on the host with its seeded starting values, cut into shards. `lengths`: the number of layers of
+    each shard. `is_shared`: True if several processes use the memory. `in_halves`: as in settle()."""
     shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
     settle(shards, None if is_shared else lambda size: device.room(size, torch.uint8, host=True), in_halves=in_halves)
     for shard in shards:
@@ -48,7 +48,7 @@ def at_home(
 
 
 def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState]:
-    """Return the trained tensors, in this order of names."""
+    """Return the trained weight and both moments of each parameter named in `ordered`, in this order."""
     states = {name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.own}
     weights = {name: shard.at_home(name) for shard in shards for name in shard.own}
     moments = {name: (state["exp_avg"], state["exp_avg_sq"]) for name, state in states.items()}
@@ -56,27 +56,29 @@ def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState
 
 
 def parts(batches: Iterable[tuple[Tensor, Tensor]], number: int, *, to_host: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each batch in `number` parts. `to_host`: copy them to the host, for other processes."""
+    """Yield each batch in `number` parts, one after the other. `to_host`: first copy the batch to the host, where other
+    processes can read it."""
     for inputs, targets in batches:
         pair = (inputs.cpu(), targets.cpu()) if to_host else (inputs, targets)
         yield from zip(*(tokens.chunk(number) for tokens in pair), strict=True)
 
 
 def batch(workload: Workload, device: str) -> tuple[Tensor, Tensor]:
-    """Return a batch for rehearsals; all its elements share the memory of one."""
+    """Return inputs and targets for rehearsals, all zeros. All their elements share the memory of one element."""
     token = torch.zeros((), dtype=torch.int64, device=device)
     return (token.expand(workload.batch_size, workload.seq_len),) * 2
 
 
 def random_state(workload: Workload, device: str) -> Any:
-    """Return this process's random state, with which a model trained alone starts; None without dropout."""
+    """Return this process's random state (the CPU's and the GPU's), with which a model trained alone starts. Return
+    None if the workload has no dropout."""
     if not workload.dropout:
         return None
     return torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
 
 
 def device_names(device: str, number: int) -> list[str]:
-    """Return torch's names of `number` devices. Raises Unavailable if there are fewer."""
+    """Return torch's names of `number` devices. Raises Unavailable if there are fewer, or for sim."""
     if device == "sim":
         raise Unavailable("sim is one device: use --devices 1, or --device cpu, whose devices are processes")
     if device == "cuda" and torch.cuda.device_count() < number:
@@ -85,7 +87,8 @@ def device_names(device: str, number: int) -> list[str]:
 
 
 def raise_failures(tasks: Sequence[Task]) -> None:
-    """Raise the failure of the first model that failed, if any; called when all models have ended."""
+    """Raise the failure of the first model that failed, if any: OutOfMemoryError if its device ran out of memory, else
+    RuntimeError. Call this when all models have ended."""
     failed = [task for task in tasks if task.failure]
     if failed:
         kind = torch.OutOfMemoryError if failed[0].lacks_memory else RuntimeError
@@ -94,6 +97,6 @@ def raise_failures(tasks: Sequence[Task]) -> None:
 
 
 def other(workload: Workload, shards: Sequence[Shard], steps: Sequence[Step], ordered: Sequence[str]) -> OtherModel:
-    """Return the record's entry for one of the models after the first."""
+    """Return the record's entry for one of the models trained beside the first. `ordered`: names of its tensors."""
     changes = {"learning_rate": workload.learning_rate, "batch_size": workload.batch_size}
     return OtherModel.of(changes, steps, tensors(shards, ordered))

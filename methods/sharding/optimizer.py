@@ -1,4 +1,6 @@
-"""Runs any of torch's optimizers with its states in a slab of bytes, which travels with the shard."""
+"""Runs any of torch's optimizers with its states in a slab of bytes. The slab is copied between host and device
+together with the shard's weights.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,13 @@ from torch import Tensor, nn
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 States = dict[str, Tensor]  # the tensors that an optimizer keeps for a parameter, by the optimizer's keys
-MASTER = "master"  # the fp32 weights of mixed precision, which travel as a state
+MASTER = "master"  # key of the fp32 weights of mixed precision, which are kept among the optimizer's states
 
 
 def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], *, mixed: bool) -> dict[str, States]:
-    """Return the states that the optimizer keeps for each weight, as tensors without memory from a step on the meta
-    device. `mixed`: with an fp32 master. Raises ValueError if the optimizer keeps values that are not tensors.
+    """Return the states that the optimizer keeps for each weight, as meta tensors, which have no memory. They are found
+    by a step on the meta device. `mixed`: True: add an fp32 master. Raises ValueError if the optimizer keeps values
+    that are not tensors.
     """
     if not weights:
         return {}
@@ -24,7 +27,7 @@ def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], 
         parameters[name] = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device="meta"))
         parameters[name].grad = torch.empty_like(parameters[name])
     optimizer = make_optimizer(list(parameters.values()))
-    for group in optimizer.param_groups:  # fused, foreach and capturable steps refuse the meta device
+    for group in optimizer.param_groups:  # torch's fused, foreach and capturable steps do not run on the meta device
         group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})
     optimizer.step()
     found = {}
@@ -39,8 +42,10 @@ def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], 
 def step(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], states: list[States], *, is_first: bool
 ) -> None:
-    """Take one step with the states in a slot. In the first step the optimizer makes its states itself, outside of the
-    slot; it steps one parameter at a time, so that few states exist outside.
+    """Take one optimizer step. `states`: for each parameter the tensors in a slot that hold its states.
+
+    In the first step the optimizer makes its own states, outside of the slot, and these are copied into the slot. To
+    keep few of them outside at once, the first step updates one parameter at a time.
     """
     given = [dict(each) for each in states] if is_first else with_numbers_on_host(optimizer, states)
     each_of = zip(parameters, states, given, strict=True)
@@ -59,9 +64,10 @@ def step(
 
 
 def with_numbers_on_host(optimizer: torch.optim.Optimizer, states: list[States]) -> list[States]:
-    """Return the states with single numbers, such as Adam's count of steps, on the host. An optimizer that is neither
-    fused nor capturable makes these numbers on the host and reads each in a step. One copy brings all of them, because
-    each read from a device waits for the device.
+    """Return the states, with those that are single numbers, such as Adam's count of steps, on the host.
+
+    An optimizer that is neither fused nor capturable reads each of these numbers in a step. Each read from a device
+    would wait for the device, so one copy brings all of them to the host. For other optimizers nothing is moved.
     """
     found = [dict(each) for each in states]
     if any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
@@ -75,8 +81,9 @@ def with_numbers_on_host(optimizer: torch.optim.Optimizer, states: list[States])
 
 
 def _keep(made: States, states: States) -> None:
-    """Copy a parameter's states into the slot, unless they are there already; the copied ones are then freed."""
+    """Copy a parameter's states, `made` by the optimizer, into the slot's tensors `states`. A state that is already in
+    the slot is not copied."""
     with torch.no_grad():
         for key, value in made.items():
             if value is not states[key]:
-                states[key].copy_(value, non_blocking=not value.dim())  # the driver reads a host's number at once
+                states[key].copy_(value, non_blocking=not value.dim())  # a single number is read from the host at once

@@ -1,4 +1,5 @@
-"""Hydra for users' models: tasks, and the orchestrator that trains them together on one or more devices.
+"""Hydra for users' models: ModelTask describes one model's training; ModelOrchestrator trains several tasks together,
+on one or more devices.
 
     tasks = [ModelTask("small", model, criterion, dataloader, lr=1e-3, epochs=2), ...]
     orchestrator = ModelOrchestrator(tasks, devices=["cpu", "cpu"])
@@ -6,7 +7,7 @@
     report = orchestrator.train_models()
 
 A model is an ordered list of layers: nn.Sequential, nn.ModuleList, or a module that holds all its parameters in one of
-these. Each model's trained weights equal those of training it alone.
+these. Each model gets the same trained weights as if it were trained alone.
 """
 
 from __future__ import annotations
@@ -43,23 +44,24 @@ SECONDS_A_LINE = 10.0  # seconds between two lines of progress
 
 @dataclass(eq=False)
 class ModelTask:
-    """A model, its data, and how to train it. Raises ValueError for a model without ordered layers or bad arguments."""
+    """A model, its data, and how to train it. Raises ValueError if the model has no ordered list of layers, or if an
+    argument is invalid."""
 
     name: str
     model: nn.Module
-    criterion: Callable[..., Tensor]  # function of the last layer's output and the targets
-    dataloader: Any  # has a length; yields (inputs, targets)
+    criterion: Callable[..., Tensor]  # computes the loss from the last layer's output and the targets
+    dataloader: Any  # must have a length, and yield pairs (inputs, targets)
     lr: float
     epochs: int = 1
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD  # function of parameters and lr
-    max_norm: float = 0.0  # clip gradients to this norm; 0: do not
-    clipping: str = "global"  # global: by the norm of all gradients, as without shards; shard: each shard by its own
-    shards: Sequence[int] | None = None  # number of layers of each shard; None: as many in each as fit the device
-    schedule: Callable[[int], float] | None = None  # learning rate of a step, counted from 1
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD  # called with parameters and lr
+    max_norm: float = 0.0  # gradients are clipped to this norm; 0: no clipping
+    clipping: str = "global"  # global: clip by the norm of all gradients; shard: clip each shard by its own norm
+    shards: Sequence[int] | None = None  # number of layers of each shard; None: as many as fit the device
+    schedule: Callable[[int], float] | None = None  # learning rate of a step, counted from 1; None: always `lr`
     seed: int = 0  # seed of the model's own random numbers, for dropout
     losses: list[float] = field(default_factory=list, init=False)
-    begun: Any = field(default=None, init=False)  # set by first_batch(): that batch, and the iterator of the rest
-    failure: str = field(default="", init=False)  # the traceback that ended the task
+    begun: Any = field(default=None, init=False)  # set by first_batch(): the first batch, and an iterator over the rest
+    failure: str = field(default="", init=False)  # the traceback that ended the task; "": it did not fail
 
     def __post_init__(self) -> None:
         if self.clipping not in ("global", "shard"):
@@ -73,7 +75,7 @@ class ModelTask:
             raise ValueError(f"{self.name}: expected shards of its {len(self.layers)} layers, got {list(self.shards)}")
 
     def first_batch(self) -> tuple[Any, Any]:
-        """Return the first batch, which batches() will yield, too. Raises ValueError if there is none."""
+        """Return the first batch; batches() will still yield it. Raises ValueError if the dataloader is empty."""
         if self.begun is None:
             rest = iter(self.dataloader)
             self.begun = next(rest, None), rest
@@ -96,8 +98,8 @@ class ModelTask:
 
 
 def _names_itself(init: Callable[..., None]) -> Callable[..., None]:
-    """Let a task be made without a name, as the original's documentation does: ModelTask(model, criterion, dataloader,
-    lr, epochs).
+    """Wrap ModelTask.__init__ so that the name may be left out, as in the documentation of the original Hydra:
+    ModelTask(model, criterion, dataloader, lr, epochs). Such a task is called "model 0", "model 1" and so on.
     """
     numbers = itertools.count()
 
@@ -115,7 +117,8 @@ ModelTask.__init__ = _names_itself(ModelTask.__init__)  # type: ignore[method-as
 
 @dataclass
 class Report:
-    """The report on a training of several models: seconds, ratios, and a timeline of all units."""
+    """The report on a training of several models. `summary`: the figures of Dispatcher.summary(), in seconds and
+    ratios. `timeline`: all units that ran."""
 
     summary: dict[str, float]
     timeline: list[Turned]
@@ -123,14 +126,18 @@ class Report:
 
 
 class ModelOrchestrator:
-    """Trains tasks together. `devices`: torch's names, such as cuda:0; a device named twice gets two processes; None:
-    all GPUs, or the CPU if there are none. `verbose`, an attribute: 0 prints no progress.
+    """Trains tasks together.
 
-    `device_memory`: bytes that training may take of each device; None: slots for the largest layer. `policy`: the model
-    that a free device takes: `lrtf`, longest remaining time first, `srtf`, shortest, `fifo` or `random`.
-    `double_buffer`: a second slot, for the next shard. `intermediates`: `checkpointed` or `saved`. `hybrid`: with more
-    devices than models, split the longest model's batches over two devices; if the criterion is a mean over the batch,
-    the result is bit-equal to training on two micro-batches.
+    `devices`: torch's names, such as cuda:0. A device that is named twice gets two processes. None: all GPUs, or the
+    CPU if there are none.
+    `device_memory`: bytes that training may take on each device; None: shards are cut no larger than the largest layer.
+    `policy`: which waiting model a free device takes: the one with the longest remaining time (`lrtf`), with the
+    shortest (`srtf`), the one that waits longest (`fifo`), or a random one (`random`).
+    `double_buffer`: True: each device has a second slot, into which the next shard is prefetched.
+    `intermediates`: `checkpointed`: recompute each layer in the backward pass; `saved`: keep its tensors on the host.
+    `hybrid`: True: if there are more devices than models, split the longest model's batches over two devices. If the
+    criterion is a mean over the batch, the result is bit-equal to training on two micro-batches.
+    `verbose`, an attribute: 0: print no progress.
     """
 
     def __init__(
@@ -150,14 +157,15 @@ class ModelOrchestrator:
         self.tasks, self.devices, self.policy, self.hybrid = list(tasks), list(devices), policy, hybrid
         self.device_memory, self.num_slots = device_memory, 1 + double_buffer
         self.models: list[list[Shard]] = []
-        # Arguments of workers, and of each model's task.
+        # `options`: arguments of Worker. `words`: arguments of each model's Task.
         self.options: dict[str, Any] = {"double_buffer": double_buffer, "intermediates": intermediates}
         self.options["max_norms"], saves = [task.max_norm for task in tasks], intermediates == "saved"
         self.words = [{"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in tasks]
 
     @property
     def buffer(self) -> None:
-        """The original's memory for a second shard, set by trial; it has no effect here."""
+        """An attribute of the original Hydra: memory for a second shard, which users set by trial. It has no effect
+        here."""
         return None
 
     @buffer.setter
@@ -170,7 +178,7 @@ class ModelOrchestrator:
 
     @property
     def CACHE_SYSTEM(self) -> bool:
-        """True if there is a double buffer. The original documents this flag; setting it has no effect here."""
+        """True if there is a double buffer. The original Hydra documents this flag; setting it has no effect here."""
         return bool(self.options["double_buffer"])
 
     @CACHE_SYSTEM.setter
@@ -179,9 +187,11 @@ class ModelOrchestrator:
         print(f"CACHE_SYSTEM={is_on} is not used: {instead} replaces it", file=sys.stderr)
 
     def generate(self) -> list[dict[str, Any]]:
-        """Cut every model into shards and move the shards to their homes on the host. Return each model's name, layers
-        of each shard, and bytes at home. Raises ValueError if a layer does not fit the device, with the layer and the
-        smallest feasible memory, or if torch does not see a GPU.
+        """Cut every model into shards and move the shards' weights to slabs on the host. Return, for each model, its
+        name, the number of layers of each shard, and its bytes on the host.
+
+        Raises ValueError if a layer does not fit the device (the error names the layer and, if known, the smallest
+        feasible memory), or if torch does not see a GPU that `devices` names.
         """
         for name in self.devices:
             kind, index = name.partition(":")[::2]
@@ -197,8 +207,9 @@ class ModelOrchestrator:
         return found
 
     def _longest(self) -> int | None:
-        """Return the number of the model whose batches are halved: the longest one, if there are more devices than
-        models; else None."""
+        """Return the index of the model whose batches are halved: the model that trains longest, by its bytes of
+        weights times its batches. Return None without `hybrid`, if there are not more devices than models, or if every
+        model clips shard by shard."""
         if not self.hybrid or len(self.tasks) >= len(self.devices):
             return None
         able = [number for number, task in enumerate(self.tasks) if task.update != "clipped"]
@@ -206,21 +217,24 @@ class ModelOrchestrator:
         return max(able, key=lambda number: lengths[number] * self.tasks[number].num_batches, default=None)
 
     def _cut(self, lengths: Sequence[Sequence[int]]) -> list[list[Shard]]:
-        """Return each model's shards, with these numbers of layers."""
+        """Return each model's shards. `lengths`: for each model, the number of layers of each shard."""
         return [
             cut(named_layers(task), each, functools.partial(task.optimizer, lr=task.lr), mixed=False)
             for task, each in zip(self.tasks, lengths, strict=True)
         ]
 
     def _lengths(self) -> list[list[int]]:
-        """Return the number of layers of each model's shards: as the task gives them, else the longest runs with which
-        the predicted peak fits the device's memory. All shards of all models have the same limit of bytes.
+        """Return, for each model, the number of layers of each shard.
+
+        A task may give these numbers. Otherwise shards are as long as possible while the predicted memory peak fits the
+        device. One limit of bytes holds for the shards of all models.
         """
         singles = self._cut([[1] * len(task.layers) for task in self.tasks])
         alone = [[shard_sizes(shard) for shard in shards] for shards in singles]
 
         def runs(*rooms: int) -> list[list[int]]:
-            """Return the lengths of each model's shards. `rooms`: the most bytes of a shard, for each model."""
+            """Return, for each model, the number of layers of each shard. `rooms`: each model's most bytes of a
+            shard."""
             rows = zip(self.tasks, alone, rooms, strict=True)
             return [list(task.shards) if task.shards else longest_runs(layers, room) for task, layers, room in rows]
 
@@ -230,7 +244,7 @@ class ModelOrchestrator:
         least, name = max(zip((sum(sizes.values()) for layers in alone for sizes in layers), names, strict=True))
         memory, together = self.device_memory, lambda room: runs(*[room] * len(self.tasks))
         peak, needs = self._foretold(together(least)), f"{name} needs {gib(least)} ({least} bytes) by itself"
-        if peak is None:  # unknown: the model's code does not run on tensors without memory
+        if peak is None:  # The peak is unknown, because the model's code does not run on tensors without memory.
             room = memory // self.num_slots
             if least <= room:
                 return together(room)
@@ -249,9 +263,11 @@ class ModelOrchestrator:
         return foretold_bytes(self._cut(lengths), batches, self.words, **self.options)
 
     def train_models(self) -> Report:
-        """Train every model to its end. A model's weights and losses equal those of training it alone. A failure ends
-        only its own model. On devices with their own memory, limited by `device_memory`, shards are rehearsed first,
-        and halved if they do not fit. Raises torch.OutOfMemoryError if a single layer does not fit.
+        """Train every model to its end. A model gets the same weights and losses as if it were trained alone. A failure
+        ends only the model that failed.
+
+        If `device_memory` is given and a device is no CPU, the training is rehearsed first, and shards that do not fit
+        are halved. Raises torch.OutOfMemoryError if a shard of a single layer does not fit.
         """
         if not self.models:
             self.generate()
@@ -280,7 +296,7 @@ class ModelOrchestrator:
         return Report(dispatcher.summary(), dispatcher.timeline, failures)
 
     def _chain(self, number: int) -> Task:
-        """Return the task that makes a model's units."""
+        """Return the Task that makes the units of model `number`."""
         task, shards = self.tasks[number], self.models[number]
         names = [name for shard in shards for name in shard.trained]
         words = {**self.words[number], "learning_rate_at": task.schedule, "random_state": self._random(task.seed)}
@@ -290,9 +306,10 @@ class ModelOrchestrator:
         return Task(*given, **words)
 
     def _random(self, seed: int) -> Any:
-        """Return a model's random state: the CPU's and, with GPUs, the GPU's. The GPU's is made here from its bytes,
-        seed and offset, because torch's generator would make a context for this process on the first GPU, whose memory
-        another process needs.
+        """Return the random state that `seed` gives: the CPU's and, if there are GPUs, the GPU's (else None).
+
+        The GPU's state is composed here of its bytes, the seed and an offset of 0. torch's own generator would make a
+        CUDA context for this process, whose memory another process needs.
         """
         on_gpu = None
         if any(name.startswith("cuda") for name in self.devices):
@@ -301,8 +318,8 @@ class ModelOrchestrator:
 
 
 class _Progress:
-    """Prints a line every ten seconds, and one at the end: the steps of all models, and the loss of the model that
-    stepped last."""
+    """Prints a line of progress every SECONDS_A_LINE, and one at the end: the number of steps of all models, and the
+    loss of the model that took the last step."""
 
     def __init__(self, tasks: Sequence[ModelTask]) -> None:
         self.tasks, self.told = tasks, time.monotonic()

@@ -1,7 +1,9 @@
-"""Chooses the cuts of a model into shards: the longest runs of layers that fit; standard library only.
+"""Chooses where to cut a model into shards: each shard is the longest run of layers that fits. Needs only the standard
+library.
 
-Memory grows with each layer of a run, so taking the longest run that fits gives the fewest shards. Sizes are in bytes,
-by the parameter's name: a parameter that several layers of a run share is counted once.
+Each further layer of a run takes more memory, so taking the longest run that fits gives the fewest shards. A layer's
+size is a dict, from a parameter's name to its bytes. By the names, a parameter that several layers of a run share is
+counted once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ MOMENTS = 2  # number of AdamW's moments, in fp32
 
 
 def longest_runs(layers: Sequence[Sizes], room: int) -> list[int]:
-    """Return the number of layers of each shard. No shard is larger than `room`, which must fit every single layer."""
+    """Return the number of layers of each shard. No shard takes more than `room` bytes. Each layer alone must fit in
+    `room`."""
     lengths: list[int] = []
     held: Sizes = {}
     for sizes in layers:
@@ -34,19 +37,20 @@ def longest_runs(layers: Sequence[Sizes], room: int) -> list[int]:
 
 
 def run_sizes(layers: Sequence[Sizes]) -> set[int]:
-    """Return the sizes of all runs of layers."""
+    """Return the bytes of every run of consecutive layers, each number once."""
     return {sum(held.values()) for start in range(len(layers)) for held in accumulate(layers[start:], or_)}
 
 
 def adamw_bytes(numel: int, weight_bytes: int) -> int:
-    """Return the bytes of a parameter in a slot: weight, gradient, moments, step count; in mixed precision an fp32
-    master."""
+    """Return the bytes that a parameter of `numel` elements takes in a slot: weight, gradient, moments, step count and,
+    in mixed precision, an fp32 master. `weight_bytes`: bytes of one element of the weight."""
     states = (MOMENTS + (weight_bytes < 4)) * aligned(4 * numel) + ALIGNMENT
     return 2 * aligned(weight_bytes * numel) + states
 
 
 class ModelShard(NamedTuple):
-    """A shard of a workload's model: a run of its layers; embedding and head may share a matrix."""
+    """A shard of a workload's model: a run of consecutive layers. Embedding, blocks and head are its layers; embedding
+    and head may share a matrix."""
 
     has_embedding: bool
     num_blocks: int
@@ -58,8 +62,8 @@ class ModelShard(NamedTuple):
         return self.has_embedding + self.num_blocks + self.has_head
 
     def num_bytes(self, workload: Workload, bytes_of: Callable[[int, int], int] = adamw_bytes) -> int:
-        """Return the shard's bytes. `bytes_of`: bytes of a parameter by its number of elements and the bytes of a
-        weight."""
+        """Return the shard's bytes. `bytes_of`: returns the bytes of a parameter from its number of elements and the
+        bytes of one element of its weight."""
         anatomy, size = workload.anatomy, workload.weight_bytes
         ends = (anatomy.embedding if self.has_embedding else {}) | (anatomy.head if self.has_head else {})
         blocks = self.num_blocks * sum(bytes_of(math.prod(shape), size) for shape in anatomy.layer.values())
@@ -67,8 +71,9 @@ class ModelShard(NamedTuple):
 
 
 def model_shards(workload: Workload, num_blocks: int) -> list[tuple[int, ModelShard]]:
-    """Return the number of each kind of shard, in order, as longest_runs() cuts a workload's model. The room of a shard
-    is that of `num_blocks` blocks, or of the larger end if that is larger."""
+    """Return the shards into which longest_runs() cuts a workload's model, in order, as pairs: how many equal shards
+    follow each other, and one of them. A shard may take the bytes of `num_blocks` blocks, or those of the embedding or
+    of the head if these are more."""
     block = ModelShard(False, 1, False).num_bytes(workload)
     ends = [ModelShard(*kind).num_bytes(workload) for kind in ((True, 0, False), (False, 0, True))]
     room = max(num_blocks * block, *ends)

@@ -1,8 +1,8 @@
-"""Rehearses training: two minibatches, whose updates are dropped, show if the training fits the device.
+"""Rehearses training: two minibatches, whose updates are dropped, show whether the training fits the device.
 
-The second minibatch differs from the first: the optimizer then has its states from the start. Shards that run out of
-memory are halved for good, and the rehearsal is repeated. On tensors without memory the same rehearsal predicts the
-peak. Sizes are in bytes.
+Two are needed because the optimizer makes its states in the first minibatch and has them from the start in the second.
+Shards that run out of memory are halved for good, and the rehearsal is repeated. On tensors without memory the same
+rehearsal predicts the peak in bytes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ Words = Sequence[dict[str, Any]]  # arguments of each model's task
 def rehearse(
     models: Sequence[list[Shard]], batches: Sequence[Any], words: Words, devices: list[Any]
 ) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Train on a batch of each model, and halve shards until all fit. Return the devices whose processes still live,
-    and the halved shards. Raises torch.OutOfMemoryError if shards of one layer do not fit; any other failure is left
-    for training to report.
+    """Rehearse the training of all models, and halve shards until every shard fits. `batches`: one batch for each
+    model.
+
+    Return the devices whose processes still live, and the halved shards as pairs of model and index. Raises
+    torch.OutOfMemoryError if shards of one layer do not fit. Any other failure is left for the training to report.
     """
     splits: list[tuple[int, int]] = []
     while True:
@@ -47,7 +49,8 @@ def rehearse(
 
 
 def _tasks(models: Sequence[list[Shard]], batches: Sequence[Any], words: Words) -> list[Task]:
-    """Return a task for each model, which trains on one batch NUM_MINIBATCHES times and sends nothing home."""
+    """Return a task for each model. The task trains on the model's batch NUM_MINIBATCHES times and copies nothing to
+    the host."""
     return [
         Task(number, shards, [], [batch] * NUM_MINIBATCHES, NUM_MINIBATCHES, rehearses=True, **given)
         for number, (shards, batch, given) in enumerate(zip(models, batches, words, strict=True))
@@ -55,8 +58,8 @@ def _tasks(models: Sequence[list[Shard]], batches: Sequence[Any], words: Words) 
 
 
 def foretold_bytes(models: list[list[Shard]], batches: Sequence[Any], words: Words, **options: Any) -> int | None:
-    """Return the predicted peak bytes of a device that trains these models in turns; None if their code does not run on
-    tensors without memory. `options`: arguments of the worker."""
+    """Return the predicted peak of memory, in bytes, of one device that trains these models in turns. Return None if
+    the models' code does not run on tensors without memory. `options`: arguments of Worker."""
     try:
         with without_memory() as tracker, Device("sim") as device:
             every = [shard for shards in models for shard in shards]
@@ -71,7 +74,7 @@ def foretold_bytes(models: list[list[Shard]], batches: Sequence[Any], words: Wor
             for _ in dispatcher.run():
                 pass
             return None if any(task.failure for task in dispatcher.tasks) else tracker.stats()["device_peak"]
-    except Exception:  # users' code may read a tensor's values, which do not exist here
+    except Exception:  # A user's code may raise anything where it reads values of a tensor that has none.
         return None
 
 

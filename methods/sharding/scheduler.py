@@ -1,11 +1,12 @@
-"""Hydra's scheduling problem without its models: chains of units, devices that take one unit at a time, and a policy.
+"""Hydra's scheduling problem in the abstract: chains of units, devices that run one unit at a time, and a policy.
 
-A model in training is a chain: its units (forward, backward or update of one shard) run one after another, each on any
-device, without interruption. Sharded-LRTF gives a free device to the waiting model with the longest remaining time. It
-is a list schedule, so Graham's bound holds; for equal units it is Hu's rule, which is optimal. This file has a virtual
-clock and imports only the standard library; the dispatcher uses the same policies under the real clock.
+A model in training is a chain. Its units (forward, backward or update of one shard) run one after another, each on any
+device, without interruption. The policy Sharded-LRTF gives a free device to the waiting model with the longest
+remaining time. The result is a list schedule, so Graham's bound holds; for units of equal times the policy is Hu's
+rule, which is optimal. This file simulates under a virtual clock; the dispatcher uses the same policies under the real
+clock. Needs only the standard library.
 
-Times may have any unit, if all have the same. Sources: Nagrecha and Kumar 2021, arXiv:2110.08633 (Hydra); Graham 1969,
+Times may be in any unit, the same for all. Sources: Nagrecha and Kumar 2021, arXiv:2110.08633 (Hydra); Graham 1969,
 SIAM J. Appl. Math. 17 (list schedules); Hu 1961, Oper. Res. 9; McNaughton 1959, Manage. Sci. 6 (the lower bound can be
 reached if units may be interrupted).
 """
@@ -20,7 +21,8 @@ from harness.simulation.event_core import Key, PoolUnit, run_pool
 
 Chains = Sequence[Sequence[float]]  # for each model the times of its units, in their order
 
-# A free device takes the waiting model with the smallest key; among equal ones the model that waits longest.
+# A free device takes the waiting model with the smallest key. Among models with equal keys it takes the one that waits
+# longest.
 POLICIES: dict[str, Key] = {
     "lrtf": lambda remaining, arrival, draw: -remaining,
     "srtf": lambda remaining, arrival, draw: remaining,
@@ -30,7 +32,7 @@ POLICIES: dict[str, Key] = {
 
 
 def key_of(policy: str) -> Key:
-    """Return the policy of this name. Raises ValueError, with all names, for an unknown one."""
+    """Return the key function of the policy of this name. Raises ValueError for an unknown name."""
     if policy not in POLICIES:
         raise ValueError(f"no policy {policy!r}: choose one of {', '.join(POLICIES)}")
     return POLICIES[policy]
@@ -50,8 +52,8 @@ def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int =
 
 
 def lower_bound(chains: Chains, num_devices: int) -> float:
-    """Return a time that no schedule can beat: the time with all devices always busy, or the time of the longest model
-    without a pause, whichever is larger.
+    """Return a makespan that no schedule can beat: the larger of two times. One is the time of all units over the
+    number of devices; the other is the time of the longest chain, run without a pause.
     """
     _check(chains, num_devices)
     times = [sum(chain) for chain in chains]
@@ -59,7 +61,7 @@ def lower_bound(chains: Chains, num_devices: int) -> float:
 
 
 def whole_models(chains: Chains) -> list[list[float]]:
-    """Return each model as a single unit. For such chains lrtf is the longest-processing-time rule."""
+    """Return chains in which each model is a single unit. For such chains lrtf is the longest-processing-time rule."""
     return [[sum(chain)] for chain in chains]
 
 

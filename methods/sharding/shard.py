@@ -1,9 +1,10 @@
-"""A model cut into shards: flat slabs at home, room on a device for one shard, and how a shard travels between them.
+"""A model cut into shards: a shard's home in host memory, a slot for one shard on a device, and the copies between
+them.
 
-A shard is a run of layers. Its weights, its gradients and the states of its optimizer lie in one slab of bytes each,
-and each slab travels by one copy. A parameter of several shards (a tied embedding) lives in the first of them. The
-others borrow its weights and add their share of its gradient there. The first shard updates it after the backward
-passes of all these shards.
+A shard is a run of consecutive layers. Its weights, its gradients and its optimizer's states lie in three slabs of
+bytes, and each slab is moved by one copy. A parameter of several shards, such as a tied embedding, lives in the first
+of these shards. The other shards borrow the parameter's weights, and add their share of its gradient in the first
+shard's home. The first shard updates the parameter after the backward passes of all these shards.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from methods.sharding import optimizer
 from methods.sharding.optimizer import MASTER, MakeOptimizer, States, state_tensors
 from methods.shared.memory_needs import ALIGNMENT
 
-PARTS = ("weights", "grads", "states")  # slabs of a shard; "borrowed" are weights that live in other shards
+PARTS = ("weights", "grads", "states")  # slabs of a shard; a part "borrowed" means weights that live in other shards
 
 
 class Version(NamedTuple):
-    """The number of updates so far: of a shard's own weights, and of the weights that the shard borrows."""
+    """How often weights have been updated. `own`: the shard's own weights. `borrowed`: the sum over the shards that
+    lend weights to this shard."""
 
     own: int
     borrowed: int
@@ -41,7 +43,8 @@ class NamedLayer(NamedTuple):
 
 
 class Shard:
-    """A run of layers whose home is the host. `lenders`: for each borrowed parameter the shard where it lives."""
+    """A run of consecutive layers whose tensors live on the host. `lenders`: for each borrowed parameter, by name, the
+    shard where the parameter lives. `mixed`: True: the optimizer updates an fp32 master of each weight."""
 
     def __init__(
         self, layers: Sequence[NamedLayer], lenders: dict[str, Shard], make_optimizer: MakeOptimizer, *, mixed: bool
@@ -49,7 +52,7 @@ class Shard:
         self.named, self.layers = list(layers), [layer.module for layer in layers]
         self.lenders, self.make_optimizer, self.mixed = lenders, make_optimizer, mixed
         self.name = ""
-        self.sites: dict[str, list[tuple[int, str]]] = {}  # by parameter: the index of each layer, and the name there
+        self.sites: dict[str, list[tuple[int, str]]] = {}  # for each parameter: index of each layer with it, name there
         found: dict[str, nn.Parameter] = {}
         for index, layer in enumerate(layers):
             for local, name in layer.names.items():
@@ -58,27 +61,27 @@ class Shard:
         self.own = [name for name in found if name not in lenders]
         self.trained = [name for name in self.own if found[name].requires_grad]
         self.frozen = {name for name, parameter in found.items() if not parameter.requires_grad}
-        # Borrowed weights come last, so that the shard's own weights travel in one copy.
+        # Borrowed weights come last, so that one copy moves all of the shard's own weights.
         columns = [(name, found[name].shape, found[name].dtype) for name in (*self.own, *lenders)]
         self.weights_at, self.own_bytes = Layout(columns), Layout(columns[: len(self.own)]).numel
         kept = state_tensors(make_optimizer, {name: found[name] for name in self.trained}, mixed=mixed)
         self.states_of = {name: list(states) for name, states in kept.items()}
         columns = [(f"{name} {key}", each.shape, each.dtype) for name in kept for key, each in kept[name].items()]
         self.states_at = Layout(columns)
-        self.slabs: dict[str, Tensor] = {}  # at home, one for each part
-        self.sums: set[str] = set()  # parameters for which later shards send home a share of the gradient
+        self.slabs: dict[str, Tensor] = {}  # slabs on the host, one for each part
+        self.sums: set[str] = set()  # parameters to whose gradient later shards add a share, at home
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: list[nn.Parameter] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        self.landed: Any = None  # event: the last copy home has ended
-        self.fetched: Any = None  # event: the last copy to a device has ended
+        self.landed: Any = None  # event at the end of the last copy from a device to the host; None: no copy yet
+        self.fetched: Any = None  # event at the end of the last copy from the host to a device; None: no copy yet
 
     def num_bytes(self, part: str) -> int:
-        """Return the bytes of a part on a device, borrowed weights included."""
+        """Return the bytes of a part on a device. Weights and gradients include borrowed weights."""
         return self.states_at.numel if part == "states" else self.weights_at.numel
 
     def own_size(self, part: str) -> int:
-        """Return the bytes of a part at home, without borrowed weights."""
+        """Return the bytes of a part on the host, without borrowed weights."""
         return self.states_at.numel if part == "states" else self.own_bytes
 
     @property
@@ -86,7 +89,8 @@ class Shard:
         return sum(map(self.num_bytes, PARTS))
 
     def at_home(self, name: str, part: str = "weights") -> Tensor:
-        """Return a parameter's weight or gradient at home, in this shard or its lender."""
+        """Return the view of a parameter's weight or gradient on the host: in this shard's slab or, if the parameter is
+        borrowed, in the lender's."""
         home = self.lenders.get(name, self)
         return home.weights_at.view(home.slabs[part], name)
 
@@ -94,7 +98,7 @@ class Shard:
         return {key: self.states_at.view(slab, f"{name} {key}") for key in self.states_of[name]}
 
     def bind(self, slab: Tensor, grads: Tensor) -> None:
-        """Make the layers' parameters, and their gradients, views of two slabs of a device."""
+        """Make the layers' parameters views of the device's slab `slab`, and their gradients views of `grads`."""
         for name in self.sites:
             weight, grad = self.weights_at.view(slab, name), self.weights_at.view(grads, name)
             if name not in self.parameters:
@@ -109,17 +113,17 @@ class Shard:
             install(self.layers[index], local, parameter)
 
     def release(self) -> None:
-        """Put the layers' parameters back on the meta device, where they were before bind()."""
+        """Put the layers' parameters back on the meta device, where they were before bind(), and drop the optimizer."""
         for name, parameter in list(self.parameters.items()):
             self._place(name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
         self.parameters, self.masters, self.optimizer = {}, [], None
 
     def step(self, slab: Tensor, factor: Tensor | None, learning_rate: float | None, *, is_first: bool) -> None:
-        """Take one optimizer step of the shard that is bound to its slot, with its gradients times the factor. `slab`:
-        the slot's states.
+        """Take one optimizer step, while the shard is bound to a slot. `slab`: the slot's slab of states. `factor`:
+        what the gradients are multiplied by; None: 1. `learning_rate`: None: the rate that the optimizer has.
 
-        torch's own optimizer steps, on parameters of the model's shapes, so the bits are those of training without
-        shards.
+        torch's own optimizer takes the step, on parameters of the model's shapes, so the result has the bits of a
+        training without shards.
         """
         states = [self.states(slab, name) for name in self.trained]
         weights = [self.parameters[name] for name in self.trained]
@@ -143,7 +147,7 @@ class Shard:
 
 
 def cut(layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, mixed: bool) -> list:
-    """Return shards of these numbers of layers, in the model's order."""
+    """Cut a model into shards, and return them in order. `lengths`: the number of layers of each shard."""
     shards: list[Shard] = []
     home: dict[str, Shard] = {}
     start = 0
@@ -161,7 +165,7 @@ def cut(layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: Ma
 
 
 def split(shards: list[Shard], index: int) -> None:
-    """Replace a shard of several layers by two halves, as equal in bytes as possible."""
+    """Replace shard `index`, which has several layers, by two shards that are as equal in bytes as possible."""
     whole = shards[index]
     sizes = [0] * len(whole.layers)
     for name in whole.own:
@@ -192,8 +196,9 @@ def _part(whole: Shard, layers: list[NamedLayer], lenders: dict[str, Shard]) -> 
 
 
 def settle(shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None, *, in_halves: bool = False) -> None:
-    """Allocate the shards' slabs at home. `in_halves`: also a slab for the gradients of each batch's second half.
-    `room`: returns a zeroed slab of a given number of bytes; None: all slabs lie in one memory that processes share.
+    """Allocate the shards' slabs on the host. `room`: a function that returns a zeroed slab of a number of bytes; None:
+    all slabs lie in one block of memory that processes share. `in_halves`: True: also allocate a slab "seconds", for
+    the gradients of the second half of each batch.
     """
     parts = (*PARTS, "seconds") if in_halves else PARTS
     sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in parts]
@@ -204,7 +209,7 @@ def settle(shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None,
 
 
 class ShardSlot:
-    """Device memory for one shard at a time: slabs as large as the largest shard's."""
+    """Device memory for one shard at a time. Each of its slabs is as large as the largest shard's slab of this part."""
 
     def __init__(self, device: Device, shards: Sequence[Shard]) -> None:
         self.device = device
@@ -212,15 +217,15 @@ class ShardSlot:
         self.slabs = {part: device.room(max(ALIGNMENT, sizes[part]), torch.uint8, host=False) for part in PARTS}
         self.shard: Shard | None = None
         self.version = Version(-1, -1)
-        self.valid: set[str] = set()  # parts whose values are as new as at home, or newer
-        self.arrived: Any = None  # event: the last copy into the slot has ended
-        self.drained: Any = None  # event: the last copy from the slot has ended
+        self.valid: set[str] = set()  # parts whose values here are as new as those on the host, or newer
+        self.arrived: Any = None  # event at the end of the last copy into the slot; None: no copy yet
+        self.drained: Any = None  # event at the end of the last copy out of the slot; None: no copy yet
 
     def holds(self, shard: Shard, version: Version) -> bool:
         return self.shard is shard and self.version.own == version.own
 
     def prefetch(self, shard: Shard, version: Version, parts: set[str]) -> None:
-        """Queue copies of the parts that the slot lacks. They begin after the slot's last use."""
+        """Queue copies of those of `parts` that the slot lacks. The copies begin after the slot's last use."""
         if not self.holds(shard, version):
             self.shard, self.version, self.valid = shard, version, set()
         if self.version.borrowed != version.borrowed:
@@ -239,7 +244,7 @@ class ShardSlot:
         self.valid |= missing
 
     def _own(self, part: str, home_part: str) -> Pair:
-        """Return the slot's and the home's slab of a part, without borrowed weights."""
+        """Return the slot's slab of a part and the host's slab of `home_part`, both without borrowed weights."""
         assert self.shard is not None
         size = self.shard.own_size(part)
         return self.slabs[part][:size], self.shard.slabs[home_part][:size]
@@ -249,8 +254,8 @@ class ShardSlot:
         return self.shard.weights_at.view(self.slabs[part], name)
 
     def arrive(self, *, to_write: bool) -> Shard:
-        """Make the compute stream wait for the copies into the slot and, with `to_write`, for those out of it. Bind the
-        layers to the slot. Return the slot's shard.
+        """Make the compute stream wait for the copies into the slot. With `to_write`, also wait for the copies out of
+        the slot. Bind the shard's layers to the slot, and return the shard.
         """
         assert self.shard is not None
         for event in (self.arrived, self.drained if to_write else None):
@@ -260,13 +265,13 @@ class ShardSlot:
         return self.shard
 
     def offload(self, parts: Iterable[str], names: Iterable[str] = (), grads: str = "grads") -> None:
-        """Queue copies home of these parts, and of the gradients of these borrowed parameters. `grads`: the slab at
-        home for gradients.
+        """Queue copies from the slot to the host: of the given parts, and of the gradients of the borrowed parameters
+        `names`. `grads`: key of the host slab that gets gradients.
         """
         shard, done = self.shard, self.device.compute.record_event()
         assert shard is not None
         homes = (shard, *shard.lenders.values())
-        # A prefetch that began before this update, and so is useless, may still be reading these slabs at home.
+        # A prefetch that began before this update may still be reading the slabs on the host, though it is useless now.
         after = (done, *(home.fetched for home in homes))
         own = [self._own(part, grads if part == "grads" else part) for part in parts]
         borrowed = [(self.view(name, "grads"), shard.at_home(name, grads)) for name in names]

@@ -1,8 +1,8 @@
 """A model in training is a chain of units; each unit takes the result of the unit before it.
 
-The units of a minibatch are F_1 .. F_K-1, FB_K, B_K-1 .. B_1: the last shard's forward pass, the loss and its backward
-pass are one unit. With clipping by the global norm the updates are units of their own, after B_1; otherwise each is
-part of its backward unit.
+For K shards the units of a minibatch are F_1 .. F_K-1, FB_K, B_K-1 .. B_1: forward units F, backward units B, and one
+unit FB for the last shard's forward pass, the loss and the last shard's backward pass. With clipping by the global norm
+the updates are units of their own, after B_1. Otherwise a shard's update is part of its unit B or FB.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from methods.offload.clip import clip_factor, global_norm
 from methods.sharding.shard import Shard, Version, split
 from methods.sharding.unit import BACKWARD, FORWARD, LOSS, UPDATE, Kept, Result, Tensors, Unit
 
-# Estimated times before any is measured, relative to a forward pass: the backward pass recomputes.
+# Guessed times of units until they are measured, relative to a forward pass. The backward pass includes a recompute.
 GUESSES = {FORWARD: 1.0, LOSS: 4.0, BACKWARD: 3.0, UPDATE: 1.0}
-GUESSED_SECONDS = 1e-10  # seconds for each byte of weights, until a unit is measured; only ratios matter
+GUESSED_SECONDS = 1e-10  # seconds per byte of weights, until a unit is measured; only ratios between guesses matter
 
 
 class Task:
-    """A model, its data, and the progress of its training."""
+    """A model, its data, and the progress of its training. `batches`: pairs of inputs and targets. `num_batches`: their
+    number; None: not known. `update`: as in Unit."""
 
     def __init__(
         self, model: int, shards: list[Shard], names: Sequence[str], batches: Iterable, num_batches: int | None, *,
@@ -35,7 +36,7 @@ class Task:
         self.max_norm, self.update, self.learning_rate_at = max_norm, update, learning_rate_at
         self.random, self.keeps_graphs, self.rehearses = random_state, keeps_graphs and len(shards) > 1, rehearses
         self.batches_left: float = math.inf if num_batches is None else num_batches
-        self.per_round, self.num_done = per_round, 0  # numbers of minibatches: in a round, and finished so far
+        self.per_round, self.num_done = per_round, 0  # number of minibatches in a round; number finished so far
         self.updates = [0] * len(shards)
         self.script, self.position = self._script(), 0
         self.seconds = {
@@ -43,20 +44,20 @@ class Task:
             for kind, i in self.script
         }
         self.next_unit: Unit | None = None
-        self.device: Any = None  # the device that keeps this task's graphs, and must run its next unit
-        self.failure = ""  # the traceback of the unit that ended the task
-        self.lacks_memory = False  # True: it failed because the device ran out of memory
+        self.device: Any = None  # the device that keeps this task's graphs and so must run its next unit; None: any
+        self.failure = ""  # the traceback of the unit that ended the task; "": no failure
+        self.lacks_memory = False  # True: the task failed because the device ran out of memory
         self.can_split = not self.keeps_graphs
-        self.twin: Any = None  # the task that trains the other half of this task's batches
-        self.loss: Any = None  # loss of the last minibatch, to which the next three belong, too
-        self.norms: dict[str, Tensor] = {}  # gradient norms by parameter name
-        self.norm: Tensor | None = None  # of all gradients
-        self.factor: Tensor | None = None  # clip factor
+        self.twin: Any = None  # the task that trains the other half of each batch; None: this task has whole batches
+        self.loss: Any = None  # loss of the last minibatch
+        self.norms: dict[str, Tensor] = {}  # gradient norms of the last minibatch, by parameter name
+        self.norm: Tensor | None = None  # norm of all gradients of the last minibatch
+        self.factor: Tensor | None = None  # clip factor of the last minibatch
 
     @property
     def remaining(self) -> float:
-        """Return the seconds, as last measured, of all units that have not started; if the number of rounds is unknown,
-        of this round's units alone."""
+        """Return the seconds that all units still to be run will take, by the last measured times. If the number of
+        batches is unknown, count only this round's units."""
         whole = sum(self.seconds[each] for each in self.script)
         batches = self.per_round - self.num_done % self.per_round
         batches_left = batches if math.isinf(self.batches_left) else self.batches_left
@@ -67,14 +68,14 @@ class Task:
         return self.num_done // self.per_round
 
     def _script(self) -> list[tuple[str, int]]:
-        """Return the units of a minibatch, in order, as pairs of kind and shard."""
+        """Return the units of a minibatch, in order, as pairs of a unit's kind and the index of its shard."""
         last = len(self.shards) - 1
         turn = [(FORWARD, i) for i in range(last)] + [(LOSS, last)] + [(BACKWARD, i) for i in reversed(range(last))]
         return turn + [(UPDATE, i) for i in range(last + 1) if self.update == "later"]
 
     def split(self, index: int) -> None:
-        """Halve a shard between two units. If the next unit was of that shard, it becomes one of the half that its pass
-        reaches first."""
+        """Halve shard `index` while no unit of this task runs. If the next unit is a unit of this shard, replace it by
+        a unit of the half that the pass reaches first."""
         kind, shard = self.script[self.position]
         size = max(1, self.shards[index].num_bytes("weights"))
         split(self.shards, index)
@@ -92,8 +93,8 @@ class Task:
             self.next_unit = self._unit()
 
     def hint(self, ahead: int = 0) -> Unit | None:
-        """Return the next unit, or the unit `ahead` places after it, without its tensors, which a prefetch of its shard
-        does not need. None if there may be no such unit.
+        """Return the unit `ahead` places after the next unit (0: the next unit), without its tensors, which a prefetch
+        does not need. Return None if that unit would begin a minibatch that may not come.
         """
         place = self.position + ahead
         if place == len(self.script) and self.batches_left <= 1:
@@ -108,9 +109,10 @@ class Task:
             self.begin(*batch)
 
     def begin(self, inputs: Any, targets: Any, part: int | None = None) -> None:
-        """Begin a minibatch with these inputs and targets, or with one part of a batch."""
+        """Begin a minibatch with these inputs and targets. `part`: which half of a batch they are, 0 or 1; None: the
+        whole batch."""
         self.part, self.targets = part, targets
-        self.passed: Tensors = (inputs,)  # output of the last forward unit, input gradient of the last backward unit
+        self.passed: Tensors = (inputs,)  # from unit to unit: first inputs, then outputs, then gradients of inputs
         self.kept: list[Kept] = []  # one for each layer that is still to be differentiated
         self.next_unit = self._unit()
 
@@ -128,8 +130,8 @@ class Task:
         )  # fmt: skip
 
     def advance(self, result: Result, seconds: float) -> Step | None:
-        """Process the unit's result. Return the step if the unit was the minibatch's last; the caller then calls
-        start()."""
+        """Take the result of the unit that has run, and its seconds; make the next unit. After the minibatch's last
+        unit return the step instead, otherwise None. The next minibatch begins with start()."""
         kind, index = self.script[self.position]
         shard, self.seconds[kind, index] = self.shards[index], seconds
         self.position += 1
@@ -150,8 +152,8 @@ class Task:
         return self._join() if (kind, index) in ((LOSS, 0), (BACKWARD, 0)) else self._next()
 
     def _join(self) -> Step | None:
-        """Compute the global gradient norm, summed in the model's order, and the updates' clip factor. Called after
-        both passes.
+        """Compute the global gradient norm, summed in the model's order, and the clip factor for the updates. Called
+        after the minibatch's last backward unit. Return as advance().
         """
         self.norm = global_norm([self.norms[name] for name in self.names if name in self.norms])
         self.factor = clip_factor(self.norm, self.max_norm) if self.max_norm else None

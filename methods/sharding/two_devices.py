@@ -1,8 +1,8 @@
-"""Trains one model on two devices: the halves of each batch are two chains of units, which join before the updates.
+"""Trains one model on two devices. Each half of a batch is a chain of units; the two chains join before the updates.
 
-The host adds the second half's gradients to the first's. If the criterion is a mean over the batch, the result has the
-bits of training on two micro-batches whose losses are halved. The second half has random numbers of its own. A batch of
-odd size is one chain.
+The host adds the second half's gradients to those of the first half. If the criterion is a mean over the batch, the
+result has the bits of a training on two micro-batches whose losses are halved. The second half has random numbers of
+its own. A batch of odd size is not halved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class First(Task):
         super().begin(inputs, targets, part)
 
     def _join(self) -> Step | None:
-        """Wait for the second half; sum both losses, and both gradients at home."""
+        """If the second half still runs, wait for it: return None. Otherwise sum the losses of both halves and, on the
+        host, their gradients."""
         if self.twin.next_unit is not None:
             self.next_unit = None
             return None
@@ -64,5 +65,5 @@ class Second(Task):
 
     def _join(self) -> None:
         self._next()
-        if self.twin.next_unit is None:  # the first half is done, and waited for this one
+        if self.twin.next_unit is None:  # the first half is done, and waits for this half
             self.twin._join()

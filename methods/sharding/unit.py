@@ -1,9 +1,9 @@
 """A unit: the forward pass, the backward pass or the update of one shard.
 
-A unit reads its arguments and the shard at home, and writes home only at its end, so a failed unit can be repeated on
-any device. With `checkpointed` the host keeps each layer's input and the random state before the layer, which is
-recomputed. With `saved` the host keeps the tensors that autograd saves, except the weights, which the backward pass
-finds in the shard's slot.
+A unit reads its arguments and the shard's slabs on the host. It writes to the host only at its end, so a failed unit
+can be repeated on any device. With intermediates `checkpointed` the host keeps each layer's input and the random state
+before the layer, and the backward unit recomputes the layer. With `saved` the host keeps the tensors that autograd
+saves; weights are not among them, because the backward unit finds them in the shard's slot.
 
 Boundaries between layers are tuples of tensors.
 """
@@ -18,20 +18,20 @@ from torch import Tensor
 from methods.sharding.shard import Version
 
 Tensors = tuple[Any, ...]
-# The papers call the first three F, FB and B; the fourth is the optimizer's update.
+# Kinds of units. The papers call the first three F, FB and B; the fourth is the optimizer's update.
 FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
 INTERMEDIATES = ("checkpointed", "saved")
 
 
 class Kept(NamedTuple):
-    """A layer's input in the forward pass, and the random state before it."""
+    """What a recompute of a layer needs: the layer's input, and the random state before its forward pass."""
 
     x: Tensors
     random: Any
 
 
 class Unit(NamedTuple):
-    """One unit and its arguments. Tensors are on the host."""
+    """One unit and its arguments. All its tensors are on the host."""
 
     model: int
     shard: int
@@ -40,17 +40,20 @@ class Unit(NamedTuple):
     x: Tensors = ()
     targets: Any = None
     dy: Tensors = ()
-    kept: Any = None  # Kept of each layer, from the forward pass
-    random: Any = None  # the model's random state
-    factor: Tensor | None = None  # clip factor of the update
+    kept: Any = None  # for a backward unit: a Kept of each layer
+    random: Any = None  # the model's random state; None: the process's own is used
+    factor: Tensor | None = None  # clip factor of the update; None: no clipping
     learning_rate: float | None = None  # None: the learning rate that the optimizer has
-    update: str = "later"  # later: a unit of its own; now: in the backward unit; clipped: as now, by the shard's norm
-    rehearses: bool = False  # True: copies nothing home
+    # later: the update is a unit of its own. now: the update is part of the backward unit. clipped: like now, with the
+    # gradients clipped by the shard's norm.
+    update: str = "later"
+    rehearses: bool = False  # True: the unit copies nothing to the host's slabs
     part: int | None = None  # half of the batch, 0 or 1, with its own slab of gradients at home; None: the whole batch
 
 
 class Result(NamedTuple):
-    """A unit's result, for the model's next unit. Loss and norms are on the device, other tensors on the host."""
+    """A unit's result, which the model's next unit needs. Loss and norms are on the device until Worker.finished()
+    copies them; other tensors are on the host."""
 
     y: Tensors = ()  # output of a forward pass, or the input's gradient of a backward pass
     kept: Any = None
@@ -60,7 +63,7 @@ class Result(NamedTuple):
 
 
 def parts_of(unit: Unit) -> set[str]:
-    """Return the parts of its shard that a unit needs on the device."""
+    """Return the parts of a shard that a unit needs on the device: names of PARTS, or "borrowed"."""
     if unit.kind == UPDATE:
         return {"weights", "grads", "states"}
     computes = {"weights", "borrowed"}
@@ -68,5 +71,5 @@ def parts_of(unit: Unit) -> set[str]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], values: Iterable[Any]) -> Tensors:
-    """Apply the function to tensors; other values stay as they are."""
+    """Return the values as a tuple, with the function applied to those that are tensors."""
     return tuple(function(value) if isinstance(value, Tensor) else value for value in values)

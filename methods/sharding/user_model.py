@@ -1,4 +1,4 @@
-"""Turns a user's model into an ordered list of layers, and moves it home in shards."""
+"""Turns a user's model into an ordered list of layers, and moves its weights to the slabs of shards on the host."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class WithLoss(nn.Module):
 
 
 def Model(model: nn.Module) -> nn.Module:
-    """Return the model itself, unchanged: the original wraps a model in a class of this name, which is not needed
-    here."""
+    """Return the model unchanged. It lets scripts for the original Hydra run, which wrap a model in a class Model."""
     return model
 
 
 def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
-    """Return the layers in order. Raises ValueError if the model has none, or one that cannot be recomputed."""
+    """Return the model's layers in order. Raises ValueError if the model has no ordered list of layers, has parameters
+    outside of this list, or has a layer that cannot be recomputed."""
     lists = [model, getattr(model, "layers", None), *model.children()]
     found: Any = next((each for each in lists if isinstance(each, nn.Sequential | nn.ModuleList)), None)
     inside = {id(parameter) for layer in found or () for parameter in layer.parameters()}
@@ -53,7 +53,7 @@ def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
 
 
 def named_layers(task: Any) -> list[NamedLayer]:
-    """Return copies of the task's layers on the meta device. The last one includes the criterion."""
+    """Return copies of the task's layers on the meta device. The copy of the last layer also computes the criterion."""
     names: dict[int, str] = {}
     for index, layer in enumerate(task.layers):
         for local, parameter in layer.named_parameters(remove_duplicate=False):
@@ -72,7 +72,8 @@ def named_layers(task: Any) -> list[NamedLayer]:
 
 
 def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
-    """Move a model's weights into slabs that processes share; the model's parameters become views of them."""
+    """Move a model's weights into slabs on the host that processes share. The model's parameters become views of the
+    slabs. `in_halves`: as in settle()."""
     settle(shards, in_halves=in_halves)
     home = {name: shard for shard in shards for name in shard.own}
     for index, layer in enumerate(task.layers):
@@ -83,7 +84,7 @@ def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
 
 
 def shard_sizes(shard: Shard) -> dict[str, int]:
-    """Return, for each parameter by name, its bytes in a slot: weight, gradient and states."""
+    """Return the bytes that each parameter takes in a slot, by the parameter's name: weight, gradient and states."""
     found = {}
     for name in shard.sites:
         states = [shard.states_at.places[f"{name} {key}"] for key in shard.states_of.get(name, ())]
