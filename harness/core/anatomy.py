@@ -1,7 +1,7 @@
-"""A model's parts as numbers, found without torch: tensors by name and shape, their starting values, and the operations
-and bytes of a layer. Plans, counts of parameters and the gate read these numbers.
+"""A model's parts as numbers: the names and shapes of its tensors, their starting values, and the operations and bytes
+of a layer. Plans, counts of parameters and the gate read these numbers. This file does not import torch.
 
-A model is an embedding, equal layers, and a head with the loss. Embedding and head share the tensors of equal names.
+A model is an embedding, equal layers, and a head with the loss. A tensor that both embedding and head name is shared.
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
@@ -30,28 +30,29 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
-SKETCHES = ROOT / ".venv" / "sketches"  # cache of harness/forecast/sketch.py and block_sketch.py
-FORMAT = 2  # format number of the cached files; raise it when a sketch gets other fields
-MOST_SEEN = 8  # most layers that a sketch looks at: alternating kinds of layers repeat within fewer layers
+SKETCHES = ROOT / ".venv" / "sketches"  # folder of cached answers of harness/forecast/sketch.py and block_sketch.py
+FORMAT = 2  # format number of the cached files; raise it when the fields of a sketch change
+MOST_SEEN = 8  # most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
 PARTS = ("embedding", "layer", "head")
 NEEDS = "models by their config.json need transformers: pip install transformers==5.23.0"
 
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """What a layer computes in blocks of tokens (harness/core/token_blocks.py), and what the layer then takes."""
+    """The parts of a layer that compute in blocks of tokens (harness/core/token_blocks.py), and the memory that the
+    layer then takes."""
 
-    parts: tuple[str, ...]  # names of the layer's children that compute so
-    token_flops: int  # operations of one token's matrix products in these
-    # Lines over the layer's input: multiples of it, and bytes beside them. The highest is the most memory of a layer's
-    # recompute and backward pass.
+    parts: tuple[str, ...]  # names of the layer's child modules that compute in blocks of tokens
+    token_flops: int  # floating-point operations of one token's matrix products in these modules
+    # Pairs (factor, fixed). The most bytes of the layer's recompute and backward pass are the largest factor * B +
+    # fixed of all pairs, where B is the bytes of the layer's input.
     lines: tuple[tuple[float, int], ...]
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of a model. `layer` names a tensor as within its layer, `embedding` and `head` name it as in the
-    model."""
+    """The parts of a model. The names in `embedding` and `head` are the tensors' names in the model; the names in
+    `layer` leave out the prefix of the layer."""
 
     embedding: Shapes
     layer: Shapes
@@ -59,19 +60,19 @@ class Anatomy:
     layer_prefix: str  # prefix of a layer's tensors in the model, before the layer's number, such as "layers."
     ends_prefix: str  # prefix of the ends' tensors in the model, such as "ends."; the module of the ends leaves it out
     token_flops: int  # FLOPs of one token's matrix products in a layer's forward pass
-    # FLOPs of attention for each pair of tokens: causal attention takes half of full attention's, but eager attention,
-    # which computes all scores, takes all.
+    # FLOPs of attention for each pair of tokens in a layer's forward pass. Causal attention takes half of the FLOPs of
+    # full attention; eager attention takes all of them, because it computes all scores.
     pair_flops: int
     boundaries: float  # most memory of a layer's recompute and backward pass, in multiples of the layer's input
-    starts: dict[str, tuple[float, float]]  # mean and standard deviation of a tensor's starting values
+    starts: dict[str, tuple[float, float]]  # mean and standard deviation of each tensor's starting values
     head_boundaries: float = 0.0  # memory that the norm before the head keeps, in multiples of the norm's input
     given_bytes: int = 0  # bytes of a layer's arguments beside its input, for each token of a sample
-    # Memory that grows with the square of T. pair_boundaries: attention scores, for each token of a sample, in the unit
-    # of `boundaries`; pair_given_bytes: bytes of masks for each pair of tokens.
+    # Memory that grows with the square of T. pair_boundaries: memory of attention scores for each token of a sample, in
+    # multiples of the layer's input. pair_given_bytes: bytes of masks for each pair of tokens.
     pair_boundaries: float = 0.0
     pair_given_bytes: int = 0
     slopes: int = 0  # number of tensors of the logits' size that the loss keeps beside the logits
-    # The elements [start, stop) of a layer's tensors whose gradient is nothing but rounding error.
+    # For some tensors of a layer: the elements [start, stop) whose gradient is nothing but rounding error.
     noise: dict[str, tuple[int, int]] = field(default_factory=dict)
     blocks: TokenBlocks | None = None  # None: a layer computes all tokens at once
 
@@ -117,7 +118,8 @@ class Anatomy:
         return f"{self.layer_prefix}{index}."
 
     def within(self, name: str) -> str:
-        """Return a tensor's name within its layer, from its name in the model; a tensor of the ends keeps its name."""
+        """Return a tensor's name within its layer. `name` is the tensor's name in the model; if the tensor belongs to
+        no layer, `name` is returned."""
         if not name.startswith(self.layer_prefix):
             return name
         return name.removeprefix(self.layer_prefix).partition(".")[2]
@@ -139,9 +141,9 @@ def anatomy_of(workload: Any) -> Anatomy:
 
 @lru_cache(maxsize=64)
 def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: bool, block_tokens: int) -> Anatomy:
-    """Return the parts of a configured model. A process of harness/forecast/sketch.py, which imports torch, finds them
-    once for each configuration, and one of block_sketch.py what a layer takes in blocks of tokens; later calls read
-    them from SKETCHES."""
+    """Return the parts of a model described by a config.json. harness/forecast/sketch.py finds the parts in a process
+    of its own, because it imports torch. If a layer computes in blocks of tokens, block_sketch.py finds the memory of
+    these blocks in another process. Each answer is kept in a file of SKETCHES, which later calls read."""
     try:
         library = version("transformers")
     except PackageNotFoundError as error:
@@ -159,14 +161,15 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
         **parts, layer_prefix=found["layer_prefix"], ends_prefix="",
         token_flops=found["token_flops"], pair_flops=found["pair_flops"],
         boundaries=found["boundaries"][dtype],
-        # In blocks the norm keeps nothing, but in its backward pass there are two copies of its input's gradient.
+        # A norm that computes in blocks keeps nothing for its backward pass, but its backward pass holds two copies of
+        # the gradient of its input.
         head_boundaries=1.0 if blocks else found["head_boundaries"][dtype],
         given_bytes=found["given_bytes"][dtype], pair_given_bytes=found["pair_given_bytes"][dtype],
         pair_boundaries=found["pair_boundaries"][dtype], slopes=found["slopes"],
         starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
-        # The keys' bias adds nearly the same number to every score of a query, so its gradient is nearly nothing but
-        # rounding error: rotary positions hardly turn the slow pairs of a head. GPT-2's lies between those of queries
-        # and values.
+        # The bias of the keys adds nearly the same number to every score of a query, even with rotary positions, which
+        # hardly turn a head's slow pairs. So the gradient of this bias is little more than rounding error. In GPT-2's
+        # c_attn.bias the bias of the keys is the second of three equal parts.
         noise={
             name: (0, size) if name.endswith("k_proj.bias") else (size // 3, 2 * size // 3)
             for name, (size, *_) in parts["layer"].items() if name.endswith(("k_proj.bias", "c_attn.bias"))
@@ -178,7 +181,8 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
 
 
 def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
-    """Return the answer of a module that sketches a model; it is kept in a file, unless the model is refused."""
+    """Return the answer of a module that sketches a model. The answer is read from its file in SKETCHES or, if there is
+    no file, asked of the module and then written to the file. A refusal of the model is not written."""
     digest = hashlib.sha256(json.dumps([asked, *versions], sort_keys=True).encode()).hexdigest()
     file = SKETCHES / f"{digest[:16]}.json"
     try:
@@ -186,7 +190,7 @@ def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
     except (OSError, ValueError):
         found = ask(module, asked)
     if not found.get("unlike"):
-        with contextlib.suppress(OSError):  # without the cached file the next process sketches the model again
+        with contextlib.suppress(OSError):  # if the file cannot be written, the next process sketches the model again
             SKETCHES.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(found))
     return found
@@ -194,7 +198,8 @@ def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
 
 @lru_cache(maxsize=256)
 def _gpt(workload: Any) -> Anatomy:
-    """The published GPT (harness/core/gpt.py): fused QKV, a 4x MLP, learned positions, tied head, biases everywhere."""
+    """Return the parts of the published GPT (harness/core/gpt.py): fused QKV, an MLP four times as wide as the layer,
+    learned positions, tied head, biases everywhere."""
     size, vocab = workload.hidden_size, workload.vocab_size
     layer: Shapes = {
         "ln1.weight": (size,), "ln1.bias": (size,),
@@ -207,8 +212,8 @@ def _gpt(workload: Any) -> Anatomy:
     tokens: Shapes = {"ends.wte.weight": (vocab, size)}
     positions: Shapes = {"ends.wpe.weight": (workload.seq_len, size)}
     norm: Shapes = {"ends.lnf.weight": (size,), "ends.lnf.bias": (size,)}
-    # Matrices are drawn from N(0, 0.02), the two projections into the residual stream with 1/sqrt(2 L) of this
-    # deviation; biases are 0, norm weights 1.
+    # Matrices start at random values of mean 0 and standard deviation 0.02. The deviation of the two projections into
+    # the residual stream is 0.02 / sqrt(2 L), with L layers. Biases start at 0, weights of norms at 1.
     into_residual = INIT_STD / math.sqrt(2 * workload.num_layers)
     starts = {
         name: (0.0, into_residual if name in ("proj.weight", "fc2.weight") else INIT_STD)
@@ -219,7 +224,7 @@ def _gpt(workload: Any) -> Anatomy:
     return Anatomy(
         embedding=tokens | positions, layer=layer, head=tokens | norm, layer_prefix="layers.", ends_prefix="ends.",
         token_flops=24 * size**2, pair_flops=2 * size,
-        # 22 times the layer's input: the layer's activations, and the gradients of the MLP's inner tensors.
+        # 22 times the layer's input: the activations of the layer, and the gradients of the MLP's inner tensors.
         boundaries=22,
         starts=starts,
         # The keys' bias adds the same number to every score of a query, and the softmax cancels this number.

@@ -1,4 +1,4 @@
-"""The two files of a Megatron corpus, and a hash of a file by samples of its bytes."""
+"""The paths of the two files of a Megatron corpus, and a hash of a file that reads only some of its bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def corpus_files(corpus: str) -> tuple[Path, Path]:
 
 
 def sampled_hash(path: Path, num_blocks: int = BLOCKS) -> str:
-    """Hash a file's size and `num_blocks` blocks at equal distances; a file of fewer blocks is hashed whole. The file's
-    times do not count: a copy has the same hash, and a changed block changes the hash even if the times stay."""
+    """Return a hash of a file's size and of `num_blocks` blocks of BLOCK_BYTES bytes at equal distances; "missing" if
+    there is no file. A file of fewer blocks is hashed whole. The times of the file do not count, so a copy has the same
+    hash, and a change in a hashed block changes the hash even if the times stay."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:

@@ -1,7 +1,8 @@
-"""The same token batches for every method: a seeded stream that can be learned, or a Megatron corpus.
+"""The token batches that every method trains on. They come from a synthetic seeded stream that a model can learn, or
+from a Megatron corpus.
 
-Sample i is a pure function of (seed, i), so any step can be made again on its own and a larger batch sees the same
-samples in the same order.
+Sample i depends only on the seed and i. So the batch of any step can be made again without the steps before it, and a
+larger batch contains the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from harness.core.corpus_files import corpus_files, sampled_hash
 from harness.core.job import Workload
 
 MOST_HASHED = 1024  # most samples that corpus_hash() reads: a disk takes about a second for 1024 seeks
-MAX_TOKEN = 50257  # number of GPT-2's tokens; ids that only pad the vocabulary are never drawn
-FOLLOW = 0.5  # chance that a token follows from the previous token
-MULTIPLIER, OFFSET = 12_289, 7_919  # the successor of a token is an affine map of its id
+MAX_TOKEN = 50257  # number of GPT-2's tokens; larger ids, which only pad the vocabulary, are never drawn
+FOLLOW = 0.5  # probability that a token is the successor of the token before it
+MULTIPLIER, OFFSET = 12_289, 7_919  # the successor of token t is (t * MULTIPLIER + OFFSET) % number of tokens
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
@@ -37,13 +38,13 @@ def batches(workload: Workload, steps: int) -> np.ndarray:
 
 
 def sha256(tokens: np.ndarray) -> str:
-    """Return the hash of token ids, by which a record names the data that the run trained on."""
+    """Return the hash of token ids. A record names its run's data by this hash."""
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").tobytes()).hexdigest()
 
 
 def corpus_hash(workload: Workload, num_samples: int) -> str:
-    """Return a hash of a corpus: sampled_hash() of both files, and the samples of the training, at most MOST_HASHED of
-    them, at equal distances."""
+    """Return a hash of a corpus. It covers the sampled_hash() of both files, and at most MOST_HASHED of the
+    `num_samples` samples that the training reads, at equal distances."""
     digest = hashlib.sha256(" ".join(map(sampled_hash, corpus_files(str(workload.corpus)))).encode())
     with contextlib.suppress(ValueError):  # the corpus cannot be read: the run will say why
         sample, number = corpus(workload), min(num_samples, MOST_HASHED)
@@ -53,8 +54,9 @@ def corpus_hash(workload: Workload, num_samples: int) -> str:
 
 
 def synthetic(workload: Workload) -> Sampler:
-    """Return a sampler of Zipf unigrams with order-1 structure: half of the tokens follow from the token before them,
-    the rest are drawn anew. Uniform tokens could not show a broken optimizer: their loss stays at ln V."""
+    """Return a function that makes sample i of the synthetic stream: T + 1 token ids. Half of the tokens are the
+    successor of the token before them; the other half are drawn by Zipf's law. Such a stream can be learned, so it
+    shows a broken optimizer. Uniform tokens could not: their loss stays at ln V, whatever the optimizer does."""
     ids = min(workload.vocab_size, MAX_TOKEN) if workload.config is None else workload.vocab_size
     cumulative = np.cumsum(1.0 / np.arange(1, ids + 1))
     cumulative /= cumulative[-1]
@@ -72,8 +74,9 @@ def synthetic(workload: Workload) -> Sampler:
 
 
 def corpus(workload: Workload) -> Sampler:
-    """Return a sampler of windows of T + 1 tokens at seeded positions of a Megatron corpus; `workload.corpus` is the
-    prefix of its .bin and .idx."""
+    """Return a function that makes sample i of a Megatron corpus: T + 1 tokens in a row from a seeded random position.
+    `workload.corpus` is the prefix of the corpus's .bin and .idx. Raises ValueError if the corpus cannot be read or is
+    too short; the function raises ValueError for ids beyond the vocabulary."""
     prefix = str(corpus_files(str(workload.corpus))[0]).removesuffix(".bin")
     if not Path(prefix).name:
         told = f"expected the prefix of PREFIX.bin and PREFIX.idx, got {workload.corpus!r}"
@@ -97,10 +100,11 @@ def corpus(workload: Workload) -> Sampler:
 
 
 def _open_tokens(prefix: str) -> np.ndarray:
-    """Map all tokens of the corpus, without reading them.
+    """Return all tokens of the corpus as an array that is mapped from the .bin file, not read. Raises ValueError if the
+    files cannot be read or do not fit each other.
 
-    The index holds: magic, version (u64), dtype code (u8), number of sequences (u64) and of documents (u64), tokens of
-    each sequence (i32).
+    The .idx file holds, in this order: magic, version (u64), dtype code (u8), number of sequences (u64), number of
+    documents (u64), number of tokens of each sequence (i32).
     """
     try:
         with open(f"{prefix}.idx", "rb") as index:
@@ -128,7 +132,7 @@ def _open_tokens(prefix: str) -> np.ndarray:
 
 
 def _uniform(seed: int, index: int, count: int) -> np.ndarray:
-    """Return uniform numbers in [0, 1) from raw words of the counter-based Philox generator: no numpy release changes
-    these words."""
+    """Return `count` uniform numbers in [0, 1). They are made from raw words of the counter-based Philox generator,
+    because no numpy release changes these words."""
     words = np.random.Philox(key=seed, counter=[0, 0, 0, index]).random_raw(count)
     return (words >> np.uint64(11)) * 2.0**-53

@@ -1,8 +1,10 @@
-"""Classifies the end of a run: a status, its evidence, and one line that tells what to change.
+"""Classifies the end of a run that failed: its status, the evidence for the status, and one line that tells people what
+to change.
 
-The innermost cause of an exception decides, first by its message and then by its type, because one type stands for
-several memories. If a process left no record, the parent's observations decide: exit code, kernel kills, log. A status
-of out of memory needs evidence: an exception, a message, or the kernel's count of the processes that it killed.
+If training raised an exception, its innermost cause decides. The cause's message is read before its type, because one
+type, such as RuntimeError, is raised for several memories. If the process left no record, the parent's observations
+decide: exit code, kernel kills, log. A status of out of memory needs evidence: an exception, a message, or the kernel's
+count of the processes that it killed.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ NEAR_THE_LIMIT = 0.95
 class Kind(NamedTuple):
     status: str
     resource: str  # device, host, pinned, shm, disk, import, time or ""
-    name: str  # the source of the evidence: evidence["class"]
+    name: str  # the source of the evidence, such as allocator; it becomes evidence["class"]
 
 
-# Messages of exceptions, the most specific first. Sources: PyTorch's allocators, CUDA's libraries, glibc, the kernel.
+# For each kind: a pattern of the messages of its exceptions. The most specific patterns come first. The messages are
+# those of PyTorch's allocators, CUDA's libraries, glibc and the kernel.
 MESSAGES = (
     (r"sim pinned out of memory", Kind("oom-host", "pinned", "allocator")),
     (r"sim host out of memory", Kind("oom-host", "host", "allocator")),
@@ -43,14 +46,14 @@ MESSAGES = (
      Kind("oom-host", "host", "allocator")),
     (r"No space left on device", Kind("does-not-fit", "disk", "file system")),
 )  # fmt: skip
-# Last log lines of a native library that aborts because it gets no memory.
+# Pattern of the last log lines of a native library that aborts because it gets no memory.
 LAST_WORDS = re.compile(r"what\(\):.*bad_alloc|Memory allocation still failed|MemoryError$", re.MULTILINE)
 CHILD_KILLED = re.compile(r"killed by signal|exited unexpectedly|terminated abruptly|\bSIGKILL\b")
-# Messages of a rank that could no longer reach another one.
+# Pattern of the messages of a rank that lost its connection to another rank.
 LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted")
 NOT_FINITE = re.compile(r"\b(nan|infs?|infinite|non-?finite|not finite)\b", re.IGNORECASE)
-# For each size: its name in the evidence, and a pattern that finds the size in a message. If several patterns of a name
-# match, the first counts.
+# Pairs: a size's name in the evidence, and a pattern that finds the size in a message. If several patterns of one name
+# match, the first pattern counts.
 SIZES = (
     ("asked_bytes", r"(?:tried|unable) to (?:allocate|mmap) ([\d.]+) ?(bytes|[KMGTPE]iB)"),
     ("in_use_bytes", r"(\d+) of \d+ (bytes) in use|([\d.]+) (\w+) is allocated by PyTorch"),
@@ -70,22 +73,24 @@ MEMORIES = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a run: a status of record.STATUSES, one line for people, and the evidence."""
+    """The end of a failed run: a status of record.STATUSES, one line for people, and the evidence for the status."""
 
     status: str
     reason: str
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def changes(self, evidence: dict[str, Any]) -> dict[str, Any]:
-        """Return the changed fields of the run's record. `evidence`: the evidence that the record has already."""
+        """Return the fields of the run's record that change by this failure. `evidence` is the evidence that the record
+        already has; this failure's evidence is added to it."""
         return {"status": self.status, "reason": self.reason, "evidence": {**evidence, **self.evidence}}
 
 
 def of_exception(error: BaseException, phase: str, memory: dict[str, int], folder: Path | None = None) -> Failure:
-    """Classify an exception of training.
+    """Classify an exception that training raised.
 
-    `memory`: bytes in use and allowed when training ended, by budgets.lift(), for messages without sizes. `folder`: the
-    method's folder; the reason of a crash names the failed line in this folder.
+    `memory`: bytes in use and bytes allowed when training ended, as budgets.lift() returns them; they are used where a
+    message names no sizes. `folder`: the folder of the method's file, or None; the reason of a crash names the line in
+    this folder that failed.
     """
     kinds = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
     told = [(cause, kind) for cause, kind in kinds if kind is not None]
@@ -93,7 +98,8 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int], folde
         is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
         reason = f"{_text(error)} at {phase}{line_in(folder, error)[:TEXT_LENGTH]}; its log has the traceback"
         return ended("crash", "numeric" if is_numeric else "exception", reason)
-    # The outermost error tells more if only a package is missing: it may name the command that installs the package.
+    # If only a package is missing, the outermost error is shown, because it may name the command that installs the
+    # package.
     cause, kind = next((pair for pair in told if pair[1].status != "unavailable"), told[-1])
     evidence: dict[str, Any] = {"class": "rlimit"} if kind.resource == "host" and "host_limit_bytes" in memory else {}
     if cause is not error:
@@ -102,22 +108,22 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int], folde
 
 
 def _failure(kind: Kind, phase: str, text: str, /, **evidence: Any) -> Failure:
-    """Return a failure of this kind; its line shows the bytes in `evidence`."""
+    """Return a failure of this kind. Its line for people shows the bytes in `evidence`."""
     named = {"class": kind.name, "resource": kind.resource, **evidence}
     return Failure(kind.status, _line(kind, phase, named, text), named)
 
 
 def ended(status: str, name: str, reason: str, resource: str = "", **evidence: Any) -> Failure:
-    """Return a failure that concerns no memory."""
+    """Return a failure that is no lack of memory. `name` is the source of the evidence: evidence["class"]."""
     return Failure(status, reason, {**evidence, "class": name, "resource": resource})
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of a worker, as its parent saw it."""
+    """The end of a worker process, as its parent process saw it."""
 
     phase: str
-    code: int = 0  # exit code of the process; negative: a signal
+    code: int = 0  # exit code of the process; -N: signal N ended it
     stopped: str = ""  # the parent's reason to stop the worker: "deadline", "silence", "interrupt"
     seconds: float = 0.0  # time limit of the run
     oom_kills: int = 0  # processes that the kernel killed in the worker's memory group during the run
@@ -157,12 +163,12 @@ def of_process(end: End) -> Failure:
 
 
 def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
-    """Return the same end, attributed to one of several ranks."""
+    """Return this failure with the number of the rank that failed, one of `world_size`, in its line and evidence."""
     return Failure(failure.status, f"rank {rank} of {world_size}: {failure.reason}", {**failure.evidence, "rank": rank})
 
 
 def of_stop(end: End) -> Failure:
-    """Classify the end of a worker that the parent stopped."""
+    """Classify the end of a worker that the parent stopped for the reason `end.stopped`."""
     if end.stopped == "interrupt":
         return ended("interrupted", "interrupt", f"interrupted at {end.phase}")
     if end.stopped == "silence":
@@ -174,9 +180,9 @@ def of_stop(end: End) -> Failure:
 
 
 def of_killed_child(end: End, reason: str, trace: str) -> Failure | None:
-    """Classify a crash after the kernel killed one of the worker's processes; None if the kernel killed none. In a
-    memory group that several runs share, the kill may have hit another run, so the message must mention a killed
-    process."""
+    """Classify a worker's crash as out of host memory if the kernel killed one of the worker's processes; else return
+    None. If several runs share a memory group, the killed process may belong to another run. So in a shared group the
+    crash's `reason` or `trace` must mention a killed process."""
     if not end.oom_kills or not (end.owns_group or CHILD_KILLED.search(reason + trace)):
         return None
     text = f"the kernel killed a process of this run; {reason}"
@@ -189,8 +195,9 @@ def _kernel_kill(end: End, text: str, /, **evidence: Any) -> Failure:
 
 
 def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
-    """Return the exception and its causes, innermost first, each with a flag. The flag is False for an exception that
-    was only being handled when the next one was raised."""
+    """Return the exception and its causes, innermost first, each with a flag. The flag is True for the exception itself
+    and for explicit causes (`raise ... from`). It is False for an exception that was only being handled when another
+    was raised."""
     found: dict[int, tuple[BaseException, bool]] = {}
 
     def visit(item: BaseException | None, is_explicit: bool) -> None:
@@ -204,7 +211,7 @@ def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
 
 
 def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Kind | None:
-    """Return the kind of this exception alone, without its causes; None if no kind fits."""
+    """Return the kind of this exception, its causes left out; None if no kind fits."""
     types = {cls.__name__ for cls in type(error).__mro__}
     text = str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -213,8 +220,8 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
     if isinstance(error, (Exception, MemoryError)) and not isinstance(error, Unavailable):
         for pattern, kind in MESSAGES:
             if re.search(pattern, text):
-                # CUDA says "out of memory" of device and pinned host memory: if over a twentieth of the device is free,
-                # the host's ran out.
+                # CUDA gives the same "out of memory" for device memory and for pinned host memory. If more than a
+                # twentieth of the device's memory is free, pinned host memory has run out.
                 is_hosts = memory.get("device_free_bytes", 0) * 20 > memory.get("device_total_bytes", 2**63)
                 return Kind("oom-host", "pinned", "ambiguous") if kind.name == "ambiguous" and is_hosts else kind
     if "OutOfMemoryError" in types:
@@ -227,7 +234,8 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
 
 
 def _sizes(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
-    """Return the bytes asked for, in use and allowed, as far as the message or `memory` tells them."""
+    """Return the bytes that were asked for, in use and allowed, as far as the message `text` or `memory` tells them;
+    none if the failure is no lack of memory."""
     found: dict[str, int] = {}
     for name, pattern in SIZES if kind.resource in MEMORIES else ():
         if match := re.search(pattern, text, re.IGNORECASE):
@@ -240,7 +248,8 @@ def _sizes(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
 
 
 def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
-    """Compose the line: memory, phase, bytes, what to change, and the original message."""
+    """Return a failure's line for people: the memory that ran out, the phase, bytes, what to change, and the original
+    message. A kind without memory gets the message and the phase alone."""
     if kind.resource not in MEMORIES:
         return f"{text} (at {phase})"
     memory, advice = MEMORIES[kind.resource]

@@ -1,7 +1,7 @@
 """The GPT that every method trains: two ends that share the token embedding, and a list of equal layers.
 
-As in the published runs: pre-LN decoder, learned positions, fused QKV, exact GELU, tied head. Every tensor is seeded
-by its own name, so a layer can be made where it will live, in any order, without the rest of the model.
+The published runs' model: pre-LN decoder, learned positions, fused QKV, exact GELU, tied head. The starting values of a
+tensor depend only on the seed and the tensor's name, so a layer can be made without the other layers, in any order.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -25,9 +25,9 @@ from harness.core.anatomy import anatomy_of
 from harness.core.job import BETAS, EPSILON, NUM_LOGITS, WEIGHT_DECAY, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# A model's function of each logit; it returns the new logits and the function's slopes.
+# A function that a model applies to each logit. It returns the new logits, and the function's slope at each logit.
 Bend = Callable[[Tensor], tuple[Tensor, Tensor | float]]
-DRAWN_AT_ONCE = 2**18  # elements in a block of starting values; a multiple of 16: torch draws 16 numbers at once
+DRAWN_AT_ONCE = 2**18  # elements in a block of starting values; a multiple of 16, because torch draws 16 at once
 
 
 class Layer(nn.Module):
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 class Ends(nn.Module):
-    """The model's two ends: the embedding before the first layer; the norm, head and loss after the last."""
+    """The model's two ends: the embedding before the first layer; the norm, head and loss after the last layer."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ class Ends(nn.Module):
         return F.dropout(self.wte(inputs) + self.wpe(positions), self.dropout)
 
     def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        """Return the mean cross-entropy over all tokens, in fp32; the head is the token embedding. The gradient is
-        multiplied by `scale`."""
+        """Return the mean cross-entropy over all tokens, in fp32. The head's matrix is the token embedding's. The
+        loss's gradient is multiplied by `scale`, the loss is not."""
         return head_loss(self.lnf(x).flatten(0, 1), self.wte.weight, targets.flatten(), scale)
 
 
-@torch.fx.wrap  # torch.fx sees this function as one operation when it looks for CutPoints
+@torch.fx.wrap  # torch.fx sees this function as one operation when it traces a model for CutPoints
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: float) -> Tensor:
     mean: Tensor = HeadLoss.apply(x, weight, targets, scale)  # type: ignore[no-untyped-call]
     return mean
@@ -95,7 +95,7 @@ class Embedding(Ends):
 
 
 class Head(Ends):
-    """Maps (B, T, D) and (B, T) token ids to the mean loss."""
+    """Maps hidden states (B, T, D) and target token ids (B, T) to the mean loss."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
@@ -105,12 +105,12 @@ class Head(Ends):
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of a linear head, block by block, because the logits of all tokens would be the largest tensor
-    of most models.
+    """The mean cross-entropy of a linear head. It is computed in blocks of tokens, because the logits of all tokens
+    together would be the largest tensor of most models.
 
-    Each block's gradients are computed with its loss, so nothing is computed twice. The gradients are scaled before
-    they are rounded to fp16, because most would otherwise be rounded to zero. x: (N, D) hidden states of N tokens;
-    weight: (V, D); targets: (N,).
+    Each block's gradients are computed right after the block's loss, so no logits are computed twice. The gradients are
+    scaled before they are rounded to fp16; without the scale most gradients would be rounded to zero. x: (N, D), hidden
+    states of N tokens; weight: (V, D); targets: (N,).
     """
 
     @staticmethod
@@ -125,7 +125,7 @@ class HeadLoss(torch.autograd.Function):
             loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens, scale, bend)
             total += loss
             if dlogits.dtype == weight.dtype == dx.dtype:
-                torch.mm(dlogits, weight, out=dx[block])  # writes to dx without further memory
+                torch.mm(dlogits, weight, out=dx[block])  # writes to dx without a temporary tensor
             else:  # under autocast the dtypes differ
                 dx[block] = dlogits @ weight
             dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
@@ -135,15 +135,15 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dloss: Tensor) -> Any:
-        (dx, dweight), ctx.gradients = ctx.gradients, None  # autograd alone refers to the gradients: no copy is made
+        (dx, dweight), ctx.gradients = ctx.gradients, None  # ctx keeps no reference, so autograd copies nothing
         return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None, None, None
 
 
 def cross_entropy(
     logits: Tensor, targets: Tensor, num_tokens: int, scale: float, bend: Bend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return these tokens' share of the mean loss over `num_tokens`, in fp32, and the share's gradient times `scale`,
-    in the logits' dtype. The gradient overwrites fp32 logits. logits: (N, V); targets: (N,)."""
+    """Return these N tokens' part of the mean loss over `num_tokens`, in fp32, and the part's gradient times `scale`,
+    in the logits' dtype. The gradient overwrites logits that are fp32. logits: (N, V); targets: (N,)."""
     dtype, wanted = logits.dtype, targets.unsqueeze(1)
     logits, slope = bend(logits) if bend else (logits, 1.0)
     logits = logits.float()
@@ -158,7 +158,7 @@ def cross_entropy(
 
 
 class GPT(nn.Module):
-    """The whole model; the backward pass recomputes every layer from its input."""
+    """The whole model. Its backward pass recomputes every layer from the layer's input."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -180,12 +180,12 @@ class GPT(nn.Module):
 
 
 def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
-    """Fill each tensor, in place, with the starting values that belong to its name; each thread draws whole tensors."""
+    """Fill each tensor, in place, with the starting values of its name. Each of several threads draws whole tensors."""
 
     def fill(pair: tuple[str, Tensor]) -> None:
         name, tensor = pair
         if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
-            _drawing(name, workload)(tensor)  # drawn in place: no second copy, even for a moment
+            _drawing(name, workload)(tensor)  # drawn in place: no second copy in memory
             return
         for start, drawn in drawn_blocks(name, tensor.shape, workload):
             tensor.view(-1)[start : start + len(drawn)].copy_(drawn)
@@ -197,24 +197,24 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
 def drawn_blocks(
     name: str, shape: torch.Size, workload: Workload, at_once: int = DRAWN_AT_ONCE
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the values of initial() in blocks, as (start, elements). All blocks reuse the same memory, because a host
-    may lack room for a whole embedding. `at_once`: elements of a block, a multiple of 16."""
+    """Yield the values of initial() in blocks, as (first index, elements). Each block overwrites the block before it,
+    because a host may lack room for a whole embedding. `at_once`: elements in a block, a multiple of 16."""
     numel, draw = shape.numel(), _drawing(name, workload)
     room = torch.empty(min(numel, 2 * at_once))
-    # torch draws 16 numbers at once, and draws the last 16 of a tensor again: so a rest shorter than a block joins the
-    # last block.
+    # If a tensor's size is no multiple of 16, torch draws the tensor's last 16 numbers again. So the last block takes a
+    # rest that is shorter than a block, and ends where the whole tensor ends.
     for start in range(0, max(1, numel - at_once + 1), at_once):
         left = numel - start
         yield start, draw(room[: left if left < 2 * at_once else at_once])
 
 
 def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
-    """Return the fp32 starting value, on the host, of the parameter of this name (as in GPT.named_parameters)."""
+    """Return the fp32 starting values, on the host, of the parameter that GPT.named_parameters() calls `name`."""
     return _drawing(name, workload)(torch.empty(shape))
 
 
 def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> Iterator[Tensor]:
-    """Yield initial() of each name and shape, in order. While the caller uses one tensor, each core draws another."""
+    """Yield initial() of each name and shape, in order. While the caller uses one tensor, the cores draw the next."""
     cores = len(os.sched_getaffinity(0))
     ahead: deque[Future[Tensor]] = deque()
     with ThreadPoolExecutor(cores) as pool:
@@ -227,8 +227,8 @@ def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> It
 
 
 def _drawing(name: str, workload: Workload) -> Callable[[Tensor], Tensor]:
-    """Return a function that fills an fp32 host tensor with starting values; each call continues the sequence. A tensor
-    whose name the model lacks gets zeros, and the gate reports it."""
+    """Return a function that fills an fp32 host tensor with the next starting values of the parameter `name`. A name
+    that the model does not have gets zeros; the gate reports it."""
     if workload.weights is not None:
         return weight_files.reading(workload.weights, name)
     anatomy = anatomy_of(workload)
@@ -246,7 +246,7 @@ def is_decayed(shape: Sequence[int]) -> bool:
 
 
 def adamw_groups(parameters: Iterable[nn.Parameter], shape_of: Callable[[Any], Any] = Tensor.size) -> list[dict]:
-    """Return the parameter groups of torch's AdamW, split by weight decay."""
+    """Return the parameters in groups for torch's AdamW: those with weight decay, and those without."""
     groups: dict[float, list] = {WEIGHT_DECAY: [], 0.0: []}
     for parameter in parameters:
         groups[WEIGHT_DECAY if is_decayed(shape_of(parameter)) else 0.0].append(parameter)
@@ -254,5 +254,5 @@ def adamw_groups(parameters: Iterable[nn.Parameter], shape_of: Callable[[Any], A
 
 
 def adamw(parameters: Iterable[nn.Parameter], **words: Any) -> torch.optim.AdamW:
-    """Return the optimizer of the published runs."""
+    """Return the AdamW of the published runs. `words` go to adamw_groups()."""
     return torch.optim.AdamW(adamw_groups(parameters, **words), betas=BETAS, eps=EPSILON, fused=True)

@@ -1,9 +1,9 @@
 """Reads a model's config.json in the format of the Hugging Face Hub, refuses a model that cannot be trained here, and
-narrows a model for probes. Standard library only.
+makes a model smaller for probes.
 
-A workload holds the whole configuration as text, so that a record needs no file to be understood or run again. The
-workload's own sizes override the configuration's: fewer layers, a smaller vocabulary, or a smaller hidden size, by
-whose factor all other widths shrink.
+A workload holds the whole configuration as text, so a record can be understood and run again without the file. The
+workload's own sizes override the configuration's: it may have fewer layers, a smaller vocabulary or a smaller hidden
+size. If the hidden size shrinks by a factor, all other widths shrink by this factor.
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ from typing import Any
 from harness.base.foreign_file import parsed_json, read_json
 
 FILE = "config.json"
-# The configuration's field for each size of a Workload.
+# For each size of a Workload: the name of its field in a configuration.
 SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
          "vocab_size": "vocab_size"}  # fmt: skip
-# Names of fields in the files of some families, and the usual ones, which transformers takes as well.
+# For each field that some families of models name differently in their files: the usual name. transformers accepts
+# both names.
 USUAL = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
          "n_positions": "max_position_embeddings"}  # fmt: skip
-WIDTHS = ("intermediate_size", "head_dim", "n_inner")  # these shrink with the hidden size
-OF_LAYERS = ("layer_types", "no_rope_layers")  # lists with an entry for each layer
-# Values of transformers where a file lacks them: the texts of Gemma 3's models of texts and images name few sizes.
+WIDTHS = ("intermediate_size", "head_dim", "n_inner")  # fields of widths, which shrink with the hidden size
+OF_LAYERS = ("layer_types", "no_rope_layers")  # fields that are lists with an entry for each layer
+# For a type of model: the values that transformers assumes for sizes that a file leaves out. Gemma 3's models of texts
+# and images leave out most sizes of their part for texts.
 UNSAID = {"gemma3_text": {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
                           "max_position_embeddings": 131072}}  # fmt: skip
-TEXT_PART = "text_config"  # the model of texts in the configuration of a model of texts and images
-DROPOUTS = {"gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop")}  # probabilities that are not 0 where a file lacks them
+TEXT_PART = "text_config"  # field with the part for texts, in the configuration of a model of texts and images
+DROPOUTS = {"gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop")}  # dropout fields whose default is not 0, by model type
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-LEAST_WIDTH = 8  # smallest narrowed width: kernels take multiples of 8
-# Fields of a configuration that a Workload leaves out, because no training depends on them.
+LEAST_WIDTH = 8  # smallest width of a narrowed model; widths are multiples of 8, as kernels need
+# Fields of a configuration that the text in a Workload leaves out, because training does not depend on them.
 LEFT_OUT = {
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # kinds of rotary positions with the same angles for all samples
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # rotary positions whose angles do not depend on the sample
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the configuration in a file, or in a folder's config.json, and the whole model's type if this is the part
-    for texts of one, else an empty text. Raises ValueError if there is no file, or as checked_config() does."""
+    """Return the configuration in a file, or in a folder's config.json, and a text. If the file describes a model of
+    texts and images, the configuration is that of its part for texts, and the text is the type of the whole model; else
+    the text is empty. Raises ValueError if the file cannot be read, or as checked_config() does."""
     file = path / FILE if path.is_dir() else path
     try:
         whole = read_json(file.resolve())  # files in the Hub's cache are symbolic links
@@ -52,8 +55,8 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def checked_config(config: Any, source: str) -> dict[str, Any]:
-    """Return the configuration if it describes a causal model that the harness can train. Raises ValueError that says
-    what is wrong."""
+    """Return the configuration of the causal model (text_part()). Raises ValueError, which tells the reason, if the
+    harness cannot train this model. `source` names the configuration's file in the error."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{source}: expected a model's {FILE} with a model_type, got none")
     is_quantized, config = bool(config.get("quantization_config")), text_part(config)
@@ -71,7 +74,8 @@ def checked_config(config: Any, source: str) -> dict[str, Any]:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration, or its part for texts if it has one, with the usual names of fields."""
+    """Return the part for texts of the configuration or, if there is none, the whole configuration. Its fields get
+    their usual names, and the sizes that it leaves out are added."""
     part = config.get(TEXT_PART)
     config = part if isinstance(part, dict) and isinstance(part.get("model_type"), str) else config
     usual = {USUAL.get(name, name): value for name, value in config.items()}
@@ -80,7 +84,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=32)
 def parsed(text: str) -> dict[str, Any]:
-    """Return the configuration that a Workload holds. Raises ValueError as checked_config() does."""
+    """Return the configuration that a Workload holds as text. Raises ValueError as checked_config() does."""
     return checked_config(parsed_json(text), "the workload's config")
 
 
@@ -96,12 +100,14 @@ def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=32)
 def inner_size(text: str, hidden_size: int) -> int:
-    """Return the width of an MLP's inner tensors in the model narrowed to this hidden size; 0 if it is not known."""
+    """Return the width of an MLP's inner tensors in the model narrowed to this hidden size; 0 if the configuration does
+    not tell it."""
     return int(narrowed(text, 1, hidden_size, 1).get("intermediate_size") or 0)
 
 
 def check_samples(config: dict[str, Any], seq_len: int) -> None:
-    """Raise ValueError if a sample has more tokens than the model's sliding window or its positions."""
+    """Raise ValueError if a sample of `seq_len` tokens is longer than the model's sliding window or than the number of
+    its positions."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is not None and window < seq_len:
         raise ValueError(f"expected samples of at most {window} tokens, the model's sliding window, got {seq_len};"
@@ -113,8 +119,8 @@ def check_samples(config: dict[str, Any], seq_len: int) -> None:
 
 
 def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
-    """Return the configuration at these sizes: all widths shrink by the hidden size's factor, the number of heads
-    stays."""
+    """Return the configuration changed to these sizes, without dropout. All widths shrink by the same factor as the
+    hidden size; the number of heads stays."""
     config = json.loads(text)
     share = hidden_size / config["hidden_size"]
     for name in WIDTHS:
@@ -123,7 +129,7 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
     config |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
     for name in OF_LAYERS:
         if (kinds := config.get(name)) and isinstance(kinds, list):
-            config[name] = [kinds[index % len(kinds)] for index in range(num_layers)]  # further layers repeat the list
+            config[name] = [kinds[index % len(kinds)] for index in range(num_layers)]  # more layers repeat the list
     for name in TOKENS:
         ids = config.get(name) or 0
         if max(ids if isinstance(ids, list) else [ids]) >= vocab_size:
@@ -133,8 +139,8 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
 
 
 def _rope_types(config: dict[str, Any]) -> list[str]:
-    """Return the kind of rotary positions of each kind of layer; newer files have it in rope_parameters, older ones in
-    rope_scaling."""
+    """Return the type of rotary positions of each kind of layer. Newer files hold the type in rope_parameters, older
+    files in rope_scaling."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         return [str(scaling)]

@@ -1,9 +1,10 @@
-"""A causal model of the Hugging Face Hub, as the harness trains it: two ends, and layers that compute one by one.
+"""A causal model of the Hugging Face Hub, whole or taken apart: two ends, and layers that compute one by one.
 
-transformers' own modules compute everything. The reference trains HubModel, which runs the model's own loop over its
-layers. hub_layer() and HubEnds are the same modules, taken apart. To learn which arguments the loop passes to a layer
-beside its input (angles of positions, masks), the loop runs once with stand-ins in place of the layers.
-harness/forecast/sketch.py checks that the whole model and its parts compute the same.
+transformers' own modules compute everything. The reference trains HubModel, the whole model, which runs transformers'
+own loop over the layers. The other methods use parts of the same model: hub_layer() and HubEnds. The loop passes a
+layer more arguments than its input, such as angles of positions and masks. To learn these arguments, the harness runs
+the loop once with stand-ins in place of the layers. harness/forecast/sketch.py checks that the whole model and its
+parts compute the same.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -36,14 +37,16 @@ NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # nam
 
 
 class Unlike(ValueError):
-    """The model differs from those that the harness can train; the text says how."""
+    """Raised if the harness cannot train a model; the text tells what is unlike the models that it can train."""
 
 
 class KeepsBuffers(nn.Module):
-    """A module of parameters and of buffers that are computed, not trained."""
+    """A module whose buffers keep their values and dtype when the module is converted. The buffers hold computed
+    numbers, such as frequencies of rotary positions."""
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Convert only the parameters: buffers keep the values and the dtype in which they were computed."""
+        """Convert only the parameters. The buffers move to the parameters' device, but keep the values and the dtype in
+        which they were computed."""
         kept = [(module, dict(module._buffers)) for module in self.modules() if module._buffers]
         super()._apply(function, recurse)
         place = next(self.parameters()).device
@@ -54,7 +57,8 @@ class KeepsBuffers(nn.Module):
 
 
 class HubModel(KeepsBuffers):
-    """The whole model, untouched; every layer is recomputed in the backward pass, by transformers' own checkpoints."""
+    """The whole model as transformers makes it. In the backward pass transformers' own checkpoints recompute every
+    layer."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -64,7 +68,8 @@ class HubModel(KeepsBuffers):
         self.recompute(reentrant=False)
 
     def recompute(self, *, reentrant: bool) -> None:
-        """Checkpoint every layer, by torch's reentrant implementation of checkpoints or by the newer one."""
+        """Set that every layer is recomputed in the backward pass, by torch's reentrant implementation of checkpoints
+        or by its newer implementation."""
         _base(self).activation_checkpointing_enable({"use_reentrant": reentrant})
 
     @property
@@ -72,7 +77,8 @@ class HubModel(KeepsBuffers):
         return _layers(self)
 
     def named_parameters(self, *args: Any, **words: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the ends' parameters first: all methods sum the gradient's norm in this order."""
+        """Yield the parameters of the ends first, then those of the layers. All methods sum the gradient's norm in this
+        order."""
         own = {id(parameter) for parameter in self.layers.parameters()}
         found = list(super().named_parameters(*args, **words))
         yield from sorted(found, key=lambda pair: id(pair[1]) in own)
@@ -87,12 +93,12 @@ class HubModel(KeepsBuffers):
         return embedded
 
     def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        """Return the loss of embedded tokens, (B, T, D)."""
+        """Return the mean cross-entropy of embedded tokens, (B, T, D); its gradient is multiplied by `scale`."""
         return _head_loss(self, _base(self)(inputs_embeds=x, use_cache=False)[0], targets, scale)
 
 
 class HubEnds(KeepsBuffers):
-    """The modules of the model before its first layer and after its last."""
+    """The two ends of the model: the modules before its first layer and those after its last layer."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -102,10 +108,10 @@ class HubEnds(KeepsBuffers):
         _set_blocks(workload, (), _base(self))
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """Map (B, T) token ids to (B, T, D). Ids without memory go through the embedding table alone, which gives the
-        right shape."""
+        """Map (B, T) token ids to (B, T, D). If the ids have no memory, only the embedding table is applied, which
+        gives the right shape."""
         base = _base(self)
-        if inputs.is_meta:  # the model's loop may choose a mask by the ids, which have no values here
+        if inputs.is_meta:  # the model's loop might read the ids to choose a mask, but meta tensors have no values
             shaped: Tensor = base.get_input_embeddings()(inputs)
             return shaped
         with _replaced(base._modules, _norm_name(base), nn.Identity()):
@@ -142,7 +148,7 @@ class HubEmbedding(HubEnds):
 
 
 class HubHead(HubEnds):
-    """Maps (B, T, D) and (B, T) token ids to the mean loss."""
+    """Maps hidden states (B, T, D) and target token ids (B, T) to the mean loss."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
@@ -156,7 +162,7 @@ class HubHead(HubEnds):
 
 
 def hub_layer(workload: Workload, index: int) -> nn.Module:
-    """Return a layer without memory of its own: (B, T, D) to (B, T, D)."""
+    """Return layer `index`, which maps (B, T, D) to (B, T, D). Its parameters have no memory."""
     parts = parts_of(workload)
     with unset_fake_temporarily():
         layer: nn.Module = copy.deepcopy(parts.layers[index])
@@ -167,10 +173,11 @@ def hub_layer(workload: Workload, index: int) -> nn.Module:
 
 
 class HubParts:
-    """The layers of a model, without memory, and the arguments that the model's loop passes to them."""
+    """The layers of a model, without memory, and the arguments that the model's loop passes to the layers beside their
+    input."""
 
     def __init__(self, text: str, dtype: torch.dtype) -> None:
-        with unset_fake_temporarily():  # the parts are cached, and must hold none of a rehearsal's fake tensors
+        with unset_fake_temporarily():  # the parts are cached, so they must hold no fake tensors of a rehearsal
             causal = made(text, dtype)
         self.layers = _take_out(causal)
         self.base = causal.base_model
@@ -181,9 +188,10 @@ class HubParts:
         self.given: dict[Any, list[dict[str, Any]]] = {}
 
     def give(self, index: int, layer: nn.Module, args: Any, words: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hook before a layer's forward pass: add the arguments that the model's loop passes to the layer."""
+        """Hook before the forward pass of layer `index`: add the arguments that the model's loop passes to the layer.
+        The arguments are kept for each shape, dtype and device of the layer's input."""
         x = args[0].detach()
-        if x.is_meta or isinstance(x, FakeTensor):  # the loop may choose a mask by values, which x lacks
+        if x.is_meta or isinstance(x, FakeTensor):  # x has no values, which the loop may read to choose a mask
             with unset_fake_temporarily():
                 heard = self.heard(torch.zeros((), dtype=x.dtype).expand(x.shape))[index]
             return args, {**tree_map_only(Tensor, functools.partial(_like, x.device), heard), **words}
@@ -194,7 +202,8 @@ class HubParts:
 
     @torch.no_grad()
     def heard(self, x: Tensor) -> list[dict[str, Any]]:
-        """Run the model's loop on the input x, with stand-ins for the layers; return the arguments of each layer."""
+        """Run the model's loop on the embedded tokens x, with stand-ins in place of the layers. Return the arguments
+        that each layer gets beside its input, by name. Raises Unlike if the loop does not call each layer once."""
         heard: list[dict[str, Any]] = []
         stands = nn.ModuleList(StandIn(layer, heard) for layer in self.layers)
         with _replaced(self.base._modules, _list_name(self.base), stands):
@@ -205,25 +214,27 @@ class HubParts:
 
 
 class StandIn(nn.Module):
-    """Stands in a layer's place: notes its arguments beside its input, and returns the input."""
+    """A module in the place of a layer. It appends the arguments that it gets beside its input to `heard`, and returns
+    its input."""
 
     def __init__(self, layer: nn.Module, heard: list[dict[str, Any]]) -> None:
         super().__init__()
-        object.__setattr__(self, "layer", layer)  # no child: the layer's parameters are not the stand-in's
+        object.__setattr__(self, "layer", layer)  # not as a child: its parameters stay out
         self.heard = heard
 
     def __getattr__(self, name: str) -> Any:
-        """Return the layer's own attribute: the model's loop may read the layer's kind, such as attention_type."""
+        """Return the attribute of the layer, because the model's loop may read attributes such as attention_type."""
         return getattr(self.__dict__["layer"], name) if name not in self._modules else self._modules[name]
 
     def forward(self, x: Tensor, *others: Any, **given: Any) -> Any:
-        names = [*inspect.signature(self.layer.forward).parameters][1:]  # of a layer's arguments beside its input
+        names = [*inspect.signature(self.layer.forward).parameters][1:]  # the first argument is the layer's input
         self.heard.append(dict(zip(names, others, strict=False)) | given)
         return x
 
 
 class NoPositions(nn.Module):
-    """Stands in the place of a table of learned positions, which has no memory: nothing is added to the input."""
+    """A module in the place of a table of learned positions, which has no memory. It returns zeros, so the model adds
+    nothing to its input."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
@@ -235,7 +246,8 @@ class NoPositions(nn.Module):
 
 
 def made(text: str, dtype: torch.dtype) -> Any:
-    """Return transformers' model of a configuration, in which only buffers have memory. Raises Unlike."""
+    """Return transformers' model of a configuration. Its buffers have memory and values, its parameters have none.
+    Raises Unlike if the model cannot be trained here."""
     with torch.device("meta"):
         causal = theirs(json.loads(text), dtype)
     _compute_buffers(causal)
@@ -245,7 +257,8 @@ def made(text: str, dtype: torch.dtype) -> Any:
 
 
 def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Return transformers' model of a configuration unchanged, with its own starting values. Raises Unlike."""
+    """Return the model that transformers makes of a configuration, with transformers' starting values. Raises Unlike if
+    transformers cannot make it."""
     transformers = library()
     try:
         own = transformers.AutoConfig.for_model(**config)
@@ -256,7 +269,8 @@ def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 def config_to_save(workload: Workload) -> Any:
-    """Return transformers' configuration of the workload's model, for its saved weights. Raises Unlike."""
+    """Return transformers' configuration of the workload's model, to be saved beside its weights. Dropout has the
+    values of the workload's config.json. Raises Unlike if transformers cannot make the model."""
     text, dtype = _key(workload)
     given = json.loads(str(workload.config))
     config = json.loads(text) | {name: given[name] for name in given if name.endswith(("dropout", "_pdrop"))}
@@ -268,7 +282,7 @@ def config_to_save(workload: Workload) -> Any:
 
 def library() -> Any:
     """Return transformers. Raises Unavailable with the command that installs it."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # configurations are local files: transformers asks no server
+    os.environ["HF_HUB_OFFLINE"] = "1"  # configurations are local files, so transformers need not ask a server
     try:
         import transformers
     except ImportError as error:
@@ -278,12 +292,13 @@ def library() -> Any:
 
 
 def parts_of(workload: Workload) -> HubParts:
-    """Return the parts of the workload's model, which all of its layers share."""
+    """Return the HubParts of the workload's model. All layers of a model share one HubParts."""
     return _parts(*_key(workload))
 
 
 def _set_blocks(workload: Workload, layers: Iterable[nn.Module], base: nn.Module | None = None) -> None:
-    """Let layers, and the norm after the last one, compute long samples in blocks of tokens."""
+    """Make `layers` compute long samples in blocks of tokens. If `base` is given, the norm after its last layer does
+    so, too. Nothing changes if the workload's samples are short."""
     if not (at_once := workload.block_tokens) or (blocks := workload.anatomy.blocks) is None:
         return
     most = job.NUM_INNER // hub_config.inner_size(str(workload.config), workload.hidden_size)
@@ -303,7 +318,8 @@ _parts = functools.lru_cache(maxsize=8)(HubParts)
 
 
 def _adopt(module: nn.Module, causal: Any) -> None:
-    """Give `module` the model's children, by their names; a tied head, which has no tensor of its own, is left out."""
+    """Give `module` the children of the model `causal` under their own names, the head under the name lm_head. A tied
+    head is left out, because it has no tensor of its own."""
     embedding = causal.get_input_embeddings()
     for name, child in causal.named_children():
         if child is not causal.get_output_embeddings():
@@ -318,7 +334,8 @@ def _base(module: Any) -> Any:
 
 
 def _head_loss(module: Any, hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
-    """Return the mean cross-entropy of the linear head on normalized hidden states, (B, T, D)."""
+    """Return the mean cross-entropy of the linear head on normalized hidden states (B, T, D) and target token ids
+    (B, T). Its gradient is multiplied by `scale`."""
     rows, head = hidden.flatten(0, 1), _head(module)
     bend = bend_of(_base(module).config)
     mean: Tensor = HeadLoss.apply(rows, head, targets.flatten(), scale, bend)  # type: ignore[no-untyped-call]
@@ -326,8 +343,8 @@ def _head_loss(module: Any, hidden: Tensor, targets: Tensor, scale: float) -> Te
 
 
 def bend_of(config: Any) -> Bend | None:
-    """Return the model's function of each logit after the head (a cap or a divisor); None if its configuration has
-    none."""
+    """Return the function that the model applies to each logit after the head, a cap or a divisor; None if the
+    configuration names neither."""
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         return functools.partial(_capped, cap)
     if (divisor := getattr(config, "logits_scaling", 1.0)) != 1:
@@ -336,21 +353,22 @@ def bend_of(config: Any) -> Bend | None:
 
 
 def _capped(cap: float, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits as Gemma 2 caps them, and the cap's slopes, which overwrite the logits."""
+    """Return the logits capped as in Gemma 2, cap * tanh(logits / cap), and the slope of this function at each logit.
+    The slopes overwrite the logits."""
     curve = logits.div_(cap).tanh_()
     capped = curve * cap
     return capped, torch.addcmul(curve.new_ones(()), curve, curve, value=-1, out=curve)
 
 
 def _head(module: Any) -> Tensor:
-    """The matrix of the head: (V, D)."""
+    """Return the head's matrix, (V, D)."""
     owner = module._modules.get("lm_head") or _base(module).get_input_embeddings()
     weight: Tensor = owner.weight
     return weight
 
 
 def _list_name(base: nn.Module) -> str:
-    """Return the name of the list of layers. Raises Unlike if the model has no such list."""
+    """Return the name of the base model's list of layers. Raises Unlike if there is no such list."""
     config: Any = base.config
     for name, child in base.named_children():
         if isinstance(child, nn.ModuleList) and len(child) in (0, config.num_hidden_layers):
@@ -359,7 +377,7 @@ def _list_name(base: nn.Module) -> str:
 
 
 def _norm_name(base: nn.Module) -> str:
-    """Return the name of the norm after the last layer. Raises Unlike if there is none."""
+    """Return the name of the norm after the last layer, one of NORMS. Raises Unlike if there is none of them."""
     for name in NORMS:
         if name in base._modules:
             return name
@@ -367,7 +385,8 @@ def _norm_name(base: nn.Module) -> str:
 
 
 def _tables(base: nn.Module) -> list[tuple[str, nn.Embedding]]:
-    """Return the tables of the embedding by name: that of tokens and, in some models, that of learned positions."""
+    """Return the names and modules of the embedding's tables: the table of tokens and, in some models, the table of
+    learned positions."""
     return [(name, child) for name, child in base.named_children() if isinstance(child, nn.Embedding)]
 
 
@@ -378,7 +397,7 @@ def _layers(module: Any) -> nn.ModuleList:
 
 
 def _take_out(causal: Any) -> nn.ModuleList:
-    """Remove the model's layers from the model, and return the layers."""
+    """Remove the layers from the model `causal`, and return them."""
     base = causal.base_model
     name = _list_name(base)
     layers: nn.ModuleList = base._modules[name]
@@ -387,8 +406,8 @@ def _take_out(causal: Any) -> nn.ModuleList:
 
 
 def _compute_buffers(causal: Any) -> None:
-    """Create each module that holds only computed buffers again, on the CPU, so that the buffers have values. Raises
-    Unlike for a buffer that the configuration does not determine."""
+    """Give the buffers of the model values, on the CPU: each module that holds only buffers is made again from the
+    configuration. Raises Unlike for a buffer that the configuration does not determine."""
     for name, module in list(causal.named_modules()):
         if not module._buffers:
             continue
@@ -406,7 +425,8 @@ def _like(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def _only_hidden(layer: nn.Module, args: Any, output: Any) -> Any:
-    """Hook after a layer's forward pass: return the hidden states, the first of several outputs."""
+    """Hook after a layer's forward pass: return the hidden states alone. If the layer has several outputs, the hidden
+    states are the first."""
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -1,4 +1,4 @@
-"""A run as values: Workload, Budget, Room, Plan, Job. Standard library only, nothing is allocated.
+"""The values that describe a run: Workload, Budget, Room, Plan and Job. They need no torch and allocate no tensors.
 
 Units: bytes, seconds, parameters. GiB = 2**30, 1 B = 10**9 parameters.
 """
@@ -19,32 +19,32 @@ from harness.core.anatomy import Anatomy, anatomy_of
 from harness.core.rates import Rates
 
 GIB = 2**30
-MOST = 10**9  # upper bound of every count, so that products stay finite
-MOST_LAYERS = 2**20  # upper bound of num_layers, because methods plan layer by layer
+MOST = 10**9  # upper bound of every count, so that products of counts are finite as floats
+MOST_LAYERS = 2**20  # upper bound of num_layers, because a plan takes time for each layer
 MOST_PLANNED = 1e100  # upper bound of a plan's bytes: above any product of counts, far below the largest float
 # The memories of a plan, and the kinds of bytes that a plan counts in each memory.
 MEMORIES = ("device", "host", "disk")
 STATE_KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
-# The optimizer of the published runs: AdamW, linear warm-up, cosine decay.
+# The published runs' optimizer: AdamW, whose learning rate warms up linearly and then decays as a cosine.
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.01
 MIN_LEARNING_RATE = 1e-5
 LR_WARMUP_STEPS = 3200
 LR_DECAY_STEPS = 320_000
-# The dynamic loss scale of fp16 (methods/shared/loss_scale.py), with DeepSpeed's starting values.
+# Settings of the dynamic loss scale of fp16 (methods/shared/loss_scale.py). The values are DeepSpeed's.
 INITIAL_LOSS_SCALE = 2.0**16
-LOSS_SCALE_WINDOW = 1000  # steps in a row without overflow, after which the scale doubles
+LOSS_SCALE_WINDOW = 1000  # the loss scale doubles after this many steps in a row without overflow
 # Options of methods that train several models: the number of models and the number of batch sizes.
 OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
-NUM_RATES = 6  # number of learning rates among several models: the workload's, then each half of the previous one
-# Fields that a workload's JSON leaves out at these values, so that jobs from before a field keep their key.
+NUM_RATES = 6  # most learning rates among several models: the first is the workload's, each next is half as high
+# A workload's JSON leaves out fields that have these values. So jobs from before a field existed keep their keys.
 UNSAID = {"micro_batches": 1, "model": None, "config": None, "weights": None}
 # Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/core/gpt.py).
 NUM_LOGITS = 2**25
-# Elements of an MLP's inner tensor, 1 GiB in bf16. With more of them a layer computes its MLP and norms in blocks of
-# tokens, each with at most NUM_LOGITS of these elements (harness/core/token_blocks.py).
+# Most elements of an MLP's inner tensor that is computed whole, 1 GiB in bf16. A larger one is computed in blocks of
+# tokens, as are the norms; a block's inner tensor has at most NUM_LOGITS elements (harness/core/token_blocks.py).
 NUM_INNER = 2**29
 
 
@@ -52,7 +52,7 @@ NUM_INNER = 2**29
 class Workload:
     """A model, its optimizer and its data: the training that all methods share.
 
-    Raises ValueError, one line that names the allowed values, if the sizes make no model.
+    Raises ValueError for values that make no model; its one line names the allowed values.
     """
 
     __pydantic_config__ = NO_OTHER_FIELDS
@@ -65,9 +65,9 @@ class Workload:
     micro_batches: int = 1  # equal parts of a batch, trained one after the other; their gradients are summed
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128
     dtype: str = "fp32"  # dtype of weights and gradients: fp32, bf16 or fp16; master weights and moments are fp32
-    dropout: float = 0.0  # the published runs used 0.1; 0 lets every method be compared to the last bit
+    dropout: float = 0.0  # dropout probability; the published runs used 0.1; 0 allows comparison to the last bit
     clip_norm: float = 1.0  # limit of the global gradient norm; 0: no clipping
-    learning_rate: float = 1.5e-4  # the highest learning rate, at the end of its warm-up (learning_rate_at)
+    learning_rate: float = 1.5e-4  # the highest learning rate, reached at the end of the warm-up (learning_rate_at)
     seed: int = 1234  # seed of starting weights, data and dropout
     corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None: the synthetic stream
     model: str | None = None  # name of the model in `config`, for people
@@ -105,7 +105,7 @@ class Workload:
             raise ValueError(f"clip must be 0 (off) or a positive norm, not {self.clip_norm}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"the learning rate must be positive, not {self.learning_rate}")
-        for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 are one workload and must make one key
+        for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 must give the job one key
             object.__setattr__(self, name, float(getattr(self, name)))
 
     def _check_config(self, text: str) -> None:
@@ -158,17 +158,17 @@ class Workload:
     @property
     def flops_per_step(self) -> float:
         """Floating-point operations of one step: forward pass, full recompute of every layer, backward pass. Causal
-        attention counts as half of full attention, but as whole if it is the eager one, which computes all scores. The
-        embedding's look-up and elementwise work do not count.
+        attention counts as half of full attention; eager attention counts as full, because it computes all scores. The
+        embedding's look-up and elementwise operations do not count.
 
         A recompute that stops before a layer's last matrix product saves 8 D^2 operations for each token and layer;
-        this number includes them. Blocks of tokens are recomputed twice: with their layer, and one by one.
+        this number includes them. Blocks of tokens are recomputed twice: with the whole layer, then one at a time.
         """
         return self.num_layers * (4 * self.layer_flops + self.repeated_flops) + self.head_flops_per_step
 
     @property
     def model_flops_per_step(self) -> float:
-        """Floating-point operations of one step without the recompute, as MFU counts them."""
+        """Floating-point operations of one step without any recompute, as model FLOPs utilization (MFU) counts them."""
         return 3 * self.num_layers * self.layer_flops + self.head_flops_per_step
 
     @property
@@ -179,8 +179,8 @@ class Workload:
 
     @property
     def repeated_flops(self) -> float:
-        """Floating-point operations of what a layer computes in blocks of tokens, which its backward pass recomputes
-        after the layer's own recompute."""
+        """Floating-point operations of the second recompute in one layer's backward pass. It recomputes, one at a time,
+        the blocks of tokens that the recompute of the whole layer has left; 0 if the layer has no such blocks."""
         blocks = self.anatomy.blocks
         return float(self.batch_size * self.seq_len * blocks.token_flops) if blocks else 0.0
 
@@ -209,7 +209,7 @@ class Workload:
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens at once in a layer's MLP and norms; 0 if they take all tokens of a micro-batch at once."""
+        """Tokens in a block of a layer's MLP and norms; 0 if they compute all tokens of a micro-batch at once."""
         inner = hub_config.inner_size(self.config, self.hidden_size) if self.config is not None else 0
         tokens = self.batch_size // self.micro_batches * self.seq_len
         return max(1, NUM_LOGITS // inner) if tokens * inner > NUM_INNER else 0
@@ -224,8 +224,8 @@ class Workload:
 
     @property
     def whole_layer_bytes(self) -> int:
-        """The same without blocks of tokens: the activations, their gradients, and one matrix's gradient before it is
-        added to the sum."""
+        """Most bytes that the recompute and backward pass of a layer without blocks of tokens take at one time: its
+        activations, their gradients, and one matrix's gradient before it is added to the sum."""
         anatomy = self.anatomy
         inner = int(self.boundaries * self.boundary_bytes) // self.micro_batches
         return inner + self.weight_bytes * math.prod(anatomy.layer_matrix)
@@ -237,25 +237,25 @@ class Workload:
 
     @property
     def given_bytes(self) -> int:
-        """Bytes of the layers' arguments beside their input: the angles of rotary positions, and masks."""
+        """Bytes of the arguments that the layers get beside their input: angles of rotary positions, and masks."""
         masks = self.batch_size // self.micro_batches * self.seq_len**2 * self.anatomy.pair_given_bytes
         return self.anatomy.given_bytes * self.seq_len + masks
 
     @property
     def working_bytes(self) -> int:
-        """Most bytes that a step takes at one time, beside the data kept for every layer. Tests compare this with
-        memory rehearsals."""
+        """Most bytes that a step takes at one time; data kept for every layer is not included. Tests compare this
+        number with memory rehearsals."""
         waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # of other micro-batches
         return max(self.head_bytes, self.layer_bytes + waiting) + self.given_bytes
 
     @property
     def waits_for_norm(self) -> bool:
-        """True if updates need the whole gradient first: to clip it or, in fp16, to know that it is finite."""
+        """True if updates wait for the whole gradient, because it must be clipped or, in fp16, be found finite."""
         return self.clip_norm > 0 or self.dtype == "fp16"
 
     def learning_rate_at(self, step: int) -> float:
-        """Learning rate of the published schedule; `step` counts from 1, steps that fp16 skips included. By default the
-        rate is 4.687e-07 at step 10 and 2.344e-06 at step 50."""
+        """Return the learning rate of the published schedule at a step. Steps count from 1, and steps that fp16 skips
+        count, too. For the default workload the rate is 4.687e-07 at step 10 and 2.344e-06 at step 50."""
         if step <= LR_WARMUP_STEPS:
             return self.learning_rate * step / LR_WARMUP_STEPS
         floor = min(MIN_LEARNING_RATE, self.learning_rate)
@@ -268,17 +268,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a run; None: all that the machine has. `device_bytes` of a GPU includes the driver's context and a
-    reserve. `rates` are for plans alone and no part of a job's identity; --machine gives its machine's rates."""
+    """The limits of a run; None: all that the machine has. The `device_bytes` of a GPU include the driver's context and
+    a reserve. Only plans read `rates`, which --machine sets, so rates are no part of a job's identity."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
     device_bytes: int | None = None  # bytes of the device's memory
     host_bytes: int | None = None  # bytes of the host's memory, for all processes of the run
     disk_bytes: int | None = None  # bytes on the disk
-    seconds: float | None = None  # time limit of the whole run
-    link_bytes_per_second: float | None = None  # rate of sim's simulated link from device to host, and back
-    rates: Rates | None = field(default=None, compare=False)  # the machine's rates, as plans assume them
+    seconds: float | None = None  # most seconds that the whole run may take
+    link_bytes_per_second: float | None = None  # rate of the simulated link of device sim, in each direction
+    rates: Rates | None = field(default=None, compare=False)  # the rates that plans assume; None: not known
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second"):
@@ -286,22 +286,22 @@ class Budget:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"the budget's {name} must be positive and finite, not {value}")
             if value is not None and not name.endswith("_bytes"):
-                object.__setattr__(self, name, float(value))  # 1 and 1.0 must make one key
+                object.__setattr__(self, name, float(value))  # 1 and 1.0 must give the job one key
 
     def share(self, num_ranks: int) -> Budget:
-        """Return the budget of one of several ranks on one machine; each rank has a device of its own."""
+        """Return the budget of one of several ranks on one machine: they share the host's bytes, not the device's."""
         return dataclasses.replace(self, host_bytes=self.host_bytes and self.host_bytes // num_ranks)
 
     @property
     def room(self) -> Room:
-        """The plan's room on a device without a driver's context, that is, sim or a CPU: the whole budget."""
+        """The room that a plan has on a device without a driver's context (sim or a CPU): the whole budget."""
         return Room(self.device_bytes, self.host_bytes, self.disk_bytes, self.rates)
 
 
 @dataclass(frozen=True)
 class Room:
-    """The bytes of each memory that a plan may fill: the budget or, without one, the machine's bytes. `device_bytes` of
-    a GPU leaves out the driver's context and a reserve. None: no limit."""
+    """The bytes of each memory that a plan may fill: the budget's or, if the budget sets no limit, all that the machine
+    has. The `device_bytes` of a GPU leave out the driver's context and a reserve. None: no limit."""
 
     device_bytes: int | None = None
     host_bytes: int | None = None
@@ -320,11 +320,11 @@ class Plan:
     moved_bytes: int = 0  # bytes copied in a step, both directions together
     exchanged: dict[str, float] = field(
         default_factory=dict
-    )  # bytes that a rank sends in a step: gathers, sums, messages
+    )  # bytes that a rank sends in a step, by kind: gathers, sums, messages
     options: dict[str, Any] = field(default_factory=dict)
-    tried: str = ""  # of a plan that does not fit: other options, with which it does not, either
-    step_seconds: float | None = None  # lower bound of a step's time, by the machine's rates
-    binds: str = ""  # name of the resource that sets this bound
+    tried: str = ""  # if the plan does not fit: text that tells which other options do not fit, either
+    step_seconds: float | None = None  # lower bound of a step's seconds by the machine's rates; None: not computed
+    binds: str = ""  # name of the resource that sets the bound step_seconds
     updates_on_host: bool = True  # True: the host updates the parameters whose optimizer state it keeps
     stages: dict[str, int] = field(default_factory=dict)  # device bytes of each pipeline stage; `device` is the largest
 
@@ -359,7 +359,7 @@ class Plan:
         return sum(self.disk.values())
 
     def pooled(self, room: Room) -> Plan:
-        """Return this plan with device bytes counted as host bytes if the room has no device memory of its own."""
+        """Return this plan. If the room has no device memory, the plan's device bytes are counted as host bytes."""
         if room.device_bytes is not None:
             return self
         kinds = {kind: self.device.get(kind, 0) + self.host.get(kind, 0) for kind in {**self.device, **self.host}}
@@ -375,7 +375,7 @@ class Plan:
         return found
 
     def shortfall(self, room: Room) -> str | None:
-        """Describe the first memory that is too small, with the bytes needed by kind; None if the plan fits."""
+        """Describe the first memory that is too small, and the plan's bytes there by kind; None if the plan fits."""
         for memory in self.lacks(room):
             plan, have = self.pooled(room), getattr(room, f"{memory}_bytes")
             parts = ", ".join(f"{kind} {gib(size)}" for kind, size in getattr(plan, memory).items() if size)
@@ -386,7 +386,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Job:
-    """One run as plain data. Jobs of equal key measure the same thing."""
+    """One run as plain data. Two jobs with equal keys (see key()) measure the same thing."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -412,16 +412,16 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, the processes that train together: the option world_size, 1 for methods without it."""
+        """Number of ranks (processes that train one model together): the option world_size; 1 if it is not set."""
         return self.options.get("world_size", 1)
 
     def workloads(self) -> list[Workload]:
-        """Workloads of the job's models: one, unless an option of OF_SEVERAL_MODELS asks for more."""
+        """Return the workload of each of the job's models: one model, unless options of OF_SEVERAL_MODELS say more."""
         return several(self.workload, *(self.options.get(name, 1) for name in OF_SEVERAL_MODELS))
 
     def key(self, **context: str) -> str:
-        """Return a hash that identifies this job in a context: the method's source, the machine's checked facts.
-        --timeout, --trace and --save do not count."""
+        """Return a hash that identifies this job in a context, such as the hash of the method's source and the
+        machine's facts. The values of --timeout, --trace and --save do not change the hash."""
         untimed = dataclasses.replace(self.budget, seconds=None)
         same = dataclasses.replace(self, budget=untimed, trace=None, save=None)
         text = json.dumps([same.to_dict(), context], sort_keys=True)
@@ -444,8 +444,8 @@ class Job:
 
 
 def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
-    """Return the workloads of several models: pairs of a learning rate and a batch size. Each rate and each size is
-    half of the previous one; after NUM_RATES the rates repeat."""
+    """Return the workloads of several models, each with its own pair of a learning rate and a batch size. Each rate is
+    half of the previous rate, and each size is half of the previous size; after NUM_RATES rates the rates repeat."""
     rows = [divmod(number, num_batch_sizes) for number in range(num_models)]
     sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
     return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]

@@ -1,4 +1,5 @@
-"""A run's readable log, in the published artifact's lines, so that scripts made for the artifact can read the log."""
+"""The lines of a run's readable log. They have the form of the published artifact's lines, so the artifact's scripts
+can read the log."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from typing import Any
 from harness.core.job import Job
 
 INTERVAL = 10  # steps between two metric lines of a log
-# The dialect plain: the published metric lines, but with other words where the artifact's scripts look for theirs, so
-# that those scripts leave the reference's runs out of their tables.
+# The dialect plain has the published metric lines, with these words replaced. The artifact's scripts look for the
+# published words, so they leave the reference's runs, which log in this dialect, out of their tables.
 PLAIN_WORDS = {
     "elapsed time per iteration (ms)": "milliseconds per iteration",
     "total parameters": "parameters of the model",
     "SamplesPerSecond": "samples per second",
 }
-BUILD_LOG = "build_{}.txt"  # output of an engine's compiler, beside the runs' logs
+BUILD_LOG = "build_{}.txt"  # name of the file with the output of an engine's compiler, beside the runs' logs
 
 
 def header_lines(job: Job) -> list[str]:
@@ -29,24 +30,25 @@ def header_lines(job: Job) -> list[str]:
 
 
 def end_line(job: Job, status: str, phase: str, num_steps: int, reason: str) -> str:
-    """Return a line on a run's end: the record's status, the phase, and the number of steps done."""
+    """Return the line that tells a run's end: its status, phase, number of steps done and, if there is one, reason."""
     told = f"ended as {status} at {phase}, after {num_steps} of {job.steps} steps"
     return f"{told}: {' '.join(reason.split())}" if reason else told
 
 
 def interval_steps(job: Job) -> int:
-    """Return the number of steps of a log's interval: INTERVAL, or all steps of a shorter run."""
+    """Return the number of steps between two metric lines of the job's log: INTERVAL or, for a shorter run, all its
+    steps."""
     return min(INTERVAL, job.steps)
 
 
 def interval_lines(
     job: Job, measured: dict[str, Any], peaks: dict[str, int], dialect: str = "megatron"
 ) -> list[str]:  # fmt: skip
-    """Return the published metric lines if the last step closes an interval, else none.
+    """Return the published metric lines if the last step is the last of an interval, else no lines.
 
-    Times and losses are means over the interval, warm-up included, as published; Tera Flops count this harness's FLOPs,
-    recompute included. In the dialect deepspeed the gradient norm is missing, and the speed is the mean over all steps
-    so far but the first two. The dialect plain uses PLAIN_WORDS.
+    Times and losses are means over the interval, warm-up included, as in the published logs. Tera Flops are computed
+    from Workload.flops_per_step, which includes the recompute. The dialect deepspeed has no gradient norm, and its
+    speed is the mean over all steps so far except the first two. The dialect plain uses PLAIN_WORDS.
     """
     step, interval = len(measured["losses"]), interval_steps(job)
     if step % interval:
@@ -87,13 +89,13 @@ def interval_lines(
 
 
 def _billions(num_params: int) -> str:
-    """Format a number of parameters in billions: with three decimals, as the artifact does, or with nine below 0.1
-    billion."""
+    """Format a number of parameters in billions: with three decimals, as the artifact does; below 0.1 billion with
+    nine."""
     return f"{num_params / 1e9:.3f}" if num_params >= 1e8 else f"{num_params / 1e9:.9f}"
 
 
 def _since_the_third_step(batch_size: int, step_seconds: list[float]) -> str:
-    """Return the line of DeepSpeed's timer, whose speed is the mean over all steps but the first two."""
+    """Return a line as DeepSpeed's timer prints it. Its speed is the mean over all steps except the first two."""
     counted = step_seconds[2:] or step_seconds
     now = time.time()
     clock = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(now))},{int(now % 1 * 1000):03d}"

@@ -1,7 +1,7 @@
-"""The contract of a method, and the search for methods: the folder is the registry.
+"""The contract of a method, and the functions that find methods: each file directly in a folder of methods is one.
 
-A method is a frozen dataclass in a file of its own name; its fields are its options. Its module imports nothing heavy
-(torch, engines) at the top, because the parent process reads labels and asks for plans; train() imports such packages.
+A method is a frozen dataclass in a file of its own name. The file must not import torch or an engine at the top,
+because the parent process loads it only to read its label and to ask for a plan; train() imports such packages.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """The results of a step; if several models train, the first model's. Tensors are scalars on the device, for which
-    the host has not waited."""
+    """The results of a step; if several models train, of the first model's step. Each tensor is a scalar on the device.
+    The host has not waited for it, so the device may still be computing it."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None = None  # global norm of the gradient, before clipping
-    shares: list[float] | None = None  # if several models train: each model's share of the devices' time so far
+    shares: list[float] | None = None  # if several models train: each model's share of the devices' busy time so far
     loss_scale: float | None = None  # set in fp16 only
     is_skipped: bool = False  # True in fp16 if a gradient was not finite
 
@@ -47,21 +47,21 @@ class TensorState(NamedTuple):
 
 
 class ForecastTest(NamedTuple):
-    """How forecasts of a method's step times agreed with runs on other machines."""
+    """How well forecasts of a method's step times agreed with runs on other machines."""
 
     num_runs: int
-    worst: float  # the largest error: measured seconds divided by forecast seconds, less 1
+    worst: float  # the largest relative error of a forecast: measured seconds / forecast seconds - 1
     source: str
 
 
 class OtherModel(NamedTuple):
-    """Any model but the first of several that took turns."""
+    """The results of one model, not the first, if several models trained by turns."""
 
     changes: dict[str, Any]  # fields of this model's workload that differ from the first model's
-    losses: list[float]  # one value for each of the model's own steps, as in grad_norms
+    losses: list[float]  # losses and grad_norms hold one value for each of this model's steps
     grad_norms: list[float]
     tensors: Iterable[TensorState]
-    loss_scales: list[float] = []  # noqa: RUF012 one for each step in fp16
+    loss_scales: list[float] = []  # noqa: RUF012 in fp16: one value for each step
     skipped_steps: list[int] = []  # noqa: RUF012
 
     @classmethod
@@ -79,86 +79,85 @@ class Trained(NamedTuple):
 
     tensors: Iterable[TensorState]
     moved_bytes: int = 0  # bytes copied between device and host
-    schedule: dict[str, Any] = {}  # noqa: RUF012 if several models train: `num_models`, and the order of turns
+    schedule: dict[str, Any] = {}  # noqa: RUF012 if several models train: `num_models`, and the models' turns in order
     others: Sequence[OtherModel] = ()
-    peaks: dict[str, int] = {}  # noqa: RUF012 largest peaks, in bytes, of the processes that a method starts
+    peaks: dict[str, int] = {}  # noqa: RUF012 peak bytes by memory, the largest of all processes that the method starts
 
 
 Training = Generator[Step, None, Trained]
 
 
-RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # types that functions must return, by name
+RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # the type that each function of a method must return
 
 
 class Method(ABC):
-    """The base of every method: plan() and train() are required; the rest has a default.
+    """The base class of every method. A method must define plan() and train(); everything else has a default.
 
     A method is a frozen dataclass; its fields are its options.
 
-    A method that trains in several processes has an option world_size, 1 by default. Each process then runs train()
-    with torchrun's variables on the whole batch, trains on its own part of the batch, and yields the loss of the whole
-    batch; rank 0 returns the whole tensors. plan() counts the bytes of one rank. A method that trains several models
-    has the option num_models, 1 by default, and may have num_batch_sizes: Job.workloads() lists these models'
-    workloads.
+    A method that trains in several processes has an option world_size, 1 by default. Each process runs train() with
+    torchrun's environment variables. It gets the whole batch, trains on its own part of the batch, and yields the loss
+    of the whole batch; rank 0 returns the whole tensors. plan() counts the bytes of one rank. A method that trains
+    several models (Job.workloads()) has the option num_models, 1 by default, and may have num_batch_sizes.
     """
 
     label: ClassVar[str]  # default: the name of the method's file
     color: ClassVar[str] = "#888888"  # in figures of the runs
     paper: ClassVar[str] = ""
-    bit_exact: ClassVar[bool] = False  # True: promises the reference's bits on a CPU in fp32
-    bit_exact_in_half: ClassVar[bool] = False  # True: promises the reference's bits on a CPU in bf16 and fp16, too
+    bit_exact: ClassVar[bool] = False  # True: promises results bit-equal to the reference's on a CPU in fp32
+    bit_exact_in_half: ClassVar[bool] = False  # True: promises bit-equal results on a CPU in bf16 and fp16, too
     is_exact: ClassVar[bool] = True  # False: trains differently by design
     is_reference: ClassVar[bool] = False  # True for exactly one method
     can_rehearse: ClassVar[bool] = False  # True: runs on tensors without memory (harness/devices/memory_rehearsal.py)
     accumulates: ClassVar[bool] = False  # True: trains on micro-batches
     log_dialect: ClassVar[str] = "megatron"  # dialect of its logs: megatron, deepspeed or plain (log_lines.py)
     build_seconds: ClassVar[int] = 0  # rough duration of build()
-    verbs: ClassVar[str] = ""  # module whose VERBS are the method's own click commands
+    verbs: ClassVar[str] = ""  # module whose VERBS are click commands that the method adds to ./run.sh
     clips: ClassVar[bool] = True  # False: trains only with --clip 0
-    drops_alike: ClassVar[bool] = True  # False: dropout drops other elements than the reference's
-    takes_config: ClassVar[bool] = False  # True: trains models by their config.json, too
+    drops_alike: ClassVar[bool] = True  # False: its dropout drops other elements than the reference's dropout
+    takes_config: ClassVar[bool] = False  # True: trains models described by a config.json, too
     scales_loss: ClassVar[bool] = False  # True: trains in fp16, by the rule of methods/shared/loss_scale.py
 
     forecast_test: ClassVar[ForecastTest | None] = None  # how forecasts of the method's step times were tested
 
-    # Work that runs beside the device's compute: "copies" or "updates" of the host, "gathers" or "sums" of ranks. A
-    # plan that has step_seconds overrides this.
+    # Kinds of work that run during the device's compute: "copies" to and from the host, "updates" on the host,
+    # "gathers" and "sums" between ranks. Forecasts of a step's time use this unless the plan has step_seconds.
     hides: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Set the default label, and make each function except train(), which runs in a process of its own, report a
-        failure in one line that names the file."""
+        """Set the default label, and make each function report its failure in one line that names the method's file.
+        train() is left as it is, because it runs in a process of its own."""
         if "label" not in vars(cls):
             cls.label = cls.__module__.rpartition(".")[2].replace("_", "-")
         guard(cls, (Unavailable,), RETURNED, but=("train",))
 
     @abstractmethod
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """Compute the bytes that training needs. Raises ValueError for options that make no sense at this size."""
+        """Compute the bytes that training needs. Raises ValueError for options that this workload does not allow."""
 
     def settled(self, plan: Plan) -> Self:
-        """Return this method with the options that its plan has chosen, so that train() chooses none."""
+        """Return this method with the options that its plan has chosen, so that train() need not choose any."""
         return type(self)(**plan.options) if plan.options else self
 
     def as_timed(self, job: Job, grad_norms: Sequence[float | None]) -> Self:
-        """Return this method with the options by which to foretell the median step of a run that had these norms: a
-        method may work otherwise in steps that are clipped."""
+        """Return this method with the options by which to forecast the median step of a past run, whose steps had these
+        gradient norms. The options may depend on the norms, because clipped steps may work in another way."""
         return self
 
     @abstractmethod
     def train(self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str) -> Training:
         """Train with settled options on each (inputs, targets) batch, (B, T) token ids on the device.
 
-        Yield each step before taking the next batch, because the step's time ends at the yield; return when every
-        update is done. `batches` may have a length. Raises Unavailable, or torch's OutOfMemoryError.
+        Yield each step before taking the next batch, because the step's time ends at the yield. Return when every
+        update is done. len(batches) may work, but need not. Raises Unavailable, or torch's OutOfMemoryError.
         """
 
     def missing(self, device: str) -> str | None:
-        """Return what the method lacks on this device and how to get it; None if nothing is missing."""
+        """Describe what the method lacks on this device, such as a package, and how to get it; None: nothing."""
         return None
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        """Return the options with which the same code trains a model of fewer layers."""
+        """Return the options with which a model of `twin_layers` runs the same code as this one of `num_layers`."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     def to_build(self) -> str | None:
@@ -166,7 +165,7 @@ class Method(ABC):
         return None
 
     def build(self) -> None:  # noqa: B027 most methods have nothing to compile
-        """Compile what the method needs. The harness calls this once, in a process of its own, never inside a run."""
+        """Compile what the method needs. The harness calls this once before the runs, in a process of its own."""
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         """Return the method's row in the fairness table: implementation, model, attention, optimizer, precision,
@@ -178,12 +177,12 @@ REGISTRY = FileRegistry("method", methods, lambda stem: stem.replace("_", "-"))
 
 
 def names(folders: tuple[Path, ...] = ()) -> list[str]:
-    """Return every method's name on the command line: its file's name, with hyphens."""
+    """Return the names of all methods as on the command line: a method's name is its file's name with hyphens."""
     return sorted(REGISTRY.files(folders))
 
 
 def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Return, for each method whose file does not load, the reason; the other methods still run."""
+    """Return, for the name of each method whose file cannot be loaded, the reason. The other methods still run."""
     found = {}
     for name in names(folders):
         try:
@@ -199,7 +198,7 @@ def loadable(folders: tuple[Path, ...]) -> dict[str, type[Method]]:
 
 
 def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
-    """Return the method's class. Raises ValueError that names the nearest method, or what the file lacks."""
+    """Return the method's class. Raises ValueError if there is no method of this name or its file holds no method."""
     files = REGISTRY.files(folders)
     if name not in files:
         raise ValueError(f"no method {name!r}: {did_you_mean(name, files)}choose one of {', '.join(sorted(files))}")
@@ -270,7 +269,7 @@ def reference(folders: tuple[Path, ...] = ()) -> str:
 
 def largest_depth(fits: Callable[[int], bool]) -> int:
     """Return the number of layers of the deepest model that fits, by doubling and bisection; 0 if one layer does not
-    fit. Assumes that needs grow with depth."""
+    fit. Assumes that a model fits if a deeper one does."""
     high = 1
     while fits(high):
         if high == MOST_LAYERS:

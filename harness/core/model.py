@@ -1,9 +1,11 @@
-"""Builds the model of a workload, the published GPT or one by its config.json: whole, or as two ends and layers.
+"""Builds the model of a workload, whole or in parts (two ends and layers). The model is the published GPT or, if the
+workload has a config.json, the model that it describes.
 
 A whole model has `layers`, embed() for token ids and loss() for embedded tokens. The two ends have embed() and loss().
-A layer maps (B, T, D) to (B, T, D). The whole model and its parts name their parameters alike, the ends' first.
+A layer maps (B, T, D) to (B, T, D). A parameter has the same name in the whole model and in its parts; the parameters
+of the ends come first.
 
-`Without memory` means parameters on torch's meta device. Shapes: B batch, T tokens, D hidden.
+`Without memory` means that the parameters are on torch's meta device. Shapes: B batch, T tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -18,37 +20,39 @@ Model = GPT | HubModel
 
 
 def whole(workload: Workload) -> Model:
-    """The model in the workload's dtype, without memory."""
+    """Return the whole model in the workload's dtype, without memory."""
     with torch.device("meta"):
         model = GPT(workload) if workload.config is None else HubModel(workload)
     return model.to(DTYPES[workload.dtype])
 
 
 def empty(workload: Workload, device: str) -> Model:
-    """The model in the workload's dtype on a device, without starting values."""
+    """Return the whole model in the workload's dtype on a device. Its values are not yet set."""
     return whole(workload).to_empty(device=device)
 
 
 def build(workload: Workload, device: str = "cpu") -> Model:
-    """The seeded model in the workload's dtype on a device."""
+    """Return the whole model in the workload's dtype on a device, with its starting values."""
     model = empty(workload, device)
     initialize(((name, parameter.data) for name, parameter in model.named_parameters()), workload)
     return model
 
 
 def new_ends(workload: Workload) -> Ends | HubEnds:
-    """The model before its first layer and after its last, without memory."""
+    """Return one module with both ends of the model (before the first layer, after the last layer), without memory."""
     with torch.device("meta"):
         return Ends(workload) if workload.config is None else HubEnds(workload)
 
 
 def new_end_parts(workload: Workload) -> list[torch.nn.Module]:
-    """Both ends as one module if they share a tensor, else the embedding and the head, without memory."""
+    """Return both ends of the model without memory: as one module if they share a tensor, else as two, the embedding
+    and the head."""
     return [new_ends(workload)] if workload.anatomy.is_tied else [*_embedding_and_head(workload)]
 
 
 def new_chain(workload: Workload) -> list[torch.nn.Module]:
-    """The model as modules that follow one another, without memory: embedding, layers, and the head with its loss."""
+    """Return the model as a list of modules, in the order in which they run, without memory: the embedding, the layers,
+    and the head with its loss."""
     embedding, head = _embedding_and_head(workload)
     return [embedding, *(new_layer(workload, index) for index in range(workload.num_layers)), head]
 
@@ -61,7 +65,8 @@ def _embedding_and_head(workload: Workload) -> tuple[torch.nn.Module, torch.nn.M
 
 
 def new_layer(workload: Workload, index: int) -> torch.nn.Module:
-    """One of the layers, without memory; the slot that the layer occupies lends it memory."""
+    """Return layer `index` without memory. A method later gives the layer's parameters memory, such as that of a
+    slot."""
     if workload.config is not None:
         return hub_layer(workload, index)
     with torch.device("meta"):

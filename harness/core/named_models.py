@@ -1,5 +1,5 @@
-"""The models that --model takes: names in models.yaml, and config.json files. A new entry of models.yaml adds a
-name."""
+"""The models that --model takes: names in models.yaml, and paths of config.json files. To add a name, add an entry to
+models.yaml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLE = "gpt2: {num_layers: 12, hidden_size: 768, num_heads: 12, seq_len: 1024
 
 @dataclass(frozen=True)
 class NamedModel:
-    """An entry of models.yaml: fields of a Workload, and their source."""
+    """An entry of models.yaml that gives a model's sizes, and their source in `about`."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     num_layers: int
@@ -38,7 +38,7 @@ class NamedModel:
 
     @property
     def note(self) -> str:
-        """Return what is trained in place of the model of this name; empty if nothing is."""
+        """Describe the model that is trained in place of the named one; empty if the named model itself is trained."""
         return f"the published GPT at its size: {self.about}" if "our architecture" in self.about else ""
 
     def __post_init__(self) -> None:
@@ -47,17 +47,17 @@ class NamedModel:
 
 @dataclass(frozen=True)
 class ConfiguredModel:
-    """A model by its configuration: an entry of models.yaml that holds one, or a config.json."""
+    """A model that a configuration describes: an entry of models.yaml with a `config`, or a config.json."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     config: dict[str, Any]
     about: str = ""
     name: str = ""
-    part_of: str = ""  # kind of the whole model, if the configuration is that of its texts alone
+    part_of: str = ""  # type of the whole model, if the configuration is only its part for texts
 
     @property
     def note(self) -> str:
-        """Return what is trained in place of the model of this name; empty if nothing is."""
+        """Describe the part that is trained in place of the whole model; empty if the whole model is trained."""
         return f"the part for texts of a {self.part_of}, without the others" if self.part_of else ""
 
     @property
@@ -71,8 +71,8 @@ def names(file: Path = FILE) -> list[str]:
 
 
 def several(text: str, file: Path = FILE) -> list[str]:
-    """Return the models that a list names, with commas between them, or a pattern of names, such as `tiny-*`; the text
-    itself if it is a path that exists."""
+    """Return the models that `text` names: names and patterns of names, such as `tiny-*`, with commas between them. A
+    pattern without a match is returned itself. If `text` is a path that exists, `text` alone is returned."""
     if Path(text).exists():
         return [text]
     found: list[str] = []
@@ -82,9 +82,9 @@ def several(text: str, file: Path = FILE) -> list[str]:
 
 
 def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:
-    """Return a model by its name in models.yaml, with or without its owner on the Hub, or by a config.json or its
-    folder: a path that exists is never taken for a name. Raises ValueError that names the nearest models, or what is
-    wrong with the file."""
+    """Return the model that `name` names. `name` is a name in models.yaml, with or without the owner on the Hub
+    (owner/model), or the path of a config.json or of its folder. A text with a slash that is an existing path is taken
+    for a path. Raises ValueError that names the nearest models, or tells what is wrong with the file."""
     found, known = entries(file, EXAMPLE), name.rpartition("/")[2]
     if known in found and not ("/" in name and Path(name).exists()):
         if "config" not in found[known]:

@@ -1,4 +1,5 @@
-"""Compiles a shared library of this project once: the library's file name contains a hash of its sources and parts."""
+"""Compiles a shared library of this project. The library's file name contains a hash of its sources and parts, so it is
+compiled again only if one of them changes."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ COMPILERS = ("g++", "clang++", "c++")
 
 @functools.cache
 def find() -> str | None:
-    """Return the system's C++ compiler; None if there is none."""
+    """Return the path of the first of COMPILERS that the system has; None if it has none."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def has_header(name: str) -> bool:
-    """True if the compiler finds this header in its default folders, or in those that environment variables add."""
+    """True if a header of this name lies in one of the compiler's default folders, or in a folder that an environment
+    variable adds to them."""
     told = (os.environ.get(word, "") for word in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"))
     prefixes = ("/usr/local", "/usr", os.environ.get("CONDA_PREFIX", "/usr"))
     folders = [f"{prefix}/include" for prefix in prefixes] + [f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}"]
@@ -34,11 +36,11 @@ def has_header(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library in `folder`, compiled from the first of its sources. The library's file name changes with any of
-    the sources and with `parts`."""
+    """A shared library in `folder`, compiled from the first of its sources, which may include the other ones. The
+    library's file name changes if any source or `parts` changes."""
 
     what: str  # the library's name for people
-    seconds: int  # rough duration of compiling
+    seconds: int  # rough duration of compiling, in seconds
     folder: Path
     sources: tuple[Path, ...]
     parts: tuple[str, ...] = ()
@@ -55,12 +57,12 @@ class Library:
         return self.path.exists()
 
     def to_build(self) -> str | None:
-        """Describe for people what build() would compile; None if the library exists or there is no compiler."""
+        """Describe for people what build() would compile; None if the library exists or the system has no compiler."""
         return None if self.is_built or not find() else f"{self.what}, once, about {self.seconds} seconds"
 
     def build(self, *flags: str) -> None:
-        """Compile the library; an interrupted or failed build leaves nothing behind. Raises Unavailable without a
-        compiler, or if compiling fails."""
+        """Compile the library; `flags` go to the compiler. The library gets its name only after it is complete. Raises
+        Unavailable if there is no compiler or compiling fails."""
         compiler, path = find(), self.path
         if not compiler:
             raise Unavailable(f"{self.what} needs a C++ compiler ({', '.join(COMPILERS)}): apt-get install g++")

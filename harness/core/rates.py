@@ -1,8 +1,8 @@
-"""The achieved rates of a machine, which bound a step's time from below. Standard library only.
+"""The rates that a machine achieves (compute, copies, updates), which give a lower bound of a step's time.
 
 Rates come from a calibration (methods/streaming/calibrate.py) or, for a machine by name, from its facts in
-machines.yaml. Rates decide what is planned, never what is measured, so rates are no part of a job's identity.
-harness/forecast computes a step's time from rates.
+machines.yaml. Plans depend on rates, measurements do not, so rates are no part of a job's identity. harness/forecast
+computes a step's time from rates.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from harness.base.named_entries import did_you_mean
 
-# For each fact of machines.yaml: the rate that it gives, and the factor to its unit.
+# Each row: a fact of machines.yaml, the field of Rates that the fact sets, and the factor from the fact's unit to the
+# field's unit.
 FACTS = (
     ("gpu_tflops", "device_flops_per_second", 1e12),
     ("forward_share", "forward_share", 1),
@@ -28,32 +29,32 @@ FACTS = (
     ("disk_write_gb_per_second", "disk_write_bytes_per_second", 1e9),
     ("disk_duplex_share", "disk_duplex_share", 1),
 )
-TOLD = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")  # facts for people, which give no rate
-LIMITS, SHARES = (1.0, 1e30), (1e-6, 1e6)  # ranges of rates and of shares that keep plans' arithmetic finite
+TOLD = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")  # facts for people; they set no rate
+LIMITS, SHARES = (1.0, 1e30), (1e-6, 1e6)  # allowed ranges of rates and of shares, which keep plans' numbers finite
 NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Achieved rates, not those of a data sheet; a rate that is not given is infinite."""
+    """The rates that a machine achieves, not those of its data sheet. A rate of inf is not known and limits no plan."""
 
-    device_flops_per_second: float  # FLOPs of a step, counted as in Workload.flops_per_step
-    forward_share: float = 0.25  # the forward pass's share of compute time, with every layer recomputed
+    device_flops_per_second: float  # rate of the device's compute; FLOPs are counted as in Workload.flops_per_step
+    forward_share: float = 0.25  # the forward pass's share of a step's compute time, if every layer is recomputed
     device_bytes_per_second: float = math.inf  # bytes that the device's Adam reads and writes
-    inbound_bytes_per_second: float = math.inf  # host to device, page-locked memory
-    outbound_bytes_per_second: float = math.inf  # device to host, page-locked memory
-    duplex_share: float = 1.0  # rate of both directions at once, as a share of the sum of both alone
-    host_bytes_per_second: float = math.inf  # the host's memory, shared by Adam and copies
-    host_adam_params_per_second: float = math.inf  # Adam on the host's cores, if memory were no limit
+    inbound_bytes_per_second: float = math.inf  # copies from page-locked host memory to the device
+    outbound_bytes_per_second: float = math.inf  # copies from the device to page-locked host memory
+    duplex_share: float = 1.0  # total rate of copies in both directions at once / sum of the rates of each alone
+    host_bytes_per_second: float = math.inf  # rate of the host's memory, which Adam and copies share
+    host_adam_params_per_second: float = math.inf  # parameters that the host's Adam updates, if memory were no limit
     ahead_cost: float = 1.0  # time of an update that writes a new copy of the state, relative to an update in place
     streamed_cost: float = 1.0  # time of a streamed layer's update on the device, relative to a resident one's
     disk_read_bytes_per_second: float = math.inf  # reads of the files that hold state
     disk_write_bytes_per_second: float = math.inf  # writes to the files that hold state
-    disk_duplex_share: float = 1.0  # rate of reading and writing at once, as a share of the sum of both alone
+    disk_duplex_share: float = 1.0  # total rate of reading and writing at once / sum of the rates of each alone
     exchange_bytes_per_second: float = math.inf  # bytes that a device sends to others while it receives as many
-    # Rate of the head, which computes its loss and gradients together after the forward pass. The first two rates are
-    # the layers' alone if this rate is known; else they cover all compute.
-    head_flops_per_second: float | None = None  # compute of the head
+    # The head computes its loss and gradients together, after the layers' forward pass. If head_flops_per_second is
+    # None, device_flops_per_second and forward_share cover all compute; else they cover the layers alone.
+    head_flops_per_second: float | None = None  # rate of the head's compute
     is_host: bool = False  # True: the device computes on the host's cores, so updates and compute take turns
 
     def __post_init__(self) -> None:
@@ -77,9 +78,9 @@ class Rates:
 
 
 def of_facts(facts: dict[str, Any]) -> Rates | None:
-    """Return the rates that a machine's facts give; None if one of NEEDED is missing, or a fact is not a number. Raises
-    ValueError for an impossible rate and for an unknown fact, because a misspelt fact would give no rate. Devices
-    without a link between them exchange over the link to the host."""
+    """Return the rates that a machine's facts give; None if a fact of NEEDED is missing or a fact of FACTS is not a
+    number. Raises ValueError for an impossible rate and for an unknown fact, which may be misspelt. Without the fact
+    exchange_gb_per_second, devices exchange at the rate of the link to the host."""
     known = (*dict.fromkeys(fact for fact, *_ in FACTS), *TOLD)
     for name in facts:
         if name not in known:
@@ -94,7 +95,8 @@ def of_facts(facts: dict[str, Any]) -> Rates | None:
 
 
 def facts_of(rates: Rates) -> dict[str, float]:
-    """Return the facts that give the finite ones of these rates; a link's fact is the rate of its slower direction."""
+    """Return the facts of machines.yaml that set these rates; infinite rates have no fact. The fact link_gb_per_second
+    is the rate of the link's slower direction."""
     found: dict[str, float] = {}
     for fact, rate, factor in FACTS:
         value = getattr(rates, rate) / factor

@@ -1,4 +1,4 @@
-"""One attempt at a job and its measurements: raw values in one JSON file, numbers derived when read."""
+"""A record: one attempt at a job and its measurements. Its JSON file holds raw values; other numbers are derived."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from harness.core.job import Job
 
 SCHEMA_VERSION = 1
 SPEED = "samples_per_second"
-# The statuses that are results: a job with a result is not run again; a job with another status is run again when a
-# call asks for it.
+# The statuses that count as results. When a call asks for a job again, a job with such a status is not run again; a job
+# with any other status is.
 RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
 STATUSES = (*RESULTS, "timeout", "killed", "crash", "unavailable", "interrupted")
 ONCE_IN_BUDGETS = ("rates", "page_locks")
 SHORTEST_STEP = 1e-9  # seconds
-CLOCK_SECONDS = 3600.0  # seconds by which another machine's clock may be ahead
+CLOCK_SECONDS = 3600.0  # most seconds by which another machine's clock may be ahead of this one's
 DEVICES = ("cpu", "cuda", "sim")
 LATEST = 253_402_300_800.0  # Unix time of the year 10000
 PASSING = ("exact", "tolerance", "twin")
 VERDICTS = (*PASSING, "failed", "untested")
-ADDED = "added"  # folder within a folder of results, for the records that others sent in
+ADDED = "added"  # name of the subfolder of a results folder that holds the records that others sent in
 if TYPE_CHECKING:
     Values = list[float]
     Evidence: TypeAlias = dict[str, Any]
@@ -47,7 +47,7 @@ else:
 
 @dataclass(frozen=True)
 class Gate:
-    """The verdict whether a method trained as the reference does. Programs test the reason, people read the text."""
+    """The verdict: did the method train as the reference does? Programs read `reason`, people read `text`."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -64,20 +64,20 @@ class Gate:
 @dataclass(frozen=True)
 class Record:
     """One attempt at a job, in seconds and bytes. Lists hold one value for each step, warm-up included. In an imported
-    record lists hold one value for every `interval_steps` steps, and None if the log lacks the value."""
+    record, lists hold one value for every `interval_steps` steps, and None where the log lacks the value."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
     job: Job  # what was run
-    key: str  # the job's identity in its context: equal keys measure the same thing
-    status: str  # the run's end: one of STATUSES (harness/core/record.py)
+    key: str  # hash of the job and its context: records with equal keys measure the same thing
+    status: str  # how the run ended: one of STATUSES (harness/core/record.py)
     phase: str = ""  # the phase in which the run ended: start, import, data, build, step N, drain, inspect, done
     reason: str = ""  # one line for people, if status is not ok
     evidence: Evidence = field(default_factory=dict)  # facts behind the status; if imported, facts of the log
     origin: str = "run"  # run, or imported: read from a log that another harness, or this one, printed
     interval_steps: int = 1  # each value of losses and step_seconds is the mean over this many steps
     clock: str = "cpu"  # the clock that measured the seconds: cpu, cuda or sim; if imported, the log's
-    is_timed: bool = True  # False: another untimed run shared the device, so the seconds do not count
+    is_timed: bool = True  # False: other runs may have shared the device, so the seconds do not count
     machine: MachineFacts = field(default_factory=dict)  # facts of the machine that ran the job
     software: SoftwareFacts = field(default_factory=dict)  # versions and source of the code that ran
     started: float = 0.0  # Unix time of the start
@@ -91,7 +91,7 @@ class Record:
     peaks: dict[str, int] = field(default_factory=dict)  # most bytes in use of each memory
     num_alloc_retries: int = 0  # how often torch's CUDA allocator had to empty its cache, which waits for the device
     predicted: dict[str, Any] = field(default_factory=dict)  # the plan: bytes by memory and kind, least step_seconds
-    limits: dict[str, str] = field(default_factory=dict)  # what enforces each budget
+    limits: dict[str, str] = field(default_factory=dict)  # the mechanism that enforces each limit of the budget
     moved_bytes: int = 0  # bytes moved between device and host in all steps, both directions together
     schedule: ScheduleFacts = field(default_factory=dict)  # if several models trained: num_models, makespan, bound, use
     data_sha256: str = ""  # hash of the samples that the run trained on
@@ -99,8 +99,8 @@ class Record:
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
     bit_exact: bool = False  # True: the method promises the reference's bits on a CPU in this dtype
     is_exact: bool = True  # False: by design the method trains differently from the reference
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # changes of each trained tensor, by its name
-    others: list[Other] = field(default_factory=list)  # if several models trained, all models but the first
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # changes of each trained tensor, by the tensor's name
+    others: list[Other] = field(default_factory=list)  # if several models trained: results of all models but the first
     gate: Gate = Gate()  # whether the method trained as the reference does
 
     @property
@@ -109,26 +109,27 @@ class Record:
 
     @property
     def is_judged(self) -> bool:
-        """False if the call that made the record was ended before the gate."""
+        """False if the run ended ok, but the call that made the record ended before the gate judged the run."""
         return self.status != "ok" or self.gate != Gate()
 
     def answers(self, job: Job) -> bool:
-        """True unless the job, which has the same key, asks for a trace or saved weights that this run did not
-        write."""
+        """True if this record makes a run of `job`, which has the same key, unnecessary. False if the job asks for a
+        trace or saved weights that the recorded run did not write."""
         asked = ((job.trace, self.job.trace), (job.save, self.job.save))
         return all(path is None or (path == own and Path(path).exists()) for path, own in asked)
 
     @property
     def is_lasting(self) -> bool:
-        """False for a full disk and for a memory limit of a cluster or shell: the same call runs such a job again."""
+        """False if the same call would run the job again: the record is no result, or the run ended by a full disk or
+        by a memory limit of a cluster or shell."""
         is_of_elsewhere = (self.status == "does-not-fit" and self.phase != "plan") or "limit_of" in self.evidence
         return self.is_result and not is_of_elsewhere
 
     @property
     def timed_seconds(self) -> list[float]:
-        """Seconds of each step after warm-up; empty if the run shared its device. Warm-up begins after the steps that a
-        checkpoint holds, and leaves at least one step timed. Of an imported record: the means of the intervals after
-        warm-up, at least the last interval's, because one published run was killed after its first interval."""
+        """Seconds of each step after warm-up; empty if the run is not timed. Warm-up begins after the steps that a
+        checkpoint held, and leaves at least one step. For an imported record: means of the intervals after warm-up, at
+        least that of the last interval, because one published run was killed after its first interval."""
         if not self.is_timed:
             return []
         resumed = self.schedule.get("resumed_steps", 0)
@@ -140,7 +141,7 @@ class Record:
 
     @property
     def median_step_seconds(self) -> float | None:
-        """Median of the steps after warm-up, whatever the gate says."""
+        """Median of timed_seconds, whatever the gate's verdict; None if there are no timed steps."""
         return statistics.median(self.timed_seconds) if self.timed_seconds else None
 
     @property
@@ -149,7 +150,7 @@ class Record:
         return self.job.workload.batch_size * self.schedule.get("num_models", 1)
 
     def models(self) -> list[Record]:
-        """Return a record for each of several models that took turns, with the model's own workload and steps."""
+        """Return one record for each trained model, with its own workload and steps; the first is this record."""
         found = [self]
         for other in self.others:
             workload = dataclasses.replace(self.job.workload, **other["workload"])
@@ -161,21 +162,21 @@ class Record:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples per second of the median step. None if the gate did not pass: a method that does not train has no
-        throughput."""
+        """Samples per second in a step of median duration. None unless the run ended ok, has timed steps, and passed
+        the gate: a method that does not train as the reference does has no throughput."""
         seconds = self.median_step_seconds
         return self.samples_per_step / seconds if self.status == "ok" and self.gate.passed and seconds else None
 
     @property
     def slowed_by(self) -> str:
-        """Tell how a nearly full device memory slowed the run; empty if it did not."""
+        """Describe how nearly full device memory slowed the run; empty if it did not slow the run."""
         times = "once" if self.num_alloc_retries == 1 else f"{self.num_alloc_retries} times"
         return f"the allocator emptied its cache {times}" if self.num_alloc_retries else ""
 
     @property
     def first_step_seconds(self) -> float | None:
         """Seconds from the start of the process to the end of the first step: imports, data, building the model, one
-        step."""
+        step. None if there is no step, or if only means over intervals of steps are known."""
         before = ("process", "start", "import", "data", "build")
         spent = sum(self.phase_seconds.get(phase, 0.0) for phase in before)
         return spent + self.step_seconds[0] if self.step_seconds and self.interval_steps == 1 else None
@@ -193,7 +194,7 @@ class Record:
 
     @staticmethod
     def from_dict(data: Any) -> Record:
-        """Return the record of this data. Raises ValueError, one line, if it is no record of this schema version."""
+        """Return the record that this JSON data holds. Raises ValueError, one line, if it is none of SCHEMA_VERSION."""
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"expected schema version {SCHEMA_VERSION}, got {version}")
@@ -209,7 +210,7 @@ class Record:
         return record
 
     def _contradiction(self) -> str:
-        """Describe values that no run can have measured, in one line; empty if there are none."""
+        """Describe, in one line, the first value that no run can have measured; empty if all values are possible."""
         if wrong := wrong_num_models(self.schedule, self.others):
             return wrong
         if self.job.device not in DEVICES:
@@ -230,7 +231,7 @@ class Record:
         if self.gate.verdict not in VERDICTS:
             return f"expected a verdict of {', '.join(VERDICTS)}, got {self.gate.verdict!r}"
         if self.gate.passed and self.status == "ok":
-            fewest = self.job.steps if self.origin == "run" else 1  # a log may hold fewer values
+            fewest = self.job.steps if self.origin == "run" else 1  # an imported log may hold fewer values
             for name, values in (("losses", self.losses), ("step_seconds", self.step_seconds)):
                 number = sum(value is not None and math.isfinite(value) for value in values)
                 if number < fewest or len(values) > self.job.steps:
@@ -248,7 +249,7 @@ class Record:
 
     @staticmethod
     def read(path: Path) -> Record:
-        """Return the record in a file. Raises ValueError, which names the file, if it is not a whole record."""
+        """Return the record in a file. Raises ValueError, which names the file, if there is no valid record."""
         try:
             return Record.from_dict(read_json(path))
         except (OSError, ValueError) as error:
@@ -256,16 +257,16 @@ class Record:
 
 
 def wrong_num_models(schedule: Mapping[str, Any], others: Sequence[Any]) -> str:
-    """Describe a wrong number of trained models in one line; empty if the number is right. A record's rate is
-    multiplied by this number."""
+    """Describe, in one line, a wrong `num_models` in a record's schedule; empty if the number is right. The number
+    matters because samples_per_step is multiplied by it."""
     num_models = 1 + len(others)
     told = schedule.get("num_models", num_models)
     return "" if told == num_models else f"expected num_models {num_models}, one more than `others`, got {told}"
 
 
 def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
-    """Return the records of a folder, oldest first, and one line for each file that is no record, is a copy of another
-    record (which is no second measurement), or comes from the future."""
+    """Return the records of a folder, oldest first, and complaints: one line for each file that holds no record, each
+    copy of another record (left out, because it is no second measurement), and each record from the future."""
     records, complaints = {}, []
     for path in folder.glob("log_*.json"):
         try:
@@ -273,7 +274,7 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
         except ValueError as error:
             complaints.append(str(error))
     ordered: dict[Path, Record] = {}
-    first: dict[Any, Path] = {}  # the first file with each of marks()
+    first: dict[Any, Path] = {}  # for each value that marks() returns: the oldest file with this value
     now = time.time()
     for path, record in sorted(records.items(), key=lambda item: (_age(item[1], now), item[0].name)):
         if _age(record, now) != record.started:
@@ -287,8 +288,8 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
 
 
 def marks(record: Record) -> list[Any]:
-    """Return values that no two measurements share: a run's start, and its steps' times to the nanosecond."""
-    if record.origin != "run":  # a log's start is known in whole seconds, from its file name
+    """Return values that no two measurements share: the time of the run's start, and the durations of its steps."""
+    if record.origin != "run":  # a log's file name tells the start only in whole seconds, so losses must differ, too
         return [(record.key, record.started, *record.losses, *record.step_seconds)]
     starts = [(record.key, record.started)] if record.started else []
     seconds = tuple(record.step_seconds)
@@ -296,7 +297,7 @@ def marks(record: Record) -> list[Any]:
 
 
 def records_of(folder: Path) -> list[Record]:
-    """Return the records of a folder, oldest first; print to standard error what is wrong with other files."""
+    """Return the records of a folder, oldest first. Print the complaints of read_all() to standard error."""
     found, complaints = read_all(folder)
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)
@@ -304,21 +305,21 @@ def records_of(folder: Path) -> list[Record]:
 
 
 def added_folders(results: Path) -> list[Path]:
-    """Return the folders of the results that others sent in, one for each machine and archive."""
+    """Return the folders with results that others sent in. There is one folder for each machine in each archive."""
     return [path for path in sorted((results / ADDED).glob("[!.]*")) if path.is_dir() and not path.is_symlink()]
 
 
 def _age(record: Record, now: float) -> float:
-    """Return the Unix time at which a record started; 0 for a record from the future, which so sorts as the oldest."""
+    """Return the Unix time of the run's start; 0 if it is in the future, so that the record counts as the oldest."""
     return record.started if record.started <= now + CLOCK_SECONDS else 0.0
 
 
 def new_stem(folder: Path, job: Job) -> Path:
-    """Reserve a file name of the published pattern by creating an empty log. The name contains the time in seconds; if
-    the name is taken, the next second is tried. The name's ws is the option window_size, 0 if the method has none."""
+    """Reserve a file name of the published pattern by creating an empty .txt log; return its path without .txt. The
+    name contains the second: if it is taken, the next second is tried. Its ws is the option window_size, or 0."""
     now = int(time.time())
     for second in range(now, now + 1000):
-        # Not with_suffix(): the name itself has a dot.
+        # A suffix is appended as text: with_suffix() would cut the name at the dot that it contains.
         stem = folder / log_stem(job, job.options.get("window_size") or 0, second)
         with suppress(FileExistsError):
             Path(f"{stem}.txt").touch(0o644, exist_ok=False)

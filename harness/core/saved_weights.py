@@ -1,8 +1,8 @@
-"""Writes a trained model in the format of the Hugging Face Hub, which transformers loads: config.json and safetensors
-under transformers' names.
+"""Writes a trained model in the format of the Hugging Face Hub: a folder with config.json and files of safetensors,
+which transformers can load.
 
-Each file is written as soon as it is full, so that no second copy of the model is in memory. The folder gets its name
-after all files are written, so an interrupted write leaves nothing that loads.
+Each file is written as soon as its tensors are there, so memory never holds a second copy of the model. The folder gets
+its name after all files are written, so an interrupted write leaves no folder that could be loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILE_BYTES = 2**30  # most bytes of tensors in a file, unless one tensor alone i
 
 
 class SavedWeights:
-    """A folder of weights that is being written. The workload's model must have a config.json."""
+    """Writes a folder of a model's weights. The model must be described by a config.json (`workload.config`)."""
 
     def __init__(self, workload: Workload, folder: Path, file_bytes: int = FILE_BYTES) -> None:
         self.workload, self.folder, self.file_bytes = workload, folder, file_bytes
@@ -37,8 +37,9 @@ class SavedWeights:
         self.num_bytes = 0
 
     def passing(self, states: Iterable[TensorState]) -> Iterator[TensorState]:
-        """Yield the tensors, and write the weight of each, rounded to the workload's dtype. Raises ValueError at the
-        end if a weight of the model is missing, and OSError if the folder cannot be written."""
+        """Yield the given states unchanged, and write the weight of each, rounded to the workload's dtype. Raises
+        ValueError after the last state if a weight of the model is missing, and OSError if the folder cannot be
+        written."""
         with whole_folder(self.folder) as self.path:
             for state in states:
                 self.missing.remove(state.name)
@@ -62,7 +63,8 @@ class SavedWeights:
         self.held = {}
 
     def _finish(self) -> None:
-        """Give the files their names, now that their number is known, and write their index and the configuration."""
+        """Give the files their final names, which contain the number of files. Then write the index, if there are
+        several files, and config.json."""
         number = len(self.files)
         names = [ALONE] if number == 1 else [f"model-{n + 1:05}-of-{number:05}.safetensors" for n in range(number)]
         for index, name in enumerate(names):

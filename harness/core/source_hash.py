@@ -1,10 +1,13 @@
 """A method's identity: a hash of its file, of the code that the file imports, directly or not, and of the SHARED files.
 
-The closure, which is read from the source, holds every imported module of harness/, of methods/ or of the method's own
-folder, also if a function or import_module() imports it, but not under TYPE_CHECKING. The closure also holds each
-C++ or Python file that a module of the closure names and that lies beside this module. An installed package counts by
-its version; a package elsewhere on Python's path counts by its code and by the packages that it imports. A run that
-executes code outside the closure has no verdict.
+The files that the hash covers are the closure, which is found by reading the source. The closure contains every
+imported module of harness/, of methods/ and of the method's own folder. Imports inside functions and by import_module()
+count; imports under TYPE_CHECKING do not. The closure also contains each C++ or Python file that a module of the
+closure names in a string and that lies beside this module.
+
+The hash also covers imported packages. An installed package counts by its version; a package elsewhere on Python's path
+counts by its code and by the packages that it imports. A run that executes code that the hash does not cover has no
+verdict.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import NamedTuple
 from harness.base.checkout import ROOT
 from harness.core.corpus_files import sampled_hash
 
-# Files that every method trains on and is judged by, whether its own file imports them or not.
+# Files that decide how every method is trained and judged, even if the method's file does not import them.
 SHARED = tuple(
     ROOT / path for path in ("harness/core/data.py", "harness/core/gpt.py", "harness/gate/inspect_training.py")
 )
@@ -37,15 +40,15 @@ INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that have 
 NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py)")
 LOADERS = {"import_module", "__import__"}
 CODE = {".py", ".so", ".cpp", ".h", ".cu"}
-# Pattern for the imports of a package that is not installed: parsing takes 5 ms a file, and a package may have
-# hundreds.
+# Pattern of import lines, for the files of a package that is not installed. Such a package may have hundreds of files,
+# and parsing takes 5 ms for each.
 IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+(\w[^\n#;]*))", re.MULTILINE)
 FIRST = re.compile(r"(?:^|,)[ \t]*(\w+)")
 
 
 class Contents(NamedTuple):
-    """A file's contents, and the modules and files that it names. The contents of Python that parses leave out comments
-    and layout."""
+    """A file's contents for the hash, and the modules and files that the file names. For a Python file the contents are
+    its syntax tree, without comments and layout, or its bytes if it cannot be parsed."""
 
     text: bytes
     modules: tuple[str, ...] = ()
@@ -53,8 +56,8 @@ class Contents(NamedTuple):
 
 
 def source_hash(path: Path) -> str:
-    """Return the hash of the method in this file, 16 hexadecimal digits; comments and layout of Python do not change
-    the hash."""
+    """Return the hash of the method in the file `path`: 16 hexadecimal digits. Comments and layout of Python files do
+    not change the hash."""
     digest, found = hashlib.sha256(), closure(path)
     for _, contents in sorted(found.items()):
         digest.update(contents.text)
@@ -77,8 +80,8 @@ class Listed(NamedTuple):
         return cls(path.resolve().parent, frozenset((*found, *packages)))
 
     def lacks(self, executed: Iterable[str]) -> list[str]:
-        """Return the executed files that the hash does not cover, except for the standard library, installed packages,
-        the harness around the method, and compiled modules outside the method's folder."""
+        """Return those of the executed files that the hash should cover but does not. Never returned are files of the
+        standard library, of installed packages and of harness/, and compiled modules outside the method's folder."""
         around = {*(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")), ROOT / "harness"}
         told = set[str]()
         for file in {Path(each).resolve() for each in executed}:
@@ -92,8 +95,8 @@ class Listed(NamedTuple):
 
 
 def closure(path: Path) -> dict[Path, Contents]:
-    """Return the method's file and every file on which it depends. Modules of `methods` are looked for beside the file,
-    too."""
+    """Return the contents of the method's file, of the SHARED files, and of every file that one of these needs, by
+    path. A module of `methods` is looked for in the folder of the method's file, too."""
     found: dict[Path, Contents] = {}
     waiting = [path.resolve(), *SHARED]
     while waiting:
@@ -105,7 +108,7 @@ def closure(path: Path) -> dict[Path, Contents]:
     return found
 
 
-@functools.cache  # a sweep asks once for each run, and parsing takes 0.1 s
+@functools.cache  # a sweep needs this for each of its runs, and parsing takes 0.1 s
 def _parsed(data: bytes) -> Contents:
     try:
         tree = ast.parse(data)
@@ -125,18 +128,19 @@ def _packages(found: Mapping[Path, Contents]) -> list[str]:
         names |= waiting
         files = [file for name in waiting for file in _code(name) if file.suffix == ".py"]
         there = {name for file in files for name in _mentioned(file.read_text(errors="replace"))}
-        waiting = {name for name in there - names if _places(name)}  # prose may look like an import
+        waiting = {name for name in there - names if _places(name)}  # a line of prose may look like an import
     return sorted(names)
 
 
 def _mentioned(text: str) -> Iterator[str]:
-    """Yield the names of the packages that a file's lines import."""
+    """Yield the names of the packages that import lines of this text name."""
     for of_from, of_import in IMPORTS.findall(text):
         yield from [of_from] if of_from else FIRST.findall(of_import)
 
 
 def _package(name: str) -> str:
-    """Return a package's state as text: the version of an installed package, else the hash of the package's code."""
+    """Return a package's state as text: the version of an installed package, the hash of another package's code, or
+    "missing"."""
     if version := _installed(name):
         return version
     digest, places = hashlib.sha256(), _places(name)
@@ -148,19 +152,19 @@ def _package(name: str) -> str:
 
 
 def _code(name: str) -> list[Path]:
-    """Return the files of a package that is not installed; none of an installed one."""
+    """Return the code files of a package that is not installed; for an installed package, none."""
     places = [] if _installed(name) else _places(name)
     files = (file for place in places for file in (place.rglob("*") if place.is_dir() else [place]))
     return sorted(file for file in files if file.suffix in CODE and file.is_file())
 
 
 def _installed(name: str) -> str:
-    """Return the version of a package in a folder of installed packages; empty for other packages."""
+    """Return the version of a package that lies in a folder of INSTALLED; empty for any other package."""
     return _version(name) if INSTALLED & {part for place in _places(name) for part in place.parts} else ""
 
 
 def _places(name: str) -> list[Path]:
-    """Return the folders of a package, or the file of a module; none if there is no such package."""
+    """Return the folders of a package, or the file of a module; an empty list if there is neither."""
     with contextlib.suppress(ImportError, ValueError):
         if found := importlib.util.find_spec(name):
             return list(map(Path, found.submodule_search_locations or filter(None, [found.origin])))
@@ -169,7 +173,8 @@ def _places(name: str) -> list[Path]:
 
 @functools.cache
 def _version(name: str) -> str:
-    """Return the version of the distributions that install this package; empty if there is none."""
+    """Return the version of the distribution of this name or, if there is none, the versions of the distributions that
+    install the package `name`; empty if there is no distribution."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
     return " ".join(metadata.version(each) for each in sorted(set(_distributions().get(name, ()))))
@@ -196,9 +201,10 @@ def _needed(source: Path, contents: Contents, beside: Path) -> Iterator[Path]:
 
 
 def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[str]]:
-    """Return the folders in which a module may lie, and the module's path below them. A relative name begins with a dot
-    for its own package, and has another dot for each package above. A method's file belongs to `methods`, wherever the
-    file lies, and may have put its own folder on Python's path."""
+    """Return the folders in which the imported module `name` may lie, and the parts of the module's path below them. In
+    a relative name, one dot stands for the package of the importing file `source`, and each further dot for the package
+    above. A method's file counts as part of `methods` wherever it lies, and its own folder, `beside`, may be on
+    Python's path."""
     dots = len(name) - len(name.lstrip("."))
     rest = [part for part in name[dots:].split(".") if part]
     if not dots:
@@ -209,8 +215,8 @@ def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
-    """Yield the names of imported modules, relative names with their dots. `from package import name` yields both
-    `package` and `package.name`, because the latter may be a module."""
+    """Yield the names of the modules that this syntax tree imports; relative names keep their dots. `from package
+    import name` yields both `package` and `package.name`, because `name` may be a module."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (item.name for item in child.names)

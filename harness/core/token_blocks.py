@@ -1,8 +1,9 @@
-"""Computes parts of a layer in blocks of tokens: in long samples what an MLP keeps for its backward pass is the largest
-of all that a layer keeps.
+"""Computes parts of a layer in blocks of tokens, to save memory in long samples, where the inner tensors of the MLP are
+the largest that a layer keeps for its backward pass.
 
-Each block is recomputed in its own backward pass, so the inner tensors of one block at most are in memory. That is for
-modules that compute token by token: harness/forecast/block_sketch.py checks that blocks give the same as the whole.
+Each block is recomputed in its own backward pass, so memory holds the inner tensors of at most one block. Only modules
+that compute each token on its own can be computed in blocks. harness/forecast/block_sketch.py checks that blocks give
+the same results as all tokens at once.
 
 Source of the idea: Arctic Long Sequence Training (Bekman et al. 2025) computes an MLP in tiles of the sequence.
 
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-MLP = "mlp"  # its name in a layer, in all families of models
+MLP = "mlp"  # name of the MLP among the children of a layer, in all families of models
 
 
 def parts_of(layer: nn.Module, hidden_size: int) -> list[str]:
-    """Return the names of the layer's MLP and of the norms beside it; none if there is no MLP."""
+    """Return the names of the layer's children that can compute in blocks: the MLP and the norms. The list is empty if
+    the layer has no child named MLP."""
     if MLP not in layer._modules:
         return []
     return [name for name, child in layer.named_children() if name == MLP or _is_norm(child, hidden_size)]
@@ -34,14 +36,15 @@ def _is_norm(module: nn.Module, hidden_size: int) -> bool:
 
 
 def set_blocks(layer: nn.Module, names: Iterable[str], at_once: int, most: int) -> None:
-    """Let these children of the layer compute `at_once` tokens at a time where they get more than `most`."""
+    """Change the children `names` of the layer: if a child's input has more than `most` tokens, the child computes it
+    in blocks of `at_once` tokens."""
     for name in names:
         child = layer.get_submodule(name)
         child.forward = functools.partial(_by_blocks, child.forward, at_once, most)
 
 
 def _by_blocks(forward: Callable[[Tensor], Tensor], at_once: int, most: int, x: Tensor) -> Tensor:
-    """Return forward(x), x being (B, T, D)."""
+    """Return forward(x) for x of shape (B, T, D), computed in blocks of `at_once` tokens if x has more than `most`."""
     if x.shape[:-1].numel() <= most:
         return forward(x)
     blocks = x.reshape(1, -1, x.shape[-1]).split(at_once, 1)

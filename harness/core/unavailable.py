@@ -2,4 +2,5 @@
 
 
 class Unavailable(Exception):
-    """The method or the model cannot run on this machine; the text names the reason and the command that helps."""
+    """Raised if the method or the model cannot run on this machine. The text names the reason and, where there is one,
+    the command that helps."""

@@ -1,7 +1,8 @@
-"""Reads starting values from a model's weights in the format of the Hugging Face Hub: a folder with one safetensors
-file, or with several and an index. Imports torch only when a tensor is read.
+"""Reads starting values from a model's weights in the format of the Hugging Face Hub: a folder with one file of
+safetensors, or with several such files and an index. torch is imported only when a tensor is read.
 
-Each tensor is mapped when it is needed and read in blocks, so memory holds no second copy of the model.
+Each tensor is mapped into memory when it is needed and then read in blocks, so memory holds no second copy of the
+model.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
     from harness.core.job import Workload
 
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = ("F64", "F32", "BF16", "F16")  # dtypes of weights that a training can start from
-HASHED_BLOCKS = 2**14  # blocks that are hashed of each file: a file of up to 64 MiB is hashed whole
-TEXT_PART = "language_model"  # name of the model of texts in the files of models of texts and images
-OTHER_HEAD = "embed_out.weight"  # name of the head's matrix in the files of some families
+DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names of the dtypes that weights may have here
+HASHED_BLOCKS = 2**14  # number of hashed blocks of each file; a file of up to 64 MiB is hashed whole
+TEXT_PART = "language_model"  # prefix of the part for texts, in files of models of texts and images
+OTHER_HEAD = "embed_out.weight"  # name of the head's matrix in the files of some families of models
 
 
 def check(workload: Workload) -> None:
-    """Raise ValueError unless the folder holds every tensor of the workload's model, in its shape."""
+    """Raise ValueError unless the folder `workload.weights` holds every tensor of the workload's model, in the model's
+    shape and in a dtype of DTYPES."""
     anatomy, folder = workload.anatomy, Path(str(workload.weights))
     files = _files(folder)
     for name in anatomy.names(workload.num_layers):
@@ -45,7 +47,7 @@ def check(workload: Workload) -> None:
 
 
 def files_hash(folder: str) -> str:
-    """Return a hash of a folder of weights: of the files' names and of each file's sampled_hash()."""
+    """Return a hash of a folder of weights, made of the name and the sampled_hash() of each file."""
     digest = hashlib.sha256()
     with contextlib.suppress(ValueError):  # the weights cannot be read: the run will say why
         for name in sorted(set(_files(Path(folder)).values())):
@@ -56,14 +58,14 @@ def files_hash(folder: str) -> str:
 
 
 def paths(folder: str) -> list[Path]:
-    """Return the paths of the folder's index and files of weights, links followed. Raises ValueError if there are no
-    weights."""
+    """Return the paths of the folder's index and of its files of weights, with symbolic links resolved. The index may
+    not exist. Raises ValueError if the folder has no weights."""
     return [(Path(folder) / name).resolve() for name in sorted({INDEX, *_files(Path(folder)).values()})]
 
 
 def reading(folder: str, name: str) -> Callable[[Tensor], Tensor]:
-    """Return a function that fills an fp32 host tensor with the values of the model's tensor of this name; each call
-    continues where the previous call ended."""
+    """Return a function that fills an fp32 host tensor with values of the model's tensor `name`. The first call takes
+    the first values; each later call continues where the call before it ended."""
     path = Path(folder)
     with _opened(_files(path), path, name, "pt") as (file, own):
         values, start = file.get_tensor(own).view(-1), 0  # mapped, not read
@@ -78,19 +80,22 @@ def reading(folder: str, name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    """Return a file's inode number, size and time of last change, which change with the file's content."""
+    """Return a file's inode number, size in bytes and time of last change. If the file's content changes, at least one
+    of these changes, too."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=256)
 def _hash(path: Path, *state: int) -> str:
-    """Return sampled_hash() of a file in this _state(); cached, because a job's key is computed many times."""
+    """Return sampled_hash() of a file. The hash is cached, because a job's key is computed many times; `state`, the
+    file's _state(), makes a changed file be hashed again."""
     return sampled_hash(path, HASHED_BLOCKS)
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, by name. Raises ValueError if the folder has none, or a damaged index."""
+    """Return, for the name of each tensor, the name of its file. Raises ValueError if the folder has no weights or has
+    a damaged index."""
     for name in (ALONE, INDEX):
         if (folder / name).exists():
             return _listed(folder, name, *_state(folder / name))
@@ -100,8 +105,8 @@ def _files(folder: Path) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=8)
 def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
-    """Return the file of each tensor, from the folder's only file of weights or from its index; `state` renews the
-    cache."""
+    """Return, for the name of each tensor, the name of its file. `name` is the folder's only file of weights (ALONE) or
+    its index (INDEX). The answer is cached; `state`, the _state() of `name`, makes a changed file be read again."""
     if name == ALONE:
         with _file(folder, ALONE, "np") as file:
             return dict.fromkeys(file.keys(), ALONE)
@@ -120,8 +125,9 @@ def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _opened(files: dict[str, str], folder: Path, name: str, framework: str) -> Iterator[tuple[Any, str]]:
-    """Yield the file that holds the model's tensor of this name, and the tensor's name in the file: files may leave out
-    the base model's prefix of names, such as `model.`, and those of models of texts and images add one."""
+    """Yield the opened file that holds the model's tensor `name`, and the tensor's name in this file. The two names may
+    differ: some files leave out the prefix of the base model, such as `model.`, and files of models of texts and images
+    add the prefix TEXT_PART. Raises ValueError if there is no such tensor."""
     base = name.partition(".")[2]
     others = [OTHER_HEAD] if name == "lm_head.weight" else []
     for own in (name, base, f"{TEXT_PART}.{name}", f"model.{TEXT_PART}.{base}", *others):
@@ -136,7 +142,7 @@ def _opened(files: dict[str, str], folder: Path, name: str, framework: str) -> I
 
 @contextlib.contextmanager
 def _file(folder: Path, name: str, framework: str) -> Iterator[Any]:
-    """Open a file of tensors. Raises ValueError if it is missing or damaged."""
+    """Yield a file of tensors, opened. Raises ValueError if the file is missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
