@@ -1,6 +1,6 @@
-"""Checks data from a file against a type: a dataclass, a TypedDict or any other type that pydantic knows.
+"""Checks that data read from a file has a given type: a dataclass, a TypedDict or any other type that pydantic knows.
 
-pydantic is imported only when the first file is read, so that the command line starts sooner.
+pydantic is imported only when the first data is checked, so that the command line starts sooner.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
-# Values for a type's `__pydantic_config__`.
+# Values that a dataclass or TypedDict may set as its `__pydantic_config__`.
 NO_OTHER_FIELDS = {"extra": "forbid"}  # an unknown field is an error
 OTHER_FIELDS = {"extra": "allow"}  # unknown fields are allowed
 # Pattern of pydantic's messages; the group `what` names the expected value.
@@ -23,7 +23,7 @@ SHOULD = re.compile(
 
 
 def checked(kind: type[T], data: Any) -> T:
-    """Convert the data to this type. Raises ValueError, one line that names every wrong field."""
+    """Return the data converted to the type `kind`. Raises ValueError with one line that names every wrong field."""
     from pydantic import ValidationError
 
     try:
@@ -34,7 +34,7 @@ def checked(kind: type[T], data: Any) -> T:
 
 
 def _complaint(detail: Any) -> str:
-    """Return one of pydantic's errors as text: `field: expected X, got Y`."""
+    """Return one error of pydantic's as text, in the form `field: expected X, got Y` where possible."""
     where = ".".join(map(str, detail["loc"]))
     kind, text = detail["type"], detail["msg"]
     if kind == "missing":

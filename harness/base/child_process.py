@@ -1,6 +1,8 @@
-"""Runs a module of this project in a process of its own, for code that imports torch or compiles.
+"""Runs a module of this project in a process of its own. The module may import torch or compile, which this process
+should not do.
 
-The module's main() reads its arguments with `json.load(sys.stdin)`; its answer is the last line that it prints.
+The module's main() reads its arguments with `json.load(sys.stdin)`. The last line that the module prints is its answer,
+as JSON.
 """
 
 from __future__ import annotations
@@ -18,27 +20,28 @@ from typing import IO, Any
 
 from harness.base.checkout import ROOT
 
-# Huge pages for torch's large CPU tensors: the same run at 1.16 times the speed, 2-core EPYC, results/LOG.md.
+# Makes torch use huge pages for large CPU tensors. The same run was 1.16 times as fast with them on a 2-core EPYC
+# (results/LOG.md).
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
-# By default CUDA numbers GPUs from the fastest, NVML by their bus; with this order both number them alike.
+# Makes CUDA number GPUs by their bus, as NVML does. By default CUDA numbers GPUs from the fastest to the slowest.
 GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def child_environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # PYTHONSAFEPATH keeps Python from importing modules of the working folder, which may hold anybody's torch.py.
+    # With PYTHONSAFEPATH, Python imports no modules from the working folder, which may hold a foreign torch.py.
     return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def when_closed(descriptor: int, then: Callable[[], Any]) -> None:
-    """Call `then`, in a thread, when the process at the other end of this pipe or socket is gone.
+    """Start a thread that calls `then` when the process at the other end of this pipe or socket has ended.
 
-    The thread reads the descriptor, not sys.stdin: a thread that waits in sys.stdin holds the lock of sys.stdin, and a
-    forked child, which closes sys.stdin, would wait for this lock forever.
+    The thread reads the descriptor, not sys.stdin. A thread that reads sys.stdin holds its lock, and a forked child
+    that closes sys.stdin would wait for this lock forever.
     """
 
     def wait() -> None:
-        with contextlib.suppress(ConnectionError):  # the other process ended without reading all that was sent
+        with contextlib.suppress(ConnectionError):  # the other process ended before it read all that was sent
             while os.read(descriptor, 4096):
                 pass
         then()
@@ -51,25 +54,26 @@ def interrupt_here() -> None:
 
 
 def ask(module: str, arguments: Any) -> Any:
-    """Run the module and return its answer. Raises ValueError with the last line of its error output if it fails."""
+    """Run the module with these arguments and return its answer. Raises ValueError if the module fails or prints no
+    answer; the text holds the last line of its error output."""
     code, output, errors = _run(module, arguments, subprocess.PIPE, subprocess.PIPE)
     if code:
         raise ValueError(f"{module} failed: {(errors.strip().splitlines() or ['no error output'])[-1]}")
     try:
         return json.loads(output.strip().splitlines()[-1])
-    except (IndexError, json.JSONDecodeError) as error:  # a method may have ended the process with code 0
+    except (IndexError, json.JSONDecodeError) as error:  # a method's code may have ended the process with code 0
         raise ValueError(f"{module} failed: no answer; its code must not call sys.exit() or os._exit()") from error
 
 
 def run_logged(module: str, arguments: Any, log: Path) -> None:
-    """Run the module to its end, successful or not; all that it prints goes to the log."""
+    """Run the module to its end, and write all that it prints to the file `log`. A failure raises no error."""
     with open(log, "w") as file:
         _run(module, arguments, file, file)
 
 
 def _run(module: str, arguments: Any, output: int | IO[str], errors: int | IO[str]) -> tuple[int, str, str]:
-    """Run the module in a session of its own. The session ends with this call, so no compiler outlives an interrupted
-    call."""
+    """Run the module in a session of its own; return its exit code and the texts of its two output streams, if they are
+    pipes. At the end all processes of the session are killed, so no compiler outlives an interrupted call."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", module], stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True,
         env=GPU_ORDER | child_environment(), start_new_session=True,

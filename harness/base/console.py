@@ -1,4 +1,4 @@
-"""Tables for the console, as wide as the terminal, or 200 columns wide if output goes to a file or a pipe."""
+"""Output to the console: tables, and text without characters that would command the terminal."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-WIDTH = 200  # columns of a table if there is no terminal; longer cells fold, nothing is cut off
-# Characters that command a terminal: control characters except tab and line end, and marks that change the direction of
-# writing. Also surrogates: they stand for bytes of a file name that are not UTF-8, and no stream can write them.
+WIDTH = 200  # width of a table in characters if output goes to a file or a pipe; longer cells are folded
+# Pattern of characters that must not reach a terminal: control characters except tab and line end, and marks that
+# change the direction of writing, because both command the terminal; and surrogates, which stand for bytes of a file
+# name that are not UTF-8, because no stream can write them.
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def readable(text: str) -> str:
-    """Return the text with an escape in place of each character that would command a terminal."""
+    """Return the text with each character of COMMANDS replaced by its escape, as Python writes it."""
     return COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class _Readable:
-    """A text stream that writes readable() text."""
+    """A text stream that passes all text through readable() and writes it to another stream."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -35,8 +36,9 @@ class _Readable:
 
 @contextlib.contextmanager
 def readable_output() -> Iterator[None]:
-    """Pass all output in this context through readable(), because logs, records and file names may hold anything."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed stream's number must not go to another file
+    """Within this context, pass all text for standard output and standard error through readable(). The text may come
+    from logs, records and file names, which may hold any character."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # no other file may get the number of a closed stream
         pass
     os.close(handle)
     streams = sys.stdout, sys.stderr
@@ -48,13 +50,14 @@ def readable_output() -> Iterator[None]:
 
 
 def terminal() -> Any:
-    """Return standard output for a library that draws by control characters; pass the library readable() text only."""
+    """Return standard output itself, for a library that draws with control characters. Text given to the library must
+    be readable() already."""
     return getattr(sys.stdout, "stream", sys.stdout)
 
 
 def is_notebook() -> bool:
-    """True in a notebook's kernel and in processes that its cells start. `!./run.sh` has a terminal in a cell, but the
-    cell's output keeps every state of a progress bar."""
+    """True in a notebook's kernel, and in processes that the notebook's cells start. There a progress bar must not be
+    drawn: a cell with `!./run.sh` has a terminal, but its output would keep every state of the bar."""
     return "JPY_PARENT_PID" in os.environ
 
 
@@ -62,10 +65,11 @@ def print_table(
     columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None, *, numbers: Iterable[str] = (),
     widths: Mapping[str, int] | None = None, has_lines: bool = False,
 ) -> None:  # fmt: skip
-    """Print rows under their columns.
+    """Print a table of rows under the names of its columns. It is as wide as the terminal, or WIDTH without one.
 
-    `numbers`: columns aligned to the right. `widths`: largest number of characters of a column. `has_lines`: draw lines
-    between the rows, and fold the first column, too, if it is too long.
+    `numbers`: names of the columns that are aligned to the right. `widths`: for a column's name, the most characters of
+    a line in it. `has_lines`: True draws lines between the rows, and also folds cells of the first column that are too
+    long.
     """
     from rich.box import HEAVY_HEAD, SIMPLE_HEAD
     from rich.console import Console

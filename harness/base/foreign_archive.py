@@ -1,5 +1,5 @@
-"""Reads an archive from an untrusted source into memory: only regular files, of limited number and size, each listed
-with its hash in a manifest. Nothing is unpacked onto the disk."""
+"""Reads an archive from an untrusted source into memory; nothing is unpacked onto the disk. The archive may hold only
+regular files, of limited number and size, and a manifest must list each file with its hash."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from typing import Any
 
 from harness.base.foreign_file import MOST_BYTES, read_bytes
 
-LISTABLE = re.compile(r"[\w .,+=@~-]+")  # names of files that a manifest can list
+LISTABLE = re.compile(r"[\w .,+=@~-]+")  # pattern of the names of files and folders that a manifest can list
 MOST_UNPACKED = 4 * MOST_BYTES
 MOST_FILES = 20_000
 
 
 def read_archive(path: Path, folder: str, manifest: str, endings: Collection[str]) -> dict[str, bytes]:
-    """Return the files of a gzipped tar by their paths within its only folder.
+    """Return the contents of the files in a gzipped tar archive, by their paths below `folder`, its only top folder.
+    The manifest is left out.
 
-    Raises ValueError, one line, unless the archive is whole, its files have these endings, and the manifest lists
-    exactly these files.
+    Raises ValueError, one line, unless the archive is whole, every file's name has one of these endings or .sha256, and
+    the file `manifest` lists exactly the other files with their SHA-256 hashes.
     """
     try:
         files = _members(path, folder, endings)
@@ -74,7 +75,8 @@ def _is_inside(name: str) -> bool:
 
 
 class _Limited:
-    """A stream that raises ValueError when more than MOST_UNPACKED bytes are read from it, headers included."""
+    """A stream that raises ValueError once more than MOST_UNPACKED bytes have been read from it. The archive's headers
+    count, too."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.left = stream, MOST_UNPACKED

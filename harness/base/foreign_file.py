@@ -1,4 +1,5 @@
-"""Reads files from untrusted sources: only regular files, of limited size, with limited nesting and numbers."""
+"""Reads files from untrusted sources. Limits protect this process: a file must be a regular file of limited size, and
+its data must have limited nesting and limited numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from typing import Any
 
 MOST_BYTES = 256 * 2**20
 MOST_DEPTH = 40
-MOST_PARTS = 100_000  # most parts of a YAML file; an alias counts at each use
+MOST_PARTS = 100_000  # most values in a YAML file; a value counts again at each use of an alias for it
 MOST_DIGITS = 19  # most digits of an integer, so that it fits 64 bits
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of a surrogate, which is half of a character
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # start of JSON's escape of a surrogate, which is half of a character
 
 
 def read_text(path: Path) -> str:
@@ -25,8 +26,8 @@ def read_text(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a regular file. Raises OSError for anything else, such as a symbolic link, and for a file that is too large;
-    never waits for a pipe."""
+    """Return the bytes of a regular file. Raises OSError if `path` is anything else, such as a symbolic link or a pipe,
+    or if the file has more than MOST_BYTES bytes. This call never waits for the writer of a pipe."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -51,12 +52,13 @@ def _not_regular(path: Path, kind: str) -> OSError:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises OSError as read_text() does, and ValueError as parsed_json() does."""
+    """Return the data of a JSON file. Raises OSError as read_bytes() does, and ValueError as parsed_json() does."""
     return parsed_json(read_text(path))
 
 
 def parsed_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError if it is not JSON, or has numbers or a depth that this project never writes."""
+    """Return the data of a JSON text. Raises ValueError if the text is not JSON or is null, if it is nested too deep,
+    or if a number is not finite or is too long. Surrogates in texts become escapes."""
     try:
         data = json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_no_number)
     except RecursionError:
@@ -67,7 +69,8 @@ def parsed_json(text: str) -> Any:
 
 
 def writable(value: Any) -> Any:
-    """Return the JSON value with escapes in place of surrogates, which no UTF-8 file can hold."""
+    """Return a JSON value in which surrogate characters are replaced by escapes, because no UTF-8 file can hold
+    surrogates."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
@@ -76,18 +79,19 @@ def writable(value: Any) -> Any:
 
 
 def read_yaml(path: Path, as_text: bool = False) -> Any:
-    """Read a YAML file. Raises OSError as read_text() does, and ValueError for invalid YAML or too many parts, because
-    aliases may repeat a part many times. `as_text`: keep numbers, dates and truth values as text."""
+    """Return the data of a YAML file. Raises OSError as read_bytes() does, and ValueError for invalid YAML, nesting
+    that is too deep, and more than MOST_PARTS values, because a short file may repeat a value many times by aliases.
+    `as_text`: True keeps numbers, dates and truth values as text."""
     return copy.deepcopy(_parsed_yaml(read_text(path), as_text))
 
 
-@functools.lru_cache(maxsize=32)  # a report reads the same machines and models again and again
+@functools.lru_cache(maxsize=32)  # a report reads the same files of machines and models many times
 def _parsed_yaml(text: str, as_text: bool) -> Any:
     import yaml
 
     try:
         data = yaml.load(text, Loader=yaml.BaseLoader if as_text else yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # dates, characters by number
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # impossible dates, character numbers
         raise ValueError(" ".join(str(error).split())) from error
     if not _is_limited(data, MOST_PARTS):
         raise ValueError(f"expected YAML of at most {MOST_DEPTH} nested levels and {MOST_PARTS} values, got more")

@@ -1,8 +1,9 @@
-"""Forks processes from a server process that has imported torch: the import takes seconds, longer than many runs.
+"""Starts processes as forks of a server process that has already imported torch. The import takes seconds, which is
+longer than many runs.
 
-By default the server imports no training code, so a fork reads this project's files and the method's as they are when
-the fork starts. Each caller has one server. The server ends with the caller, even if the caller is killed; the server's
-forks go on. Standard library only.
+By default the server imports no training code. So a fork imports the files of this project and of the method as they
+are when the fork starts. Each calling process has one server. The server ends with its caller, even if the caller is
+killed; forks that run already go on. This file itself imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
-# torch.utils.checkpoint imports torch._dynamo at its first call; a worker's record needs both modules of pydantic.
+# Modules that the server imports by default. torch.utils.checkpoint would import torch._dynamo at its first call, and
+# a worker needs both modules of pydantic to make its record.
 IMPORTS = ("torch", "torch._dynamo", "pydantic.dataclasses", "pydantic.type_adapter")
-MASKED = (signal.SIGINT, signal.SIGTERM)  # signals that stay blocked until a fork has a new process's handlers
+MASKED = (signal.SIGINT, signal.SIGTERM)  # signals that a fork blocks until it has set a new process's handlers
 MESSAGE_BYTES, MOST_DESCRIPTORS = 2**20, 16
 LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
-START_SECONDS = 120.0  # most seconds until a fork starts; torch's import takes 2 s on an idle core
+START_SECONDS = 120.0  # most seconds to wait until a fork starts; the import of torch takes 2 s on an idle core
 
 
 class Server(NamedTuple):
-    owner: int  # number of the process that started the server; its forks inherit the connection, but must not use it
+    owner: int  # number of the process that started the server: only this process, none of its forks, may use it
     inherited: tuple[Sequence[str], dict[str, str], list[tuple[int, int]]]  # the server's imports, environment, limits
     process: subprocess.Popen[bytes]
     connection: socket.socket
@@ -44,7 +46,7 @@ _server: Server | None = None
 
 
 class Forked:
-    """A forked process, with the interface of subprocess.Popen."""
+    """The caller's handle of a process that the server forks. It has a part of the interface of subprocess.Popen."""
 
     def __init__(self, stdin: IO[str], control: socket.socket) -> None:
         self.stdin, self._control = stdin, control
@@ -52,7 +54,8 @@ class Forked:
         self.returncode: int | None = None
 
     def started(self) -> Forked:
-        """Wait until the process is forked. Raises OSError if the server ends first."""
+        """Wait until the process is forked, and set its number `pid`. Raises OSError if the server ends before, or
+        after START_SECONDS."""
         if not self.pid:
             self._control.settimeout(START_SECONDS)
             try:
@@ -74,7 +77,7 @@ class Forked:
     def wait(self) -> int:
         if self.returncode is None:
             told = self.started()._control.recv(MESSAGE_BYTES)
-            self.returncode = int(told) if told else -signal.SIGKILL  # the server, which sends exit codes, was killed
+            self.returncode = int(told) if told else -signal.SIGKILL  # empty: the server was killed
             self._control.close()
         return self.returncode
 
@@ -83,9 +86,12 @@ def start(
     module: str, output: int, errors: int, environment: dict[str, str], kept: Iterable[int] = (),
     imports: Sequence[str] = IMPORTS,
 ) -> Forked:  # fmt: skip
-    """Run the module's main() in a new fork with a session of its own; return without waiting for the fork. `output`,
-    `errors`: descriptors of the fork's streams; `kept`: descriptors that keep their numbers in the fork. Raises OSError
-    if the server cannot be started."""
+    """Run the module's main() in a new fork, which has a session of its own; return without waiting for the fork.
+
+    `output`, `errors`: descriptors that become the fork's standard output and standard error. `environment`: all of the
+    fork's environment variables. `kept`: descriptors that keep their numbers in the fork. `imports`: modules that the
+    server has imported. Raises OSError if the server cannot be started.
+    """
     reader, writer = os.pipe()
     here = os.open(".", os.O_PATH)
     control, theirs = _pair()
@@ -109,7 +115,7 @@ def start(
 
 
 def close() -> None:
-    """End the server; forks that it has not started yet will not start."""
+    """End the server. A fork that was ordered but has not started will not start; running forks go on."""
     global _server
     if _server:
         _server.connection.close()
@@ -120,8 +126,8 @@ def close() -> None:
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import these modules without garbage collection, which would take a fifth of the time. Later collections skip
-    the modules' objects."""
+    """Import these modules. Garbage collection is off meanwhile, because it would take a fifth of the time, and later
+    collections skip the objects that exist by then."""
     gc.disable()
     for name in names:
         importlib.import_module(name)
@@ -130,8 +136,9 @@ def import_all(names: Iterable[str]) -> None:
 
 
 def _connection(environment: dict[str, str], imports: Sequence[str]) -> socket.socket:
-    """Return the connection to a server with these imports, this environment and this process's present limits; start a
-    server if there is none. TMPDIR in the environment may differ, because each worker has its own."""
+    """Return the connection to a server that has these imports, this environment and this process's present resource
+    limits. If the present server differs or has ended, start a new one. The variable TMPDIR is not compared, because
+    each worker has its own."""
     global _server
     environment = {name: value for name, value in environment.items() if name != "TMPDIR"}
     inherited = imports, environment, [resource.getrlimit(kind) for kind in LIMITS]
@@ -155,16 +162,17 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Forks:
-    """The server's state: the connection to its caller, and for each fork the connection that reports the fork's
-    end."""
+    """The state of the server: its connection to the caller, and for each running fork the connection over which the
+    server reports the fork's end."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.waiting, self.connection = selectors.DefaultSelector(), connection
         self.waiting.register(connection, selectors.EVENT_READ)
-        self.running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: the fork's number, its caller
+        self.running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process number, connection
 
     def serve(self) -> NoReturn:
-        """Fork as asked; send for each fork its process number and, at its end, its exit code."""
+        """Handle the caller's orders until the caller ends. For each fork, send the exit code over the fork's
+        connection when the fork ends."""
         while True:
             for key, _ in self.waiting.select():
                 self._take() if key.fileobj is self.connection else self._ended(key.fd)
@@ -179,7 +187,7 @@ class Forks:
             if not (pid := os.fork()):
                 self._forget()
                 _work(json.loads(message), asked, *given)
-        except OSError:  # the system allows no more processes: closing the connection tells the caller
+        except OSError:  # the system allows no more processes; the caller notices that the connection is closed
             asked.close()
         else:
             end = os.pidfd_open(pid)
@@ -197,7 +205,7 @@ class Forks:
             asked.send(str(code).encode())
 
     def _forget(self) -> None:
-        """Close, in a fork, the descriptors that belong to the server."""
+        """Close the server's descriptors in this process, which is a new fork."""
         self.waiting.close()
         self.connection.close()
         for end, (_, asked) in self.running.items():
@@ -206,10 +214,12 @@ class Forks:
 
 
 def _work(order: dict[str, Any], asked: socket.socket, here: int, *given: int) -> NoReturn:
-    """Run the module's main() as a new process would."""
+    """Run the module's main() in this process, a new fork, in the state of a newly started process. Send the fork's
+    process number over `asked` first. `here`: descriptor of the working folder; `given`: descriptors that get the
+    numbers of order["numbers"]."""
     os.setsid()
     with contextlib.suppress(OSError), asked:
-        asked.send(str(os.getpid()).encode())  # from now on the caller can signal this process's group
+        asked.send(str(os.getpid()).encode())  # now the caller can send signals to this process's group
     os.fchdir(here)
     os.close(here)
     beyond = max(*order["numbers"], *given) + 1
@@ -220,7 +230,7 @@ def _work(order: dict[str, Any], asked: socket.socket, here: int, *given: int) -
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.sched_setaffinity(0, order["cores"])
-    os.environ |= order["environment"]  # the order's environment has every variable of the server's
+    os.environ |= order["environment"]  # this replaces every variable of the server's, because the names are the same
     tempfile.tempdir = None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -241,7 +251,7 @@ def _work(order: dict[str, Any], asked: socket.socket, here: int, *given: int) -
 
 def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, MASKED)
-    with contextlib.suppress(Exception):  # if an import fails, it fails in the forks again
+    with contextlib.suppress(Exception):  # a failed import fails again in each fork, which reports it
         import_all(sys.argv[2:])
     Forks(socket.socket(fileno=int(sys.argv[1]))).serve()
 

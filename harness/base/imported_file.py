@@ -1,5 +1,5 @@
-"""Imports the file of a method or a case, and guards calls of its functions: a mistake in such a file becomes one line
-of text, and never ends this process."""
+"""Imports the file of a method or a case, and guards calls of the file's functions. A mistake in such a file becomes an
+error of one line and does not end this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 
 def imported(name: str, file: Path) -> Any:
-    """Import this file as the module of this name. Raises ValueError, one line, if it does not load."""
+    """Import the module `name`, which lies in `file`, and return it. Raises ValueError, one line that names the file,
+    if the import fails."""
     try:
         with staying():
             return importlib.import_module(name)
@@ -30,8 +31,8 @@ def imported(name: str, file: Path) -> Any:
 def guard(
     cls: type, passed: tuple[type[Exception], ...], returned: Mapping[str, type] | None = None, but: Sequence[str] = ()
 ) -> None:
-    """Replace each public function of a class by a Called, except those named in `but`. `returned`: for a function's
-    name, the type that the function must return."""
+    """Replace each public function and property of a class by a Called, except those named in `but`. `passed`: types of
+    exceptions that go through unchanged. `returned`: the type that a function must return, by the function's name."""
     file = Path(sys.modules[cls.__module__].__file__ or "")
     for name, own in list(vars(cls).items()):
         if not name.startswith("_") and name not in but and (callable(own) or hasattr(own, "__get__")):
@@ -39,8 +40,8 @@ def guard(
 
 
 class Called:
-    """A descriptor in place of a class's function or property: told() turns its errors into one line, and the result
-    must have the type `returned`, if given."""
+    """A descriptor in the place of a class's function or property. It calls the function or property, turns an error
+    into one line by told(), and checks that the result has the type `returned` unless this is None."""
 
     def __init__(
         self, function: Any, name: str, file: Path, passed: tuple[type[Exception], ...], returned: type | None
@@ -70,8 +71,9 @@ class Called:
 
 @contextlib.contextmanager
 def told(name: str, file: Path, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn any exception or exit within this context into a ValueError, one line that names the file, the function and
-    the failing line. ValueErrors and the exceptions in `passed` go through unchanged."""
+    """Turn any exception or exit within this context into a ValueError with one line, which names the file, the
+    function `name` and the failing line. ValueErrors, Ctrl-C and exceptions of the types `passed` go through
+    unchanged."""
     try:
         with staying():
             yield
@@ -89,8 +91,8 @@ def _text(error: BaseException) -> str:
 
 
 def line_in(folder: Path | None, error: BaseException) -> str:
-    """Return, as text, the innermost line in the error's traceback that lies in a file of this folder; empty if there
-    is none."""
+    """Return, as text, the innermost line of the error's traceback that lies in a file directly in `folder`; empty if
+    there is no such line."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).parent == folder]
     if not frames:
         return ""
@@ -100,12 +102,12 @@ def line_in(folder: Path | None, error: BaseException) -> str:
 
 @contextlib.contextmanager
 def staying() -> Iterator[None]:
-    """Make os._exit() and posix._exit() raise SystemExit within this context, because they would end this process at
-    once and without a message. A signal still ends the process, and the caller's shell reports the signal."""
+    """Within this context, make os._exit() and posix._exit() raise SystemExit. Otherwise they would end this process at
+    once, without a message. A signal still ends this process; the caller's shell reports a signal."""
     end, here = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
-        if os.getpid() != here:  # a forked child may exit as it likes
+        if os.getpid() != here:  # a forked child may exit at once
             end(status)
         raise SystemExit(f"os._exit({status})")
 

@@ -1,4 +1,4 @@
-"""Named entries of a YAML file, such as machines.yaml; the error about an unknown name tells the nearest name."""
+"""Reads named entries of a YAML file, such as machines.yaml. The error about an unknown name tells the nearest name."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ FEW = 20  # most names that a message lists
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
-    """Return a hint that ends with a space: the nearest names, at most `most` of them, else the names that contain this
-    name as a part between hyphens; empty if there are none. Capital and small letters count as equal."""
+    """Return a hint such as `did you mean gpt2? `, which ends with a space. It lists at most `most` known names that
+    are similar to `name`. If none is similar, it lists the known names that contain `name` as a part between hyphens;
+    if there is none, either, the hint is empty. Capital and small letters count as equal."""
     small = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), small, n=most, cutoff=0.4)
     near = [small[each] for each in near] or [small[each] for each in small if name.lower() in each.split("-")]
@@ -28,8 +29,8 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
 
 
 def entries(file: Path, example: str) -> dict[str, Any]:
-    """Return every entry of the file as written. Raises ValueError, one line with an example, if the file cannot be
-    read or holds no entries."""
+    """Return all entries of the file by name, not checked. Raises ValueError, one line with the example, if the file
+    cannot be read or does not hold entries by name."""
     try:
         return _parsed(file, file.stat().st_mtime_ns)
     except (OSError, ValueError) as error:
@@ -38,7 +39,8 @@ def entries(file: Path, example: str) -> dict[str, Any]:
 
 
 def places(files: Iterable[Path], example: str) -> dict[str, Path]:
-    """Return the file of each entry. Raises ValueError if two files have an entry of the same name."""
+    """Return the file of each entry, by the entry's name. Raises ValueError if two files have an entry of the same
+    name, or as entries() does."""
     found: dict[str, Path] = {}
     for file in files:
         for name in entries(file, example):
@@ -49,8 +51,8 @@ def places(files: Iterable[Path], example: str) -> dict[str, Path]:
 
 
 def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: str) -> T:
-    """Return the entry of this name as a dataclass. Raises ValueError that names the nearest entry, or the wrong
-    fields."""
+    """Return the entry `name` as the dataclass `kind`. Raises ValueError if there is no such entry (the text names the
+    nearest ones) or if its fields are wrong (the text names them). `what`: the word for an entry in this text."""
     found = places(files, example)
     if name not in found:
         if len(found) > FEW:
@@ -69,6 +71,6 @@ def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: s
 
 @functools.lru_cache
 def _parsed(file: Path, written: int) -> dict[str, Any]:
-    """Parse the file. The cache, whose key includes the file's time of change `written`, is needed because parsing
-    takes longer than a plan."""
+    """Return the parsed file. It is cached, because parsing takes longer than computing a plan. `written`, the file's
+    time of change in nanoseconds, makes a changed file be parsed again."""
     return checked(dict[str, Any], read_yaml(file) or {})
