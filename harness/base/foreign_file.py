@@ -91,7 +91,7 @@ def _parsed_yaml(text: str, as_text: bool) -> Any:
 
     try:
         data = yaml.load(text, Loader=yaml.BaseLoader if as_text else yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # impossible dates, character numbers
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # impossible dates or numbers
         raise ValueError(" ".join(str(error).split())) from error
     if not _is_limited(data, MOST_PARTS):
         raise ValueError(f"expected YAML of at most {MOST_DEPTH} nested levels and {MOST_PARTS} values, got more")
