@@ -159,7 +159,7 @@ class MegatronLM(Method):
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         row = describe(workload, "upstream: megatron-core", "megatron-core's, over torch AdamW without Apex, device")
-        recompute = "every layer, megatron-core's" if device == "cuda" else row["recompute"]
+        recompute = "every layer, megatron-core's" if device == "cuda" else "every layer, torch checkpoint"
         return {**row, "model": "megatron.core GPTModel", "recompute": recompute}
 
     def train(self, workload: Workload, batches, device: str) -> Training:

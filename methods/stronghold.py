@@ -72,7 +72,8 @@ class Stronghold(Method):
         """Return this method; with deferred updates if most timed steps followed a clipped one, because such steps do
         not speculate."""
         limit = job.workload.clip_norm or math.inf
-        clipped = [norm is None or not norm <= limit for norm in grad_norms[max(0, job.warmup - 1) : -1]]
+        before = grad_norms[max(0, job.warmup - 1) : -1]  # the norms of the steps before the timed ones
+        clipped = [norm is None or not math.isfinite(norm) or norm > limit for norm in before]
         is_rare = 2 * sum(clipped) <= len(clipped)
         return self if self.clipping != "speculate" or is_rare else replace(self, clipping="deferred")
 

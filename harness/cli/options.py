@@ -145,7 +145,6 @@ def _take_models(context: click.Context, _: click.Parameter, text: str | None) -
     several, all: leave_out_given() leaves out those whose options are given."""
     names = named_models.several(text) if text else []
     if len(names) > 1:
-        context.meta[MODEL] = text
         return [_fields(context, name) for name in names]
     return [_take_sizes(context, *names)]
 

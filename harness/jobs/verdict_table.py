@@ -15,10 +15,12 @@ Outcome = Record | str  # a job's record, or the reason why its method refused t
 
 
 def columns(asked: Sequence[Job]) -> dict[Workload, str] | None:
-    """Return the head of each model's column: the models' names or, if two names are equal, the numbers of layers. None
-    if neither tells all models apart."""
+    """Return the head of each model's column: the models' names; if two names are equal, names and numbers of layers; if
+    these are equal, too, layers and widths. None if two models have the same layers and width."""
     models = list(dict.fromkeys(job.workload for job in asked))
-    for heads in ([load.model_name for load in models], [load.layers_text for load in models]):
+    layers = [load.layers_text for load in models]
+    widths = [f"{text} x {load.hidden_size}" for text, load in zip(layers, models, strict=True)]
+    for heads in ([load.model_name for load in models], layers, widths):
         if len(set(heads)) == len(heads):
             return dict(zip(models, heads, strict=True))
     return None

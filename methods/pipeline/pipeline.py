@@ -40,7 +40,7 @@ from methods.pipeline.link import done, link, num_updates
 from methods.pipeline.masters import Masters
 from methods.pipeline.meta import give_memory
 from methods.pipeline.rank_map import RankMap
-from methods.pipeline.shared_weights import Shared, find_shared
+from methods.pipeline.shared_weights import Shared, counted_names, find_shared
 from methods.pipeline.stage import Spec, Stage
 from methods.pipeline.transport import Transport, place
 from methods.shared.loss_scale import ChosenLossScale, LossScale
@@ -100,7 +100,7 @@ class Varuna(nn.Module):
             sample = {**sample, LOSS_SCALE: 1.0}
         pairs = list(shared_weights or [])
         self.weight_shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
-        names = [name for name, _ in model.named_parameters()]  # shared weights once: the norm has the reference's bits
+        names = counted_names(model, pairs)
         parts = self._cut(model, sample, cuts)
         shared = find_shared(model, parts, pairs)
         self.stage_of = {name: number for number, part in reversed([*enumerate(parts)])

@@ -19,6 +19,14 @@ class Shared(NamedTuple):
     other_stage: int
 
 
+def counted_names(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the names of all weights in the model's order, without the second name of a parameter that has two. The
+    global norm is summed in this order, so that it has the bits of the norm of a whole model."""
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    again = {other for name, other in pairs if name in whole and whole[name] is whole.get(other)}
+    return [name for name in whole if name not in again]
+
+
 def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[str, str]]) -> list[Shared]:
     """Return the pairs with their stages. Raises ValueError for a name that the model lacks, and for a parameter that
     is on both sides of a cut but in no pair."""

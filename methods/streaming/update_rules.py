@@ -74,7 +74,7 @@ class UpdateRule:
         self.device, self.clip_norm, self.order, self.ends, self.layers = device, terms.clip_norm, order, ends, layers
         self.asked = TIMINGS[clipping]
         self.timing = DEFERRED if self.asked is SPECULATIVE else self.asked  # of this step
-        self.has_norm = False  # True after the first step, whose norm tells whether to speculate
+        self.has_stepped = False
         # True: the states of streamed layers are fetched for the backward pass.
         self.is_ahead = self.timing is IMMEDIATE
         self.scale = LossScale(terms)
@@ -84,7 +84,7 @@ class UpdateRule:
     def begin(self, settings: Settings) -> None:
         """Begin a backward pass, with a new Clip. The last step's Clip is free: the forward pass has waited for the
         copies of its factor."""
-        if self.asked is SPECULATIVE and self.has_norm:
+        if self.asked is SPECULATIVE and self.has_stepped:
             self.timing = SPECULATIVE if self.clip.is_one() else DEFERRED
         self.settings, self.clip = settings, Clip(self.device, self.clip_norm, self.scale, self.order)
 
@@ -112,7 +112,7 @@ class UpdateRule:
 
     def step(self, loss: Tensor) -> Step:
         """Return the step as the method yields it, and set the next step's loss scale."""
-        self.has_norm = True
+        self.has_stepped = True
         if self.asked is SPECULATIVE:
             self.is_ahead = any(isinstance(layer, Streamed) for layer in self.layers) and self.clip.is_one()
         return self.scale.step(loss, self.clip.total, is_skipped=self.is_skipped)

@@ -72,7 +72,7 @@ class WindowStream:
         return dxs
 
     def finish(self, settings: Settings) -> Step:
-        if self.rule.timing is not DEFERRED and settings != self.rule.settings:
+        if self.rule.asked is not DEFERRED and settings != self.rule.settings:
             raise ValueError("step: expected the optimizer's settings of the backward pass, got others")
         self.rule.settings = settings
         self.rule.finish()

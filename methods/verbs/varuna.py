@@ -80,7 +80,7 @@ def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> Non
     The profile holds the seconds and bytes of the model's sections, of the sections' updates, of messages between
     stages and of all-reduces. To measure a model of your own, use the Python class Profiler.
     """
-    if words["num_layers"] is None:
+    if not _names_model(words):
         raise ValueError("expected -l and -h, or --model NAME")
     workload = _workload(words)
     check_writable(folder, "--out")
@@ -120,7 +120,7 @@ def configure(
     costs: Profile | GptCosts
     if folder is not None:
         costs, known = read(folder), "of the profiled device"
-    elif words["num_layers"] is None or words["machine_name"] is None:
+    elif not _names_model(words) or words["machine_name"] is None:
         raise ValueError("expected --profile FOLDER, or --model NAME and --machine NAME")
     else:
         sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
@@ -213,7 +213,7 @@ def simulate(
         )
     seconds, origin = [dict(zip(SLOTS, passes or map(float, SLOTS.values()), strict=True))] * num_stages, "--passes"
     sent_by = "--send"
-    if words["num_layers"] is not None:
+    if _names_model(words):
         seconds, per_message = _of_model(words, num_stages, chunk_size)
         name = _workload(words).model_name
         origin = f"{name} at the rates of {named_machines.source(words['machine_name'])}"
@@ -261,10 +261,15 @@ def _told(seconds: list[dict[str, float]]) -> str:
     return ", ".join(found)
 
 
-def _workload(words: dict[str, Any]) -> Workload:
-    names = ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size", "dtype")
+def _names_model(words: dict[str, Any]) -> bool:
+    """Return whether the call names a model, by --model or -l. Raises ValueError if it names several models."""
     if len(words["model"]) > 1:
         raise ValueError("expected one model, got several; try a call for each")
+    return words["num_layers"] is not None
+
+
+def _workload(words: dict[str, Any]) -> Workload:
+    names = ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size", "dtype")
     return Workload(**{name: words[name] for name in names}, **words["model"][0])
 
 

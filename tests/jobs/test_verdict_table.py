@@ -38,6 +38,8 @@ def test_columns_are_named_by_models_and_by_layers_where_a_model_has_several_num
 
     assert heads(LLAMA, gpt, LLAMA) == ["tiny-llama", "GPT"]
     assert heads(LLAMA, LLAMA.at_depth(2)) == ["tiny-llama, 3 layers", "tiny-llama, 2 of 3 layers"]
+    wide = dataclasses.replace(gpt, hidden_size=4096)
+    assert heads(gpt, wide) == ["2 layers x 2048", "2 layers x 4096"]
     assert heads(gpt, dataclasses.replace(gpt, batch_size=2)) is None
 
 

@@ -27,7 +27,7 @@ from methods.pipeline.checkpoint import read
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.pipeline import Varuna
 from methods.pipeline.rank_map import RankMap
-from methods.pipeline.shared_weights import find_shared
+from methods.pipeline.shared_weights import counted_names, find_shared
 from methods.pipeline.stage import Stage
 from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join, place
 from tests.methods.pipeline import user_model
@@ -254,6 +254,13 @@ def test_a_model_that_cannot_be_cut_is_one_line(kind: str, told: str) -> None:
         specs_of(next(probe(parts, INPUTS))[0], 0)
         find_shared(model, parts, [])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("pair", [("wte.weight", "head.weight"), ("head.weight", "wte.weight")])
+def test_the_norm_counts_a_shared_parameter_under_the_first_name_of_its_pair(pair: tuple[str, str]) -> None:
+    names = counted_names(user_model.make(), [pair])
+    assert pair[0] in names and pair[1] not in names
+    assert len(names) == len([*user_model.make().parameters()])
 
 
 @pytest.mark.parametrize(("pair", "told"), [

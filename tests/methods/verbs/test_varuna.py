@@ -149,6 +149,8 @@ def test_a_model_by_its_config_is_measured_and_foretold(tmp_path: Path) -> None:
     ("simulate --stages 1000000 --micro-batches 1000", "expected at most 100000000 stages times micro-batches"),
     ("profile", "expected -l and -h, or --model NAME"),
     ("profile -l 2 --model gpt2,gpt2-xl", "expected one model, got several"),
+    ("profile --model gpt2,gpt2-xl", "expected one model, got several"),
+    ("simulate --stages 4 --micro-batches 8 --model gpt2,gpt2-xl", "expected one model, got several"),
     ("configure --gpus 2 --batch 2", "expected --profile FOLDER, or --model NAME and --machine NAME"),
     ("simulate --stages 500 --micro-batches 500 --out /tmp/step.pdf --schedule gpipe", "expected at most 20000 stages"),
 ])  # fmt: skip
