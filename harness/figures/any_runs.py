@@ -1,9 +1,9 @@
 """Makes a case's figure from any records in a folder: runs made by hand, of any sizes, and imported logs.
 
-All runs of a figure have the same machine, device, dtype, size of a step and budget. Nothing is drawn if records differ
-in one of these: the error tells what differs, and how to choose. The case's pick(rows) selects the rows that a figure
-shows. If a method ran with several windows, cases about windows or largest sizes show all; others show the published
-one.
+All runs of a figure must have the same machine, device, dtype, sizes of a step and budget. If records differ in one of
+these, nothing is drawn: the error tells the difference, and how to choose records. The case's pick(rows) chooses the
+rows that its figure shows. If runs of a method differ in their window, cases about windows or largest sizes use all
+runs, and other cases use those with the published window.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from harness.figures.profile import PUBLISHED_WINDOW
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-NAME = "folder"  # stands in file names in place of a profile's name
+NAME = "folder"  # stands where file names otherwise have a profile's name
 OF_WORKLOAD = ("dtype", "hidden_size", "num_heads", "batch_size", "micro_batches", "seq_len", "vocab_size", "dropout")
-ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")  # equal in a figure's runs
-CHOICES = (*ALIKE, "window_size", "num_layers", "method", "steps")  # names that --where takes
+# columns that must be equal in all runs of a figure
+ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")
+CHOICES = (*ALIKE, "window_size", "num_layers", "method", "steps")  # names that --where accepts
 
 
 def facts(found: DataFrame) -> DataFrame:
-    """Return a row for each run, with the facts in which runs may differ, as text with the names and values that
-    --where takes. A cell is missing if an imported log does not tell the fact."""
+    """Return a row of facts for each run, as text with the names and values that --where accepts. A cell is missing if
+    an imported log does not give the fact."""
     unsaid = [record.evidence.get("unsaid", ()) for record in found[frame.RECORD]]
     windows = [record.job.options.get("window_size") for record in found[frame.RECORD]]
     told = found.assign(
@@ -47,8 +48,8 @@ def _memory(size: float) -> str:
 
 
 def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> list[FigureRow]:
-    """Return the rows of a case from the records that `where` (NAME=VALUE) selects. Raises ValueError if there are
-    none, or if the runs differ in a column of ALIKE."""
+    """Return the rows of case `number`, made from the records that `where` selects; each of its texts is NAME=VALUE.
+    Raises ValueError if there are no rows, or if the runs differ in a column of ALIKE."""
     its, chosen = case.load(number), dict(map(_choice, where))
     if not its.picks:
         raise ValueError(

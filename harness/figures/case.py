@@ -1,7 +1,7 @@
 """The base class of a case, the registry that finds cases, and the rows of their figures.
 
-A case is a figure, made of records and nothing else: a class in a file named by its number. This project's cases are in
-cases/, and are figures of the papers.
+A case is a figure that is made from records. It is a class in a file named by the case's number. This project's cases
+are in cases/, and are figures of the papers.
 """
 
 from __future__ import annotations
@@ -28,75 +28,79 @@ from harness.figures import measurements, plot, profile
 from harness.figures.point import METRICS, FigureRow, machine_of, row_of
 from harness.figures.profile import CaseProfile
 
-PUBLISHED = ROOT / "claims" / "published.csv"  # one line for each run of the published artifact that a figure draws
+PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each run of the published artifact that a figure draws
 PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
 
 
 class Case(ABC):
-    """The base class of every case. A case defines metric, methods and jobs(); all else has a default."""
+    """The base class of every case. A case must define metric, methods and jobs(); everything else has a default."""
 
-    title: ClassVar[str]  # default: the first line of its file
-    metric: ClassVar[str] = ""  # one of METRICS
-    methods: ClassVar[Sequence[str]] = ()  # names, in the figure's order
-    searches: ClassVar[Sequence[str]] = ()  # the methods whose largest depth is searched first
-    axis: ClassVar[str] = ""  # the column in which the figure's rows differ
-    look: ClassVar[Mapping[str, Any]] = {}  # options of plot.figure
-    mixes_metrics: ClassVar[bool] = False  # True: some rows have another metric than `metric`
-    picks: ClassVar[bool] = False  # True: the figure can be drawn from any runs; pick() chooses their rows
-    in_all: ClassVar[bool] = True  # False: `case all`, demo and notebook leave it out, and no claim is about it
+    title: ClassVar[str]  # default: the first line of the docstring of its file
+    metric: ClassVar[str] = ""  # a name in METRICS
+    methods: ClassVar[Sequence[str]] = ()  # names of the methods, in the figure's order
+    # names of the methods whose largest depth is searched before the case's jobs run
+    searches: ClassVar[Sequence[str]] = ()
+    axis: ClassVar[str] = ""  # name of the column whose values the figure's rows compare
+    look: ClassVar[Mapping[str, Any]] = {}  # options of plot.figure()
+    mixes_metrics: ClassVar[bool] = False  # True: some rows have another metric than the case's
+    picks: ClassVar[bool] = False  # True: the figure can be drawn from any runs; pick() chooses the rows
+    in_all: ClassVar[bool] = True  # False: `case all`, demo and notebook leave the case out, and no claim is about it
 
     def __init_subclass__(cls) -> None:
-        """Set the class's title, and report failures of its functions in one line with the file."""
+        """Set the class's title. Let its functions report their failures in one line that names the file."""
         if "title" not in vars(cls):
             cls.title = str(sys.modules[cls.__module__].__doc__).partition("\n")[0]
         guard(cls, (OSError,))
 
     @abstractmethod
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> Sequence[Job]:
-        """Return the case's jobs in a profile. `sizes`: for each searched method, the largest depth that trained, if
-        that is known."""
+        """Return the case's jobs in a profile. `sizes`: by searched method, the largest depth that trained; a method
+        whose largest depth is not known is left out."""
 
     def profiles(self, used: CaseProfile) -> Sequence[CaseProfile]:
-        """Return the profiles that the case's jobs belong to."""
+        """Return the profiles that the case's jobs belong to, when the call asks for the profile `used`."""
         return (used,)
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return the case's measured rows, in the figure's order."""
+        """Return the case's measured rows, in the order of the figure."""
         return measurements.rows(self.metric, self.jobs(used, {}), records)
 
     def measure(  # noqa: B027  most cases measure nothing besides runs
         self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Measure what the figure shows besides training runs, unless the folder of results has it already."""
+        """Measure what the figure shows besides training runs, and write it to the folder of results; do nothing if it
+        is there."""
 
     def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> Sequence[FigureRow]:
-        """Return rows made from the files that measure() wrote."""
+        """Return rows made from the files that measure() has written."""
         return ()
 
     def kept(self, used: CaseProfile, results: Path) -> Sequence[Path]:
-        """Return the files that beside() reads. They are text files, which the archive of `bundle` includes."""
+        """Return the paths of the text files that beside() reads. The archive that `bundle` makes includes these
+        files."""
         return ()
 
     def simulated(self, rows: Sequence[FigureRow]) -> Sequence[FigureRow]:
-        """Return computed rows, to be shown beside the measured ones."""
+        """Return rows that are computed, not measured, to be shown beside the measured rows."""
         return ()
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Choose the rows that the figure shows from the rows of any runs (harness/figures/any_runs.py)."""
+        """Return those of the `rows`, which come from any runs (harness/figures/any_runs.py), that the figure shows."""
         return list(rows)
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
-        """Draw these rows into one panel of figure()."""
+        """Draw these rows into one panel of the figure."""
         plot.by_method(axes, rows, self.methods)
 
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
-        """Draw our rows beside the published ones."""
+        """Return the figure: these rows of ours beside the published rows. `note`: text for the caption."""
         return plot.figure(rows, self.metric, self.draw, note, **self.look)
 
 
 class Cases(FileRegistry[int]):
     def add(self, places: Iterable[Path]) -> None:
-        """Add files of cases. Raises ValueError if one does not load, because a profile needs the searches of all."""
+        """Add the files of cases in these places. Raises ValueError if a file does not load: a profile needs the
+        searches of all cases."""
         super().add(places)
         for number in numbers():
             load(number)
@@ -115,19 +119,20 @@ def numbers() -> list[int]:
 
 
 def numbers_of_all() -> list[int]:
-    """Return the numbers of the cases that `case all` makes."""
+    """Return the numbers of the cases that `case all` includes."""
     return [number for number in numbers() if load(number).in_all]
 
 
 def call(number: int, profile_name: str = "") -> str:
-    """Return the command that runs a case, with --cases if its file is not in cases/."""
+    """Return the command that runs a case; with --cases, if the case's file is not in cases/."""
     words = profile.call(number, profile_name) if profile_name else f"./run.sh case {number}"
     folder = REGISTRY.files()[number].parent
     return words if folder == REGISTRY.own else f"{words} --cases {shlex.quote(str(folder))}"
 
 
 def load(number: int) -> Case:
-    """Return the case of a number. Raises ValueError if its file does not load, or lacks a part of a case."""
+    """Return the case with this number. Raises ValueError if its file does not load, or if metric, methods or jobs() is
+    missing."""
     path = REGISTRY.files()[number]
     found: type[Case] | None = REGISTRY.class_in(path, Case)
     if found is None:
@@ -141,8 +146,11 @@ def load(number: int) -> Case:
 
 
 def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> CaseProfile:
-    """Return the profile of this name; without a name, this machine's default. The profile's memories are those of the
-    machine named `on`; without `on`, those in `facts`, which come from a record; without either, this machine's."""
+    """Return the profile with this name; None: this machine's default profile.
+
+    The profile's memories are those of the machine named `on`; if that is None, those in `facts`, which come from a
+    record; if that is None, too, those of this machine.
+    """
     if facts is None:
         drop = () if machine.devices()[0] == "cuda" else ("gpu", "gpu_bytes")
         facts = {key: value for key, value in machine.facts().items() if key not in drop}
@@ -151,27 +159,30 @@ def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = 
 
 
 def possible(wanted: Iterable[tuple[str, str | None]], facts: dict[str, Any]) -> Iterator[CaseProfile]:
-    """Yield the profile for each pair of a name and a machine. A profile that cannot be made from these facts is left
-    out: sizes for a GPU need a GPU."""
+    """Yield a profile for each pair of a profile's name and a machine's name. A profile that cannot be made from these
+    facts is left out: sizes for a GPU need a GPU, for example."""
     for name, on in wanted:
         with contextlib.suppress(ValueError, KeyError):
             yield profile_of(name, on, facts)
 
 
 def any_of(number: int, used: CaseProfile, records: Sequence[Record]) -> bool:
-    """True if some record is a run of this case in this profile."""
+    """True if one of the records is a run of this case in this profile."""
     its = load(number).profiles(used)
     return any(record.origin == "run" and each.is_of(record.job) for record in records for each in its)
 
 
 def is_of(used: CaseProfile, job: Job) -> bool:
-    """True if some case has this job in this profile, at any depth and of any method."""
+    """True if a case has this job in this profile; the job's depth and method do not matter."""
     return any(each.is_of(job) for number in numbers() for each in load(number).profiles(used))
 
 
 def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Record]:
-    """Return the runs of a profile that a case may read, oldest first. Only runs by a method's present code count, if
-    there are any. Raises ValueError if the runs are of several machines."""
+    """Return the runs that a case may read in this profile, oldest first.
+
+    If a method has runs by its present code, its other runs are left out. Raises ValueError if the runs are of several
+    machines.
+    """
     its = load(number).profiles(used)
     own = [record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)]
     fresh = {record.job.method for record in own if measurements.is_current(record)}
@@ -186,14 +197,17 @@ def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Re
 
 
 def measured(number: int, used: CaseProfile, records: Sequence[Record]) -> list[FigureRow]:
-    """Return the rows of a case from the records that it may read."""
+    """Return a case's measured rows, from those records that the case may read."""
     return load(number).table(select(number, used, records), used)
 
 
 @functools.cache
 def published(number: int) -> list[FigureRow]:
-    """Return the published rows of a case. A row's value is the median of iterations 11 to 50 in the log of one
-    process, except for one run that was killed: its log has a single interval, which is the value."""
+    """Return the published rows of a case.
+
+    A row's value is the median of iterations 11 to 50 in the log of one process. One run was killed, and its log has a
+    single interval, which is its value.
+    """
     import pandas
 
     frame, found = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), []
@@ -210,8 +224,9 @@ def published(number: int) -> list[FigureRow]:
 
 
 def table(number: int, used: CaseProfile, records: Sequence[Record], results: Path | None = None) -> list[FigureRow]:
-    """Return our rows of a case. `results`: the folder of the records, for rows from other files in it. Raises
-    ValueError if there is no row, or if rows would mix machines or windows."""
+    """Return our rows of a case, measured and simulated. `results`: the folder of the records, which may hold files
+    from which a case makes further rows; None: no such rows. Raises ValueError if there is no measured row, or if the
+    rows have several machines or windows."""
     its, found = load(number), measured(number, used, records)
     if not found:
         raise ValueError(f"no record of profile {used.name} here; try {call(number, used.name)} first")

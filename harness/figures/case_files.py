@@ -1,4 +1,4 @@
-"""Writes a case's rows to a CSV file, and draws the figure from that file."""
+"""Writes a case's rows to a CSV file, and draws the case's figure from that file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from harness.figures.profile import CaseProfile
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# Matches the start of a text that a spreadsheet would evaluate as a formula; a number such as -1.5 does not match.
+# Matches the start of a text that a spreadsheet would evaluate as a formula. A number such as -1.5 does not match.
 FORMULA = re.compile(r"^(?=[=+\-@\t\r])(?![-+]?[\d.]+(?:e[-+]?\d+)?$)")
 EDITED = "its line of the table is not as it was extracted"
 COLUMNS = [field.name for field in dataclasses.fields(FigureRow) if field.name != "values"]
@@ -34,13 +34,14 @@ def stem(number: int, name: str, out: Path) -> Path:
 
 
 def extract(number: int, used: CaseProfile, records: Sequence[Record], out: Path, results: Path | None = None) -> Path:
-    """Write the CSV of a case: our rows, then the published ones. Raises ValueError if we have no row."""
+    """Write the CSV of a case: our rows, then the published rows. Return its path. Raises ValueError if we have no
+    row."""
     return write_rows(number, used.name, case.table(number, used, records, results), out)
 
 
 def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> Path:
-    """Write a CSV of these rows and, after them, the published ones; return its path. `name`: the profile's name, or
-    the word that replaces it in the file's name."""
+    """Write a CSV of these rows, with the published rows after them, and return its path. `name`: the profile's name,
+    or the word that replaces it in the file's name."""
     import pandas
 
     found = [*rows, *case.published(number)]
@@ -58,7 +59,8 @@ def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> 
 
 
 def _check(line: Mapping[str, str]) -> str:
-    """Return a hash of a line's cells, by which read_csv() finds lines that were changed after they were written."""
+    """Return a hash of a line's cells. By this hash, read_csv() finds lines that were changed after they were
+    written."""
     cells = [f"{name}={text}" for name, text in line.items() if name != "check"]
     return hashlib.sha256("\n".join(cells).encode(errors="replace")).hexdigest()[:12]
 
@@ -68,14 +70,15 @@ def write_table(frame: DataFrame, path: Path) -> None:
 
 
 def _csv(frame: DataFrame) -> str:
-    """Return the table as CSV. An apostrophe precedes each text that a spreadsheet would evaluate as a formula."""
+    """Return the table as CSV. Each text that a spreadsheet would evaluate as a formula gets an apostrophe before
+    it."""
     safe = frame.map(lambda cell: FORMULA.sub("'", cell) if isinstance(cell, str) else cell)
     return safe.to_csv(index=False, lineterminator="\n")
 
 
 def draw(number: int, path: Path) -> list[Path]:
-    """Draw a case from its CSV into files beside the CSV. Raises ValueError if the CSV is missing, or has rows of
-    several profiles."""
+    """Draw a case's figure from its CSV, into files beside the CSV; return their paths. Raises ValueError if the CSV is
+    missing, is no table of this case, or has rows of several profiles or machines."""
     found, names = read_csv(path)
     its, metrics = case.load(number), {row.metric for row in found}
     if not found or not (its.mixes_metrics or metrics == {its.metric}):
@@ -89,8 +92,8 @@ def draw(number: int, path: Path) -> list[Path]:
 
 
 def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
-    """Return the rows of a CSV, and the profiles named in it. A row whose line was changed after it was written is not
-    valid."""
+    """Return the rows of a CSV, and the names of the profiles in it. A row is marked as not valid if its line was
+    changed after it was written. Raises ValueError if the file is no table of a case."""
     import pandas
 
     try:
@@ -106,7 +109,7 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
     for name in {"keys", "steps"} & set(frame):
         frame[name] = frame[name].str.split()
     lines = [{name: line[name] for name in COLUMNS if line.get(name, "")} for line in frame.to_dict("records")]
-    needed = {"window_size": None, "value": None}  # fields without a default
+    needed = {"window_size": None, "value": None}  # fields without a default value
     try:
         rows = checked(list[FigureRow], [needed | line for line in lines])
         unknown = [row.method for row in rows if row.method not in method.names()]

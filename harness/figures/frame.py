@@ -1,5 +1,5 @@
-"""Records as one pandas frame with a row for each record. Figures of any runs, comparisons, the fairness table and the
-page's tables are views of the frame; harness.load() gives it to notebooks and scripts."""
+"""Makes one pandas frame of records, with a row for each record. Figures of any runs, comparisons, the fairness table
+and the page's tables are views of this frame. harness.load() returns it for notebooks and scripts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from harness.figures.point import machine_of
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-RECORD = "record"  # column of the Record objects, which only this project reads
+RECORD = "record"  # name of the column of Record objects, which only this project's own code reads
 BUDGETS = ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second")
-# Records of the same job agree in these columns.
+# Columns in which all records of the same job are equal.
 JOB = [
     "method", *(field.name for field in dataclasses.fields(Workload)), "options", "device",
     *(f"budget_{name}" for name in BUDGETS), "steps", "warmup",
 ]  # fmt: skip
-SPEEDS = ("samples_per_second", "median_step_seconds")  # filled only if the gate passed
-# Types of the columns whose values may all be missing, so that pandas cannot infer the type.
+SPEEDS = ("samples_per_second", "median_step_seconds")  # columns that have a value only if the gate passed
+# Types of the columns in which all values may be missing, so that pandas cannot infer the type.
 TYPES = {
     **dict.fromkeys((*SPEEDS, "first_step_seconds", "load_average", *(f"budget_{name}" for name in BUDGETS)), "float"),
     "is_reference": "bool", "is_result": "bool", "started": "datetime64[us, UTC]",
@@ -34,8 +34,8 @@ TYPES = {
 
 
 def load(folder: Path | str) -> DataFrame:
-    """Return the records of a folder, oldest first. Warns of files that are not records. Raises ValueError if there is
-    no such folder."""
+    """Return the records of a folder, oldest first. Warns of files that are not valid records. Raises ValueError if
+    there is no such folder."""
     if not Path(folder).is_dir():
         raise ValueError(f"expected a folder of records, got {folder}; try results, which ./run.sh writes")
     records, complaints = read_all(Path(folder))
@@ -45,11 +45,12 @@ def load(folder: Path | str) -> DataFrame:
 
 
 def of(records: Iterable[Record]) -> DataFrame:
-    """Return a row for each record, in their order; the column `record` is the record itself."""
+    """Return a row for each record, in the given order. The column `record` holds the Record objects."""
     import pandas
 
     rows = [_row(record) for record in records]
-    nothing = _row(Record(Job(method.reference(), Workload()), "", "ok"))  # names the columns if there are no records
+    # gives the names of the columns if there are no records
+    nothing = _row(Record(Job(method.reference(), Workload()), "", "ok"))
     return pandas.DataFrame(rows, columns=None if rows else list(nothing)).astype(TYPES)
 
 
@@ -91,6 +92,6 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def options(record: Record) -> str:
-    """Return the options as text. A single rank is left out, because it is the default of every method."""
+    """Return a record's options as text. `world_size=1` is left out, because it is the default of every method."""
     told = {name: value for name, value in record.job.options.items() if (name, value) != ("world_size", 1)}
     return ", ".join(f"{name}={value}" for name, value in told.items())

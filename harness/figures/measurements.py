@@ -1,4 +1,4 @@
-"""Finds the records that measure a job, and tells how a search for the largest size ended."""
+"""Finds the records that measure a job, and reads from records how a search for the largest size ended."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ _context = functools.cache(context)
 
 
 def key(job: Job) -> str:
-    """Return the key that a record of this resolved job would get, if the job ran here now."""
+    """Return the key that the record of this resolved job would have if the job ran here now."""
     return job.key(**_context(job.method, read_by(job)))
 
 
 def is_current(record: Record) -> bool:
-    """True if a new run of the record's job, here and now, would get the same key."""
+    """True if the record's job would get the same key if it ran here now, so that code and machine are still those of
+    the record."""
     return record.job.method in method.names() and record.key == key(record.job)
 
 
 def repeats(job: Job, records: Sequence[Record]) -> list[Record]:
-    """Return the records of a job that have the newest record's key. A record of the job has the job's options, and
-    maybe further ones. Interrupted attempts are left out if any record is a result, and refusals by plan if any run was
-    started."""
+    """Return the repeats of a job: its records that have the same key as its newest record.
+
+    A record of the job has the job's options, and may have further ones. If any record is a result, interrupted
+    attempts are left out. If any run was started, refusals by plan are left out.
+    """
     same = [
         record
         for record in records
@@ -43,25 +46,26 @@ def repeats(job: Job, records: Sequence[Record]) -> list[Record]:
 
 
 def rows(metric: str, jobs: Sequence[Job], records: Sequence[Record]) -> list[FigureRow]:
-    """Return a row for each job that has a record."""
+    """Return a row for each job that has a record; jobs without a record are left out."""
     return [row_of(metric, found) for job in jobs if (found := repeats(job, records))]
 
 
 def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Return two lists of a search's records: all of the largest depth that trained and is below every failure, and one
-    of the smallest depth that failed and is above every success. Either list may be empty."""
+    """Return two lists of records from the method's search. The first has the repeats of the largest depth that trained
+    and is below every failure. The second has one record of the smallest depth that failed and is above every success.
+    Either list may be empty."""
     probes = _probes(name, records)
     depths, answer = _search(probes)
     best = [record for record in depths.get(answer.largest, []) if record.status == "ok"]
     failed = depths[answer.failed_above] if answer.failed_above else []
     if not depths:
-        failed = probes  # the last record tells why there is no answer
+        failed = probes  # no depth has a result: the last record tells why
     return repeats(best[-1].job, best) if best else [], failed[-1:]
 
 
 def is_searched(name: str, records: Sequence[Record]) -> bool:
-    """True if a search is over: no depth up to the largest trained one failed, and the next depth failed, or was not
-    run because its plan takes more host memory than the machine has."""
+    """True if the method's search is over. Then every depth up to the largest trained one passed, and the next depth
+    failed or was not run because its plan takes more host memory than the machine has."""
     depths, answer = _search(_probes(name, records))
     if answer.failed_above is None:
         best = depths.get(answer.largest)
@@ -75,7 +79,7 @@ def _probes(name: str, records: Sequence[Record]) -> list[Record]:
 
 
 def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], SizeAnswer]:
-    """Return the records with a result, by number of layers, and the answer that the search draws from them."""
+    """Return the records that have a result, by number of layers, and the answer of a search with these trials."""
     depths: dict[int, list[Record]] = {}
     for record in probes:
         if record.is_result and record.phase != "plan":
@@ -85,19 +89,20 @@ def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], SizeAnsw
 
 
 def _is_refused_beyond(record: Record) -> bool:
-    """True if the plan of one more layer takes more host memory than the machine of the record has."""
+    """True if a plan with one more layer than the record's takes more host memory than the record's machine has."""
     job, have = record.job, record.machine.get("host_bytes")
     if have is None or job.method not in method.names():
         return False
     try:
         deeper = job.workload.at_depth(job.workload.num_layers + 1)
         plan = method.create(job.method, job.options).plan(deeper, job.budget.room)
-    except ValueError:  # the code no longer has these options
+    except ValueError:  # the present code does not know these options
         return False
     return plan.host_bytes + (0 if job.device == "cuda" else plan.device_bytes) > have
 
 
 def sizes(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
-    """Return the largest depth that each method trained and at which the gate passed."""
+    """Return, by method, the largest depth that trained and passed the gate. A method without such a depth is left
+    out."""
     found = {name: largest(name, records)[0] for name in names}
     return {name: best[-1].job.workload.num_layers for name, best in found.items() if best and best[-1].gate.passed}

@@ -1,10 +1,10 @@
-"""Draws figures in the paper's look: a panel of our numbers, a panel of the published numbers if there are any, and a
+"""Draws figures in the papers' look: a panel of our numbers, a panel of the published numbers if there are any, and a
 caption with machine, clock and intervals.
 
-Filled marks are runs that passed the gate, hollow marks runs that did not. A cross is a size that failed, a dot a timed
-step. Hatched bars are published numbers; crosswise hatched bars are times of few steps or of busy cores, as the text
-under the bar tells. Both panels share a scale if our widths and clock are the published ones. The same rows give files
-of the same bytes.
+A filled mark is a run that passed the gate, a hollow mark a run that did not. A cross is a size that failed, a dot is a
+timed step. Simply hatched bars are published numbers. Crosswise hatched bars are doubtful times, from few steps or busy
+cores; the text under the bar says which. Both panels have the same scale if our widths and clock are the published
+ones. The same rows always give files of the same bytes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FIGURE_INCHES = (7.6, 2.9)
 BAR_WIDTH = 0.4
 TICK_DEGREES = 20
 EDGE, CROSS = "#4A4A4A", "#B00020"
-FAILED = "failed"  # id of the crosses for failed sizes, at the foot of a panel with lines
-DARK = 510  # colors whose red, green and blue sum to less carry white text
+FAILED = "failed"  # id of the crosses for failed sizes, which are at the foot of a panel with lines
+DARK = 510  # text on a color is white if the color's red, green and blue sum to less
 NOTE_COLUMNS = 190
-CONTINUED = "\n    "  # a line break within one text of the small print
-SMALL_PRINT = "small print"  # id of the text at the foot; a page prints that text below the figure
+CONTINUED = "\n    "  # a line break within one note of the small print
+SMALL_PRINT = "small print"  # id of the text at the foot of a figure; the page prints this text below the figure
 PUBLISHED_HATCH, DOUBT_HATCH = "////", "xxxx"
 FOOT_POINTS = 4.1
 DOTS = "timed steps"  # id of the dots, and their name in the legend
@@ -54,9 +54,10 @@ def figure(
     rows: Sequence[FigureRow], metric: str, draw: Callable[[Axes, list[FigureRow]], None], note: str,
     series: dict[str, str] | None = None, is_line: bool = False,
 ) -> Figure:  # fmt: skip
-    """Draw our rows beside the published rows, if there are any. `draw` draws rows into one panel.
+    """Return a figure of our rows and, if there are any, the published rows beside them. `draw` draws rows into one
+    panel.
 
-    `series`: methods by their labels in the legend; the label "" stands for the method's own label.
+    `series`: by label in the legend, the name of a method; for the label "", the legend has the method's own label.
     """
     ours, published = ([row for row in rows if (row.origin == "published") is side] for side in (False, True))
     parts = [(ours, f"measured, {note}"), *([(published, "published")] if published else [])]
@@ -80,7 +81,8 @@ def figure(
 
 @contextmanager
 def empty(width: float, height: float) -> Iterator[Figure]:
-    """Make a figure of this size; drawings inside the context have the paper's look."""
+    """Make an empty figure of this size, in inches. Everything that is drawn inside the context has the papers'
+    look."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -98,24 +100,25 @@ def small_print(made: Figure, text: str) -> None:
 
 
 def notes(made: Figure) -> list[str]:
-    """Return the texts of the small print."""
+    """Return the notes of a figure's small print, each as one line of text."""
     lines = [each.get_text() for each in made.texts if each.get_gid() == SMALL_PRINT]
     return [line for text in lines for line in text.replace(CONTINUED, " ").split("\n") if line]
 
 
 def foot(row: FigureRow) -> list[str]:
-    """Return the lines of text under a row's bar: placement, clipping, and why the row's time is doubtful."""
+    """Return the lines of text under a row's bar: its placement, its clipping, and why its time is doubtful."""
     return [text for text in (row.placement, row.clipping, *row.doubts) if text]
 
 
 def by_method(axes: Axes, rows: Sequence[FigureRow], names: Sequence[str]) -> None:
-    """Draw a bar for each method, with crosses for its sizes that failed."""
+    """Draw a bar for each method. Sizes of the method that failed are crosses on its bar."""
     bars(axes, [(method.load(name).label, [[row for row in rows if row.method == name]]) for name in names])
     tilt(axes)
 
 
 def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[FigureRow]]]]) -> None:
-    """Draw named groups of bars. A group has places side by side; the rows of one place are drawn over each other."""
+    """Draw named groups of bars. A group consists of places side by side; all rows of a place are drawn over one
+    another."""
     rows = [row for _, group in groups for place in group for row in place]
     scale = scale_of(rows)[0]
     top = max((_highest(row) for row in rows), default=0.0) / scale or 1.0
@@ -136,8 +139,8 @@ def _highest(row: FigureRow) -> float:
 
 
 def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: float) -> None:
-    """Draw a bar, and crosses for sizes that failed. The bar's number stands above it, or inside it if there is a
-    cross."""
+    """Draw a bar for each row that succeeded, and a cross for each size that failed. The bar's number stands above the
+    bar or, if there is a cross, inside or beside it."""
     crosses, bars = ([row for row in stack if succeeded(row) is drawn] for drawn in (False, True))
     for row in crosses:
         height = row.value / scale if row.value else 0.03 * top
@@ -163,14 +166,14 @@ def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: 
         }
         if told := foot(row):
             _label(axes, x, -0.02, "\n".join(told), **under)
-        is_least = row.metric == "params" and not row.is_final  # the search may still find more
+        is_least = row.metric == "params" and not row.is_final  # the search has not ended, and may find a larger size
         text = f"\N{GREATER-THAN OR EQUAL TO} {number(height)}" if is_least else number(height)
         if not crosses:
             _label(axes, x, _highest(row) / scale + 0.02 * top, text)
         elif height > 0.16 * top:
             ink = "white" if row.valid and sum(rgb) < DARK else "black"
             _label(axes, x, height - 0.04 * top, text, va="top", fontsize=5, color=ink)
-        else:  # the bar is too short: the number stands beside it
+        else:  # the bar is too short for its number, which stands beside it
             _label(axes, x - BAR_WIDTH / 2, height / 2, text, ha="right", va="center", fontsize=5.4)
 
 
@@ -179,8 +182,8 @@ def _label(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
 
 
 def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> None:
-    """Add a line through the points that have a number. Failed points are crosses at the foot of the panel, with the
-    line's name."""
+    """Add a line through the points that have a number. A failed point is a cross at the foot of the panel, labeled
+    with the line's name."""
     if not points:
         return
     good = [(x, row) for x, row in points if succeeded(row)]
@@ -204,13 +207,14 @@ def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> N
             others = [each for each in drawn if each.get_gid() == FAILED and each.get_xdata()[0] == x]
             at_foot: Any = {"transform": axes.get_xaxis_transform(), "clip_on": False}
             axes.plot([x], [0.1 * len(others)], "x", color=color, markeredgewidth=1.3, gid=FAILED, **at_foot)
-            side = "right" if x == max(x for x, _ in points) else "center"  # keeps the last label inside the figure
+            # the last label ends at its cross, so that it stays inside the figure
+            side = "right" if x == max(x for x, _ in points) else "center"
             _label(axes, x, 0.1 * len(others) + 0.025, label, fontsize=5.4, ha=side, **at_foot)
     _fit(axes)
 
 
 def _fit(axes: Axes) -> None:
-    """Put ticks at all points, and leave room above the highest one for the legend."""
+    """Put ticks at all points, and leave room for the legend above the highest point."""
     lines: list[Any] = list(axes.lines)
     ticks = sorted({float(each.get_xdata()[0]) for each in lines if each.get_marker() in ("o", "s", "x")})
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
@@ -223,20 +227,19 @@ def _fit(axes: Axes) -> None:
 
 
 def _shown_scale(axes: Axes, rows: Sequence[FigureRow]) -> float:
-    """Return the number by which all values of a panel are divided to show them in the axis's unit."""
+    """Return the number by which all values of this panel are divided, so that they have the unit of its axis."""
     named = [scale for scale, unit in SCALES[rows[0].metric] if axes.get_ylabel().endswith(f"({unit})")]
     return named[0] if named else scale_of(rows)[0]
 
 
 def tilt(axes: Axes) -> None:
-    """Turn tick labels to the angle that they have in the published figures."""
+    """Turn the tick labels by the angle that they have in the published figures."""
     for label in axes.get_xticklabels():
         label.set(rotation=TICK_DEGREES, horizontalalignment="right", rotation_mode="anchor")
 
 
 def scale_of(rows: Sequence[FigureRow]) -> tuple[float, str]:
-    """Return the number by which to divide these rows' values, so that they are easy to read, and the quotients'
-    unit."""
+    """Return a divisor that makes these rows' values easy to read, and the name of the unit that the quotients have."""
     if not rows:
         return 1.0, ""
     scales = SCALES[rows[0].metric]
@@ -250,7 +253,7 @@ def axis_text(name: str, rows: Sequence[FigureRow]) -> str:
 
 
 def number(value: float) -> str:
-    """Format a number with three significant digits, or as an integer from 1000 on."""
+    """Return a number as text with three significant digits; from 1000 on, as an integer."""
     return f"{value:.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
@@ -287,7 +290,7 @@ def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str
 
 
 def wrapped(texts: Sequence[str]) -> str:
-    """Wrap the small print into lines."""
+    """Return the small print: the texts, each wrapped into lines of at most NOTE_COLUMNS characters."""
     return "\n".join(CONTINUED.join(textwrap.wrap(text, NOTE_COLUMNS - len(CONTINUED))) for text in texts)
 
 
@@ -297,7 +300,7 @@ def _windows(rows: Sequence[FigureRow]) -> str:
 
 
 def save(made: Figure, stem: Path) -> list[Path]:
-    """Save as PDF and PNG, without a date or a version in them."""
+    """Save the figure as PDF and PNG, without a date or a version in the files. Return the files' paths."""
     import matplotlib
 
     looks: dict[str, Any] = {
@@ -305,7 +308,8 @@ def save(made: Figure, stem: Path) -> list[Path]:
         "png": {"metadata": {"Software": None}, "dpi": 200},
     }
     paths = [Path(f"{stem}.{kind}") for kind in looks]
-    with matplotlib.rc_context({"pdf.fonttype": 42}):  # read by savefig(); journals refuse the default, type 3
+    # savefig() reads this setting; journals refuse the default, fonts of type 3
+    with matplotlib.rc_context({"pdf.fonttype": 42}):
         for path, (kind, look) in zip(paths, looks.items(), strict=True):
             buffer = io.BytesIO()
             made.savefig(buffer, format=kind, **look)
@@ -314,13 +318,13 @@ def save(made: Figure, stem: Path) -> list[Path]:
 
 
 def svg(made: Figure) -> str:
-    """Return the figure as SVG without the small print, which the page prints below the figure."""
+    """Return the figure as SVG, without the small print, which the page prints below the figure."""
     import matplotlib
 
     buffer, small = io.StringIO(), [each for each in made.texts if each.get_gid() == SMALL_PRINT]
     for each in small:
         each.set_visible(False)
-    with matplotlib.rc_context({"svg.hashsalt": "harness"}):  # names of SVG parts must be the same on every run
+    with matplotlib.rc_context({"svg.hashsalt": "harness"}):  # makes the ids of SVG elements the same in every call
         made.savefig(
             buffer, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight", pad_inches=0.06
         )
@@ -332,21 +336,21 @@ def svg(made: Figure) -> str:
 def _error(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
     if row.value is None or row.low is None or row.high is None:
         return
-    # The interval is that of the mean, while the drawn value is the median.
+    # The interval is that of the mean, but the drawn value is the median: draw the interval around its own middle.
     middle, half = (row.low + row.high) / 2, (row.high - row.low) / 2
     axes.errorbar([x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
 
 
 def _dots(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
-    """Draw a dot for each timed step."""
+    """Draw a dot for each timed step of a row that succeeded."""
     if row.steps and succeeded(row):
         look: Any = {"color": "black", "alpha": 0.55, "s": 3.5, "linewidths": 0, "zorder": 3}
         axes.scatter([x] * len(row.steps), [value / scale for value in row.steps], gid=DOTS, **look)
 
 
 def legend(made: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_line: bool = False) -> None:
-    """Add a legend that explains the colors, the filled, hollow and hatched marks and the crosses that occur in these
-    rows."""
+    """Add a legend. It explains the colors of `series`, and those marks (filled, hollow, hatched, crosses, dots) that
+    occur in these rows."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -1,10 +1,10 @@
 """One number of a table or figure, with its interval, its metric, and whether its run passed the gate.
 
-A row comes from the records of one job (its repeats), or is a published number. Figures, claims and reports read rows
-and nothing else. Two rows count as different only if the bounds of their ratio exclude 1. Processes are repeats; the
-steps of one process are not, because another program's load slows neighboring steps together. A margin replaces the
-interval if either row has fewer than three processes. The margin assumes that the median of a whole process is as
-uncertain as one step, whose scatter is known.
+A row comes from the records of one job (its repeats), or is a published number. Figures, claims and reports read only
+rows. Two rows count as different only if the bounds of their ratio exclude 1. The repeats that give an interval are
+processes. The steps of one process are no repeats, because another program's load slows neighboring steps together. If
+either row has fewer than three processes, a margin replaces the interval. It assumes that the median of a whole process
+is as uncertain as one step, whose scatter is known.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 
 from harness.core.record import Record
 
-FEWEST_FOR_INTERVAL = 3  # fewest processes that give an interval
-FEWEST_TIMED_STEPS = 5  # a bar of a time with fewer timed steps is hatched
+FEWEST_FOR_INTERVAL = 3  # least number of processes that gives an interval
+FEWEST_TIMED_STEPS = 5  # the bar of a time from fewer timed steps is hatched
 CONFIDENCE = 0.95
-LEAST_MARGIN = 0.05  # smallest relative margin of a ratio, if a row has too few runs for an interval
-STANDARD_ERRORS = 2  # distance from a ratio to the end of its margin, in standard errors
-COUNTED = ("params",)  # metrics that do not scatter: any difference counts
+LEAST_MARGIN = 0.05  # smallest relative margin of a ratio if a row has too few processes for an interval
+STANDARD_ERRORS = 2  # half the width of a ratio's margin, in standard errors
+COUNTED = ("params",)  # metrics that do not scatter, so that any difference counts
 Metric = Callable[[Record], float | None]
 
-# The metrics of figures, each read from one record. A largest size is given by its number of parameters; the search
-# tells whether a larger size failed.
+# By name: a metric of figures, which returns its value from one record. The metric of a largest size is the record's
+# number of parameters; the search tells whether a larger size failed.
 METRICS: dict[str, Metric] = {
     "params": lambda record: float(record.job.workload.num_params),
     "samples_per_second": lambda run: (
@@ -41,9 +41,12 @@ METRICS: dict[str, Metric] = {
 
 @dataclass(frozen=True)
 class FigureRow:
-    """A row of a figure. `value`: the median of `num_runs` processes in the metric's unit (parameters, samples/s,
-    tokens/s, seconds). `low`, `high`: the 95 % interval of their mean (Student's t), from three processes on. `valid`:
-    all these processes passed the gate."""
+    """A row of a figure.
+
+    `value`: the median of `num_runs` processes in the metric's unit (parameters, samples/s, tokens/s, seconds); None:
+    no process gave a value. `low`, `high`: the 95 % interval of the processes' mean (Student's t); None for fewer than
+    three processes. `valid`: True if all these processes passed the gate.
+    """
 
     metric: str
     method: str
@@ -54,26 +57,28 @@ class FigureRow:
     low: float | None = None
     high: float | None = None
     num_runs: int = 1
-    scatter: float | None = None  # relative standard deviation of the steps within a run, or of two runs
+    # relative standard deviation of a run's step times or, if larger, half the range of the runs' medians
+    scatter: float | None = None
     valid: bool = False
-    reason: str = ""  # why the row is not valid, or how the run ended
+    reason: str = ""  # why the row is not valid, or how its run ended
     status: str = "ok"
     origin: str = "run"  # run, imported, published or simulated
     machine: str = ""
     clock: str = ""
     keys: tuple[str, ...] = ()  # keys of the row's records
-    is_final: bool = True  # False: a largest size whose search has not found a size that fails yet
-    is_judged: bool = True  # False: the call that made the run ended before the gate judged it
-    series: str = ""  # name of a bar or line, if a method has several
+    is_final: bool = True  # False: a largest size whose search has not yet found a size that fails
+    is_judged: bool = True  # False: the call that made the run ended before the gate judged the run
+    series: str = ""  # name of the row's bar or line, if a method has several
     group: str = ""  # the row's place on an axis of names, such as a model or a pair of sizes
     x: float | None = None  # the row's place on an axis of numbers
-    placement: str = ""  # kinds of layers, as --placement takes them
+    placement: str = ""  # numbers of layers of each kind, as --placement takes them
     clipping: str = ""
-    num_steps: int | None = None  # number of timed steps, over all processes
-    steps: tuple[float, ...] = ()  # each timed step, in the metric's unit
-    load: float | None = None  # the machine's highest load average at the start of a run
-    num_cores: int | None = None  # cores of the machine that made the runs
-    values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # one per process; not in tables
+    num_steps: int | None = None  # number of timed steps of all processes together
+    steps: tuple[float, ...] = ()  # a value for each timed step, in the metric's unit
+    load: float | None = None  # the highest of the machine's load averages at the runs' starts
+    num_cores: int | None = None  # number of cores of the machine that made the runs
+    # one value for each process; not written to tables
+    values: tuple[float, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def has_number(self) -> bool:
@@ -81,7 +86,7 @@ class FigureRow:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Return the reasons why the row's time may be wrong, each in a few words."""
+        """Return the reasons why the row's time may be wrong, each as a short text; empty if there are none."""
         found = []
         if self.num_steps is not None and self.num_steps < FEWEST_TIMED_STEPS:
             found.append(f"{self.num_steps} step{'' if self.num_steps == 1 else 's'}")
@@ -95,7 +100,7 @@ class FigureRow:
 
 
 def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
-    """Return the row of a job, made from the records of its repeats."""
+    """Return the row of a job, made from the records of its repeats, of which the newest is last."""
     last = repeats[-1]
     values = [value for record in repeats if (value := METRICS[metric](record)) is not None and math.isfinite(value)]
     low, high = interval(values)
@@ -118,7 +123,7 @@ def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
 
 
 def step_values(metric: str, repeats: Sequence[Record]) -> tuple[float, ...]:
-    """Return the metric of each timed step."""
+    """Return the metric's value for each timed step; empty for a metric that does not scatter."""
     if metric in COUNTED:
         return ()
     if metric == "step_seconds":
@@ -134,8 +139,8 @@ def _option(record: Record, name: str) -> str:
 
 
 def machine_of(record: Record) -> str:
-    """Return a text on a record's machine: the GPU or else the CPU, the number of cores, and the environment variables
-    that change kernels or threads. Records with different texts never mix."""
+    """Return a text on a record's machine: the GPU or, without one, the CPU; the number of cores; and the environment
+    variables that change kernels or threads. Records with different texts are never mixed in a figure."""
     name = str(record.machine.get("gpu") or record.machine.get("cpu") or "")
     cores = record.machine.get("cores")
     parts = (name, f"{cores} cores" if name and cores else "", record.machine.get("environment"))
@@ -143,11 +148,12 @@ def machine_of(record: Record) -> str:
 
 
 def scatter(repeats: Sequence[Record]) -> float | None:
-    """Return the largest relative standard deviation found: of the steps within a run, or half the range of the runs'
-    medians. None if there is one run, of one timed step.
+    """Return the relative scatter of the repeats: the largest of two kinds of numbers, namely the relative standard
+    deviation of the step times within each run, and half the range of the runs' medians. None if there is only one run,
+    of one timed step.
 
-    The deviation of the steps is estimated from the interquartile range, which is robust to outliers. In a normal
-    distribution that range is 1.349 standard deviations.
+    The standard deviation is estimated from the interquartile range, which is robust to outliers: in a normal
+    distribution, this range is 1.349 standard deviations.
     """
     found = []
     for record in repeats:
@@ -161,7 +167,7 @@ def scatter(repeats: Sequence[Record]) -> float | None:
 
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return Student's t interval of the mean; none below three values."""
+    """Return the 95 % interval of the mean by Student's t, as (low, high); (None, None) for fewer than three values."""
     if len(values) < FEWEST_FOR_INTERVAL:
         return None, None
     from scipy import stats
@@ -174,7 +180,8 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 @dataclass(frozen=True)
 class RatioInterval:
-    """The ratio of two rows' values. `how`: the method by which the bounds were found."""
+    """The ratio of two rows' values, with its bounds. `how`: the method by which the bounds were found, as text.
+    `has_interval`: False if the bounds are a margin."""
 
     value: float
     low: float
@@ -190,7 +197,8 @@ class RatioInterval:
 
 
 def ratio(over: FigureRow, under: FigureRow) -> RatioInterval:
-    """Return the ratio of the medians, in Welch's interval on logarithms. Both rows must have numbers."""
+    """Return the ratio of the rows' medians. Its bounds are Welch's interval on logarithms or, with too few processes,
+    a margin. Both rows must have a value."""
     assert over.value is not None and under.value is not None
     value = over.value / under.value
     if over.metric in COUNTED:
@@ -207,7 +215,8 @@ def ratio(over: FigureRow, under: FigureRow) -> RatioInterval:
 
 
 def _welch(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
-    """Return bounds of the ratio of means; the error of a logarithm is the relative error (delta method)."""
+    """Return the bounds of the ratio of two means. The error of a logarithm is taken to be the relative error (delta
+    method)."""
     from scipy import stats
 
     means = statistics.fmean(over), statistics.fmean(under)
@@ -215,7 +224,7 @@ def _welch(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]
     if len({*over}) == len({*under}) == 1:
         return center, center
     relative = ([value / mean for value in values] for values, mean in zip((over, under), means, strict=True))
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # scipy warns if values are nearly alike
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # scipy warns if values are nearly equal
         found = stats.ttest_ind(*relative, equal_var=False).confidence_interval(CONFIDENCE)
     factor = math.exp((found.high - found.low) / 2)
     return center / factor, center * factor

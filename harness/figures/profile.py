@@ -3,8 +3,8 @@ machine.
 
 A smaller profile divides the widths (hidden size, tokens, vocabulary) by f and the memories by f**2. Then the same
 depths fit, because layers, ends, activations and logits all take 1 / f**2 of their bytes. A profile's depths are the
-published ones, stretched between two anchors: `common`, which every method trains (published: 32), and `deepest`
-(published: 92).
+published depths, stretched so that two of them become the profile's own: 32 becomes `common`, a depth that every method
+trains, and 92 becomes `deepest`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from methods.shared.memory_needs import state_bytes
 
 NAMES = ("demo", "quick", "paper", "fit")
 PUBLISHED_COMMON, PUBLISHED_DEEPEST = 32, 92
-PUBLISHED_WINDOW = 15  # layers in the window, in cases about other options
-PROBE = {"steps": 5, "warmup": 2}  # lengths of a search's runs: after so few steps memory no longer grows
-ROOM = 0.9  # share of a budget that a plan may fill by its own choices; the rest is for what plans do not count
+PUBLISHED_WINDOW = 15  # number of layers in the window, in cases that are not about the window
+PROBE = {"steps": 5, "warmup": 2}  # lengths of a search's runs: after so few steps, memory use no longer grows
+ROOM = 0.9  # share of a budget that a plan may fill by its own choices; the rest is for memory that plans do not count
 
 
 @dataclass(frozen=True)
 class CaseProfile:
-    """The settings that the runs of a case share. `workload`: the workload at depth 1. `window`: the layers in the
-    window in cases about other options."""
+    """The settings that all runs of a case share. `workload`: the workload with one layer. `window`: number of layers
+    in the window, in cases that are not about the window."""
 
     name: str
     workload: Workload
@@ -45,20 +45,20 @@ class CaseProfile:
 
     @property
     def kind(self) -> str:
-        """Return the profile's kind, one of NAMES."""
+        """Return the profile's kind, which is one of NAMES."""
         return self.name.split("_")[0]
 
     @property
     def room(self) -> Room:
-        """Return the memories that plans may fill: the budgets, a GPU's less the assumed size of a context. They do not
-        depend on the machine on which the profile runs."""
+        """Return the memories that plans may fill: the budgets; for a GPU, less the assumed size of its context. They
+        are the same on every machine on which the profile runs."""
         room = self.budget.room
         if self.device != "cuda" or room.device_bytes is None:
             return room
         return dataclasses.replace(room, device_bytes=cuda_budget.tensor_bytes(room.device_bytes))
 
     def depth(self, published: int) -> int:
-        """Return a published depth on this profile's scale, at least 2 layers."""
+        """Return the depth that stands for a published depth in this profile, at least 2 layers."""
         if published <= PUBLISHED_COMMON:
             return max(2, round(published * self.common / PUBLISHED_COMMON))
         stretch = (self.deepest - self.common) / (PUBLISHED_DEEPEST - PUBLISHED_COMMON)
@@ -68,8 +68,8 @@ class CaseProfile:
         return min(self.window, num_layers)
 
     def job(self, name: str, num_layers: int, **options: Any) -> Job:
-        """Return the job of a timed run. The plan sets the options that are numbers here, so that the record can be
-        found again. The machine that runs the job sets the others, such as the kernels."""
+        """Return the job of a timed run. It has those options of the plan that are integers, so that its record can be
+        found again. The machine that runs the job chooses the other options, such as kernels."""
         workload, have = self.workload.at_depth(num_layers), self.room.device_bytes
         room = dataclasses.replace(self.room, device_bytes=have and int(ROOM * have))
         plan = method.create(name, options).plan(workload, room)
@@ -77,25 +77,25 @@ class CaseProfile:
         return Job(name, workload, {**settled, **options}, self.budget, self.device, self.steps, self.warmup)
 
     def probe(self, name: str, num_layers: int = 1) -> Job:
-        """Return the job of a probe in a search for the largest size; the search chooses the options."""
+        """Return the job of a probe in a search for the largest size. The search chooses the options."""
         workload = self.workload.at_depth(num_layers)
         return Job(name, workload, {}, self.budget, self.device, PROBE["steps"], PROBE["warmup"])
 
     def largest_planned(self, name: str) -> int:
-        """Return the number of layers that should fit, by the method's plan."""
+        """Return the largest number of layers that should fit, by the method's plan."""
         trained, room = method.create(name, {}), self.room
         return method.largest_depth(
             lambda depth: trained.plan(self.workload.at_depth(depth), room).shortfall(room) is None
         )
 
     def is_of(self, job: Job) -> bool:
-        """True if a job, at any depth and of any method, has this profile's workload, budget, device and steps."""
+        """True if the job has this profile's workload, budget, device and steps. Its depth and method do not matter."""
         mine = (self.workload, self.budget, self.device)
         steps = ((self.steps, self.warmup), (PROBE["steps"], PROBE["warmup"]))
         return (job.workload.at_depth(1), job.budget, job.device) == mine and (job.steps, job.warmup) in steps
 
     def check_machine(self) -> None:
-        """Raise ValueError if this machine lacks the device, or memory for the budgets."""
+        """Raise ValueError if this machine lacks the device, or has less memory than the budgets."""
         if self.device == "cuda" and machine.devices()[0] != "cuda":
             raise ValueError(f"profile {self.name} needs a GPU and a torch that uses it: try --profile demo or fit")
         there = Budget(machine.gpu().get("gpu_bytes") if self.device == "cuda" else None, machine.host_bytes())
@@ -110,12 +110,12 @@ class CaseProfile:
 
 
 def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any]) -> CaseProfile:
-    """Make the named profile with the memories of the machine `on` (machines.yaml), else of the machine in `facts`
-    (harness/devices/machine.py, or a record's). Raises ValueError for a wrong name or machine, or if a GPU is missing.
+    """Make the profile with this name. Its memories are those of the machine `on` (a name in machines.yaml); None: of
+    the machine in `facts` (from harness/devices/machine.py, or a record).
 
-    `paper` has the published widths, and `quick` a quarter of them. `fit` has the published widths at the depths
-    planned for this machine; without a GPU, it has a sixteenth of the widths and runs on sim. `methods`: those that any
-    case searches for the largest depth.
+    `paper` has the published widths, and `quick` a quarter of them. `fit` has the published widths, at depths planned
+    for this machine; without a GPU, it has a sixteenth of the widths and runs on sim. `methods`: the methods that any
+    case searches for the largest depth. Raises ValueError for a wrong name or machine, or if a GPU is missing.
     """
     if name not in NAMES:
         raise ValueError(f"no profile {name!r}: choose one of {', '.join(NAMES)}")
@@ -134,8 +134,8 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
 
 
 def _demo() -> CaseProfile:
-    """Make the profile `demo`, whose runs take minutes on two cores: few layers fill the memories, and the link is slow
-    enough for copies to show. Without a compiler, copies take no time."""
+    """Make the profile `demo`, whose runs take minutes on two cores. A few layers fill its memories, and its link is so
+    slow that the time of copies shows. Without a compiler, there is no slow link."""
     workload = Workload(num_layers=1, hidden_size=128, seq_len=64, vocab_size=512)
     link = 256 * 2**20 if sim.is_built() or sim.to_build() else None
     budget = Budget(device_bytes=12 * 2**20, host_bytes=24 * 2**20, link_bytes_per_second=link)
@@ -143,7 +143,7 @@ def _demo() -> CaseProfile:
 
 
 def _fitted(found: CaseProfile, methods: Iterable[str]) -> CaseProfile:
-    """Set the depths to those planned for the profile's memories."""
+    """Return the profile with depths that are planned for its memories."""
     common = min(int(ROOM * found.largest_planned(name)) for name in methods)
     at_home = sum(state_bytes(found.workload).values())  # bytes of host memory for each parameter of a streamed layer
     streamed = int(ROOM * (found.budget.host_bytes or 0) / (at_home * found.workload.layer_params))
@@ -164,7 +164,7 @@ def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:
 
 
 def _shrunk(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, Budget]:
-    """Divide the published widths by `factor` and these memories by its square; a GPU's context keeps its size."""
+    """Divide the published widths by `factor`, and these memories by its square. A GPU's context keeps its size."""
     assert memories.device_bytes
     workload, budget = shrunk(Workload(num_layers=1), Budget(memories.device_bytes, memories.host_bytes), factor)
     if on_gpu and factor > 1:
@@ -174,6 +174,7 @@ def _shrunk(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, B
 
 
 def call(number: int | str, profile: str) -> str:
-    """Return the command of a case in a profile; the profile fit_v100-vm is `fit` with the memories of v100-vm."""
+    """Return the command that runs a case in a profile. The profile fit_v100-vm, for example, is `fit` with the
+    memories of v100-vm."""
     kind, _, on = profile.partition("_")
     return f"./run.sh case {number} --profile {kind}" + (f" {named_machines.words(on)}" if on else "")

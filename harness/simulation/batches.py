@@ -1,4 +1,4 @@
-"""Returns the batches of a training in this process as a list: the same batches as the worker makes."""
+"""Makes the batches of a training in this process, as a list. The worker makes the same batches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from harness.core.job import Workload
 
 
 def token_batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """Return each step's (inputs, targets), (B, T) token ids."""
+    """Return a pair (inputs, targets) for each step; both are token ids of shape (B, T)."""
     tokens = torch.from_numpy(batches(workload, steps))
     return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]

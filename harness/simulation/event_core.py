@@ -1,11 +1,12 @@
-"""Simulates units of work in virtual time; the same core runs the schedules of shards and of pipelines.
+"""Simulates units of work in virtual time. Schedules of shards and of pipelines use this same core, in plans and in
+figures.
 
-A worker does one unit at a time. Either all workers share one queue (`run_pool`: models' shards in turn), or each has
-its own queue and waits for messages from its neighbors in a line (`run_lines`: stages of pipelines). Plans and figures
-use the same core. In a line, worker s has three units for each item: F (forward), after the message of worker s - 1 has
-arrived; B (backward), after the message of worker s + 1 has arrived; and R (recompute) between them. No worker's choice
-depends on later events at other workers, so each sweep over all workers advances every worker whose next unit is known:
-a million units take about a second, for any number of workers.
+A worker does one unit at a time. In `run_pool`, all workers share one queue, which holds the models' shards in turn. In
+`run_lines`, each worker has its own queue and waits for messages from its neighbors in a line, as stages of a pipeline
+do. For each item, worker s of a line has three units: F (forward), after the message of worker s - 1 has arrived; B
+(backward), after the message of worker s + 1 has arrived; and R (recompute) between them. No worker's choice depends on
+later events at other workers. So the core goes over all workers again and again, and advances every worker whose next
+unit is known: a million units take about a second, for any number of workers.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 KINDS = "FRB"
-F, R, B = 1, 2, 3  # kinds of units: forward, recompute, backward; 0 stands for no unit
+F, R, B = 1, 2, 3  # kinds of units: forward, recompute, backward; in a queue, 0 stands for no unit
 
 
-# Computes the key of a waiting chain from three numbers: its remaining time, its place in the order of arrival, and a
-# number drawn from [0, 1) on arrival.
+# Computes the key of a waiting chain, by which workers choose, from three numbers: the chain's remaining time, its
+# place in the order of arrival, and a number drawn from [0, 1) when it arrived.
 Key = Callable[[float, int, float], float]
 
 
@@ -39,15 +40,18 @@ class PoolUnit(NamedTuple):
 def run_pool(
     chains: Sequence[Sequence[float]], num_workers: int, key: Key, draw: Callable[[], float]
 ) -> list[PoolUnit]:
-    """Return the units in the order of their starts. `chains`: for each chain, the seconds of its units, which run one
-    after another, each on any worker. A free worker takes the next unit of the waiting chain with the smallest key; if
-    keys are equal, of the chain that has waited longest."""
+    """Return the units of all chains, in the order of their starts.
+
+    `chains`: for each chain, the seconds of its units, which run one after another, each on any worker. `draw`: draws a
+    number from [0, 1). A free worker takes the next unit of the waiting chain with the smallest key; if keys are equal,
+    of the chain that has waited longest.
+    """
     left = [float(sum(chain)) for chain in chains]
     next_unit = [0] * len(chains)
     waiting = [(key(left[number], number, draw()), number, number) for number, chain in enumerate(chains) if chain]
     arrival, now = len(waiting), 0.0
     heapify(waiting)
-    running: list[tuple[float, int, int]] = []  # a heap of (end, worker, chain)
+    running: list[tuple[float, int, int]] = []  # a heap of tuples (end, worker, chain)
     units, free = [], list(reversed(range(num_workers)))
     while waiting or running:
         while waiting and free:
@@ -58,7 +62,8 @@ def run_pool(
             heappush(running, (now + seconds, worker, number))
             units.append(PoolUnit(number, worker, now, now + seconds))
         now = running[0][0]
-        while running and running[0][0] == now:  # chains whose units end now wait again before any worker takes a unit
+        # chains whose units end now wait again before any worker takes its next unit
+        while running and running[0][0] == now:
             _, worker, number = heappop(running)
             free.append(worker)
             if next_unit[number] < len(chains[number]):
@@ -69,23 +74,25 @@ def run_pool(
 
 @dataclass(frozen=True)
 class Line:
-    """A line of workers. orders: each worker's queue, an array (workers, units) of F, R and B, padded with 0."""
+    """A line of workers. `orders`: the queue of each worker, as an array (workers, units) of F, R and B, filled up with
+    0."""
 
     orders: Array
-    seconds: Sequence[Mapping[str, float]]  # seconds of F, R and B, for each worker
+    seconds: Sequence[Mapping[str, float]]  # for each worker, the seconds of F, R and B
     num_items: int
-    send_seconds: Sequence[float]  # seconds of a message between each worker and the next
-    recompute_waits: bool  # True: R waits for the message that B needs
-    is_opportunistic: bool  # True: if R is next, but the message for B has not come, the next F runs first if it can
+    # for each worker but the last, the seconds of a message between it and the next worker
+    send_seconds: Sequence[float]
+    recompute_waits: bool  # True: R begins only after the message that B needs has arrived
+    is_opportunistic: bool  # True: if R is next, and the message for B has not arrived, the next F may run first
 
 
 @dataclass(frozen=True)
 class LineRun:
-    """The run of a line. starts and ends, if kept: times of F, R and B, in arrays (kinds, workers, items), in which NaN
-    stands for no unit."""
+    """The run of a line. `starts`, `ends`: times of F, R and B, in arrays (kinds, workers, items), in which NaN stands
+    for no unit; None if the times were not kept."""
 
-    ended: Array  # time at which each worker has done all its units
-    busy: Array  # seconds of each worker's units in all
+    ended: Array  # for each worker, the time at which it has done all its units
+    busy: Array  # for each worker, the seconds of all its units together
     starts: Array | None = None
     ends: Array | None = None
 
@@ -94,10 +101,11 @@ def run_lines(
     lines: Sequence[Line], *, sends_at_once: int | None = None, noise: Callable[[Array, bool], Array] | None = None,
     keeps_units: bool = False,
 ) -> list[LineRun]:  # fmt: skip
-    """Run all lines side by side.
+    """Run all lines at the same time, each by itself.
 
-    `sends_at_once`: how many messages a link carries at a time in each direction; further messages wait; None: any
-    number. `noise`: maps the durations of messages or of units to randomly drawn durations.
+    `sends_at_once`: number of messages that a link carries at a time in each direction, while further messages wait;
+    None: any number. `noise`: maps durations to randomly drawn ones; its second argument is True for messages, False
+    for units. `keeps_units`: True: the results hold the start and the end of each unit.
     """
     import numpy as np
 
@@ -120,13 +128,15 @@ def run_lines(
         orders[first : first + len(line.orders), : line.orders.shape[1]] = line.orders
     seconds = np.zeros((num_workers, 1 + len(KINDS)))
     seconds[:, 1:] = [[each[kind] for kind in KINDS] for line in lines for each in line.seconds]
-    send = np.array([each for line in lines for each in (*line.send_seconds, 0.0)])  # to the next worker
-    # Times at which each item's message from the worker below and from the worker above arrives. The last column is for
-    # messages that never come.
+    # seconds of a message from each worker to the next
+    send = np.array([each for line in lines for each in (*line.send_seconds, 0.0)])
+    # For each worker and item, the time at which the message from the worker below and from the worker above arrives;
+    # inf: not known yet. The last column is for messages that never come.
     below, above = np.full((num_workers, most + 1), np.inf), np.full((num_workers, most + 1), np.inf)
     exists = np.arange(most + 1) < num_items[:, None]
     below[exists & is_first[:, None]] = above[exists & is_last[:, None]] = 0.0
-    links = np.zeros((2, num_workers, sends_at_once or 0))  # when each place of a link is free, in each direction
+    # for each direction, link and place of a link, the time at which the place is free
+    links = np.zeros((2, num_workers, sends_at_once or 0))
     done = {F: np.zeros(num_workers, int), R: np.zeros(num_workers, int), B: np.zeros(num_workers, int)}
     place, ahead = np.zeros(num_workers, int), np.zeros(num_workers, int)
     free, busy, least = np.zeros(num_workers), np.zeros(num_workers), np.zeros(num_workers)
@@ -136,7 +146,8 @@ def run_lines(
     is_any_choosing = bool(chooses.any())
 
     def sent(kind: int, who: Array, items: Array, end: Array) -> None:
-        """Send a message from each of these workers; return the times at which the messages arrive."""
+        """Send a message about each of these items from its worker, at the time `end`. Write the times at which the
+        messages arrive into `below` or `above`."""
         goes = ~(is_last if kind == F else is_first)[who]
         who, items, end = who[goes], items[goes], end[goes]
         if len(who) == 0:
@@ -153,7 +164,7 @@ def run_lines(
 
     while True:
         kind = orders[rows, place]
-        while (again := (kind == F) & (ahead > 0)).any():  # skip forward units that were done ahead of their turn
+        while (again := (kind == F) & (ahead > 0)).any():  # skip forward units that ran earlier than their turn
             place += again
             ahead -= again
             kind = orders[rows, place]
@@ -162,7 +173,8 @@ def run_lines(
         from_below, from_above = below[rows, done[F]], above[rows, done[B]]
         is_unsure = None
         if is_any_choosing:
-            # `least`: a time before which a worker's next unit does not begin, so its next message arrives later.
+            # `least`: for each worker, a time before which its next unit does not begin; its next message arrives later
+            # than that.
             below_least, above_least = np.roll(least, 1), np.roll(least, -1)
             may = (kind == R) & chooses & (from_above > free)
             comes = may & (from_above == np.inf) & (above_least < free)

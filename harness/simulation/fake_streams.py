@@ -2,13 +2,14 @@
 booked on the stream or thread that would run it on a machine with a GPU.
 
 The stand-ins replace the CPU's entry in STREAMS (harness/devices/streams.py). A TorchDispatchMode sees every op and
-books it by CUDA's rules. An op on device memory is queued on the current stream of the calling thread: it starts when
-the stream is free and the thread has queued it, and the thread continues at once, unless the op returns a number or is
-a blocking copy. An op on host memory alone runs on the thread itself. Work given to a pool runs at once, but is booked
-on a thread of the pool; asking for its result waits for it.
+books it by CUDA's rules. An op on device memory is queued on the current stream of the calling thread. It starts when
+the stream is free and the thread has queued it. The thread continues at once, unless the op returns a number or is a
+blocking copy. An op that uses only host memory runs on the thread itself. Work given to a pool runs at once, but is
+booked on a thread of the pool; whoever asks for the work's result waits for that thread.
 
-An agent (a stream or a thread) carries a `now`, whose meaning depends on the clock: the events known to have happened
-(tests/support/races.py), or the time (virtual_clock.py). Waiting joins two such values.
+An agent is a stream or a thread. It carries a `now`, whose meaning depends on the clock: a set of events known to have
+happened (tests/support/races.py), or a time (virtual_clock.py). If an agent waits, its `now` is joined with that of
+what it waits for.
 """
 
 from __future__ import annotations
@@ -29,26 +30,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.devices import streams as streams_of
 from harness.simulation.watched_ops import Memories, Memory, Op, attributes, tensors
 
-DEVICE = "cpu:0"  # stands for the device in the watched code; plain "cpu" is the host
+DEVICE = "cpu:0"  # stands for the device in the watched code, where plain "cpu" is the host
 
 
 class Agent(Protocol):
-    """A stream or a host thread, which does its work in order."""
+    """A stream or a host thread. It does its work in order."""
 
     name: str
     now: Any
 
 
 class Clock(Protocol):
-    """Defines what an agent's `now` is, and how ops change it."""
+    """Defines the meaning of an agent's `now`, and how ops change it."""
 
     zero: Any
 
     def join(self, one: Any, other: Any) -> Any: ...  # the earliest `now` that is at or after both
-    def load(self, thread: Agent) -> float: ...  # a pool gives work to the thread of the smallest load
+    def load(self, thread: Agent) -> float: ...  # a pool gives work to its thread with the smallest load
     def queued(self, thread: Agent, op: Op) -> None: ...  # the thread puts the op on a stream
     def ran(self, agent: Agent, op: Op) -> None: ...  # the agent has run the op
-    def freed(self, agent: Agent, now: Any, memory: Memory) -> None: ...  # from `now` on, the agent may reuse memory
+    # from `now` on, the agent may use this memory again
+    def freed(self, agent: Agent, now: Any, memory: Memory) -> None: ...
 
 
 @dataclass(eq=False)
@@ -60,8 +62,8 @@ class HostThread:
 
 @dataclass(eq=False)
 class Event:
-    """Stands for a recorded torch.cuda.Event, or for a future. The future's work has run, but by the clock the streams
-    that it used may end later."""
+    """Stands for a recorded torch.cuda.Event, or for the future of work given to a pool. The work itself has already
+    run; by the clock, the streams that it used may end later."""
 
     streams: FakeStreams
     now: Any
@@ -76,14 +78,15 @@ class Event:
 
 @dataclass(eq=False)
 class Stream:
-    """Stands for torch.cuda.Stream. Work runs after all that the thread which queued the work had waited for."""
+    """Stands for torch.cuda.Stream. Queued work runs after everything for which the thread that queued it had
+    waited."""
 
     streams: FakeStreams
     name: str
     now: Any
 
     def reached(self) -> None:
-        """Make the stream wait for the calling thread's `now`, because that thread is about to queue work."""
+        """Make the stream wait for the calling thread's `now`, because this thread is about to queue work."""
         self.streams.wait(self, self.streams.thread.now)
 
     def wait_event(self, event: Event) -> None:
@@ -99,7 +102,8 @@ class Stream:
 
 
 class Pool:
-    """Host threads that take work in order; the thread of the smallest load takes the next piece."""
+    """Host threads that do work in the order in which they get it. The thread with the smallest load gets the next
+    work."""
 
     def __init__(self, streams: FakeStreams, name: str, num_threads: int) -> None:
         self.streams = streams
@@ -113,7 +117,8 @@ class Pool:
         return Event(streams, thread.now, value)
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Event:
-        """Make an update as harness/devices/update_threads.py does: in the order of the calls, a chunk at a time."""
+        """Make an update as harness/devices/update_threads.py does: updates run in the order of the calls, one chunk
+        after another."""
         tasks = [self.submit(lambda first=first: work(first, first + 1)) for first in range(num_chunks)]
         return Event(self.streams, functools.reduce(self.streams.clock.join, (task.now for task in tasks)))
 
@@ -121,7 +126,7 @@ class Pool:
 
 
 class FakeStreams:
-    """The CPU's entry in STREAMS while code is watched. It knows the current thread and every memory."""
+    """The CPU's entry in STREAMS while code is watched. It knows the calling thread and every memory."""
 
     def __init__(self, clock: Clock, num_workers: int = 1) -> None:
         self.clock, self.num_workers, self.taking = clock, num_workers, nullcontext
@@ -141,7 +146,7 @@ class FakeStreams:
         return Pool(self, f"pool {next(self._numbers)} thread", num_threads)
 
     def workers(self, num_threads: int) -> Pool:
-        """Make the threads that run updates, as many as watching() was given."""
+        """Make the threads that run updates: as many as watching() was told, not `num_threads`."""
         return self.pool(self.num_workers)
 
     def use(self, stream: Stream) -> AbstractContextManager:
@@ -151,7 +156,7 @@ class FakeStreams:
         agent.now = self.clock.join(agent.now, now)
 
     def book(self, op: Op) -> None:
-        """Run the op on its agent."""
+        """Book the op on the agent that would run it: the calling thread, or the thread's current stream."""
         if not op.accesses:
             return
         if op.is_host:
@@ -165,7 +170,8 @@ class FakeStreams:
             stream.synchronize()
 
     def name(self, owner: Any, prefix: str = "") -> None:
-        """Name the memories, streams and threads that are attributes of an object after these attributes."""
+        """Name the memories, streams and threads that an object has as attributes; each gets its attribute's name after
+        `prefix`."""
         for attribute, value in attributes(owner):
             for tensor in tensors(value):
                 memory = self.memories.of(tensor)
@@ -182,7 +188,7 @@ class FakeStreams:
 
 
 class _Ops(TorchDispatchMode):
-    """Runs every op, then books it."""
+    """Runs every op, and then books it."""
 
     streams: FakeStreams
 
@@ -193,7 +199,7 @@ class _Ops(TorchDispatchMode):
 
 
 class _CopiesHome(TorchFunctionMode):
-    """Makes `.to("cpu")` a copy, as from a device; on a CPU it would return its argument."""
+    """Makes `.to("cpu")` a copy, as it is on a device. On a CPU it would only return its argument."""
 
     streams: FakeStreams
 
@@ -211,7 +217,8 @@ class _CopiesHome(TorchFunctionMode):
 
 @contextmanager
 def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
-    """Replace DEVICE's streams and the host's threads inside the context. `num_workers`: threads for updates."""
+    """Inside the context, replace the streams of DEVICE and the host's threads. `num_workers`: number of threads for
+    updates."""
     ops, copies_home = _Ops(), _CopiesHome()
     ops.streams = copies_home.streams = streams = FakeStreams(clock, num_workers)
     with ExitStack() as stack, ops, copies_home:
@@ -223,9 +230,9 @@ def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
 
 
 def _install(streams: FakeStreams, stack: ExitStack) -> None:
-    """Put the streams into STREAMS until the stack ends; until then, mark host memory and name objects as they are
-    made."""
-    # These modules are imported here, because tests plant bugs in modules that they load anew.
+    """Put the streams into STREAMS until the stack is closed. Until then, mark the host memory that is allocated, and
+    name objects when they are made."""
+    # Import these modules here: tests plant bugs in modules, and then load them anew.
     names = ("layer_state", "disk", "slot", "boundaries")
     state, disk, slot, boundaries = (importlib.import_module(f"methods.streaming.{name}") for name in names)
 

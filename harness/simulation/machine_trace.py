@@ -1,5 +1,5 @@
-"""Simulates how many samples a job trains on machines that come and go: a job that morphs, that is, adapts to the
-machines present, or a job that restarts from its last hourly checkpoint.
+"""Simulates how many samples a job trains on machines that come and go. The job either morphs, which means that it
+adapts to the machines present, or restarts from its last checkpoint, for example an hourly one.
 
 Nothing here is measured: the trace is drawn at random, and the event core computes a step's time.
 """
@@ -15,7 +15,7 @@ HOUR = 3600.0
 
 
 class MachineChange(NamedTuple):
-    """The number of machines present from a moment on."""
+    """The number of machines that are present from the moment `seconds` on."""
 
     seconds: float
     num_machines: int
@@ -24,14 +24,14 @@ class MachineChange(NamedTuple):
 class MachineSpan(NamedTuple):
     start: float
     end: float
-    samples_per_second: float  # counts only samples whose steps are not lost later
+    samples_per_second: float  # only samples whose steps are not lost later
 
 
 def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[MachineChange]:
-    """Draw a trace in which each of `most` machines is present and absent in turns.
+    """Draw a trace of `hours` in which each of `most` machines is present and absent in turns.
 
-    The time of each turn is drawn from an exponential distribution. Its mean is `mean_hours` if the machine is present,
-    and a third of that if it is absent.
+    Each duration is drawn from an exponential distribution. Its mean is `mean_hours` while the machine is present, and
+    a third of that while it is absent.
     """
     draw, moments = random.Random(seed), list[tuple[float, int]]()
     for _ in range(most):
@@ -53,11 +53,12 @@ def through(
     trace: Sequence[MachineChange], end: float, speed: Callable[[int], float], *, checkpoint_seconds: float,
     pause_seconds: float, tells: bool,
 ) -> list[MachineSpan]:  # fmt: skip
-    """Return the spans of time in which a job trains on the machines of a trace.
+    """Return the spans of time in which a job trains on the machines of a trace, up to the time `end`.
 
-    `speed`: gives the samples per second on a number of machines. `pause_seconds`: the time from a change until steps
-    go on. `tells`: True if the job saves its state when machines change, and uses new machines at once. Otherwise it
-    repeats all steps after the last checkpoint when a machine leaves, and uses new machines only then.
+    `speed`: returns the samples per second on a number of machines. `pause_seconds`: time from a change of machines
+    until steps go on. `tells`: True if the job is told of changes, so that it saves its state before machines leave and
+    uses new machines at once. If False, the job repeats all steps after its last checkpoint when a machine leaves, and
+    uses new machines only then.
     """
     if not tells:
         trace = [trace[0], *(then for now, then in itertools.pairwise(trace) if then.num_machines < now.num_machines)]

@@ -1,15 +1,15 @@
-"""Computes the duration of a method's step in virtual time, on a machine of given rates, with all overlap that the
+"""Computes how long a method's step takes in virtual time on a machine of given rates, with all overlap that the
 method's code allows.
 
 Every op takes time of the agent that runs it. An op on the device takes the time of its FLOPs or of its bytes,
-whichever is longer, and launch time of the calling thread. A copy between device and host takes the time of its bytes
-over the link, whose directions do not slow each other. An op on the host takes the time of its bytes. An agent's `now`
-is the time at which it is free, so a wait takes the later of two times. The schedule comes from the method's own code,
-the rates are the machine's; no number here was measured.
+whichever is longer; the thread that calls it needs a further time to launch it. A copy between device and host takes
+the time of its bytes over the link, whose two directions do not slow each other. An op on the host takes the time of
+its bytes. An agent's `now` is the time at which the agent is free, so waiting means to take the later of two times. The
+method's own code gives the schedule, the machine gives the rates; no number here was measured.
 
-Only one rank of a method of several ranks runs here. The others are like it, so an exchange begins when this rank is
-ready. An exchange takes the time of the bytes that a rank sends over the link between devices, which carries one
-exchange at a time.
+If a method has several ranks, only one of them runs here. The other ranks are taken to be like it, so an exchange can
+begin when this rank is ready. It takes the time of the bytes that one rank sends over the link between devices. This
+link carries one exchange at a time.
 """
 
 from __future__ import annotations
@@ -39,63 +39,66 @@ from harness.simulation.fake_streams import DEVICE, Agent, FakeStreams, HostThre
 from harness.simulation.watched_ops import Memory, Op, tensors
 
 aten = torch.ops.aten
-# Torch has FLOP formulas for CUDA's attention. The CPU's attention takes its arguments in the same order.
+# Torch has FLOP formulas for CUDA's attention kernels. The CPU's kernels take their arguments in the same order.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
-UPDATES = {"_fused_adamw_": "self", "adamw": "grads"}  # kernels of AdamW, and their argument that holds the parameters
-# The collectives by which ranks exchange a tensor, each with the function that returns the bytes that a rank sends.
+# by name of an AdamW kernel: its argument that holds the parameters
+UPDATES = {"_fused_adamw_": "self", "adamw": "grads"}
+# By name of a collective that exchanges a tensor between ranks: the function that returns the bytes that a rank sends.
 EXCHANGES = {"_allgather_base_": parts_sent, "_reduce_scatter_base_": parts_sent, "allreduce_": sum_sent}
-ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # ops that launch no kernel and take no time
+ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # ops that launch no kernel, and so take no time
 
 
 @dataclass(frozen=True)
 class VirtualMachine:
-    """The rates of a machine; work at an infinite rate takes no time."""
+    """The rates of a machine. Work at an infinite rate takes no time."""
 
     device_flops_per_second: float = math.inf
     device_bytes_per_second: float = math.inf
     link_bytes_per_second: float = math.inf  # in each direction
     link_latency_seconds: float = 0.0
-    exchange_bytes_per_second: float = math.inf  # what a device sends to others while it receives as much
+    # rate at which a device sends to other devices, while it receives as much
+    exchange_bytes_per_second: float = math.inf
     host_bytes_per_second: float = math.inf  # of one thread
-    device_update_params_per_second: float = math.inf  # of AdamW's kernel, added to the time of its bytes
+    # rate of AdamW's kernel; its time is added to the time of the kernel's bytes
+    device_update_params_per_second: float = math.inf
     host_update_params_per_second: float = math.inf  # of one thread
-    num_workers: int = 1  # threads for updates
-    launch_seconds: float = 0.0  # time of the calling thread for each op on the device
+    num_workers: int = 1  # number of threads for updates
+    launch_seconds: float = 0.0  # time that the calling thread needs to launch an op on the device
 
 
 @dataclass(frozen=True)
 class VirtualRun:
-    """A training in virtual seconds since its start."""
+    """A training in virtual time; all times are in seconds from its start."""
 
-    step_ends: list[float]  # virtual time at which each step's compute ends
-    total_seconds: float  # until all work is done
-    busy_seconds: dict[str, float]  # seconds of work, by agent
+    step_ends: list[float]  # for each step, the time at which the step's compute ends
+    total_seconds: float  # the time at which all work is done
+    busy_seconds: dict[str, float]  # by agent, the seconds of its work
     device_flops: float
     spans: list[Span]
 
     @property
     def step_seconds(self) -> float:
-        """Return the mean duration of a step, without the first step, which starts on an idle machine."""
+        """Return the mean duration of a step. The first step is left out, because it starts on an idle machine."""
         return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
 
     @property
     def last_step_seconds(self) -> float:
-        """Return the duration of the last step, which profits most from work that earlier steps did ahead."""
+        """Return the duration of the last step, which gains most from work that earlier steps did in advance."""
         return self.step_ends[-1] - self.step_ends[-2]
 
     def timeline(self, about: dict[str, Any]) -> Timeline:
         return Timeline(self.spans, steps([0.0, *self.step_ends], 1), {**about, "clock": "virtual"})
 
     def write(self, about: dict[str, Any], path: Path) -> None:
-        """Write the timeline, as a trace of a run is written."""
+        """Write the timeline to a file, in the format in which the trace of a run is written."""
         write(self.timeline(about), path)
 
 
 class VirtualTime:
-    """The clock by which an agent's `now` is the time, in seconds, at which the agent is free."""
+    """The clock for which an agent's `now` is the time, in seconds, at which the agent is free."""
 
     zero = 0.0
 
@@ -147,14 +150,14 @@ class VirtualTime:
 
 
 class DeviceLink:
-    """The link between devices, which carries each exchange in the first gap that is long enough. Exchanges are added
-    in the order of the program, which may differ from the order in which they are ready."""
+    """The link between devices. It carries each exchange in the first gap that is long enough. Exchanges are added in
+    the program's order, in which a later one may be ready earlier."""
 
     def __init__(self) -> None:
-        self.busy: list[tuple[float, float]] = []  # starts and ends, in order
+        self.busy: list[tuple[float, float]] = []  # pairs of start and end of the exchanges, in the order of time
 
     def carry(self, ready: float, seconds: float) -> float:
-        """Add an exchange that may begin at the time `ready`; return the time at which it ends."""
+        """Add an exchange that may begin at the time `ready` and takes `seconds`. Return the time at which it ends."""
         start = ready
         for begun, ended in self.busy:
             if start + seconds <= begun:
@@ -165,13 +168,14 @@ class DeviceLink:
 
 
 def updated_params(op: Op) -> int:
-    """Return the number of parameters that an op updates, if it is an AdamW kernel, ours or torch's."""
+    """Return the number of parameters that an op updates: 0 unless the op is an AdamW kernel, of this project or of
+    torch."""
     return sum(tensor.numel() for tensor in tensors(op.arguments[UPDATES[op.name]])) if op.name in UPDATES else 0
 
 
 def flops_of(op: Op) -> float:
-    """Return the floating-point operations of a matrix product or of attention (half of them, if causal); 0 for other
-    ops."""
+    """Return the floating-point operations of an op: those of a matrix product, or of attention (half of them if it is
+    causal). 0 for any other op."""
     packet = op.func.overloadpacket
     formula = flop_registry.get(ATTENTION.get(packet, packet))
     if formula is None:
@@ -181,7 +185,7 @@ def flops_of(op: Op) -> float:
 
 
 class Spans:
-    """The spans of the agents' work in virtual seconds; work that takes no time is left out."""
+    """The spans of the agents' work, in virtual seconds. Work that takes no time has no span."""
 
     def __init__(self, streams: FakeStreams) -> None:
         self.streams, self.done = streams, list[Span]()
@@ -201,7 +205,8 @@ class Spans:
 
 
 class Due:
-    """An update that waits for its gradient, or is under way. `about`: spans from which only the labels are taken."""
+    """An update that waits for its gradient, or is under way. `released`: time at which its gradient has arrived.
+    `seconds`: time that it needs. `about`: spans whose labels the update's own spans get."""
 
     def __init__(self, pool: VirtualWorkers, deadline: int, released: float, seconds: float, about: list[Span]) -> None:
         self.pool, self.deadline, self.released, self.left, self.about = pool, deadline, released, seconds, about
@@ -213,8 +218,9 @@ class Due:
 
 
 class VirtualWorkers(Pool):
-    """Stands for Workers of harness/devices/update_threads.py: all threads share one update, that of the earliest
-    deadline among those whose gradient has arrived. The order is computed when somebody waits for an update."""
+    """Stands for Workers of harness/devices/update_threads.py. All threads work together on one update: of the updates
+    whose gradients have arrived, the one with the earliest deadline. The order is computed only when somebody waits for
+    an update."""
 
     def __init__(self, streams: FakeStreams, clock: VirtualTime, num_threads: int, spans: Spans) -> None:
         super().__init__(streams, "workers", num_threads)
@@ -250,7 +256,7 @@ class VirtualWorkers(Pool):
 
 @contextmanager
 def one_of(num_ranks: int) -> Iterator[None]:
-    """Let this process be the first of `num_ranks` ranks. The other ranks do not exist: collectives move no data."""
+    """Let this process be the first of `num_ranks` ranks. The other ranks do not exist, so collectives move no data."""
     if num_ranks == 1:
         yield
         return
@@ -264,7 +270,8 @@ def one_of(num_ranks: int) -> Iterator[None]:
 
 
 def virtual_run(method: Method, workload: Workload, machine: VirtualMachine, steps: int = 3) -> VirtualRun:
-    """Train `steps` steps in the virtual time of this machine. Only one rank of a method of several ranks trains."""
+    """Train `steps` steps in the virtual time of this machine. If the method has several ranks, only one of them
+    trains."""
     training = method.settled(method.plan(workload, Room())).train(workload, token_batches(workload, steps), DEVICE)
     num_ranks = getattr(method, "world_size", 1)
     clock = VirtualTime(machine, num_ranks)

@@ -1,8 +1,8 @@
-"""Finds the memory accesses of a dispatched op: which bytes of which allocation it reads and writes, and whether they
-are on the host or the device.
+"""Finds the memory accesses of an op that torch has dispatched: which bytes of which allocation it reads and writes,
+and whether these are on the host or on the device.
 
-On a CPU all memory is alike. So memory counts as host memory if it was allocated as host memory, or returned by an op
-that reads only host memory; all other memory stands for device memory.
+On a CPU there is only one kind of memory. So memory counts as host memory if it was allocated as host memory, or by an
+op that reads only host memory. All other memory stands for device memory.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from unittest import mock
 
 from torch import Tensor
 
-# Collectives, each with the argument that it writes, which its schema does not mark as written.
+# By name of a collective: the argument that it writes, though its schema does not mark this argument as written.
 COLLECTIVES = {"_allgather_base_": "output_tensor", "_reduce_scatter_base_": "output_tensor", "allreduce_": "tensors"}
-OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}  # in-place ops that do not read their target
+# ops that write to their first argument without reading it
+OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
 
 
 @dataclass(eq=False)
 class Memory:
-    """One allocation."""
+    """One allocation of memory."""
 
     made_by: str  # name of the op that allocated it
     is_host: bool = False
-    stream: Any = None  # the stream of the op that allocated it on the device
+    stream: Any = None  # the stream of the op that allocated this memory on the device; None: host memory
     name: str = ""
-    notes: list[Any] = field(default_factory=list)  # whatever a clock or a test keeps about this memory
+    notes: list[Any] = field(default_factory=list)  # data that a clock or a test keeps about this memory
 
     def __str__(self) -> str:
         return self.name or f"what {self.made_by} made"
 
 
 class Access(NamedTuple):
-    """The bytes [start, end) of a memory that a tensor spans; `num_bytes` excludes gaps between the tensor's
-    elements."""
+    """The bytes [start, end) of a memory that a tensor spans. `num_bytes`: the bytes of the tensor's elements, without
+    the gaps between them."""
 
     memory: Memory
     start: int
@@ -48,7 +49,8 @@ class Access(NamedTuple):
 
 
 class Op(NamedTuple):
-    """An op that has run: overload, arguments by name, result, and accesses (none if it made a view)."""
+    """An op that has run. `func`: its overload. `arguments`: its arguments by name. `accesses`: empty if the op only
+    made a view."""
 
     func: Any
     arguments: dict[str, Any]
@@ -65,43 +67,45 @@ class Op(NamedTuple):
 
     @property
     def is_transfer(self) -> bool:
-        """True if the op copies between host and device."""
+        """True if the op copies from host to device or from device to host."""
         return len({access.memory.is_host for access in self.accesses}) == 2
 
     @property
     def blocks(self) -> bool:
-        """True if the calling thread waits for the device: for a number, or a copy without non_blocking."""
+        """True if the calling thread waits until the device has run the op: the op returns a number, or is a copy
+        without non_blocking."""
         if self.name == "copy_":
             return self.is_transfer and not self.arguments.get("non_blocking")
         return isinstance(self.result, (int, float))
 
 
 class Memories:
-    """Finds the memory of a tensor among all live memories; calls `on_free` for each memory that is freed."""
+    """Finds the memory of a tensor among all memories in use. `on_free` is called with each memory that is freed."""
 
     def __init__(self, on_free: Callable[[Memory], None]) -> None:
         self._on_free = on_free
         self._alive: dict[int, tuple[weakref.ref, Memory]] = {}
-        self._fresh_is_host: bool | None = None  # where ops allocate; None: on the host if they read only host memory
+        # True: new memory is on the host; None: only if the op reads only host memory
+        self._fresh_is_host: bool | None = None
 
     def of(self, tensor: Tensor, made_by: str = "another") -> Memory:
         storage = tensor.untyped_storage()
-        key = id(storage)  # torch keeps this object as long as the memory
+        key = id(storage)  # torch keeps this object as long as the memory exists
         if key not in self._alive:
             self._alive[key] = (weakref.ref(storage, lambda _: self._on_free(self._alive.pop(key)[1])), Memory(made_by))
         return self._alive[key][1]
 
     def allocating(self, *, host: bool | None) -> AbstractContextManager:
-        """Count all allocations in this context as host memory (True) or as device memory (False); None: as host memory
-        if the allocating op reads only host memory."""
+        """Inside the context, count new memory as host memory (True) or as device memory (False). None: new memory is
+        host memory if the op that allocates it reads only host memory."""
         return mock.patch.object(self, "_fresh_is_host", host)
 
     def forget(self) -> None:
-        """Stop calling on_free."""
+        """Forget all memories, so that `on_free` is called for none of them."""
         self._alive.clear()
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: Any) -> Op:
-        """Return the Op for an op that has just run. Its allocations on the device belong to `stream`."""
+        """Return the Op for an op that has just run. The device memory that it allocated belongs to `stream`."""
         name, (names, written) = func.overloadpacket.__name__, _arguments_of(func)
         arguments = dict(zip(names, args, strict=False)) | kwargs
         unread = written if name in OVERWRITES else ()
@@ -128,14 +132,14 @@ class Memories:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors with memory in an argument or a result, which may be a list."""
+    """Return the tensors with elements in memory that an argument or a result is or, if it is a list, holds."""
     leaves = value if isinstance(value, (list, tuple)) else [value]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_meta]
 
 
 def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield an object's attributes by name. A state (a named tuple) yields its slabs instead, by the slab's name; for
-    the spare state, "spare" precedes the name."""
+    """Yield the name and value of each attribute of an object. For a state (a named tuple), yield instead the name and
+    value of each of its slabs; for the spare state, the names begin with "spare"."""
     for attribute, value in vars(owner).items():
         if not hasattr(value, "_asdict"):
             yield attribute, value
@@ -146,7 +150,7 @@ def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
-    """Return the names of an overload's arguments, and of those arguments that it writes."""
+    """Return the names of an overload's arguments, and the names of those arguments that it writes."""
     schema = func._schema.arguments
     written = {argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write}
     name = func.overloadpacket.__name__
