@@ -1,1 +1,1 @@
-"""Each file of this folder is one method, unless its name begins with an underscore."""
+"""The training methods: each file of this folder is one method, unless the file's name begins with an underscore."""

@@ -1,8 +1,8 @@
 """FSDP2 with CPU offload (Zhao et al. 2023; torch.distributed.fsdp): torch's own way to train beyond the device.
 
-torch shards each layer over the ranks and keeps it on the host. It gathers the layer on the device for the forward
-pass, and again for the recompute and the backward pass. Gradients go back to the host, where torch's AdamW steps after
-the whole backward pass. This file only wraps the harness's model.
+torch shards each layer over the ranks and keeps it on the host. torch gathers the whole layer on the device for the
+forward pass, and again for the recompute and the backward pass. Gradients go back to the host, where torch's AdamW
+updates the weights after the whole backward pass. This file only wraps the harness's model.
 
 Each rank trains on its part of every batch; torch averages the gradients.
 """
@@ -31,10 +31,10 @@ class Fsdp2Offload(Method):
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         workload = rank_part(workload, self.world_size)
-        # States and the batch are split over the ranks. Gathered weights and their gradients are whole on each rank.
+        # States and the batch are split over the ranks. Gathered weights, and their gradients, are whole on each rank.
         params = -(-workload.num_params // self.world_size)
         size = workload.weight_bytes
-        at_once = workload.end_params + 2 * workload.layer_params  # gathered weights: both ends, one layer and the next
+        at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, one layer and the next
         home = each_page_locked(4, workload, room, self.world_size)
         gathered = gathered_params(workload)
         sent = {"gathers": size * gathered, "sums": 4 * workload.num_params}  # gradients are summed in fp32
@@ -115,6 +115,7 @@ class Fsdp2Offload(Method):
                 TensorState(name, *map(all_of, (p, state["exp_avg"], state["exp_avg_sq"])))
                 for name, p, state in columns
             )
-            return Trained([state for state in states if rank == 0])  # all ranks gather; rank 0 keeps the tensors
+            # Every rank must iterate over the states, because all ranks gather; only rank 0 returns the tensors.
+            return Trained([state for state in states if rank == 0])
         finally:
             leave_others()

@@ -1,12 +1,14 @@
-"""Hydra (Nagrecha and Kumar 2021): models larger than the device are cut into shards that take turns on it.
+"""Hydra (Nagrecha and Kumar 2021): models larger than the device are cut into shards, and the shards take turns on the
+device.
 
 The training of a model is a chain of units. A unit is the forward pass, the backward pass or the update of one shard. A
-policy picks the model whose unit runs next (Sharded-LRTF: longest remaining time first). While a unit runs, the next
-unit's shard is copied into a second slot. Weights, gradients and the optimizer's states live on the host and travel
-with their shard; the device holds two slots as large as the largest shard, and one layer's activations.
+policy picks the model whose unit runs next; the paper's policy, Sharded-LRTF, picks the model with the longest
+remaining time. While a unit runs, the next unit's shard is copied into a second slot. Weights, gradients and the
+optimizer's states live on the host and travel with their shard. The device holds two slots, each as large as the
+largest shard, and one layer's activations.
 
-Clipping is exact: every shard's update is a unit of its own and waits for the global norm. Without clipping the update
-is part of the backward unit, as in the paper.
+Clipping is exact: every shard's update is a unit of its own and waits for the global norm. Without clipping a shard's
+update is part of its backward unit, as in the paper.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe, page_locked, saved_boundaries
 
-ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes of a scalar on a device; number of scalars beside the norms
+ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes that a scalar takes on a device; scalars beside the norms
 MOST_TURNS = 2000  # a record keeps at most this many units of the timeline, the latest ones
 CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
 
@@ -41,15 +43,15 @@ def __getattr__(name: str) -> object:
 
 @dataclass(frozen=True)
 class Hydra(Method):
-    shard_layers: int | None = None  # layers of a shard, each end counted as one; None: as many as fit
+    shard_layers: int | None = None  # layers of a shard, embedding and head counted as one each; None: as many as fit
     double_buffer: bool = True  # True: a second slot, for the next shard
-    intermediates: str = "checkpointed"  # checkpointed: recompute layers; or "saved": send activations to the host
-    num_models: int = 1  # models, each with its own learning rate; the first has the workload's
-    num_batch_sizes: int = 1  # number of batch sizes for each learning rate: the workload's, half of it, ...
+    intermediates: str = "checkpointed"  # checkpointed: recompute layers; saved: send activations to the host
+    num_models: int = 1  # learning rates, one model each; the first is the workload's
+    num_batch_sizes: int = 1  # batch sizes for each learning rate: the workload's, half of it, ...
     num_devices: int = 1  # number of GPUs, or of processes on a CPU
-    hybrid: bool = True  # split the first model's batches over two devices if devices outnumber models
-    partitioner: str = "exact"  # exact: halve shards that do not fit in a rehearsal; presharded: never
-    policy: str = "lrtf"  # longest remaining time first; or srtf, fifo, random
+    hybrid: bool = True  # True: split the first model's batches over two devices if devices outnumber models
+    partitioner: str = "exact"  # exact: halve shards that do not fit in a rehearsal; presharded: keep them
+    policy: str = "lrtf"  # lrtf: longest remaining time first; or srtf (shortest first), fifo, random
 
     label = "Hydra"
     color = "#2E8B57"
@@ -64,12 +66,13 @@ class Hydra(Method):
         return not self._halves(0.0)
 
     def _halves(self, dropout: float) -> bool:
-        """True if the first model's batches are split over two devices; never with dropout: its random numbers would
-        differ."""
+        """True if the first model's batches are split over two devices; never with dropout, because the two halves
+        would draw other random numbers than the whole batch."""
         return self.hybrid and self.num_devices > self.num_models and not dropout
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """Plan shards of as many layers as fit on the device; of one layer if the device's memory has no limit."""
+        """Plan shards of `shard_layers` layers. If that is None, plan shards of as many layers as fit on the device, or
+        of one layer if the device's memory has no limit."""
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected {' or '.join(choices)}, got {getattr(self, name)!r}")
@@ -131,12 +134,12 @@ class Hydra(Method):
             if is_shared:
                 found = gpt.device_names(device, self.num_devices)
                 devices = start_processes(found, models, options, stack, torch.get_num_threads())
-            else:  # with several models, wait for each unit, because the policy uses measured times
+            else:  # is_alone False: wait for each unit, because the policy needs its measured time
                 devices = [Here(Worker(gpu, models, **options), is_alone=is_alone)]
             splits: list[tuple[int, int]] = []
             if self.partitioner == "exact" and device != "cpu":
-                # Batches for several processes stay on the CPU: a process that reads a tensor on a GPU makes a context
-                # there.
+                # Batches for several processes stay on the CPU: a process that reads another's GPU tensor makes a
+                # context on that GPU.
                 rows = [gpt.batch(mine, "cpu" if is_shared else device) for mine in own]
                 devices, splits = rehearse(models, rows, [words] * len(own), devices)
             tasks: list[Task] = []
@@ -149,7 +152,7 @@ class Hydra(Method):
                 more = {**words, "learning_rate_at": mine.learning_rate_at, "per_round": parts,
                         "random_state": gpt.random_state(workload, device)}  # fmt: skip
                 tasks.append(First(*given, second_random=None, **more) if in_halves[number] else Task(*given, **more))
-            # A model may be one step ahead of the slowest model, so that no device waits for the slowest.
+            # A model may be one step ahead of the slowest model, so that no device waits for the slowest model.
             most_ahead = int(num_batches is not None and is_shared)
             dispatcher = Dispatcher(tasks, devices, self.policy, most_ahead=most_ahead, splits=splits)
             steps: list[list[Step]] = [[] for _ in tasks]
@@ -175,9 +178,9 @@ class Hydra(Method):
         shards = model_shards(workload, num_layers)
         num_shards, largest = sum(count for count, _ in shards), max(each.num_bytes(workload) for _, each in shards)
         boundary = workload.boundary_bytes
-        at_home = page_locked(boundary, room)  # torch page-locks host memory of each non-blocking copy
+        at_home = page_locked(boundary, room)  # torch page-locks the host memory of each non-blocking copy
         device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
-        if self.num_devices > 1 and room.page_locks:  # each GPU has a process; the leading process has a context, too
+        if self.num_devices > 1 and room.page_locks:  # each GPU's process has a context, and so has the leading process
             device["buffers"] += cuda_budget.LEADING_BYTES
         if self.intermediates == "saved":
             device["activations"] = max(workload.head_bytes, workload.layer_bytes - 9 * boundary)
@@ -192,7 +195,7 @@ class Hydra(Method):
             updated += max(each.num_bytes(workload, lambda numel, _: 4 * numel) for _, each in shards)
         norms = self.num_models * anatomy.total(workload.num_layers, lambda shape: 1) + SCALARS
         device["activations"] = max(device["activations"], updated + 2 * boundary) + ALLOCATOR_UNIT * norms
-        device["activations"] += 8 * workload.batch_size * workload.seq_len  # tokens of a rehearsal
+        device["activations"] += 8 * workload.batch_size * workload.seq_len  # a rehearsal's tokens, 8 bytes each
         host = {"weights": size * whole, "gradients": size * whole, "optimizer": states * whole}
         host = {kind: self.num_models * int(number) for kind, number in {**host, "activations": activations}.items()}
         host["gradients"] += size * whole if self._halves(workload.dropout) else 0
@@ -201,9 +204,9 @@ class Hydra(Method):
         return Plan(device, host, moved_bytes=moved, options=options, updates_on_host=False)
 
     def _moved_bytes(self, workload: Workload, num_params: int, num_shards: int) -> int:
-        """Return the bytes moved in a step, for shards of equal size. Forward and backward pass fetch all weights,
-        updates fetch weights and gradients; a shard that is still in a slot is not fetched."""
-        hits = 1 + self.double_buffer  # shards still in a slot when the backward pass begins, or the updates
+        """Return the bytes moved in a step, for shards of equal size. Forward and backward pass fetch all weights. With
+        clipping, updates fetch weights and gradients. A shard that is still in a slot is not fetched again."""
+        hits = 1 + self.double_buffer  # shards still in a slot when the backward pass, or the updates, begin
         fetched = max(0, 2 * num_shards - hits)
         home = 1
         if workload.clip_norm:

@@ -1,7 +1,9 @@
-"""L2L (Pudipeddi et al. 2020): one layer at a time on the device, the rest and the optimizer on the host.
+"""L2L (Pudipeddi et al. 2020): one layer at a time is on the device; the other layers and the optimizer are on the
+host.
 
 The device holds a single layer, the embedding and the loss. A layer is fetched for its forward pass and again for its
-backward pass; then its gradient goes to the host, which updates the layer. Every copy and every update is waited for.
+backward pass; then its gradient goes to the host, which updates the layer. The device waits for every copy and every
+update.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 several.
 
 GPTModel has its own layers, gradient buffers, and an optimizer with fp32 main weights; every layer is recomputed. All
-of this is upstream code, except that attention is torch's fused kernel and that, on a CPU, engines/megatron.py answers
-questions about CUDA.
+of this is upstream code, with two exceptions: attention is torch's fused kernel, and on a CPU engines/megatron.py
+answers the code's questions about CUDA.
 
-`tensor_parallel` ranks form a group that shares each matrix. `pipeline_parallel` such groups, with equally many layers,
-are the stages of a pipeline, through which micro-batches flow by megatron-core's schedule (1F1B). Each of several
-pipelines takes a part of every batch.
+`tensor_parallel` ranks form a group that shares each matrix. `pipeline_parallel` such groups are the stages of a
+pipeline; each stage has equally many layers, and micro-batches flow through the stages by megatron-core's schedule
+(1F1B). If there are several pipelines, each takes a part of every batch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.
 class MegatronLM(Method):
     world_size: int = 1  # ranks
     tensor_parallel: int = 1  # ranks that share each matrix
-    sequence_parallel: bool = False  # ranks of a group also split the sequence, in the ops between matrices
+    sequence_parallel: bool = False  # True: ranks of a group also split the sequence between matrices
     pipeline_parallel: int = 1  # stages of a pipeline, with equally many layers
-    distributed_optimizer: bool = False  # ranks with the same weights split the optimizer's states
+    distributed_optimizer: bool = False  # True: ranks with the same weights split the optimizer's states
 
     label = "Megatron-LM"
     color = "#E7D6EF"
@@ -55,8 +55,8 @@ class MegatronLM(Method):
         return Plan(max(needs, key=lambda need: sum(need.values())), stages=stages, exchanged=exchanged)
 
     def _num_pipelines(self, workload: Workload) -> int:
-        """Return how many pipelines share each batch. Raises ValueError if the ranks or the model's sizes do not
-        divide, if megatron-core lacks the model, or for dropout on several ranks."""
+        """Return how many pipelines share each batch. Raises ValueError in three cases: the ranks, or the model's
+        sizes, cannot be divided as asked; megatron-core lacks the model; several ranks have dropout."""
         megatron_names.check(workload)
         shared, stages, ranks = self.tensor_parallel, self.pipeline_parallel, self.world_size
         if shared < 1 or ranks % shared:
@@ -94,7 +94,7 @@ class MegatronLM(Method):
         stepped = -(-params // num_pipelines) if self.distributed_optimizer else params
         main = 0 if size == 4 else 4  # fp32 main weights
         optimizer, activations = (8 + main) * stepped, self._activation_bytes(part, stage)
-        if 4 * stepped > activations:  # torch's AdamW updates all tensors at once, for which it makes an fp32 copy
+        if 4 * stepped > activations:  # torch's AdamW updates all tensors at once and makes an fp32 copy of them
             optimizer, activations = optimizer + 4 * stepped, 0
         states = {"weights": size * params, "gradients": 4 * params, "optimizer": optimizer}  # fp32 sums of gradients
         return {**states, "activations": activations}
@@ -102,10 +102,10 @@ class MegatronLM(Method):
     def _exchanged(self, part: Workload, stage: int, num_pipelines: int) -> dict[str, float]:
         """Return the bytes that a rank of this stage sends in a step, by kind.
 
-        Pipelines sum their gradients; with the distributed optimizer each rank gets one part of the sum, and gathers
-        the weights after the update. Ranks that share matrices sum a layer's activations twice in each of forward pass,
-        recompute and backward pass, and once at each end of the model. Stages pass activations up and their gradients
-        down; the first and the last stage sum the gradients of a tied embedding.
+        Pipelines sum their gradients. With the distributed optimizer each rank gets one part of the sum, and gathers
+        all weights after the update. Ranks that share matrices sum a layer's activations twice in the forward pass,
+        twice in the recompute and twice in the backward pass, and once at each end of the model. Stages pass
+        activations up and their gradients down; the first and the last stage sum the gradients of a tied embedding.
         """
         num_stages, shared, params = self.pipeline_parallel, self.tensor_parallel, self._stage_params(part, stage)
         gradients = 4 * params  # in fp32
@@ -124,8 +124,9 @@ class MegatronLM(Method):
         return {"gathers": gathers, "sums": sums, "messages": messages}
 
     def _stage_params(self, workload: Workload, stage: int) -> int:
-        """Return the number of parameters of a rank: its part of each matrix and of the embedding, and the whole of
-        norms, of biases after a sum, and of positions. The first and the last stage both have a tied embedding."""
+        """Return the number of parameters of a rank of this stage. A rank has its part of each matrix and of the
+        embedding, and all parameters of norms, of biases that are added after a sum, and of position embeddings. A tied
+        embedding is on the first and on the last stage."""
         anatomy, last = workload.anatomy, self.pipeline_parallel - 1
         is_tied, num_ranks = megatron_names.sizes_of(workload).is_tied, self.tensor_parallel
         ends = {
@@ -137,12 +138,13 @@ class MegatronLM(Method):
         return _num_layers(self, workload) * layer + megatron_names.rank_numel(ends, anatomy.ends, num_ranks)
 
     def _activation_bytes(self, part: Workload, stage: int) -> int:
-        """Return the bytes of activations at the peak of forward and backward pass, states not included."""
+        """Return the peak bytes of a rank's activations in forward and backward pass. Weights, gradients and optimizer
+        states do not count."""
         num_stages, num_parts, size = self.pipeline_parallel, part.micro_batches, part.weight_bytes
         boundary = part.boundary_bytes // num_parts
         logits = part.batch_size // num_parts * part.seq_len * part.vocab_size // self.tensor_parallel
         embedding = size * part.vocab_size * part.hidden_size // self.tensor_parallel
-        # Megatron's loss overwrites the logits; in bf16 it needs an fp32 copy of them, too.
+        # Megatron's loss overwrites the logits; in bf16 it also needs an fp32 copy of the logits.
         normed = 3 * boundary + int(part.anatomy.head_boundaries * boundary)
         head = normed + max(4 * logits + embedding, (4 if size == 4 else 6) * logits)
         # At the end of the backward pass, a tied embedding has two gradients and their sum.
@@ -198,7 +200,8 @@ class MegatronLM(Method):
                 ended = Step(mean, torch.as_tensor(norm if is_good else math.inf))
                 yield ended._replace(loss_scale=scale, is_skipped=not is_good) if is_scaled else ended
             with cuda_questions_answered(device):
-                return Trained(list(_states(self, workload, model, optimizer)))  # all ranks take part in gathering
+                # Every rank must iterate over the states, because it sends its tensors to rank 0.
+                return Trained(list(_states(self, workload, model, optimizer)))
         finally:
             parallel_state.destroy_model_parallel()
             leave_others()
@@ -212,8 +215,8 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 
 
 def _build(method: MegatronLM, workload: Workload, device: str):
-    """Return a GPTModel, with the harness's starting values and Megatron's gradient buffers, and its optimizer from
-    Megatron."""
+    """Return a GPTModel and Megatron's optimizer for it. The model has the harness's starting values and Megatron's
+    gradient buffers."""
     import torch
     import torch.nn.functional as F
     from megatron.core import parallel_state, tensor_parallel
@@ -244,7 +247,8 @@ def _build(method: MegatronLM, workload: Workload, device: str):
         qk_layernorm=sizes.norms_heads, add_qkv_bias=sizes.has_qkv_bias, add_bias_linear=is_gpt,
         gated_linear_unit=not is_gpt, activation_func=F.gelu if is_gpt else F.silu, apply_rope_fusion=False,
         use_cpu_initialization=True, perform_initialization=False, **precision,
-        # Off: fused kernels that need Apex or Transformer Engine, or compute another GELU than the harness's model.
+        # These fused kernels are off: they need Apex or Transformer Engine, or compute another GELU than the harness's
+        # model.
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, bias_activation_fusion=False,
         bias_dropout_fusion=False, persist_layer_norm=False,
         tensor_model_parallel_size=method.tensor_parallel, sequence_parallel=method.sequence_parallel,
@@ -324,13 +328,13 @@ def _num_layers(method: MegatronLM, workload: Workload) -> int:
 
 
 def _stage_of_end(method: MegatronLM, name: str) -> int:
-    """Return the number of the stage that has this tensor of the embedding or the head."""
+    """Return the number, from 0, of the stage that has this tensor of the embedding or the head."""
     return 0 if megatron_names.is_of_first_stage(name) else method.pipeline_parallel - 1
 
 
 def _named(method: MegatronLM, workload: Workload, model):
-    """Yield pairs of a name in the whole GPTModel and this rank's parameter. The rank's own names differ, because a
-    stage numbers its layers from 0 and its head may be the tied embedding."""
+    """Yield each parameter of this rank, after its name in the whole GPTModel. The rank's own names differ from these:
+    a stage numbers its layers from 0, and the head may be the tied embedding."""
     from methods.engines import megatron
 
     first_layer, is_tied = megatron.stage() * _num_layers(method, workload), megatron_names.sizes_of(workload).is_tied
@@ -343,8 +347,8 @@ def _named(method: MegatronLM, workload: Workload, model):
 
 
 def _tensors(method: MegatronLM, workload: Workload):
-    """Yield for each tensor of the whole GPTModel its name, its stage, and the shapes of the harness's tensors that it
-    holds, by name. The stage of a tied embedding is the first."""
+    """Yield, for each tensor of the whole GPTModel, its name, its stage, and by name the shapes of those harness
+    tensors that make it up. A tied embedding counts as the first stage's."""
     anatomy = workload.anatomy
     for name, ours in megatron_names.end_tensors(workload).items():
         yield name, _stage_of_end(method, name), {each: anatomy.ends[each] for each in ours}
@@ -357,8 +361,8 @@ def _tensors(method: MegatronLM, workload: Workload):
 
 
 def _states(method: MegatronLM, workload: Workload, model, optimizer):
-    """Yield the harness's tensors on rank 0, which receives them from all stages. Other ranks yield none, and must
-    iterate to the end, too."""
+    """Yield the harness's tensors on rank 0, which receives them from all stages. Other ranks yield nothing, but must
+    iterate to the end, because they send."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,5 @@
-"""Everything on the device: plain PyTorch, every layer recomputed. The reference for all other methods."""
+"""Plain PyTorch with the whole model on the device; the backward pass recomputes every layer. This method is the
+reference for all others."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Resident(Method):
 
 
 class ReferenceModel:
-    """A model with its optimizer. `rounding`: another way to compute the same gradients; None: plain PyTorch's."""
+    """A model with its optimizer. `rounding`: another way to compute the same gradients, which rounds differently;
+    None: plain PyTorch's way."""
 
     def __init__(self, workload: Workload, device: str, rounding: Rounding | None = None) -> None:
         import torch
@@ -78,7 +80,7 @@ class ReferenceModel:
         else:
             loss = self._backward(inputs, targets, parts)
         _take_gradients(self.masters, self.weights, self.scale)
-        # A rounding also changes how the norm is summed: in blocks.
+        # With micro-batches or a rounding, the norm is summed in blocks.
         norm = global_norm(norms_of([p.grad for p in self.masters], in_blocks=parts > 1 or self.rounding is not None))
         if self.workload.clip_norm:
             torch.nn.utils.clip_grads_with_norm_(self.masters, self.workload.clip_norm, norm)
@@ -109,9 +111,9 @@ class ReferenceModel:
 
 
 def _backward(model: Model, inputs: Tensor, targets: Tensor, num_parts: int, scale: float) -> Tensor:
-    """Return the mean loss over micro-batches, detached; leave the sum of their gradients in the parameters. A tied
-    embedding's gradients are summed in the order of layer-by-layer training: first the head's of all micro-batches,
-    then the look-up's."""
+    """Return the mean loss over micro-batches, detached. Leave the sum of all micro-batches' gradients in the
+    parameters. A tied embedding's gradients are summed in the order of layer-by-layer training: first the head's of all
+    micro-batches, then the look-up's."""
     import torch
 
     if num_parts == 1:
@@ -131,8 +133,8 @@ def _backward(model: Model, inputs: Tensor, targets: Tensor, num_parts: int, sca
 
 
 def _take_gradients(masters: Sequence[Tensor], weights: Sequence[Tensor], scale: LossScale) -> None:
-    """Move the weights' gradients to the fp32 masters, and divide them by the loss scale. In fp32 the masters are the
-    weights."""
+    """Move the weights' gradients to the fp32 masters, and divide the gradients by the loss scale. If the weights are
+    fp32, the masters are the weights."""
     import torch
 
     for master, weight in zip(masters, weights, strict=True):

@@ -1,15 +1,16 @@
-"""STRONGHOLD (Sun et al. 2022): a window of layers slides over the model, the host's Adam runs beside the device.
+"""STRONGHOLD (Sun et al. 2022): a window of layers slides over the model, and the host runs Adam while the device
+computes.
 
-The device holds the layers being computed, and the next layers on their way. The other layers live on the host, which
-updates each of them while the device computes. The layer that is needed last leaves the window first, so the turn from
-forward to backward pass fetches nothing. The next step's first layers are fetched as soon as the host has updated them.
-All micro-batches of a step go through a layer at each visit, so the layer travels no more often than for one
-micro-batch.
+The device holds the layer that is being computed, and the next layers, whose copies are under way. The other layers
+live on the host, which updates each of them while the device computes. The layer that is needed last leaves the window
+first, so the turn from forward to backward pass fetches nothing. The next step's first layers are fetched as soon as
+the host has updated them. All micro-batches of a step go through a layer at each visit, so the layer travels no more
+often than for one micro-batch.
 
-Beyond the paper, each layer has a place of its own (streaming/placement.py): on the device, whole or its weights alone;
-in the window; or in a second window, whose layers bring their states along, so that the device updates them.
-choose_placement.py chooses the places, layer_kinds.py says what a layer does in each place, and update_rules.py decides
-when it is updated.
+Beyond the paper, each layer has a place of its own (streaming/placement.py). The first place is the device, for the
+whole layer or for its weights alone. The second is the window. The third is another window, into which a layer brings
+its states, so that the device updates it. choose_placement.py chooses the places, layer_kinds.py says what a layer does
+in each place, and update_rules.py decides when it is updated.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ def __getattr__(name: str) -> object:
 class Stronghold(Method):
     window_size: int | None = None  # slots of the window; None: chosen by plan()
     resident_layers: int | None = None  # bottom layers that never leave the device; None: as many as fit
-    placement: str | None = None  # letters of the layers' kinds, as R2W5S1; None: by resident_layers, others windowed
-    clipping: str | None = None  # deferred, the default if gradients are clipped, or speculate
+    placement: str | None = None  # kinds of the layers, as R2W5S1; None: resident_layers, then windowed layers
+    clipping: str | None = None  # deferred or speculate; None: deferred if gradients are clipped
     ends: str | None = None  # home of embedding and head; None: the device, or the host if the device is too small
-    disk: str | None = None  # folder for states on the disk; None: the system's temporary folder, if a layer is D
+    disk: str | None = None  # folder for states of layers of kind D; None: the system's temporary folder
     activations: str | None = None  # memory of the boundaries; None: the device, or the host if the device is too small
     world_size: int = 1  # ranks
 
     label = "STRONGHOLD"
     color = "#A05CFF"
     paper = "Sun et al., SC 2022"
-    hides = ("copies", "updates", "gathers")  # used only for plans without step_seconds, those of several ranks
+    hides = ("copies", "updates", "gathers")  # read only for plans without step_seconds: those of several ranks
     can_rehearse = True
     takes_config = True
     accumulates = True
@@ -69,8 +70,8 @@ class Stronghold(Method):
         return PlacementChoice(workload, room, **asdict(self)).plan()
 
     def as_timed(self, job: Job, grad_norms: Sequence[float | None]) -> Stronghold:
-        """Return this method; with deferred updates if most timed steps followed a clipped one, because such steps do
-        not speculate."""
+        """Return this method. If it speculates, but most timed steps followed a clipped step, return it with deferred
+        updates, because such steps do not speculate."""
         limit = job.workload.clip_norm or math.inf
         before = grad_norms[max(0, job.warmup - 1) : -1]  # the norms of the steps before the timed ones
         clipped = [norm is None or not math.isfinite(norm) or norm > limit for norm in before]
@@ -78,8 +79,8 @@ class Stronghold(Method):
         return self if self.clipping != "speculate" or is_rare else replace(self, clipping="deferred")
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        """Return the options of the same mixture of kinds for a shallower twin. The twin's window slides if the model's
-        does."""
+        """Return the options for a twin, the same model with fewer layers. The twin has the same mixture of layer
+        kinds, and its window slides if the model's window slides."""
         options, resident = asdict(self), self.resident_layers or 0
         kinds = parse(self.placement, num_layers) if self.placement else "R" * resident + "W" * (num_layers - resident)
         twin = shrink(kinds, twin_layers)
@@ -126,17 +127,17 @@ class Stronghold(Method):
                 xs = ends.embed(inputs)  # a list, one per micro-batch
                 for layer in layers:
                     xs = layer.forward(xs)  # waits for its prefetch
-                    window.slide_up(layer)  # its slot fetches the next one above
+                    window.slide_up(layer)  # the slot fetches the next layer above
                 loss, dxs = ends.loss(xs, targets, rule.scale.value)
                 rule.begin(published_settings(workload.learning_rate_at(step)))
                 for layer in reversed(layers):
                     dxs = layer.backward(dxs)  # recomputes
-                    rule.gradient_ready(layer)  # adds its norm, sends it home, may update
-                    window.slide_down(layer)  # its slot fetches the next one below
+                    rule.gradient_ready(layer)  # adds the gradient's norm, sends the gradient home, may update
+                    window.slide_down(layer)  # the slot fetches the next layer below
                 ends.backward(dxs)
-                del dxs  # the next step does not need them, and a small device lacks their room
-                rule.finish()  # updates that have waited for the norm start here
-                window.refill()  # with the next step's first layers
+                del dxs  # free this memory: a small device needs it for the next step
+                rule.finish()  # starts the updates that have waited for the norm
+                window.refill()  # fetches the next step's first layers
                 yield rule.step(loss)
 
             if workload.waits_for_norm:

@@ -1,7 +1,7 @@
-"""SuperOffload (Lian et al. 2026): the host steps the optimizer as soon as gradients arrive. DeepSpeed's stage 3, CUDA
-only.
+"""SuperOffload (Lian et al. 2026): the host steps the optimizer as soon as gradients arrive. This is DeepSpeed's stage
+3, and runs on CUDA only.
 
-If gradients are clipped, DeepSpeed 0.19.8 steps only after the backward pass, as in ZeRO-Infinity.
+If gradients are clipped, DeepSpeed 0.19.8 steps the optimizer only after the backward pass, as in ZeRO-Infinity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from methods.engines.deepspeed_config import stage_3, stage_3_plan, sub_groups
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
 GPU_ONLY = "DeepSpeed runs SuperOffload on NVIDIA GPUs only: on a CPU take zero-infinity"
-HOST_SHARE = 0.9  # share of the sub-groups that the host updates, rounded up, as in DeepSpeed's examples
+HOST_SHARE = 0.9  # the host updates this share of the sub-groups, rounded up, as in DeepSpeed's examples
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class SuperOffload(DeepSpeedMethod):
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         """Return stage 3's plan with two changes: the first sub-groups stay on the device, and the optimizer runs in a
-        process of its own. That process needs a copy of one sub-group's gradients and, beside the page-locked
-        gradients, shared memory for those of all sub-groups on the host."""
+        process of its own. That process needs a copy of one sub-group's gradients. It also needs shared memory for the
+        gradients of all sub-groups on the host, beside the page-locked gradients."""
         plan, numels = stage_3_plan(workload, room), sub_groups(workload)
         kept = sum(numels[: int((1 - HOST_SHARE) * len(numels))])
         home = plan.host

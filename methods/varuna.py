@@ -1,9 +1,10 @@
-"""Varuna (Athlur et al. 2022): the model is cut into stages on different ranks, through which micro-batches flow.
+"""Varuna (Athlur et al. 2022): the model is cut into stages on different ranks, and micro-batches flow through the
+stages.
 
-Ranks exchange only the activations at a cut and their gradients, little enough for a common network. A stage keeps only
-its input of each micro-batch, and recomputes the rest just before the gradient arrives. The order of passes follows
-fixed rules, but a stage whose gradient is late does another forward pass meanwhile. Further ranks hold replicas of the
-pipeline, which share each batch.
+Ranks exchange only the activations at a cut and their gradients, few enough bytes for a common network. A stage keeps
+only its input of each micro-batch, and recomputes its other activations just before the gradient arrives. The order of
+passes follows fixed rules, but a stage whose gradient is late runs another forward pass meanwhile. Ranks beyond one
+pipeline hold replicas of it; all replicas share each batch.
 
 The training is exact: gradients are summed over micro-batches, over replicas, and over the two stages that share a tied
 embedding; the norm is taken over all stages. torch's own pipelines run `schedule=gpipe` and `1f1b`.
@@ -31,9 +32,11 @@ from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES
 from methods.shared.memory_needs import describe
 
-CLASSES = {"CutPoint": "pipeline", "Varuna": "pipeline", "Profiler": "profiler"}  # beside AutoConfig
+# the classes for users beside AutoConfig: each with its file in methods/pipeline
+CLASSES = {"CutPoint": "pipeline", "Varuna": "pipeline", "Profiler": "profiler"}
 
-__path__ = [str(Path(__file__).with_name("pipeline") / "launch")]  # python -m methods.varuna.run, as in the original
+# Allow `python -m methods.varuna.run`, as in the original.
+__path__ = [str(Path(__file__).with_name("pipeline") / "launch")]
 
 
 def __getattr__(name: str) -> object:
@@ -46,14 +49,14 @@ def __getattr__(name: str) -> object:
 
 @dataclass(frozen=True)
 class VarunaMethod(Method):
-    num_stages: int | None = None  # stages of a pipeline; None: the plan chooses; further ranks are replicas
+    num_stages: int | None = None  # stages of a pipeline (more ranks make replicas); None: the plan chooses
     chunk_size: int | None = None  # samples of a micro-batch; None: the plan chooses
     schedule: str = "varuna"  # or 1f1b, gpipe
     world_size: int = 1  # ranks
-    peer_seconds: int = 1800  # seconds to wait for another rank
-    checkpoint: str | None = None  # folder of checkpoints, written while training goes on
+    peer_seconds: int = 1800  # most seconds to wait for another rank
+    checkpoint: str | None = None  # folder to write checkpoints to while training goes on; None: write none
     checkpoint_every: int = 10  # steps between two checkpoints
-    resume: str | None = None  # folder of checkpoints to resume from, saved with any stages and replicas
+    resume: str | None = None  # folder to resume from, of any stages and replicas; None: begin anew
 
     label = "Varuna"
     verbs = "methods.verbs.varuna"
@@ -87,7 +90,7 @@ class VarunaMethod(Method):
         sizes = [self.chunk_size] if self.chunk_size else sorted({size for each in samples for size in _divisors(each)})
         sizes = sizes[-1:] if workload.dropout else sizes
         rates = room.rates
-        num_sharing = self.world_size if rates and rates.is_host else 1  # ranks on a host share its cores
+        num_sharing = self.world_size if rates and rates.is_host else 1  # ranks that share the host's cores
         network = rates.exchange_bytes_per_second / num_sharing if rates else math.inf
         sums = [Sum(2, 1, sum_sent(1, 2) / network)]
         costs = GptCosts(workload, rates, sizes, None, network, self.schedule, num_sharing, sums)
@@ -151,14 +154,16 @@ class VarunaMethod(Method):
         return Trained(whole.of_model(model.leave()), schedule={"stages": [str(stage) for stage in stages], **before})
 
     def _begins_there(self) -> bool:
-        """True if the job resumes from the folder that it writes to, and this folder has no complete checkpoint yet."""
+        """True if the job resumes from the folder to which it also writes, and this folder has no complete checkpoint
+        yet."""
         if self.checkpoint is None or self.resume is None:
             return False
         folder = Path(self.resume).resolve()
         return folder == Path(self.checkpoint).resolve() and not complete_steps(folder)
 
     def _check(self, workload: Workload, num_stages: int) -> None:
-        """Raise ValueError if the model cannot be cut into this many stages, or the batch into these micro-batches."""
+        """Raise ValueError if the model cannot be cut into this many stages, or a replica's samples into micro-batches
+        of chunk_size."""
         if num_stages > workload.num_layers:
             raise ValueError(f"num_stages: expected 1 to {workload.num_layers}, the number of layers, got {num_stages}")
         samples = _samples(workload, num_stages, self.world_size)
@@ -177,13 +182,13 @@ class VarunaMethod(Method):
             raise ValueError("dropout: expected 0 with several ranks or micro-batches: they would drop other elements")
 
     def _plan(self, workload: Workload, row: ConfigRow) -> Plan:
-        """Plan the memory of the rank that needs most in this configuration."""
+        """Plan the memory of the rank that needs most memory in this configuration."""
         stages = gpt_stages(workload, row.num_stages)
         needs = [
             stage_bytes(workload, stage, (number, len(stages)), row.chunk_size, row.num_replicas, self.schedule)
             for number, stage in enumerate(stages)
         ]
-        # Make folders absolute, because a rank in a container has another working folder.
+        # Make folders absolute, because a rank in a container has another working folder than this process.
         names = [name for name in ("checkpoint", "resume") if getattr(self, name)]
         folders: dict[str, Any] = {name: str(Path(getattr(self, name)).resolve()) for name in names}
         chosen = dataclasses.replace(self, num_stages=row.num_stages, chunk_size=row.chunk_size, **folders)
@@ -197,7 +202,8 @@ class VarunaMethod(Method):
 
 
 def _samples(workload: Workload, num_stages: int, world_size: int) -> int:
-    """Return the number of samples of a replica. Raises ValueError if the ranks or the batch do not divide."""
+    """Return the number of samples of a replica. Raises ValueError if num_stages does not divide the ranks, or if the
+    replicas do not divide the batch."""
     if world_size % num_stages:
         raise ValueError(
             f"num_stages: expected a divisor of the {world_size} ranks, got {num_stages}; try"

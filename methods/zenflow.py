@@ -1,8 +1,9 @@
-"""ZenFlow (Lan et al. 2025): the device applies the largest gradients at once, the host the others later.
+"""ZenFlow (Lan et al. 2025): the device applies the largest gradients at once; the host applies the other gradients
+later.
 
-DeepSpeed's stage 2. Updates are late by design, so the gate fails the method. In fp32 the first loss is wrong already,
-because DeepSpeed 0.19.8 stores every matrix transposed when it starts. In mixed precision the weights are set after
-that.
+This is DeepSpeed's stage 2. Updates are late by design, so the gate fails the method. In fp32 the first loss is wrong
+already, because DeepSpeed 0.19.8 stores every matrix transposed when it starts. In mixed precision the first loss is
+right, because the weights are set after the transposition.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from methods.engines.deepspeed_method import DeepSpeedMethod
 
 @dataclass(frozen=True)
 class ZenFlow(DeepSpeedMethod):
-    topk_ratio: float = 0.1  # share of gradient columns that step on the device
-    update_interval: int = 4  # steps between updates of the other columns
+    topk_ratio: float = 0.1  # share of gradient columns that the device applies at each step
+    update_interval: int = 4  # steps between the host's updates by the other columns
 
     label = "ZenFlow"
     color = "#F6B26B"
@@ -50,7 +51,7 @@ class ZenFlow(DeepSpeedMethod):
             "update_interval": self.update_interval,
             "select_strategy": "step",
             "select_interval": 2 * self.update_interval,
-            "overlap_step": False,  # no helper process, because it would train outside of the measured time
+            "overlap_step": False,  # no helper process: it would work outside of the measured time
             "full_warm_up_rounds": 0,
         }
         return {**stage_2(workload, on_gpu), "zenflow": zenflow}

@@ -1,5 +1,5 @@
 """ZeRO-Infinity (Rajbhandari et al. 2021): weights, gradients and optimizer live on the host; one layer at a time is on
-the device. DeepSpeed's stage 3 with both offloads."""
+the device. This is DeepSpeed's stage 3 with offload of parameters and of the optimizer."""
 
 from __future__ import annotations
 

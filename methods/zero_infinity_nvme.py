@@ -1,6 +1,7 @@
-"""ZeRO-Infinity with weights and optimizer in a folder on the disk, by DeepSpeed's stage 3 and its asynchronous I/O.
+"""ZeRO-Infinity with weights and optimizer states in a folder on the disk, by DeepSpeed's stage 3 and DeepSpeed's
+asynchronous I/O.
 
-Each run has a subfolder of its own and removes it at its end; the next run removes those of killed runs.
+Each run has a subfolder of its own and removes it at the end. The next run removes the subfolders of killed runs.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ NUM_BUFFERS = 8  # buffers for parameters
 
 @dataclass(frozen=True)
 class ZeroInfinityNvme(DeepSpeedMethod):
-    disk: str | None = None  # folder of the states; None: the system's temporary one
-    pipelined: bool | None = None  # True: read and write during the update; None: if the host has room for buffers
-    reentrant: bool = True  # recompute by torch's older way: the newer gives wrong gradients with DeepSpeed 0.19.8
+    disk: str | None = None  # folder of weights and states; None: the system's temporary folder
+    pipelined: bool | None = None  # True: read and write during the update; None: True if buffers fit on the host
+    reentrant: bool = True  # recompute by torch's older way; the newer is wrong with DeepSpeed 0.19.8
     world_size: int = 1  # ranks
 
     label = "ZeRO-Infinity (NVMe)"
@@ -72,7 +73,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
             nvme = {"device": "nvme", "nvme_path": str(folder)}
             zero = {
                 **stage_3(workload, on_gpu=device == "cuda"),
-                # Prefetch would fetch the tied embedding, which is used twice, into two buffers, and fail.
+                # No prefetch: it would fetch the tied embedding, which is used twice, into two buffers, and fail.
                 "stage3_prefetch_bucket_size": 0,
                 "sub_group_size": sub_group_params(workload),
                 "offload_optimizer": {
@@ -90,30 +91,31 @@ class ZeroInfinityNvme(DeepSpeedMethod):
 
 
 def on_disk(workload: Workload, num_ranks: int) -> dict[str, int]:
-    """Return the bytes that a rank has on the disk, by kind."""
+    """Return the bytes that a rank has on the disk: those of weights and of optimizer states."""
     params = -(-workload.num_params // num_ranks)
     return {"weights": workload.weight_bytes * params, "optimizer": 12 * params}
 
 
 def num_state_buffers(pipelined: bool) -> int:
-    """Return the number of buffers for states, the fewest with which DeepSpeed's swapper works.
+    """Return the number of buffers for states: the fewest with which DeepSpeed's swapper works.
 
-    With `pipelined`, a step took 2.2 instead of 2.4 s and 0.3 GiB more host memory (8 layers, hidden size 512, files in
-    the page cache).
+    With `pipelined`, a step took 2.2 instead of 2.4 s, but 0.3 GiB more host memory. (Measured with 8 layers of hidden
+    size 512, and the files in the page cache.)
     """
     return 12 if pipelined else 4
 
 
 def sub_group_params(workload: Workload) -> int:
-    """Return the number of parameters of a sub-group, which steps at once. DeepSpeed keeps each state of a sub-group in
-    a file and reads it into a buffer, so the buffers hold only a fraction of the states."""
+    """Return the number of parameters of a sub-group: the parameters that DeepSpeed updates at once. DeepSpeed keeps
+    each state of a sub-group in a file and reads the file into a buffer, so the buffers hold only a fraction of all
+    states."""
     return max(1_000_000, workload.num_params // 32)
 
 
 @contextmanager
 def swap_folder(parent: Path, need: int) -> Iterator[Path]:
-    """Make a folder for this process in `parent`, and remove it at the end. Raises OSError(ENOSPC) if the disk has less
-    than `need` bytes free."""
+    """Make a folder for this process in `parent`, and remove the folder at the end. First remove the folders of dead
+    processes. Raises OSError(ENOSPC) if the disk has less than `need` bytes free."""
     for left in parent.glob(f"{PREFIX}*"):
         if not Path(f"/proc/{left.name.removeprefix(PREFIX)}").exists():
             shutil.rmtree(left, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""ZeRO-Offload (Ren et al. 2021): weights on the device, gradients and optimizer on the host. DeepSpeed's stage 2."""
+"""ZeRO-Offload (Ren et al. 2021): weights on the device, gradients and optimizer on the host. This is DeepSpeed's stage
+2."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class ZeroOffload(DeepSpeedMethod):
     forecast_test = ForecastTest(2, 0.013, "the published logs on a V100, 32 and 48 layers")
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        """Plan a rank. DeepSpeed sums gradients by whole buckets, in the weights' dtype, and gathers weights after an
-        update."""
+        """Plan the memory and the exchanges of a rank. DeepSpeed sums gradients in whole buckets, in the weights'
+        dtype, and gathers the weights after an update."""
         workload, params, size = rank_part(workload, self.world_size), workload.num_params, workload.weight_bytes
         num_ranks = self.world_size
         return Plan(

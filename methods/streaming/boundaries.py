@@ -2,9 +2,9 @@
 computes.
 
 The device has room for few boundaries: a ring of slots that layers take in turn. A layer copies its inputs into its
-slot; from there they go home while the layer computes. In the backward pass, a layer that is done leaves its slot to
-the boundary that comes back next, while another layer computes. The top layers' boundaries stay in their slots, so the
-turn from forward to backward brings nothing back.
+slot; from the slot a copy goes home to the host while the layer computes. In the backward pass, a layer that is done
+leaves its slot to the boundary that comes back next, while another layer computes. The top layers' boundaries stay in
+their slots, so the turn from forward to backward brings nothing back.
 
 Only inputs that require a gradient travel. A user's model may give a layer other inputs, such as masks, which the model
 keeps itself.
@@ -32,23 +32,23 @@ class BoundarySlot:
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self.device, self.slab = device, device.room(num_bytes, torch.uint8, host=False)
-        self.copied: Any = None  # event: the last copy out of the slot, or into it, is done
+        self.copied: Any = None  # event: the end of the last copy out of the slot or into it; None: no copy yet
 
     def take(self, num_bytes: int) -> Tensor:
         """Return the first `num_bytes` of the slot; grow the slot if it has fewer. The last copy may still read or fill
-        the slot: compute waits for this copy, not for the device."""
+        the slot: make the compute stream wait for this copy alone."""
         if self.copied is not None:
             self.device.compute.wait_event(self.copied)
         if len(self.slab) < num_bytes:
-            del self.slab  # before the larger one is made
+            del self.slab  # free the old memory before the larger one is made
             self.slab = self.device.room(num_bytes, torch.uint8, host=False)
         return self.slab[:num_bytes]
 
 
 class Boundary:
     """The inputs of the layer `of` while they wait for the backward pass. `below`: the boundary that takes the slot
-    next in the backward pass. `above`: True if another boundary takes the slot in the forward pass, so that this one
-    must go home."""
+    next in the backward pass; None: no boundary takes it. `above`: True if another boundary takes the slot in the
+    forward pass, so that these inputs must go home to the host."""
 
     def __init__(
         self, device: Device, of: str, slot: BoundarySlot, below: Boundary | None, *, above: bool, num_bytes: int
@@ -56,13 +56,13 @@ class Boundary:
         self.device, self.of, self.slot, self.below, self.above = device, of, slot, below, above
         self.home = torch.empty(0, dtype=torch.uint8)
         self.kept: Tensor | None = None  # the part of the slot that the inputs fill
-        self.returned: Any = None  # event: the inputs are in the slot again
+        self.returned: Any = None  # event: the inputs are in the slot again; None: compute need not wait for them
         if above:
             self._grow(num_bytes)
 
     def keep(self, xs: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Copy the inputs that travel into the slot, and queue the copy home. Return all inputs; those that travel are
-        views of the slot. With gradients off no backward pass follows, and nothing is kept."""
+        """Copy the inputs that travel into the slot, and queue the copy home. Return all inputs; the inputs that travel
+        are now views of the slot. With gradients off no backward pass follows, so nothing is kept."""
         if not torch.is_grad_enabled():
             return xs
         sizes = (-(-each.nbytes // ALIGNED) * ALIGNED for x in xs for each in x if _travels(each))
@@ -82,34 +82,35 @@ class Boundary:
         return len(self.slot.slab)
 
     def arrive(self) -> None:
-        """Make compute wait until the inputs are in the slot."""
+        """Make the compute stream wait until the inputs are in the slot."""
         if self.returned is not None:
             self.device.compute.wait_event(self.returned)
             self.returned = None
 
     def leave(self) -> None:
-        """Leave the slot, after the backward pass, to the next boundary, and queue the copy of that boundary."""
+        """After the layer's backward pass, leave the slot to the next boundary, and queue that boundary's copy back."""
         self.kept = None
         if self.below is not None:
             self.below.come_back()
 
     def come_back(self) -> None:
-        """Queue the copy back. The inputs have arrived at home: compute waited for their arrival before it reused the
-        slot."""
+        """Queue the copy of the inputs from home into the slot. The inputs are complete at home: the compute stream
+        waited for that before it reused the slot."""
         assert self.kept is not None
         free, pairs = self.device.compute.record_event(), [(self.kept, self.home[: len(self.kept)])]
         self.returned = self.slot.copied = copy(self.device, "inbound", "boundary", self.of, [free], pairs)
 
     def _grow(self, num_bytes: int) -> None:
-        """Make the home at least this large."""
+        """Make the memory at home at least `num_bytes` large."""
         if len(self.home) < num_bytes:
             self.device.unlock_room(self.home)
-            del self.home  # before the larger one is made
+            del self.home  # free the old memory before the larger one is made
             self.home = self.device.room(num_bytes, torch.uint8, host=True)
 
 
 def boundaries_on_host(device: Device, layers: Sequence[str], num_bytes: int) -> list[Boundary]:
-    """Return the boundaries of the layers of these names, bottom first, each with memory of `num_bytes`."""
+    """Return a boundary for each of the layers of these names, bottom first. Each slot, and each home that is needed,
+    has `num_bytes` at first."""
     slots = [BoundarySlot(device, num_bytes) for _ in range(num_boundaries(len(layers)))]
     made: list[Boundary] = []
     for place, of in enumerate(layers):
@@ -120,13 +121,14 @@ def boundaries_on_host(device: Device, layers: Sequence[str], num_bytes: int) ->
 
 
 def _travels(x: Any) -> bool:
-    """True for an input that only this layer keeps; parameters that several layers share stay where they are."""
+    """True for an input that goes home: a tensor that requires a gradient, and is no parameter. Parameters that several
+    layers share stay on the device."""
     return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, nn.Parameter)
 
 
 def _filled(part: Tensor, x: Tensor) -> Tensor:
-    """Return a copy of x in this part of a slot, with x's strides if they leave no gaps. `data` counts its changes
-    apart, so autograd does not see that other layers overwrite the slot."""
+    """Return a copy of x in this part of a slot, with x's strides if they leave no gaps. The copy is returned through
+    `.data`, so that autograd does not notice when other layers overwrite the slot."""
     room = part[: x.nbytes].view(x.dtype)
     is_dense = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) == x.numel()
     room = room.as_strided(x.shape, x.stride()) if is_dense else room.view(x.shape)

@@ -1,4 +1,5 @@
-"""Measures the rates that the planner uses, in a process of its own: compute, copies, updates, the disk, exchanges.
+"""Measures, in a process of its own, the rates that the planner uses: of compute, copies, updates, the disk and
+exchanges between devices.
 
 The process reads one JSON object (workload, device, folder) from standard input, and writes one with the raw numbers
 and the rates to standard output. It times the code that trains: the model's layer, harness/devices/streams.py,
@@ -57,8 +58,8 @@ ENOUGH_SECONDS = 1.0  # the call that gives a number is repeated for about this 
 
 
 def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
-    """Return all raw numbers by name: times in seconds, rates in bytes a second, rates of updates in parameters a
-    second and, on a GPU, the context's bytes.
+    """Return all raw numbers by name: times in seconds, rates of copies in bytes a second, rates of updates in
+    parameters a second. On a GPU also return the bytes of its context.
     """
     free_bytes = gpu_free_bytes() if device_name == "cuda" else None
     with Device(device_name) as device:
@@ -70,7 +71,7 @@ def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any
 
 
 def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
-    """Derive the rates from measure()'s numbers. `workload`: the one whose layer was timed."""
+    """Derive the rates from measure()'s numbers. `workload`: the workload whose layer was timed."""
     layer, head_seconds = found["compute"]["layer"], found["compute"]["head_seconds"]
     updates, copied, update_bytes = found["updates"], found["copies"], UPDATE_BYTES[workload.dtype]
     alone, loaded = max(updates["alone"].values()), updates["under_copies"]
@@ -99,8 +100,8 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
 
 
 def computable(workload: Workload, device: str) -> Workload:
-    """Return the workload to time. On a CPU it has so few tokens that a layer's forward pass ends soon; the time for
-    each token is assumed to stay the same.
+    """Return the workload to time. On a CPU this workload has so few tokens that a layer's forward pass ends soon; the
+    time for each token is assumed to be the same with all tokens.
     """
     for size, least in (("batch_size", 1), ("seq_len", 64)):
         while device != "cuda" and workload.layer_flops > CPU_LAYER_FLOPS and getattr(workload, size) > least:
@@ -162,7 +163,8 @@ def rooms(device: Device, num_bytes: int) -> list[torch.Tensor]:
 
 def updates(workload: Workload, device_name: str) -> dict[str, Any]:
     """Return the rates of updates, in parameters a second. `alone`: by the host, for each number of threads. `ahead`:
-    into the spare states. `under_copies`: while copies go both ways. `on_device`, `streamed`: by the device.
+    by the host, into the spare states. `under_copies`: by the host, while copies go both ways. `on_device`, `streamed`:
+    by the device, as in on_device().
     """
     size = min(UPDATED_HIDDEN_SIZE, workload.hidden_size)
     small = dataclasses.replace(workload, num_layers=1, hidden_size=size, num_heads=1)
@@ -184,7 +186,7 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
 
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
     """Return the rates of updates on the device, in parameters a second: of a resident layer, and of a streamed layer
-    in its slot.
+    in its slot, copy home included.
     """
     here = LayerState.of_model(device, workload, 0, host=False)
     home = LayerState.of_model(device, workload, 0, host=True, streamed=True)
@@ -205,8 +207,8 @@ def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare:
 
 
 def update_all(layers: list[LayerState], *, ahead: bool = False) -> None:
-    """Update all layers and wait for the end. `ahead`: into the spare states, before the norm is known;
-    else in place.
+    """Update all layers and wait until the updates are done. `ahead`: update into the spare states, before the norm is
+    known; otherwise update in place.
     """
     for layer in layers:
         clip = Clip(layer.device, 0.0)
@@ -239,9 +241,9 @@ def under_copies(device: Device, layers: list[LayerState], layer_params: int) ->
 
 
 def exchange(device_name: str) -> dict[str, float]:
-    """Return the rate of exchanges between devices, in bytes a second. On a CPU it is that of all ranks together,
-    measured by sums over two ranks. For a GPU it is the datasheet's, because the machine may have one GPU alone; an
-    unknown GPU gets an empty dictionary."""
+    """Return the rate of exchanges between devices, in bytes a second. On a CPU this is the rate of all ranks together,
+    measured by sums over two ranks. For a GPU it is the rate of the datasheet, because the machine may have only one
+    GPU; for an unknown GPU the dictionary is empty."""
     if device_name == "cuda":
         known = named_machines.of_gpu(facts()["gpu"])
         rates = named_machines.load(known).rates("fp32") if known else None
@@ -258,7 +260,8 @@ def exchange(device_name: str) -> dict[str, float]:
 
 
 def sum_over_two(meeting: str, rank: int) -> float:
-    """Return the median seconds of a sum over two ranks, which meet at a file; each has a process of its own."""
+    """Return the median seconds of a sum over two ranks. Each rank is a process of its own; the ranks find each other
+    by the file `meeting`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=60)  # long: the other process first imports torch
     dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2, timeout=limit)
@@ -272,7 +275,7 @@ def sum_over_two(meeting: str, rank: int) -> float:
 
 
 def disk(folder: Path) -> dict[str, float]:
-    """Return the rates of a file of states, in bytes a second: of writes, of reads, and of both at once."""
+    """Return the rates, in bytes a second, of writing a file in this folder, of reading it, and of both at once."""
     file = File(folder, FILE_BYTES)
     slabs = [torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.float32).normal_() for _ in range(2)]
     places = [file.at(start) for start in range(0, FILE_BYTES, BLOCK_BYTES)]
@@ -292,8 +295,8 @@ def disk(folder: Path) -> dict[str, float]:
 
 
 def median_seconds(device: Device, work: Callable[[], Any]) -> float:
-    """Return the median seconds of a call. Calls are repeated for about ENOUGH_SECONDS, 3 to 99 times, after a first
-    one that does not count.
+    """Return the median seconds of a call of work(). After a first call that does not count, work() is called for about
+    ENOUGH_SECONDS, 3 to 99 times.
     """
     times: list[float] = []
     while len(times) < 4 or (sum(times) < ENOUGH_SECONDS and len(times) < 100):
@@ -307,7 +310,7 @@ def median_seconds(device: Device, work: Callable[[], Any]) -> float:
 def main() -> None:
     order = json.load(sys.stdin)
     if adamw_kernel.to_build():
-        with suppress(Unavailable):  # without a compiler, training uses torch's kernels, too
+        with suppress(Unavailable):  # no compiler: torch's kernels are timed, as training then uses them
             adamw_kernel.build()
     workload = computable(Workload(**order["workload"]), order["device"])
     found = measure(workload, order["device"], Path(order["folder"]))

@@ -1,9 +1,9 @@
 """Keeps states on the disk: the master and moments of a layer are stored in files and pass through a few host buffers.
 
-A visit reads a layer's state into a buffer, updates it there and writes it back. While one layer is updated, the next
-one is read and the last one is written. A file holds one kind of state of all layers. The whole file is reserved before
-the first step, so that a disk that is too small fails before training. A file is unlinked as soon as it is open, so
-that no run leaves one behind.
+A visit reads a layer's state into a buffer, updates the state there and writes it back. While one layer is updated, the
+next layer is read and the last layer is written. A file holds one kind of state (for example, first moments) of all
+layers. The whole file is reserved before the first step, so that a disk that is too small fails before training. A file
+is unlinked as soon as it is open, so that no run leaves one behind.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
 
 
 class File:
-    """An unlinked file, opened with the system's cache and, where the file system supports that, also without it
-    (O_DIRECT).
+    """An unlinked file, opened with the system's cache and, if the file system supports O_DIRECT, a second time without
+    the cache.
 
     Raises OSError, which names the folder, if the disk has no room or fails.
     """
@@ -42,7 +42,8 @@ class File:
             torch.ops.harness.reserve(self.at(0), num_bytes)
 
     def at(self, start: int) -> Tensor:
-        """Return both descriptors and the byte to start at, as torch_ops.read() and write() take them."""
+        """Return the place at byte `start` as torch_ops.read() and write() take it: both file descriptors, then the
+        byte."""
         return torch.tensor([self.cached.fileno(), self.direct.fileno(), start])
 
 
@@ -57,8 +58,8 @@ def named(folder: Path) -> Iterator[None]:
 
 
 class Disk:
-    """The states of all layers on the disk, a file for each kind of state, with the buffers of the host. `numel`:
-    elements of the largest layer; `dtype`: of the weights."""
+    """The states of all layers on the disk, a file for each kind of state, with the buffers of the host. `numel`: the
+    elements of the largest layer. `dtype`: the weights' dtype."""
 
     def __init__(self, device: Device, folder: Path, num_layers: int, numel: int, dtype: str) -> None:
         self.device, self.folder, self.dtypes = device, folder, kept_dtypes(dtype)
@@ -71,7 +72,7 @@ class Disk:
         self.writer = device.threads(1)
         # A buffer is written back while the others are read and updated.
         self.visitors = device.threads(max(1, len(self.buffers) - 1))
-        self.visits: list[Any] = [None] * len(self.buffers)  # for each buffer, its last visit
+        self.visits: list[Any] = [None] * len(self.buffers)  # each buffer's last visit; None: no visit yet
         self.turns = itertools.cycle(range(len(self.buffers)))
 
 
@@ -79,14 +80,14 @@ class Shelf:
     """One layer's place in the files."""
 
     def __init__(self, disk: Disk, place: int) -> None:
-        self.disk, self.prefix = disk, ""  # prefix of the names of the layer's tensors
+        self.disk, self.prefix = disk, ""  # prefix: of the names of the layer's tensors
         sizes = (disk.numel * dtype.itemsize for dtype in disk.dtypes)
         self.state = [file.at(place * size) for file, size in zip(disk.files, sizes, strict=True)]
-        self.last: Any = None  # future of the last visit; its result is the future of the writing
+        self.last: Any = None  # what visit() returned last; None: no visit yet
 
     def visit(self, update: Callable[[list[Tensor]], Any]) -> Any:
-        """Queue a visit: read the state, wait for the future of update(), write the state back. Return the future of
-        the update's end, whose result is the future of the writing."""
+        """Queue a visit: read the state, call update(), wait for the future that it returns, and write the state back.
+        Return a future that ends with the update; its result is a future that ends with the writing."""
         disk, turn = self.disk, next(self.disk.turns)
         buffer, before = disk.buffers[turn], {self.last, disk.visits[turn]} - {None}
 
@@ -115,7 +116,8 @@ class Shelf:
 
 
 def shelves(device: Device, num_layers: int, folder: str | None, numel: int, dtype: str) -> Iterator[Shelf]:
-    """Yield a shelf for each layer; its states are in files of this folder. Raises OSError if the disk has no room."""
+    """Yield a shelf for each of the layers; the states are in files of this folder (None: the system's temporary
+    folder). Raises OSError if the disk has no room."""
     if num_layers:
         disk = Disk(device, writable(folder), num_layers, numel, dtype)
         yield from (Shelf(disk, place) for place in range(num_layers))

@@ -1,8 +1,8 @@
 """The two ends of the model: the embedding, and the head with the loss. They are resident on the device or, if the
 device is too small for their states, at home on the host, which then updates them.
 
-Shapes: B samples of a micro-batch, T tokens, D hidden, V vocabulary. The ends take a whole batch, and pass on this
-rank's part as a list of micro-batches, each a tuple of one tensor.
+Shapes: B samples of a micro-batch, T tokens, D hidden, V vocabulary. The ends take a whole batch, and pass this rank's
+part to the layers as a list of micro-batches, each a tuple of one tensor.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw
 
-LAST = 2**30  # a deadline after those of all layers
+LAST = 2**30  # deadline of the ends' updates: after the deadlines of all layers
 
 
 class OnDevice:
-    """All that a model has beside its layers, resident on the device, with the methods that update rules call."""
+    """All parts of a model but its layers, resident on the device, with the methods that update rules call."""
 
     is_hosted = False
 
@@ -58,7 +58,7 @@ class BothEnds:
         module: Any = self.embedding.module
         with self.device.span("compute", "forward", self.embedding.prefix):
             embedded = [module.embed(part) for part in self._micro_batches(inputs)]
-            self.embedded = [get_gradient_edge(x) for x in embedded]  # keeps the graph, not its outputs' memory
+            self.embedded = [get_gradient_edge(x) for x in embedded]  # an edge keeps the graph, but not x's memory
         return [(x.detach().requires_grad_(),) for x in embedded]
 
     def loss(self, xs: list[Passed], targets: Tensor, scale: float) -> tuple[Tensor, list[Passed]]:
@@ -79,8 +79,8 @@ class BothEnds:
         return total, dxs
 
     def backward(self, dxs: list[Passed]) -> None:
-        """Add the look-up's gradient to the embedding's, and sum over ranks; the gradient is then that of the whole
-        batch."""
+        """Add the look-up's gradient to the embedding's gradient, and sum the result over ranks, so that it is the
+        gradient of the whole batch."""
         with self.device.span("compute", "backward", self.embedding.prefix):
             for edge, (dx,) in zip(self.embedded, dxs, strict=True):
                 torch.autograd.backward([edge], [dx])
@@ -108,8 +108,8 @@ class HostedEnds(BothEnds):
     weights and the gradient of the larger part.
 
     An untied head takes the embedding's slot after the look-up, whose backward pass needs no weights. The head's
-    gradient goes home during the layers' backward passes. `waits`: wait for every copy and every update, and do not
-    fetch the next step's embedding ahead.
+    gradient goes home during the layers' backward passes. `waits`: True: wait for every copy and every update, and do
+    not fetch the next step's embedding ahead.
     """
 
     is_hosted = True
@@ -123,12 +123,12 @@ class HostedEnds(BothEnds):
         self.num_parts = workload.micro_batches
         draw(self.states, workload)
         largest = max(self.states, key=lambda state: state.layout.numel)
-        # Like parked layers, the ends return by a separate thread, because the next step begins with the embedding.
+        # A separate thread fetches the ends, as it does parked layers, because the next step begins with the embedding.
         self.slot, self.gradients = Slot(largest, device.returner), GradientRoom(largest)
         self.slab = self.gradients.slab
 
     def fetch(self) -> None:
-        """Fetch the embedding for the next step, as soon as it is updated."""
+        """Queue the copy of the embedding for the next step; the copy starts when the embedding is updated."""
         self._bring(self.embedding)
 
     def embed(self, inputs: Tensor) -> list[Passed]:
@@ -180,5 +180,5 @@ AnyEnds = OnDevice | HostedEnds
 
 
 def ends_of(device: Device, workload: Workload, home: str | None, *, waits: bool = False) -> ResidentEnds | HostedEnds:
-    """Return the ends with their home on the host or, by default, on the device."""
+    """Return the ends with their home on the host if `home` is "host", else on the device."""
     return HostedEnds(device, workload, waits=waits) if home == "host" else ResidentEnds(device, workload)

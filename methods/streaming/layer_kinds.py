@@ -1,4 +1,5 @@
-"""The kinds of layers (R, P, W, S and D of placement.py) as classes with the same methods for the parts of a step.
+"""The kinds of layers, as classes that share the methods for the parts of a step. placement.py explains the letters R,
+P, W, S and D of the kinds.
 
     fetch, fetch_state  queue the copy of the weights, or of the rest of the state, into the layer's slot
     forward, backward   compute, after the fetched weights have arrived
@@ -35,8 +36,9 @@ from methods.streaming.starting_values import draw
 
 
 class ResidentLayer:
-    """R: a layer wholly on the device, updated there. If updates wait for the norm, the layer keeps its gradient until
-    the norm is known; otherwise the layer is updated at once, from a gradient room that the next layer then takes."""
+    """R: a layer wholly on the device, which updates it. If updates wait for the norm, the layer keeps its gradient
+    until the norm is known. Otherwise its gradient is in one of `rooms`; the layer is updated at once, and the next
+    layer takes the room."""
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
         self.state, self.rooms = state, rooms
@@ -66,8 +68,8 @@ class ResidentLayer:
 
 
 class Hosted:
-    """P, W, D: a layer with its weights in a slot, updated by the host's threads; D keeps the rest of its state on the
-    disk."""
+    """P, W, D: a layer whose weights are fetched into a slot, and that the host's threads update. A layer of kind D
+    keeps the rest of its state on the disk."""
 
     slot: Slot
 
@@ -112,11 +114,12 @@ class Hosted:
 
 
 class Streamed:
-    """S: a layer whose state is fetched into the slot, where the device updates it: before the next forward pass if the
-    update has waited for the norm (`due`), else after the backward pass (`has_state`)."""
+    """S: a layer whose state is fetched into the slot, where the device updates it. An update that waits for the norm
+    (`due`) is made before the layer's next forward pass; otherwise the update follows the backward pass
+    (`has_state`)."""
 
     slot: Slot
-    due: tuple[AdamStep, Tensor | None] | None = None  # the update that waits, and its clip factor
+    due: tuple[AdamStep, Tensor | None] | None = None  # the waiting update and its clip factor
     has_state = False  # True: the state is in the slot for this step's backward pass
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
@@ -188,7 +191,7 @@ class LayerSource(NamedTuple):
     modules: Sequence[nn.Module]
     prefixes: Sequence[str]
     start: Callable[[Iterable[LayerState]], list[LayerState]]
-    groups: Sequence[Mapping[str, int] | None]  # groups of each layer, as in LayerState
+    groups: Sequence[Mapping[str, int] | None]  # for each layer the `groups` of its LayerState
 
 
 def model_layers(workload: Workload) -> LayerSource:
@@ -207,8 +210,9 @@ def model_layers(workload: Workload) -> LayerSource:
 def new_layers(
     device: Device, layers: LayerSource, kinds: str, window_size: int, disk: str | None, *, speculates: bool
 ) -> list[Layer]:
-    """Return the layers, bottom first, each of the kind that its letter in `kinds` names. Raises OSError if the disk
-    has no room."""
+    """Return the layers, bottom first, each of the kind that its letter in `kinds` names. `disk`: the folder for the
+    states of layers of kind D; None: the system's temporary folder. `speculates`: True: make spare states for
+    speculative updates. Raises OSError if the disk has no room."""
     numels, waits = [layout_of(module).numel for module in layers.modules], layers.terms.waits_for_norm
     stored = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
     on_disk = shelves(device, len(stored), disk, max(stored, default=0), layers.terms.dtype)
@@ -221,7 +225,8 @@ def new_layers(
         return LayerState(device, module, prefix, layers.terms, shelf=shelf, groups=groups, **place)
 
     found: dict[int, LayerState] = {}
-    for is_resident in (True, False):  # resident layers first: their values pass through the host while it has room
+    # Resident layers come first: their values pass through the host while it still has room.
+    for is_resident in (True, False):
         places = [i for i, kind in enumerate(kinds) if (kind == "R") is is_resident]
         found |= zip(places, layers.start(new_state(i) for i in places), strict=True)
     states = [found[i] for i in range(len(kinds))]
@@ -233,16 +238,16 @@ def new_layers(
             return ResidentLayer(state, rooms)
         if kind == "S":
             return Streamed(state, rooms)
-        # Parked layers wait for their updates in a thread of their own, because travelling layers must not wait behind
-        # them.
+        # A separate thread fetches parked layers, because each fetch waits for the layer's update; in a shared thread
+        # the travelling layers would wait behind it.
         return Hosted(state, rooms, device.returner if kind == "P" else device.copier)
 
     return list(map(of_kind, kinds, states))
 
 
 def send_boundaries_home(layers: Sequence[LayerState], num_bytes: int = 0) -> None:
-    """Let the inputs of the layers, bottom first, wait on the host for the backward pass. `num_bytes`: of one layer's
-    inputs; where they are not known beforehand, the first batch tells them."""
+    """Keep the layers' inputs on the host between forward and backward pass. `layers`: bottom first. `num_bytes`: the
+    bytes of one layer's inputs; 0: unknown, so the first batch sets the size."""
     device = layers[0].device
     boundaries = boundaries_on_host(device, [layer.prefix for layer in layers], num_bytes)
     for layer, boundary in zip(layers, boundaries, strict=True):

@@ -1,4 +1,5 @@
-"""A layer at its home: flat slabs of weights, gradient and AdamW state, the module that computes, and its updates.
+"""A layer at its home (the memory where its state lives): flat slabs of weights, gradient and AdamW state, the module
+that computes, and the layer's updates.
 
 A layer takes all micro-batches of a step, one after the other. For each micro-batch a tuple of tensors passes between
 layers; for the harness's GPT this is one tensor (B, T, D) of B samples, T tokens, D hidden.
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
     from methods.streaming.disk import Shelf
 
 
-DRAWN = 2**14  # elements drawn at once for a rank's part of a layer: few, because the host's memory is then nearly full
+DRAWN = 2**14  # elements drawn at once for a rank's part of a layer: few, because host memory is nearly full then
 Passed = tuple[Any, ...]  # tensors that one layer passes to the next, for one micro-batch; a gradient of None is zero
 
 
 class Speculation(NamedTuple):
-    """A speculative update into the spare state: its step, the future of its end, and an entry for each chunk that was
-    skipped."""
+    """A speculative update into the spare state: the AdamW step, the future that ends with the update, and a list with
+    one entry for each chunk whose update was skipped."""
 
     step: AdamStep
     done: Future
@@ -47,15 +48,16 @@ class Speculation(NamedTuple):
 
 
 class LayerState:
-    """A layer's state in its memory: the host, or the device if resident. Weights and gradient have the training's
-    dtype. `deadline`: orders the updates of layers; None: the order in which layers are made, that of the forward pass.
+    """A layer's state in its memory: on the host, or, if the layer is resident, on the device. Weights and gradient
+    have the training's dtype. `deadline`: the update with the lowest deadline runs first; None: layers have their
+    deadlines in the order in which they are made, the order of the forward pass.
 
-    `spare` makes a second state, into which an update writes before the clip factor is known; a commit exchanges both
-    states. `streamed` layers live on the host and are updated on the device, in a slot. Without `has_gradient` the home
-    has no memory for the gradient: the device updates the layer right after its backward pass. With a `shelf` the whole
-    state but the weights is on the disk. `groups`: by a parameter's name, the index of its AdamW settings; None: the
-    groups of published_settings(). A `bare` layer is never updated: it has no optimizer's state, and on the host no
-    gradient.
+    `spare`: make a second state, into which a speculative update writes before the clip factor is known; a commit
+    exchanges both states. `streamed` layers live on the host and are updated on the device, in a slot. Without
+    `has_gradient` the home has no memory for the gradient: the device updates the layer right after its backward pass.
+    With a `shelf` the optimizer's state is on the disk, at that shelf. `groups`: by a parameter's name, the index of
+    its AdamW settings; None: the groups of published_settings(). A `bare` layer is never updated: it has no optimizer's
+    state, and on the host no gradient.
 
     With several ranks a layer on the host is split: this home is the rank's part, which begins at element `first` of
     the whole slab of `whole_numel` elements. A resident layer is whole on every rank, and each rank makes the same
@@ -69,7 +71,7 @@ class LayerState:
     ) -> None:  # fmt: skip
         self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
         self.updater = "update" if host else "compute"  # row of update() in a trace
-        self.terms, self.adds = terms, False  # adds: the next backward pass adds to the gradient at home
+        self.terms, self.adds = terms, False  # adds: True: the next backward pass adds to the gradient at home
         self.deadline = device.next_place() if deadline is None else deadline
         ranks, dtype, numel = device.ranks, DTYPES[terms.dtype], self.layout.numel
         self.is_shared, self.whole_numel = host and ranks.num_ranks > 1, shared_numel(numel, ranks.num_ranks)
@@ -85,7 +87,8 @@ class LayerState:
         self.grads = device.room(numel, dtype, host=host) if self.has_gradient else torch.empty(0, dtype=dtype)
         self.num_updates = 0
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
-        # A compiled kernel takes a whole layer at once; the host's kernel has threads of its own.
+        # One call of a compiled kernel on the device takes a whole layer. The host's updates go in chunks, which share
+        # its threads.
         block = block_numel(terms.dtype) if streamed or not host else CHUNK
         by_kernel = takes_one_pass(self.current, self.steps.device.type)
         self.chunks = chunks(self.pieces, numel if by_kernel else block)
@@ -93,11 +96,11 @@ class LayerState:
         self.updated: Future = Future()
         self.updated.set_result(None)
         self.speculation: Speculation | None = None
-        self.landed: Any = None  # event: the gradient has arrived at home
-        self.boundary: Boundary | None = None  # keeps the layer's inputs for the backward pass; None: all on the device
-        # For each micro-batch the layer's inputs, and where the gradients of its outputs enter the graph.
+        self.landed: Any = None  # event: the gradient has arrived at home; None: no gradient was sent yet
+        self.boundary: Boundary | None = None  # keeps the layer's inputs on the host; None: they stay on the device
+        # For each micro-batch: the layer's inputs, and the edges at which the outputs' gradients enter the graph.
         self.saved: list[tuple[Passed, list[GradientEdge]]] = []
-        self._rooms: dict[str, Tensor] = {}  # where each parameter's gradient goes
+        self._rooms: dict[str, Tensor] = {}  # by a parameter's name, the memory for its gradient
         if shelf is not None:
             shelf.prefix = prefix
 
@@ -108,13 +111,13 @@ class LayerState:
         return cls(device, new_layer(workload, index), name, Terms.of(workload), **place)
 
     def state_of(self, kept: list[Tensor]) -> State:
-        """Return the state of the current weights and these slabs of the optimizer, which may be longer than the
-        layer."""
+        """Return a state of the current weights and the optimizer's slabs `kept`. Those slabs may be longer than the
+        layer; the state has only the layer's elements."""
         return _state(self.current.weights, [slab[: self.layout.numel] for slab in kept])
 
     def to_draw(self, state: State) -> Iterator[tuple[str, Tensor]]:
-        """Return, by name, the tensors to fill with starting values. If the master is split, they lie in the first
-        moment's slab."""
+        """Return, by name, the tensors to fill with starting values. If the fp32 master is split (its upper 16 bits are
+        the weights), the tensors lie in the first moment's slab."""
         names = (self.prefix + name for name in self.layout.names)
         return zip(names, self.layout.views(state.exp_avg if state.is_split else joined(state)), strict=True)
 
@@ -128,8 +131,8 @@ class LayerState:
         return self.updated
 
     def draw_part(self, workload: Workload) -> None:
-        """Draw the starting values of one rank's part of a layer: whole tensors are drawn block by block, and only this
-        part's elements are kept."""
+        """Draw the starting values of this rank's part of a layer. Every whole tensor that reaches into the part is
+        drawn block by block; only the part's elements are kept."""
         part = self.current.exp_avg if self.current.is_split else joined(self.current)
         for name, place in self.layout.places.items():
             if place.start >= self.first + len(part) or place.stop <= self.first:
@@ -142,7 +145,7 @@ class LayerState:
         self.keep_drawn(self.current)
 
     def bind(self, weights: Tensor) -> None:
-        """Make the module's parameters views of a slab on the device."""
+        """Make the module's parameters views of the slab `weights` on the device."""
         for name, weight in zip(self.layout.names, self.layout.views(weights), strict=True):
             parameter = self.module.get_parameter(name)
             if parameter.is_meta:
@@ -162,7 +165,7 @@ class LayerState:
         inputs that require one.
 
         Source: Chen et al. 2016, sublinear memory, by torch's checkpoint, which keeps the random state for dropout and
-        stops the recompute where nothing more is needed.
+        stops the recompute as soon as backward() has all that it needs.
         """
         self.saved, ys = [], list[Passed]()
         with self.device.span("compute", "forward", self.prefix):
@@ -175,8 +178,9 @@ class LayerState:
         return ys
 
     def backward(self, dys: list[Passed], grads: Tensor) -> list[Passed]:
-        """Recompute the layer on its inputs, leave the sum of its parameters' gradients in the slab `grads`, and return
-        the gradients of the inputs that require one. dys: the gradients of the outputs that require one."""
+        """Recompute the layer on its inputs, leave the sum over micro-batches of its parameters' gradients in the slab
+        `grads`, and return the gradients of the inputs that require one. dys: for each micro-batch the gradients of the
+        outputs that require one."""
         saved, self.saved, dxs = self.saved, [], []
         if self.boundary is not None:
             self.boundary.arrive()
@@ -191,9 +195,9 @@ class LayerState:
         return dxs
 
     def collect_gradients(self, grads: Tensor) -> None:
-        """Make the next backward passes leave the sum of their gradients in a slab on the device. The first gradient of
-        each parameter is copied there, so the slab need not be cleared; later ones are added. If the layer `adds`, the
-        first one is added, too."""
+        """Make the next backward passes leave the sum of their gradients in the slab `grads` on the device. The first
+        gradient of each parameter is copied into the slab, so the slab need not be cleared; later gradients are added.
+        If the layer `adds`, the first gradient is added, too."""
         self.collected = grads
         self._rooms.update(zip(self.layout.names, self.layout.views(grads), strict=True))
         for name in self.layout.names:
@@ -201,8 +205,8 @@ class LayerState:
 
     def norms(self) -> list[Tensor]:
         """Return the norm of each parameter's gradient after the last backward pass, fp32, on the device. If the layer
-        is split over ranks, these are the norms of this rank's part; if all ranks have the whole layer, they are zero
-        on all ranks but the first."""
+        is split over ranks, these are the norms of this rank's part. If all ranks have the whole layer, the first rank
+        returns its norms and every other rank returns zero."""
         with self.device.span("compute", "norm", self.prefix):
             grads = [*self._rooms.values()]
             if self.is_shared:
@@ -213,22 +217,24 @@ class LayerState:
             return norms_of(grads, in_blocks=self.terms.norms_in_blocks)
 
     def sum_gradients(self) -> None:
-        """Sum the gradient of the last backward pass over all ranks; if the layer is split over ranks, only this rank's
-        part."""
+        """Sum the gradient of the last backward pass over all ranks. If the layer is split over ranks, this rank sums
+        only its own part."""
         ranks = self.device.ranks
         if ranks.num_ranks > 1:
             with self.device.span("compute", "sum", self.prefix):
                 (ranks.sum_part if self.is_shared else ranks.sum)(self.collected[: self.whole_numel])
 
     def update(self, settings: Settings, factor: Factor, grads: Tensor | None = None) -> None:
-        """Update in place with the gradient in `grads`, or else the gradient at home, scaled by the clip factor."""
+        """Update in place with the gradient in `grads`, times the clip factor. If `grads` is None, take the gradient at
+        home."""
         grads = self.grads if grads is None else grads
         with self.device.span(self.updater, "update", self.prefix):
             self.adamw(grads, self.current, self.current, self.chunks, self.next_step(settings), factor)
 
     def update_when_landed(self, settings: Settings, clip: Clip) -> None:
-        """Queue the update on the host's threads; it starts when the gradient and the clip factor are there, and only
-        the layer's next prefetch waits for its end. If the factor is 1, commit a complete speculation instead."""
+        """Queue the update on the host's threads. The update starts when the gradient and the clip factor have arrived;
+        only the layer's next prefetch waits for its end. If the factor is 1 and a speculative update is complete,
+        commit it instead."""
         landed, spare, ahead = self.landed, self.spare, self.speculation
         step = ahead.step if ahead else self.next_step(settings)
 
@@ -239,12 +245,12 @@ class LayerState:
                 if ahead is not None and spare is not None:
                     ahead.done.result()
                     if not ahead.skipped and clip.is_one():
-                        self.current, self.spare = spare, state  # each chunk's call sets the same states
+                        self.current, self.spare = spare, state  # every chunk's call sets the same two
                         return
                 with self.device.span("update", "update", self.prefix):
                     self.adamw(self.grads, state, state, self.chunks[first:last], step, factor)
 
-            # An update that waits for the factor must not occupy a thread that another update could use.
+            # The update gets a thread only when the event has come: while it waits, another update can use the thread.
             return self.device.workers.update(self.deadline, clip.landed or landed, len(self.chunks), work)
 
         self.speculation = None
@@ -254,8 +260,8 @@ class LayerState:
             self.updated = self.shelf.visit(lambda kept: begin(self.state_of(kept)))
 
     def speculate_when_landed(self, settings: Settings, clip: Clip) -> None:
-        """Queue an update into the spare state, as if nothing were clipped. The update stops when the norm of the
-        gradients known by then exceeds the limit."""
+        """Queue an update into the spare state, as if nothing were clipped. The update skips its remaining chunks when
+        the norm of the gradients known so far exceeds the limit."""
         landed, state, spare = self.landed, self.current, self.spare
         is_within, unclipped = clip.is_within(), clip.unclipped
         skipped: list[bool] = []
@@ -274,13 +280,13 @@ class LayerState:
         self.speculation = Speculation(step, done, skipped)
 
     def drop(self) -> None:
-        """Skip this step's update (fp16 overflow); discard a speculation."""
+        """Skip this step's update after an fp16 overflow. If a speculative update was made, discard it."""
         if self.speculation is not None:
             self.num_updates -= 1
             self.updated, self.speculation = self.speculation.done, None
 
     def commit(self) -> None:
-        """Make the spare state the current one."""
+        """Exchange the spare state and the current state."""
         assert self.spare is not None
         self.current, self.spare = self.spare, self.current
 
@@ -289,7 +295,7 @@ class LayerState:
         return AdamStep(settings, self.num_updates, self.steps.fill_(self.num_updates))
 
     def load(self, values: Sequence[tuple[Tensor, Tensor | None, Tensor | None]]) -> None:
-        """Load weights and moments, one of each for a parameter; moments that are None stay unchanged."""
+        """Load for each parameter a tuple of its weight and both moments; a moment that is None stays unchanged."""
         done: Future = Future()
         done.set_result(None)
 
@@ -321,7 +327,8 @@ class LayerState:
 
 
 def _settle(rooms: dict[str, Tensor], name: str, parameter: Tensor) -> None:
-    """Move a parameter's gradient, which was just computed or added to earlier ones, to its place in the slab."""
+    """Copy a parameter's gradient, which a backward pass has just computed, to its place in the slab, unless it is
+    there."""
     if parameter.grad is not None and parameter.grad is not rooms[name]:
         rooms[name].copy_(parameter.grad)
         parameter.grad = rooms[name]
@@ -332,8 +339,8 @@ def _state(weights: Tensor, kept: list[Tensor]) -> State:
 
 
 def _room_for_state(device: Device, numel: int, dtype: torch.dtype, kept: list[torch.dtype], *, host: bool) -> State:
-    """Return a state with zeroed slabs for the weights and for the parts in `kept`; other parts are on the disk and get
-    none."""
+    """Return a state with zeroed slabs for the weights and for the parts of the optimizer's state with the dtypes in
+    `kept`. Parts that are on the disk get no memory."""
     weights = device.room(numel, dtype, host=host)
     rooms = [device.room(numel, each, host=host) for each in kept]
     return _state(weights, rooms or [torch.empty(0), torch.empty(0)])

@@ -1,5 +1,5 @@
-"""Placements (one letter for each layer, written as runs: R2W5S1) and the bytes that a placement needs; torch is not
-imported.
+"""Placements and the bytes that a placement needs. A placement is one letter for each layer, written as runs: R2W5S1.
+This file does not import torch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ KINDS = {
 }
 ON_DEVICE = "RP"  # kinds of layers whose weights stay on the device
 BY_HOST = "PWD"  # kinds of layers that the host updates
-BY_RANKS = "RW"  # kinds of layers that several ranks can have
+BY_RANKS = "RW"  # kinds of layers that training on several ranks can use
 CLIPPINGS = ("deferred", "speculate")
-BOUNDARY_SLOTS = 2  # slots for boundaries that are kept on the host: one in use, one in transfer
-HOMES = ("device", "host")  # of embedding and head, and of boundaries
+BOUNDARY_SLOTS = 2  # device slots for boundaries whose home is the host: one in use, one in transfer
+HOMES = ("device", "host")  # the homes that embedding and head, and boundaries, can have
 
 
 def parse(text: str, num_layers: int) -> str:
@@ -66,7 +66,7 @@ def text_of(kinds: str) -> str:
     """Format a placement: RRWWW as R2W3, RRSSW as R2W1~S2, RRSRSW as R1W1~S2~R2."""
     bottom = len(kinds) - len(kinds.lstrip("R"))
     letter, below, above = "S", bottom, kinds[bottom:].count("R")
-    if above:  # the first of the spread layers look like further bottom layers
+    if above:  # the lowest of the spread R look like part of the R at the bottom
         letter, below = "R", bottom - math.ceil(above / max(1, len(kinds) - bottom - above - 1))
     rest = kinds[max(below, 0) :].replace(letter, "")
     number = len(kinds) - below - len(rest)
@@ -76,8 +76,8 @@ def text_of(kinds: str) -> str:
 
 
 def shrink(kinds: str, num_layers: int) -> str:
-    """Return a placement of fewer layers with the same shares of kinds: every kind at least once, if there are enough
-    layers."""
+    """Return a placement of fewer layers with the same shares of kinds: every kind occurs at least once, if there are
+    enough layers."""
     found = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
     for kind in dict.fromkeys(kinds):
         several = [i for i, other in enumerate(found) if found.count(other) > 1]
@@ -92,18 +92,19 @@ def _runs(kinds: str) -> str:
 
 
 def spread(kinds: str, letter: str, number: int) -> str:
-    """Spread `number` layers of a kind evenly among the others, one of which stays on top."""
+    """Spread `number` layers of kind `letter` evenly among the layers `kinds`, whose last layer stays on top."""
     if not number:
         return kinds
     total = len(kinds) + number
-    below = [place * total // number - place for place in range(number)]  # of the others
+    # for each spread layer, the number of other layers below it
+    below = [place * total // number - place for place in range(number)]
     return "".join(letter + kinds[start:end] for start, end in pairwise([*below, len(kinds)]))
 
 
 class UserSizes(NamedTuple):
-    """The sizes of a user's model that a plan needs, in place of a Workload. `activations`: measured bytes of
-    everything but the layers' weights, gradients and states; `boundary_bytes`: measured bytes of a layer's inputs, 0 if
-    the device kept them."""
+    """The sizes of a user's model that a plan needs, in place of a Workload. `activations`: measured bytes of all
+    device memory but that for the layers' weights, gradients and states. `boundary_bytes`: measured bytes of a layer's
+    inputs; 0 if the device keeps the inputs."""
 
     dtype: str
     numels: tuple[int, ...]  # parameters of each layer, bottom first
@@ -130,28 +131,29 @@ Sizes = Workload | UserSizes
 
 
 class Ring(NamedTuple):
-    """A ring: layers, bottom first, that take turns in a few slots."""
+    """Layers, bottom first, that take turns in `num_slots` slots."""
 
     layers: list[int]
     num_slots: int
 
     @property
     def above(self) -> dict[int, int]:
-        """Return pairs of layers: one that leaves its slot in the forward pass, and the one that takes
-        this slot next."""
+        """Return a dictionary: for each layer that leaves its slot in the forward pass, the layer that takes the slot
+        next."""
         return dict(zip(self.layers, self.layers[self.num_slots :], strict=False))
 
 
 def rings(kinds: str, window_size: int) -> tuple[Ring, Ring]:
-    """Return two rings: the window of layers that travel without states, and the window of streamed layers, which has
-    two slots, for the current layer and the next."""
+    """Return two rings: the window of layers whose weights alone travel (W and D), and the window of streamed layers
+    (S). The second has at most two slots, for the current layer and for the next."""
     alone, streamed = ([i for i, kind in enumerate(kinds) if kind in group] for group in ("WD", "S"))
     return Ring(alone, min(window_size, len(alone))), Ring(streamed, min(window_size, 2, len(streamed)))
 
 
 def num_gradients(kinds: str, window_size: int, *, waits: bool) -> int:
-    """Return the number of gradient rooms on the device: one for the gradient being computed, one for the gradient on
-    its way home. Resident layers use these rooms, too, if no update `waits` for the norm."""
+    """Return the number of gradient rooms on the device: one for the gradient that is being computed, and one for the
+    gradient on its way home. If updates do not wait for the norm (`waits` is False), resident layers use these rooms,
+    too."""
     return max(min(window_size, 2, len(kinds) - kinds.count("R")), int("R" in kinds and not waits))
 
 
@@ -165,7 +167,7 @@ def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
     if isinstance(workload, UserSizes):
         pairs = [*zip(kinds, workload.numels, strict=True)]
         return {kind: sum(numel for own, numel in pairs if own == kind) for kind in KINDS}
-    return {kind: kinds.count(kind) * workload.layer_params for kind in KINDS}  # a search asks for a million layers
+    return {kind: kinds.count(kind) * workload.layer_params for kind in KINDS}  # a search may ask for a million layers
 
 
 def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> list[int]:
@@ -179,8 +181,8 @@ def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> li
 
 
 def home_of_boundaries(asked: str | None) -> str:
-    """Return the memory that keeps boundaries for the backward pass, by default the device. Raises ValueError for an
-    unknown memory."""
+    """Return the memory that keeps boundaries for the backward pass, "device" or "host"; if `asked` is None, "device".
+    Raises ValueError for any other name."""
     if asked not in (None, *HOMES):
         raise ValueError(f"activations: expected {' or '.join(HOMES)}, got {asked!r}; try activations=host")
     return asked or "device"
@@ -190,13 +192,15 @@ def placed_plan(
     workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred", num_ranks: int = 1,
     activations: str = "device", hosted_ends: Sequence[int] = (),
 ) -> Plan:  # fmt: skip
-    """Return the plan of layers of these kinds. `workload`: that of one rank; each of several ranks keeps its part of
-    every layer that is not resident. `clipping`: if None, updates do not wait for the norm. `activations`: the memory
-    that keeps the layers' inputs for the backward pass. `hosted_ends`: parameters of the parts of embedding and head
-    that live on the host; empty: both are on the device. Raises ValueError if some rank's part would be padding alone.
+    """Return the plan of layers of these kinds. `workload`: that of one rank; with several ranks, each rank keeps its
+    part of every layer that is not resident. `clipping`: "deferred" or "speculate"; None: updates do not wait for the
+    norm. `activations`: the memory that keeps the layers' inputs for the backward pass. `hosted_ends`: parameters of
+    the parts of embedding and head that live on the host; empty: both are on the device. Raises ValueError if some
+    rank's part of a layer would hold nothing but padding.
 
     The weights of a travelling layer are fetched twice a step, but only once if the layer is still in a slot when the
-    backward pass begins. The gradient goes home once; that of S only if the update may have to wait for the norm.
+    backward pass begins. The gradient goes home once; the gradient of a layer of kind S only if its update may have to
+    wait for the norm.
     """
     size, layer = workload.weight_bytes, workload.layer_params
     if num_ranks > 1 and layer < VECTOR * num_ranks**2:
@@ -205,7 +209,7 @@ def placed_plan(
             f" {num_ranks}; try a larger -h"
         )
     count, params = {kind: kinds.count(kind) for kind in KINDS}, params_of(workload, kinds)
-    at_home = state_bytes(workload)  # type: ignore[arg-type]  # depends on the dtype alone
+    at_home = state_bytes(workload)  # type: ignore[arg-type]  # state_bytes() reads the dtype alone
     states = at_home["weights"] + at_home["optimizer"]  # bytes that an update changes
     num_windowed = count["W"] + count["D"]
     windowed_slots, streamed_slots = min(window_size, num_windowed), min(window_size, 2, count["S"])
@@ -229,18 +233,18 @@ def placed_plan(
     host["gradients"] -= 0 if clipping else at_home["gradients"] * params["S"]
     if num_kept < len(kinds):
         host["activations"] = workload.boundary_bytes * (len(kinds) - num_kept)
-    if num_ranks > 1:  # gloo gathers and sums in copies of a slab, in two threads; NCCL makes none
+    if num_ranks > 1:  # gloo gathers and sums in copies of a slab, one for each of two threads; NCCL makes no copies
         host["buffers"] = 2 * size * home * num_ranks
     if count["D"]:
         host["buffers"] = min(NUM_BUFFERS, count["D"]) * on_disk
     if clipping == "speculate":
         host["optimizer"] += states * (sum(params.values()) - params["R"] - params["D"])
     if workload.dtype != "fp32":
-        # Without a compiled kernel an update makes fp32 copies, while boundaries are in memory.
+        # Without a compiled kernel an update makes fp32 copies at a time when boundaries are in memory, too.
         each, block = UPDATE_COPIES[workload.dtype], block_numel(workload.dtype)
         updates = [(each * min(block, max(ends_here, layer if count["R"] else 0)), boundary)]
         below = max(kinds.rfind("S"), -1 if clipping else kinds.rfind("R"))
-        if below >= 0:  # the update runs in the forward pass if deferred, else in the backward pass
+        if below >= 0:  # this layer's update runs in the forward pass if deferred, else in the backward pass
             others = min(below, num_kept)
             kept = min(boundary * (others + (1 if clipping == "deferred" else 3)), device["activations"])
             updates.append((each * min(block, layer), kept))
@@ -251,8 +255,8 @@ def placed_plan(
         host["gradients"] += each * min(CHUNK, max(home if hosted - count["S"] else 0, room))
 
     if num_homes := hosted + len(hosted_ends):
-        host["optimizer"] += 512 + 4 * num_homes  # numbers of steps, and the clip factor
-    waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient: out and in
+        host["optimizer"] += 512 + 4 * num_homes  # the clip factor, 512 bytes, and each home's number of steps, 4 bytes
+    waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient goes out and comes in
     moved = size * (2 * count["P"] + 3 * num_windowed - windowed_slots)
     moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed_slots
     disk = {"optimizer": count["D"] * on_disk} if count["D"] else {}
@@ -269,18 +273,18 @@ def placed_plan(
 
 
 def _activations(workload: Sizes, num_kept: int) -> tuple[int, int, int]:
-    """Return three numbers of bytes: a layer's input, a step's small tensors, and the peak of all activations, with the
-    inputs of `num_kept` layers on the device."""
-    if isinstance(workload, UserSizes):  # all measured activations may still be there at an update
+    """Return three numbers of bytes: of a layer's inputs, of a step's small tensors, and of all activations at their
+    peak, if the device keeps the inputs of `num_kept` layers."""
+    if isinstance(workload, UserSizes):  # at an update all measured activations may still be in memory
         return workload.activations, 0, workload.activations
-    # While one micro-batch computes, the others wait in memory: at the loss each with its output and that output's
-    # gradient, at the top layers also with its input and that input's gradient.
+    # While one micro-batch computes, the other micro-batches wait in memory. At the loss each of them keeps its output
+    # and the output's gradient; at the top layers each also keeps its input and the input's gradient.
     boundary = workload.boundary_bytes
     others = boundary - boundary // workload.micro_batches
     at_head = num_kept * boundary + workload.head_bytes + 2 * others
     at_layer = (num_kept - 1) * boundary + workload.layer_bytes + 4 * others
-    # Small tensors count when a device is nearly full: gradient norms and other scalars, 512 bytes each, and what
-    # attention keeps.
+    # Small tensors matter when a device is nearly full: gradient norms and other scalars, 512 bytes each, and the
+    # statistics that attention keeps for its backward pass, 8 bytes for each head and token.
     num_tensors = len(workload.anatomy.layer) * workload.num_layers
     small = 512 * (num_tensors + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
     small += workload.given_bytes

@@ -1,8 +1,8 @@
-"""Room on the device for a layer that lives elsewhere, and the copies in and out; each method decides when copies
-start.
+"""Room on the device for a layer whose home is elsewhere, and the copies into and out of this room. The training
+methods decide when a copy starts.
 
 A copy is one flat transfer per slab, direction and visit. Events alone order the three streams (compute, inbound,
-outbound). The launching thread waits only until a copy is queued. Slots and slabs live as long as the run, so the
+outbound). The launching thread waits only until a copy is queued. Slots and slabs live as long as the run, so torch's
 allocator never gives their memory to another stream.
 """
 
@@ -23,14 +23,14 @@ from methods.streaming.layer_state import LayerState, Passed
 
 class Slot:
     """Room on the device for one layer's weights. A `whole` slot also holds the rest of the state and a gradient, so
-    that the device can update the layer. `numel`: elements of the largest layer that the slot will hold, if not
+    that the device can update the layer. `numel`: elements of the largest layer that the slot will hold; None: those of
     `layer`."""
 
     def __init__(self, layer: LayerState, copier: Any = None, *, whole: bool = False, numel: int | None = None) -> None:
         self.device, self.copier = layer.device, copier or layer.device.copier
-        self.loaded: Future | None = None  # future of the copy of the weights
-        self.completed: Future | None = None  # future of the copy of the rest of the state
-        self.sent: Any = None  # event: the updated state has left
+        self.loaded: Future | None = None  # future of the weights' copy; None: no copy under way
+        self.completed: Future | None = None  # future of the copy of the rest of the state; None: not fetched
+        self.sent: Any = None  # event: the updated state has left the slot; None: no update yet
         weights, *rest = layer.current
         rooms = [None if slab is None or not whole else _room(layer, slab, numel) for slab in rest]
         self.state = State(_room(layer, weights, numel), *rooms)  # type: ignore[arg-type]
@@ -43,18 +43,19 @@ class Slot:
         self.loaded = self._fetch(layer, "weights", lambda: self._pairs(layer)[:1], lambda: ranks.gather(slab))
 
     def prefetch_state(self, layer: LayerState, *, with_gradient: bool = False) -> None:
-        """Queue the copies of the rest of the layer's state and, for an update that waits, of the gradient."""
+        """Queue the copies of the rest of the layer's state and, if the update has waited for the norm
+        (`with_gradient`), of the gradient."""
         late = [(self.grads[: len(layer.grads)], layer.grads)] if with_gradient else []
         self.completed = self._fetch(layer, "state", lambda: [*self._pairs(layer)[1:], *late])
 
     def arrive(self) -> None:
-        """Make compute wait for the weights; the launching thread waits only until their copy is queued."""
+        """Make the compute stream wait for the weights. The launching thread waits only until their copy is queued."""
         if self.loaded is not None:
             self.device.compute.wait_event(self.loaded.result())
             self.loaded = None
 
     def load(self, layer: LayerState) -> None:
-        """Copy the layer's weights into this slot; make compute and the host wait for them."""
+        """Copy the layer's weights into this slot; make the compute stream and the host wait for the copy."""
         self.prefetch(layer)
         self.arrive()
         self.device.synchronize()
@@ -70,8 +71,8 @@ class Slot:
         self.sent = copy(self.device, "outbound", "state", layer.prefix, [done], home)
 
     def _pairs(self, layer: LayerState, home: State | None = None) -> list[Pair]:
-        """Return pairs of slabs, weights first: in this slot, or in this rank's part of the slot, and at the layer's
-        home."""
+        """Return pairs of slabs, weights first: a slab in this slot (this rank's part of it), and the same slab in
+        `home` (None: the layer's current state)."""
         here = self.state.cut(layer.first, layer.first + len(layer.current.weights))
         pairs = zip(here, home or layer.current, strict=True)
         return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
@@ -79,10 +80,11 @@ class Slot:
     def _fetch(
         self, layer: LayerState, what: str, pairs: Callable[[], list[Pair]], complete: Callable[[], None] | None = None
     ) -> Future:
-        """Queue copies from home, then a call of complete(). The copies call pairs() after the layer's update, which
-        decides which of two states is the current one."""
+        """Queue copies from home, then a call of complete(). pairs() is called only after the layer's update has ended,
+        because the update decides which of two states is the current one."""
         device, updated = self.device, layer.updated
-        # Wait for the slot's last use, for the last copy home out of this slot, and for that of this layer's gradient.
+        # Wait for the slot's last use, for the last copy home out of this slot, and for the copy of this layer's
+        # gradient home.
         before = (device.compute.record_event(), self.sent, layer.landed)
 
         def bring() -> None:
@@ -104,14 +106,14 @@ class GradientRoom:
 
     def __init__(self, layer: LayerState, numel: int | None = None) -> None:
         self.device, self.slab = layer.device, _room(layer, layer.current.weights, numel)
-        self.drained: Any = None  # event: the last gradient has left
+        self.drained: Any = None  # event: the last gradient has left this room; None: none was sent
 
     def backward(self, layer: LayerState, dys: list[Passed]) -> list[Passed]:
-        """Leave the gradients of a layer's backward pass in this room. If they add to earlier gradients, fetch these
-        first."""
+        """Run a layer's backward pass, and leave the parameters' gradients in this room. If the layer `adds` to earlier
+        gradients, fetch the earlier gradients first."""
         self.await_room()
         if layer.adds:
-            # Compute waits until this room's last gradient has left; the earlier gradient came home before that.
+            # await_room() covers the earlier gradient, too: it went home before the last gradient left this room.
             free, pairs = self.device.compute.record_event(), [(self.slab[: len(layer.grads)], layer.grads)]
             self.device.compute.wait_event(copy(self.device, "inbound", "gradient", layer.prefix, [free], pairs))
         dxs = layer.backward(dys, self.slab)
@@ -119,7 +121,8 @@ class GradientRoom:
         return dxs
 
     def await_room(self) -> None:
-        """Make compute wait until the last gradient has left: the copy home may still be reading it."""
+        """Make the compute stream wait until the last gradient has left: the copy home may still be reading this
+        room."""
         if self.drained is not None:
             self.device.compute.wait_event(self.drained)
 
@@ -131,7 +134,7 @@ class GradientRoom:
 
 
 def _room(layer: LayerState, slab: Tensor, numel: int | None) -> Tensor:
-    """Return room on the device for a whole slab of the layer, or of `numel` elements. Home may have only a rank's
-    part."""
+    """Return room on the device for a whole slab, although the home may have only a rank's part. `numel`: elements of
+    the slab; None: those of the layer."""
     whole = shared_numel(numel, layer.device.ranks.num_ranks) if numel else layer.whole_numel
     return layer.device.room(whole, slab.dtype, host=False)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def draw(states: Sequence[LayerState], workload: Workload) -> None:
-    """Draw the starting values of all tensors of the layers in parallel, because a machine may have as many cores as a
-    layer has tensors."""
+    """Draw the starting values of the layers' tensors. All tensors of all layers are drawn in parallel, because a
+    machine may have more cores than one layer has tensors."""
     if not any(state.is_shared for state in states):
         fill(states, partial(initialize, workload=workload))
         return

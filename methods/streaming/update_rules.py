@@ -1,12 +1,12 @@
-"""Decides when a layer is updated, and with which clip factor and loss scale.
+"""Decides when a layer is updated, with which clip factor and with which loss scale.
 
 Without clipping an update starts as soon as the layer's gradient has landed (IMMEDIATE). Clipping is exact, so it needs
 the norm of the whole gradient. A DEFERRED update starts when the norm is known, and runs beside the next forward pass.
-A SPECULATIVE update is made during the backward pass, as if nothing were clipped, into a spare state, which is
-committed if the norm is within the limit. Such an update stops as soon as the norm of the gradients known by then
-exceeds the limit. The first step, and a step after one that was clipped, is DEFERRED instead: clipped steps come in
-runs, so a run that is always clipped makes no update in vain. In fp16 a step whose norm is not finite is skipped, so
-updates are deferred or speculative even without clipping.
+A SPECULATIVE update is made during the backward pass, as if nothing were clipped. It writes into a spare state, which
+becomes the current state if the norm is within the limit. Such an update stops as soon as the norm of the gradients
+known by then exceeds the limit. The first step, and a step after one that was clipped, is DEFERRED instead: clipped
+steps come in runs, so a run that is always clipped makes no update in vain. In fp16 a step whose norm is not finite is
+skipped, so updates are deferred or speculative even without clipping.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ TIMINGS = {None: IMMEDIATE, "deferred": DEFERRED, "speculate": SPECULATIVE}
 
 
 def update_at_once(clip: Clip, ends: AnyEnds, layers: Sequence[LayerState], settings: Settings) -> bool:
-    """Complete the norm, update both ends and all layers, and wait for these updates. If the step is skipped instead,
-    return True."""
+    """Complete the norm, update both ends and all layers, and wait for these updates. Return True if an fp16 overflow
+    made the step skip its updates, otherwise False."""
     clip.add(ends.norms())
     clip.finish()
     clip.send_home()
@@ -61,10 +61,10 @@ def update_at_once(clip: Clip, ends: AnyEnds, layers: Sequence[LayerState], sett
 
 
 class UpdateRule:
-    """One of the three rules, for layers and both ends; owns the step's Clip and the loss scale. `order`:
-    as in Clip."""
+    """One of the three rules, for the layers and both ends of a model; owns the step's Clip and the loss scale.
+    `order`: as in Clip."""
 
-    settings: Settings  # of this step, as is the Clip
+    settings: Settings  # the settings and the Clip of this step
     clip: Clip
 
     def __init__(
@@ -73,24 +73,24 @@ class UpdateRule:
     ) -> None:  # fmt: skip
         self.device, self.clip_norm, self.order, self.ends, self.layers = device, terms.clip_norm, order, ends, layers
         self.asked = TIMINGS[clipping]
-        self.timing = DEFERRED if self.asked is SPECULATIVE else self.asked  # of this step
+        self.timing = DEFERRED if self.asked is SPECULATIVE else self.asked  # the timing of this step
         self.has_stepped = False
-        # True: the states of streamed layers are fetched for the backward pass.
+        # True: streamed layers' states are fetched for the backward pass, in which the device then updates them.
         self.is_ahead = self.timing is IMMEDIATE
         self.scale = LossScale(terms)
         by_factor = any(isinstance(layer, self.asked.by_factor) for layer in layers)
         self.sends_factor = self.scale.is_used or ends.is_hosted or by_factor
 
     def begin(self, settings: Settings) -> None:
-        """Begin a backward pass, with a new Clip. The last step's Clip is free: the forward pass has waited for the
-        copies of its factor."""
+        """Begin a backward pass, with a new Clip. Nothing uses the last step's Clip any more: the forward pass has
+        waited for all copies of its factor."""
         if self.asked is SPECULATIVE and self.has_stepped:
             self.timing = SPECULATIVE if self.clip.is_one() else DEFERRED
         self.settings, self.clip = settings, Clip(self.device, self.clip_norm, self.scale, self.order)
 
     def gradient_ready(self, layer: Layer) -> None:
-        """Add the layer's gradient to the norm, send the gradient home, and start an update, plain or speculative, if
-        the rule makes one at this point."""
+        """Add the layer's gradient to the norm, send the gradient home if the host needs it, and start an update, plain
+        or speculative, if the rule makes one at this point."""
         self.clip.add(layer.state.norms())
         self.timing.gradient_ready(layer, self.settings, self.clip)
 

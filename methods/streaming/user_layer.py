@@ -1,5 +1,5 @@
-"""Adapts a user's layer to the streaming core, as a module from tensors to tensors whose parameters are views of a
-slot.
+"""Makes a user's layer fit the streaming core: a module that takes tensors and returns tensors, and whose parameters
+are views of a slot.
 
 The user's parameters stay in the model, and their memory is the layer's home. While the layer computes, parameters that
 are views of a slot replace the user's, and autograd sees only the views.
@@ -21,7 +21,8 @@ TENSOR = object()  # marks a tensor's place in the structure of a layer's argume
 
 
 class Placeholders(nn.Module):
-    """A module with parameters of these shapes without memory; their names are their indices."""
+    """A module whose parameters have the shapes of the given ones, but no memory. A parameter's name is its index: "0",
+    "1"."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -36,10 +37,10 @@ class UserLayer(Placeholders):
     def __init__(self, layer: nn.Module, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]) -> None:
         super().__init__(own)
         self.compute = layer.forward
-        self.users, self.shared = list(own), list(shared)  # lists, so that this module does not register them
+        self.users, self.shared = list(own), list(shared)  # in lists, which a module does not register
         owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
-        self.sites: list[tuple[Any, str, str | int]] = []  # module, a parameter's name there, its name or index here
+        self.sites: list[tuple[Any, str, str | int]] = []  # module, name there, name or index here
         for module in layer.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:

@@ -1,5 +1,5 @@
-"""Checks a user's model and optimizer, and takes the model apart: the layers, and the rest, which stays
-on the device.
+"""Checks a user's model and optimizer, and takes the model apart: into the layers, and the rest of the model, which
+stays on the device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ UNUSED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW t
 
 
 class UserModel:
-    """The layers of a model and the rest of it. Raises ValueError, one line, for a model or optimizer that cannot be
-    streamed."""
+    """A model's layers, and the rest of the model. Raises ValueError, with a message of one line, for a model or
+    optimizer that cannot be streamed."""
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.modules = model, optimizer, list(layers)
@@ -51,7 +51,7 @@ class UserModel:
         return [self.names[id(parameter)] for parameter in parameters]
 
     def groups_of(self, parameters: Sequence[nn.Parameter]) -> dict[str, int]:
-        """Return for each parameter the index of its group in the optimizer."""
+        """Return, by each parameter's place as text, the index of the parameter's group in the optimizer."""
         groups = enumerate(self.optimizer.param_groups)
         group_of = {id(each): number for number, group in groups for each in group["params"]}
         return {str(place): group_of[id(parameter)] for place, parameter in enumerate(parameters)}
@@ -135,7 +135,8 @@ def give(parameter: nn.Parameter, memory: Tensor) -> None:
     attributes: dict[str, Any] = dict(parameter.__dict__)
     torch.utils.swap_tensors(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
     parameter.__dict__.update(attributes)
-    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # else this lists uncalled hooks
+    # The hooks that are listed here were the old tensor's; autograd would not call them.
+    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 def move_rest(model: nn.Module, trained: Iterable[nn.Parameter], device: torch.device) -> None:

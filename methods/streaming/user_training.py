@@ -1,9 +1,9 @@
-"""The streamed training of a user's model: the model runs its own loop over its layers, and this file runs each layer's
-call.
+"""The streamed training of a user's model. The model runs its own loop over its layers; each call of a layer in that
+loop runs this file's code.
 
-A node of autograd's graph replaces a layer's forward pass. In both passes the node calls a `LayerStream`, which fetches
-the layer, computes it, and sends its gradient home, as the method's own loop does. Each forward pass visits all layers
-once, bottom first; each backward pass visits all layers once, top first.
+A node of autograd's graph replaces a layer's forward pass. In both passes the node calls a `LayerStream`. Like the
+method's own loop, the stream fetches the layer, computes it, and sends its gradient home. Each forward pass visits all
+layers once, bottom first; each backward pass visits all layers once, top first.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class LayerStream(Protocol):
         """Discard a forward pass that no backward pass follows."""
 
     def settle(self) -> None:
-        """Make all updates that still wait, so that each layer's home has its newest state."""
+        """Do all updates that still wait, so that each layer's home has the layer's newest state."""
 
     def refetch(self) -> None:
         """Fetch the prefetched layers again, because their weights at home have changed."""
 
 
 class Parts(NamedTuple):
-    """Arguments with which a LayerStream is made."""
+    """The arguments from which a trainer makes its LayerStream."""
 
     device: Device
     layers: LayerSource
     ends: LayerState
-    order: Sequence[int]  # as Clip has it
+    order: Sequence[int]  # of the gradient norms, as in Clip
 
 
 class LayerTurn(torch.autograd.Function):
@@ -122,8 +122,8 @@ class UserTraining:
         self.device = self.gpu.name
         move_rest(model, (each for part in (self.user.rest, *self.user.own) for each in part), self.device)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self.num_passes = self.num_backward = 0  # forward passes in all; backward passes since the last step
-        self.next_up, self.next_down, self.is_up = 0, 0, False  # is_up: a forward pass has begun
+        self.num_passes = self.num_backward = 0  # forward passes so far; backward passes since the last step
+        self.next_up, self.next_down, self.is_up = 0, 0, False  # is_up: a forward pass waits for its backward pass
         self.is_skipped = False  # True: the last step was skipped (fp16)
         self._undo = ExitStack()
         for parameter in model.parameters():
@@ -165,7 +165,7 @@ class UserTraining:
         self.stream.begin(self.user.settings())
 
     def visit(self, place: int, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        """Compute a layer. The model's own loop calls this in place of the layer's forward()."""
+        """Return a layer's result. The model's own loop calls this method in place of the layer's forward()."""
         if place and place != self.next_up:
             raise ValueError(
                 f"expected each layer once, in the list's order, got layer {place} after layer {self.next_up - 1}; try"
@@ -196,8 +196,8 @@ class UserTraining:
         self._is_trained = torch.is_grad_enabled()
 
     def _check_stream(self) -> None:
-        """Raise ValueError if the loop runs on another CUDA stream than the trainer's: copies would not wait for the
-        loop."""
+        """Raise ValueError if the user's loop runs on another CUDA stream than the trainer's: the trainer's copies
+        would not wait for the loop's work."""
         if self.device.type == "cuda" and self.gpu.streams.current() != self.gpu.compute:
             raise ValueError(
                 "expected the training loop on the CUDA stream that was current when the trainer was made, got another;"
@@ -219,8 +219,9 @@ class UserTraining:
         return loss * self.stream.scale.value if self.stream.scale.is_used else loss
 
     def step(self) -> Tensor:
-        """Clip the gradients of the backward passes since the last step, update by them, and drop them. Return the
-        gradient norm before clipping. In fp16 a step whose norm is not finite is skipped, and `is_skipped` is True.
+        """Clip the gradients that the backward passes since the last step have summed, update all parameters with these
+        gradients, and then drop the gradients. Return the gradient norm before clipping. In fp16 a step whose norm is
+        not finite is skipped, and `is_skipped` is True.
         """
         self._check_stream()
         if self.is_up or not self.num_backward:
@@ -238,8 +239,8 @@ class UserTraining:
     # ---- The state at home
 
     def synchronize(self) -> None:
-        """Finish all updates, and make the model's parameters views of the newest weights. The model's state_dict() and
-        load_state_dict() call this.
+        """Finish all updates, and make the model's parameters views of the newest weights. The model's own state_dict()
+        and load_state_dict() call this method first.
         """
         if self.is_up:
             self.stream.rewind()
@@ -252,8 +253,8 @@ class UserTraining:
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each trained parameter's name and state on the host: step, exp_avg, exp_avg_sq and, for weights in bf16
-        or fp16, their fp32 master. States at home on the host are yielded without a copy, so all are valid only until
-        training goes on. Those on the device or the disk are copied, one layer at a time.
+        or fp16, their fp32 master. States whose home is the host are yielded without a copy, so use them before
+        training goes on. States on the device or the disk are copied to the host, one layer at a time.
         """
         self.synchronize()
         for state, parameters in self._parts():
@@ -266,8 +267,8 @@ class UserTraining:
                 yield name, {"step": step, "exp_avg": exp_avg.cpu(), "exp_avg_sq": exp_avg_sq.abs().cpu(), **master}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the optimizer's state in the format of torch's AdamW, with the loss scale.
-        model.state_dict() has the weights.
+        """Return a copy of the optimizer's state in the format of torch's AdamW, with the loss scale added. The weights
+        are in model.state_dict().
         """
         places, states = {name: place for place, name in enumerate(self._optimized())}, {}
         for name, state in self.named_states():
@@ -277,7 +278,8 @@ class UserTraining:
         return {"state": states, "param_groups": groups, "loss_scale": scale.value, "num_good_steps": scale.num_good}
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Continue from a state_dict() of this class, or of a plain AdamW. Load the model's own state_dict() first."""
+        """Continue from the result of state_dict(), of this class or of torch's AdamW. Load the model's own
+        state_dict() first."""
         self.synchronize()
         places = {name: place for place, name in enumerate(self._optimized())}
         for state, parameters in self._parts() if given["state"] else ():
@@ -293,8 +295,8 @@ class UserTraining:
         self._refetch()
 
     def close(self) -> None:
-        """Finish all updates and restore the layers' own forward(). The weights stay in the memory that
-        was their home.
+        """Finish all updates and restore the layers' own forward(). The weights stay in the memory that was their home:
+        the device's or the host's.
         """
         self.synchronize()
         self._undo.close()
@@ -351,7 +353,8 @@ class UserTraining:
             raise
 
     def _place(self, make: Callable[[Parts], LayerStream], *, bare: bool = False) -> None:
-        """Move the layers to their homes, and the rest of the model to the device. `bare`: without AdamW's states."""
+        """Move the layers to their homes, and the rest of the model to the device. `bare`: True: make no AdamW
+        states."""
         user, gpu = self.user, self.gpu
         groups = [user.groups_of(parameters) for parameters in (user.rest, *user.own)]
         self.ends = LayerState(gpu, user.ends, "rest of the model", self.terms, host=False, groups=groups[0], bare=bare)
@@ -362,7 +365,7 @@ class UserTraining:
 
         def start(states: Iterable[LayerState]) -> list[LayerState]:
             made = []
-            for state in states:  # one at a time: frees the user's copy of a layer before the next home is made
+            for state in states:  # one at a time: the user's copy of a layer is freed before the next home is made
                 assert isinstance(state.module, UserLayer)
                 _move_home(state, state.module.users)
                 made.append(state)
@@ -372,7 +375,8 @@ class UserTraining:
         self.stream = make(Parts(gpu, layers, self.ends, user.order))
 
     def _take_over(self) -> None:
-        """Replace each layer's forward() by a call of this training."""
+        """Replace each layer's forward() by a call of this training, and let the model's state_dict() and
+        load_state_dict() finish its updates first."""
         model = self.user.model
         for place, module in enumerate(self.user.modules):
             before = vars(module).get("forward")
@@ -394,7 +398,7 @@ def _restore(module: nn.Module, before: Any) -> None:
 
 
 def _move_home(state: LayerState, parameters: Sequence[nn.Parameter]) -> None:
-    """Copy the parameters' values into a new state, and make the parameters views of it."""
+    """Copy the parameters' values into a new state, and make the parameters views of that state's weights."""
 
     def values(named: Iterable[tuple[str, Tensor]]) -> None:
         for (_, slab), parameter in zip(named, parameters, strict=True):
@@ -407,8 +411,8 @@ def _move_home(state: LayerState, parameters: Sequence[nn.Parameter]) -> None:
 
 @contextmanager
 def _uncached_autocast() -> Iterator[None]:
-    """Turn off autocast's cache. Until autocast ends, the cache would keep a copy of every layer's weights, and return
-    weights that a slot held in an earlier step.
+    """Turn off autocast's cache. The cache would keep a copy of every layer's weights until autocast ends, and could
+    return weights that a slot held in an earlier step.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -1,7 +1,7 @@
 """The window: decides which layer has which slot, and when the copy of the next layer into a slot starts.
 
-Two rings of layers (placement.py) take turns in their slots. The layer that is needed last leaves first, so the turn
-from forward to backward pass fetches nothing. A parked layer keeps its slot.
+Two rings of layers (placement.py) take turns in their slots. The layers in the slots at the end of the forward pass are
+the first of the backward pass, so the turn between both passes fetches nothing. A parked layer keeps its slot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Window:
         self.slots: dict[Layer, Slot] = {
             layer: layer.new_slot(largest.get(layer)) for layer in away.values() if layer not in self.below
         }
-        self.lowest = [layer for layer in away.values() if layer in self.slots]  # layers in a slot when a step begins
+        self.lowest = [layer for layer in away.values() if layer in self.slots]  # have a slot at a step's begin
         self.rule, self.layers = rule, layers
 
     def refill(self) -> None:
@@ -51,8 +51,8 @@ class Window:
                 self.below[layer].fetch_state()
 
     def rewind(self) -> None:
-        """Give every slot back to the layer that has it when a step begins. Called after a forward pass without a
-        backward pass."""
+        """Give every slot back to the layer that has it when a step begins. Call this after a forward pass that no
+        backward pass follows."""
         for layer in [*self.slots]:
             lowest = layer
             while lowest in self.below:
@@ -61,7 +61,7 @@ class Window:
                 self._hand_over(layer, lowest)
 
     def settle(self) -> None:
-        """Make the updates of streamed layers that still wait, after the last step."""
+        """Do the updates of streamed layers that still wait after the last step."""
         for layer in self.layers:
             if isinstance(layer, Streamed):
                 layer.update_due()
