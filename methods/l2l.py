@@ -3,8 +3,7 @@ host.
 
 The device holds a single layer, the embedding and the loss. A layer is fetched for its forward pass and again for its
 backward pass; then its gradient goes to the host, which updates the layer. The device waits for every copy and every
-update.
-"""
+update."""
 
 from __future__ import annotations
 

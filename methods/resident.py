@@ -1,5 +1,4 @@
-"""Plain PyTorch with the whole model on the device; the backward pass recomputes every layer. This method is the
-reference for all others."""
+"""Plain PyTorch, the whole model on the device, every layer recomputed. The reference for all other methods."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ often than for one micro-batch.
 Beyond the paper, each layer has a place of its own (streaming/placement.py). The first place is the device, for the
 whole layer or for its weights alone. The second is the window. The third is another window, into which a layer brings
 its states, so that the device updates it. choose_placement.py chooses the places, layer_kinds.py says what a layer does
-in each place, and update_rules.py decides when it is updated.
-"""
+in each place, and update_rules.py decides when it is updated."""
 
 from __future__ import annotations
 

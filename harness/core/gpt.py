@@ -3,8 +3,7 @@
 The published runs' model: pre-LN decoder, learned positions, fused QKV, exact GELU, tied head. The starting values of a
 tensor depend only on the seed and the tensor's name, so a layer can be made without the other layers, in any order.
 
-Shapes: B batch, T tokens, D hidden, V vocabulary.
-"""
+Shapes: B batch, T tokens, D hidden, V vocabulary."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ class HeadLoss(torch.autograd.Function):
 
     Each block's gradients are computed right after the block's loss, so no logits are computed twice. The gradients are
     scaled before they are rounded to fp16; without the scale most gradients would be rounded to zero. x: (N, D), hidden
-    states of N tokens; weight: (V, D); targets: (N,).
-    """
+    states of N tokens; weight: (V, D); targets: (N,)."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,7 @@
 """Keeps order between a device and its host: streams, events, threads, and the memory that both share.
 
 The same code runs on a CPU, where a stream has nothing to wait for, and on a CUDA device. The race detector and the
-virtual clock put streams and threads of their own into STREAMS, and so watch the same code.
-"""
+virtual clock put streams and threads of their own into STREAMS, and so watch the same code."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class CpuStreams:
         """Make a pool of threads of one core each.
 
         torch sets a thread's number of cores at the thread's first parallel work, from a global count that the pool's
-        threads overwrite. So the calling thread, which computes, takes its number before the pool's threads.
-        """
+        threads overwrite. So the calling thread, which computes, takes its number before the pool's threads."""
         torch.get_num_threads()
         return ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
 
@@ -99,8 +97,7 @@ class SimStreams(CpuStreams):
     def pool(self, num_threads: int) -> Any:
         """Make a pool as CpuStreams does, after sim's thread for backward passes has taken its number of cores, too.
 
-        Sums in a backward pass would round differently from the CPU's with another number of cores.
-        """
+        Sums in a backward pass would round differently from the CPU's with another number of cores."""
         one = torch.ones((), device="sim", requires_grad=True)
         one.register_hook(lambda grad: torch.get_num_threads() and None)
         (one * 1).backward()

@@ -1,7 +1,6 @@
 """Starts a worker for a job, watches the worker without disturbing it, and makes sure that a record of its end exists.
 
-The worker has a session of its own. This process, its parent, does not import torch; it samples the worker's memory.
-"""
+The worker has a session of its own. This process, its parent, does not import torch; it samples the worker's memory."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ def environment(job: Job) -> dict[str, str]:
 
     On a CPU one thread computes small layers; ranks share the cores. CUDA numbers GPUs as NVML does. On CUDA torch's
     allocator grows its segments instead of adding new ones, which leaves fewer fragments. Such segments cannot be
-    shared with another process, but no method needs to share any.
-    """
+    shared with another process, but no method needs to share any."""
     chosen = dict(GPU_ORDER)
     if job.device == "cuda" and not machine.allocator_settings():
         chosen["PYTORCH_ALLOC_CONF"] = EXPANDABLE
@@ -300,8 +298,7 @@ class Watch:
 
         A child counts only when it is listed the second time, because a new child has its parent's memory for
         milliseconds, until it runs its own program. The system counts files on a tmpfs as shared memory, programs and
-        libraries among them: 104 MiB of torch, results/LOG.md.
-        """
+        libraries among them: 104 MiB of torch, results/LOG.md."""
         if self.events.phase in AFTER_TRAINING:
             return
         self._sample_shm()

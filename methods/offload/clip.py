@@ -23,8 +23,7 @@ def norms_of(grads: Sequence[Tensor], *, in_blocks: bool = False) -> list[Tensor
     norms of blocks of its gradient.
 
     Blocks are used on a CPU only. A CPU's core sums all squares of a tensor in one fp32 number for each vector lane, so
-    the norm of a large embedding was off by 1e-3 (results/LOG.md). A GPU sums in a tree, which is more exact.
-    """
+    the norm of a large embedding was off by 1e-3 (results/LOG.md). A GPU sums in a tree, which is more exact."""
     if not grads:
         return []
     if in_blocks and grads[0].device.type != "cuda":
@@ -49,8 +48,7 @@ class Clip:
     Norms are added layer by layer, in the order of the backward pass. If there is neither a limit nor a loss scale, no
     factor is computed and nothing waits for one. `max_norm`: the limit; 0: no limit. `scale`: the loss scale; None: no
     scale is used. `order`: for each parameter of the model, the index of its norm in the list of all norms, which
-    begins with those added last; None: this list is in the order of the model's parameters.
-    """
+    begins with those added last; None: this list is in the order of the model's parameters."""
 
     def __init__(
         self, device: Device, max_norm: float, scale: LossScale | None = None, order: Sequence[int] | None = None
@@ -72,8 +70,7 @@ class Clip:
         and returns whether the norm is finite and within the limit.
 
         The norm grows with each further layer. Once it exceeds the limit, an update that speculated on no clipping is
-        useless.
-        """
+        useless."""
         square = torch.stack(self.norms[-1]).square().sum()
         self.squares.append(square + self.squares[-1] if self.squares else square)
         here, landed = self._send(self.squares[-1])

@@ -9,8 +9,7 @@ P, W, S and D of the kinds.
     update              start the update when the norm is known, or commit the update made ahead
     drop                skip this step's update (fp16 overflow), and discard an update made ahead
 
-The window (window.py) gives a layer its slot, and takes the slot away.
-"""
+The window (window.py) gives a layer its slot, and takes the slot away."""
 
 from __future__ import annotations
 
@@ -238,8 +237,7 @@ def new_layers(
             return ResidentLayer(state, rooms)
         if kind == "S":
             return Streamed(state, rooms)
-        # A separate thread fetches parked layers, because each fetch waits for the layer's update; in a shared thread
-        # the travelling layers would wait behind it.
+        # A separate thread fetches parked layers: its waits for their updates must not delay travelling layers.
         return Hosted(state, rooms, device.returner if kind == "P" else device.copier)
 
     return list(map(of_kind, kinds, states))

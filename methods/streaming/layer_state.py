@@ -2,8 +2,7 @@
 that computes, and the layer's updates.
 
 A layer takes all micro-batches of a step, one after the other. For each micro-batch a tuple of tensors passes between
-layers; for the harness's GPT this is one tensor (B, T, D) of B samples, T tokens, D hidden.
-"""
+layers; for the harness's GPT this is one tensor (B, T, D) of B samples, T tokens, D hidden."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class LayerState:
 
     With several ranks a layer on the host is split: this home is the rank's part, which begins at element `first` of
     the whole slab of `whole_numel` elements. A resident layer is whole on every rank, and each rank makes the same
-    update.
-    """
+    update."""
 
     def __init__(
         self, device: Device, module: nn.Module, prefix: str, terms: Terms, *, host: bool, spare: bool = False,
@@ -165,8 +163,7 @@ class LayerState:
         inputs that require one.
 
         Source: Chen et al. 2016, sublinear memory, by torch's checkpoint, which keeps the random state for dropout and
-        stops the recompute as soon as backward() has all that it needs.
-        """
+        stops the recompute as soon as backward() has all that it needs."""
         self.saved, ys = [], list[Passed]()
         with self.device.span("compute", "forward", self.prefix):
             for x in xs if self.boundary is None else self.boundary.keep(xs):

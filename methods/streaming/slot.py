@@ -3,8 +3,7 @@ methods decide when a copy starts.
 
 A copy is one flat transfer per slab, direction and visit. Events alone order the three streams (compute, inbound,
 outbound). The launching thread waits only until a copy is queued. Slots and slabs live as long as the run, so torch's
-allocator never gives their memory to another stream.
-"""
+allocator never gives their memory to another stream."""
 
 from __future__ import annotations
 

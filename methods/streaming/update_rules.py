@@ -6,8 +6,7 @@ A SPECULATIVE update is made during the backward pass, as if nothing were clippe
 becomes the current state if the norm is within the limit. Such an update stops as soon as the norm of the gradients
 known by then exceeds the limit. The first step, and a step after one that was clipped, is DEFERRED instead: clipped
 steps come in runs, so a run that is always clipped makes no update in vain. In fp16 a step whose norm is not finite is
-skipped, so updates are deferred or speculative even without clipping.
-"""
+skipped, so updates are deferred or speculative even without clipping."""
 
 from __future__ import annotations
 
