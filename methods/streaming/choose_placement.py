@@ -68,7 +68,7 @@ class PlacementChoice:
         if self.room.rates is None or isinstance(self.workload, UserSizes):
             return plan
         counts = Counter(parse(plan.options["placement"], self.workload.num_layers))
-        return with_forecast(plan, self.workload, self.room, counts)
+        return with_forecast(plan, self.workload, self.room.rates, counts)
 
     def _of_a_rank(self) -> Plan:
         """Return the plan of one of several ranks, whose placement has the kinds R and W only. The placement is chosen
@@ -235,21 +235,23 @@ def with_homes(
     others are on the device if the plan then fits. If it does not, the ends, the boundaries or both go to the host:
     whichever fits, and of those the fastest by the forecast. Hosted ends delay a step, which begins with the embedding
     and waits for the embedding's update. Hosted boundaries are bytes that cross the link while the device computes. If
-    nothing fits, the plan has all on the host that may be there, and names what was tried."""
+    nothing fits, the plan has all on the host that may be there, unless only the host lacks room; `tried` names the
+    other homes."""
     plan = plan_at(ends, activations)
     lacks = plan.lacks(room)
     if room.device_bytes is None or not lacks:
         return plan
     kept = [activations] if activations else [None, "host"]
     moved = [ends] if ends or not ends_may_move else [None, "host"]
-    others = [(home, memory) for memory in kept for home in moved][1:]
-    plans = [plan_at(*homes) for homes in others]
+    homes = [(home, memory) for memory in kept for home in moved]
+    plans = [plan, *(plan_at(*each) for each in homes[1:])]
     if fitting := [each for each in plans if not each.lacks(room)]:
         return min(fitting, key=lambda each: each.step_seconds or 0.0)
-    least = plans[-1] if plans and "device" in lacks else plan
+    least = plans[-1] if "device" in lacks else plan
+    others = [each for each, found in zip(homes, plans, strict=True) if found is not least]
     changed = (_told(None if ends else home, None if activations else memory) for home, memory in others)
     tried = (" and ".join(f"{name}={home}" for name, home in each.items()) for each in changed)
-    return replace(least, tried=", ".join(tried))
+    return replace(least, tried=", ".join(each or "all on the device" for each in tried))
 
 
 def _told(ends: str | None, activations: str | None) -> dict[str, str]:

@@ -118,6 +118,7 @@ def _with_hosted_ends(found: list[Row], workload: Workload, rates: Rates, clippi
     """Return the rows with the work of ends on the host, as for parked layers, and with a row for the embedding. Its
     gradient is known last and its weights are needed first: the device has no pass to make while the embedding is
     updated."""
+    compute = found[0]  # the device's passes in the last pool, which ends on the host do not lengthen
     parked = rows(workload, rates, clipping if clipping == "deferred" else None)  # ends are not updated ahead
     share = workload.end_params / workload.layer_params
     found = [
@@ -127,9 +128,7 @@ def _with_hosted_ends(found: list[Row], workload: Workload, rates: Rates, clippi
     embedding = workload.anatomy.end_parts[0]
     size, updated = workload.weight_bytes * embedding, max(host_update_seconds(embedding, workload, rates))
     copied = seconds_of("link outbound", size, rates) + seconds_of("link inbound", size, rates)
-    compute = found[0]  # the compute of the last pool
-    passes = compute.seconds - share * parked[0].per_layer.get("P", 0.0)
-    return [*found, Row("the embedding's way home", compute.pool, passes + copied + updated, {})]
+    return [*found, Row("the embedding's way home", compute.pool, compute.seconds + copied + updated, {})]
 
 
 def stored_bytes(workload: Workload) -> int:
@@ -305,11 +304,9 @@ def arranged(counts: Counts, clipping: str | None = "deferred") -> str:
     return "R" * bottom + spread(rest, "R", resident - bottom)
 
 
-def with_forecast(plan: Plan, workload: Workload, room: Room, counts: Counts) -> Plan:
-    """Return the plan with the lower bound of its step time, if rates are known."""
-    if room.rates is None:
-        return plan
+def with_forecast(plan: Plan, workload: Workload, rates: Rates, counts: Counts) -> Plan:
+    """Return the plan with the lower bound of its step time."""
     options = plan.options
-    found = rows(workload, room.rates, options.get("clipping"), hosted_boundaries(plan), options.get("ends", "device"))
+    found = rows(workload, rates, options.get("clipping"), hosted_boundaries(plan), options.get("ends", "device"))
     bound = forecast(found, counts)
     return replace(plan, step_seconds=bound.seconds, binds=bound.binds)

@@ -177,8 +177,8 @@ def test_deeper_models_and_longer_samples_fit_by_it() -> None:
 
 def test_a_refusal_names_what_was_tried() -> None:
     job = Job("stronghold", LONG, budget=Budget(2**20, GIB), device="sim")
-    told = "there is 1.0 MiB; tried, too: ends=host, activations=host, ends=host and activations=host; "
+    told = "there is 1.0 MiB; tried, too: all on the device, ends=host, activations=host; "
     resolved, _, refused = resolve(job)
     assert told in str(refused) and resolve(resolved)[2] == refused
     asked = replace(job, options={"activations": "device"})
-    assert "there is 1.0 MiB; tried, too: ends=host; " in str(resolve(asked)[2])
+    assert "there is 1.0 MiB; tried, too: all on the device; " in str(resolve(asked)[2])
