@@ -38,10 +38,13 @@ class SpreadChoice:
     profile: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "per_machine", "num_stages", "chunk_size"):
-            value = getattr(self, name)
+        options = {
+            "--batch-size": self.batch_size, "--gpus-per-node": self.per_machine, "--nstages": self.num_stages,
+            "--chunk-size": self.chunk_size,
+        }  # fmt: skip
+        for option, value in options.items():
             if value is not None and value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+                raise ValueError(f"{option}: expected at least 1, got {value}")
         if (self.num_stages is None or self.chunk_size is None) == (self.profile is None):
             raise ValueError("expected either --nstages and --chunk-size, or --profile FOLDER to choose both")
         if self.profile:

@@ -318,7 +318,7 @@ def launch(
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     code, told = launch(tmp_path, "", "--chunk-size", "0")
-    assert code == 2 and told == "error: chunk_size: expected at least 1, got 0\n"
+    assert code == 2 and told == "error: --chunk-size: expected at least 1, got 0\n"
 
 
 @pytest.mark.heavy
