@@ -27,8 +27,8 @@ from methods.pipeline.launch.folder import WORKERS_LOCK
 
 ERROR_BYTES = 3000  # most bytes of a report's traceback: pipes take only lines below 4096 bytes in one piece
 ALIVE_SECONDS = 2.0
-# Modules that ranks use. torch imports torch._dynamo at the first op under one of torch's counters, even if nothing is
-# compiled.
+# Modules that the agent imports once for all ranks, which it forks. torch would import torch._dynamo by itself at the
+# first operation that one of torch's counters sees, even if nothing is compiled.
 IMPORTS = ("methods.pipeline.pipeline", "torch.distributed.checkpoint", "torch._dynamo")
 
 
@@ -39,7 +39,7 @@ class MachineAgent(RankAgent):
         self.round = 0
         self.unread = b""
         self.watch(0, self.obey)
-        # Ranks inherit the block; methods/pipeline/link.py unblocks the signal when the rank can handle it.
+        # Ranks inherit the blocked signal; methods/pipeline/link.py unblocks it between two steps of a rank.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
     def run(self) -> None:
@@ -78,7 +78,8 @@ class MachineAgent(RankAgent):
     # ---- Orders
 
     def meet(self, round: int, address: str) -> None:
-        """Open the store through which the ranks of a round find one another."""
+        """Open the store through which the ranks of a round find one another. Report the store's address and port, or
+        that the store cannot be opened."""
         self.round = round
         try:
             found, port = self.listen(address)
@@ -88,7 +89,8 @@ class MachineAgent(RankAgent):
             self.tell("store", address=found, port=port)
 
     def start(self, round: int, ranks: list[dict[str, Any]]) -> None:
-        """Start ranks. `ranks`: the number, arguments, environment and link of each rank."""
+        """Start this machine's ranks of a round. `ranks`: for each rank its number, arguments, environment, link and
+        log file."""
         self.round = round
         self.fork({each["rank"]: partial(run_script, self.script, each) for each in ranks})
 
@@ -103,7 +105,8 @@ class MachineAgent(RankAgent):
 
 
 def run_script(script: dict[str, Any], mine: dict[str, Any], told: int) -> int:
-    """Run the user's script in this process, as Python would run it; return its exit code."""
+    """Run the user's script in this process, as Python would run it; return its exit code. `script`: the launcher's
+    order. `mine`: this rank's entry in start(). `told`: file descriptor for reports."""
     log = os.open(mine["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -135,7 +138,7 @@ def run_script(script: dict[str, Any], mine: dict[str, Any], told: int) -> int:
 
 
 def main() -> None:
-    with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered: reads no byte of the next order
+    with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered, so that no byte of the next order is read
         order = json.loads(orders.readline())
     output = os.dup(1)
     os.set_inheritable(output, False)
@@ -153,7 +156,7 @@ def main() -> None:
         code = 1
     for rank in agent.ranks.values():
         rank.signal(signal.SIGKILL)
-    os._exit(code)  # an interpreter with torch in it takes seconds to end
+    os._exit(code)  # because a normal exit of a process that has imported torch takes seconds
 
 
 if __name__ == "__main__":

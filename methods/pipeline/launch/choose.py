@@ -1,4 +1,4 @@
-"""Chooses the number of stages and replicas for the workers that are available; standard library only."""
+"""Chooses the number of stages and replicas for the workers (ranks) that are available. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Spread:
     num_stages: int
     num_replicas: int
     chunk_size: int
-    cuts: tuple[int, ...] | None = None  # None: the model chooses
+    cuts: tuple[int, ...] | None = None  # the CutPoints between the stages; None: class Varuna chooses them
 
     @property
     def num_ranks(self) -> int:
@@ -29,7 +29,7 @@ class Spread:
 @dataclass(frozen=True)
 class SpreadChoice:
     """The user's settings: either `num_stages` and `chunk_size`, or a profile. Raises ValueError if neither or both are
-    given."""
+    given, or if a number is below 1. `per_machine`: ranks on each machine."""
 
     batch_size: int
     per_machine: int
@@ -51,10 +51,10 @@ class SpreadChoice:
             read(self.profile)
 
     def spread(self, num_workers: int) -> Spread:
-        """Spread a job over at most this many workers.
+        """Return a configuration of the job for at most `num_workers` ranks.
 
-        With fewer workers than `num_stages` there are fewer stages. The number of replicas divides the batch. Raises
-        ValueError if nothing fits.
+        If there are fewer workers than `num_stages`, each worker gets one stage. The number of replicas divides the
+        batch size. Raises ValueError if no configuration fits.
         """
         if self.profile:
             row = AutoConfig(num_workers, self.per_machine, self.batch_size, self.profile).best()

@@ -1,4 +1,4 @@
-"""The folder of a launched job: its lock, its state, and the record of its steps; standard library only.
+"""The folder of a launched job: its lock, its state, and the record of its steps. Needs only the standard library.
 
 - job.json: what is trained, and how it ended
 - steps.jsonl: each step once, in order
@@ -23,15 +23,15 @@ from harness.base.whole_file import write_whole
 from methods.pipeline.checkpoint_folders import PREFIX, complete_steps, step_of
 
 LOCK, WORKERS_LOCK = "launcher.lock", "workers.lock"
-TAKEOVER_SECONDS = 20.0  # after this time the ranks of a killed launcher have ended
+TAKEOVER_SECONDS = 20.0  # longest wait for the ranks of an earlier launcher, which was killed, to end
 NUMBERS = ("step", "round")
 KEPT = 2  # number of complete checkpoints that are kept
 
 
 def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
-    """Read lines of JSON, each of which must have the numbers named in `needed`. If a process was killed while it
-    wrote, the last line has no end and is left out. Raises ValueError, with the line's number, for a line that no
-    launcher writes."""
+    """Read lines of JSON; [] if there is no file. Each line must have the numbers named in `needed`. A last line
+    without an end is left out: a process was killed while it wrote the line. Raises ValueError, with the line's number,
+    for a line that no launcher writes."""
     if not path.exists():
         return []
     *lines, _ = read_text(path).split("\n")
@@ -51,8 +51,8 @@ def _read(text: str, place: str, needed: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def step_line(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the line of the record for a step, from the reports of all ranks. Samples are counted on the first stage's
-    ranks."""
+    """Return the record's line for a step. `told`: the report of each rank, by the rank's number. The samples are the
+    sum over the first stage's ranks, which alone report them."""
     owners = [event for event in told.values() if "data" in event]
     data = sum(event["data"] for event in owners) % 2**48
     kept = ("step", "loss", "grad_norm", "overflow", "learning_rate", "updates", "loss_scale", "seconds")
@@ -61,8 +61,8 @@ def step_line(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Folder:
-    """The job's folder; one launcher at a time holds it, until the launcher's process ends. Raises ValueError, one
-    line, if another launcher holds the folder, or if it contains another job."""
+    """The job's folder. One launcher at a time holds it, until the launcher's process ends. Raises ValueError if
+    another launcher holds the folder, or if the folder contains another job."""
 
     def __init__(self, path: Path, job: dict[str, Any]) -> None:
         self.path = path
@@ -71,7 +71,7 @@ class Folder:
         self.locks = [open(path / name, "a+") for name in (LOCK, WORKERS_LOCK)]  # noqa: SIM115
         self._lock(self.locks[0], "a running launcher in it", 0.0)
         self._lock(self.locks[1], "an earlier launcher's running job in it", TAKEOVER_SECONDS)
-        self.locks.pop().close()  # free it: from now on the agents hold this lock
+        self.locks.pop().close()  # Free the workers' lock: from now on the agents hold it.
         held = path / "job.json"
         there = _read(read_text(held), str(held)) if held.exists() else {}
         other = [name for name, value in job.items() if there and there.get(name) != value]
@@ -85,7 +85,7 @@ class Folder:
             "saved": None,
             **there,
             **job,
-        }  # saved: step of the script's own checkpoint
+        }  # `saved`: the step at which the script saved its state by itself; None: it has not
         self.keep()
         self.steps = open(path / "steps.jsonl", "a")  # noqa: SIM115
         self.events = open(path / "events.jsonl", "a")  # noqa: SIM115
@@ -122,8 +122,8 @@ class Folder:
         return self.path / "checkpoints"
 
     def saved_steps(self) -> list[int]:
-        """Return the steps from which the job can go on, in order: those of complete checkpoints or, if the script
-        saves its state by itself, only the step that it saved last."""
+        """Return the steps from which the job can continue, in order: the steps of complete checkpoints. If the script
+        saves its state by itself, return only the step that it saved last."""
         saved = self.state["saved"]
         return complete_steps(self.checkpoints) if saved is None else [saved]
 
@@ -132,7 +132,7 @@ class Folder:
         the job must start from the beginning."""
         path = self.path / "steps.jsonl"
         found = read_lines(path, "step")
-        # Steps that ranks did after their launcher or an agent was killed are not in the record.
+        # The record lacks the steps that ranks took after their launcher or an agent was killed.
         reached = found[-1]["step"] if found else 0
         saved = self.saved_steps()
         step = max((each for each in saved if each <= reached), default=min(saved, default=None))
@@ -147,7 +147,7 @@ class Folder:
         return step
 
     def prune(self) -> None:
-        """Remove checkpoints that newer complete ones replace."""
+        """Remove the checkpoints that are older than the newest KEPT complete checkpoints."""
         steps = complete_steps(self.checkpoints)
         if len(steps) > KEPT:
             for path in self.checkpoints.glob(f"{PREFIX}*"):
@@ -155,7 +155,7 @@ class Folder:
                     shutil.rmtree(path, ignore_errors=True)
 
     def newest_log(self, name: str) -> str:
-        """Return the last line of an agent's log, "" if there is none."""
+        """Return the last line of an agent's log that is not blank; "" if there is none."""
         with contextlib.suppress(OSError):
             lines = (self.path / "logs" / name).read_text(errors="replace").split("\n")
             return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,9 +1,9 @@
-"""Trains on a changing set of machines, in rounds: a change of the machines ends a round, and the last round ends when
-the script is done; standard library only.
+"""Trains on a changing set of machines, in rounds. A change of the machines ends a round; the last round ends when the
+script is done. Does not import torch.
 
-A round has one configuration. When machines leave or come, the ranks get SIGUSR1, save a checkpoint between two steps,
-and end; the next round continues from that checkpoint. When ranks die without saving, the next round continues from the
-newest complete checkpoint.
+A round has one configuration: machines, number of stages, number of replicas. When machines leave or come, the ranks
+get SIGUSR1, save a checkpoint between two steps, and end; the next round continues from that checkpoint. When ranks die
+without saving, the next round continues from the newest complete checkpoint.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ from methods.pipeline.launch.pace import Pace
 
 # Seconds between reads of the list of machines. A change counts when two reads agree: a file may be half written.
 POLL_SECONDS = 0.25
-START_SECONDS = 60.0  # seconds that a launcher's first round waits for an agent; later ones wait for none
+START_SECONDS = 60.0  # longest wait of the first round for agents that are starting; later rounds do not wait
 STOP_SECONDS = 180.0  # most seconds from SIGUSR1 to the end of the ranks, with their checkpoint
 END_SECONDS = 10.0  # most seconds that an agent takes to end its ranks when told to end
-RETRY_SECONDS = 30.0  # seconds until a lost machine is tried again; doubled each time
-MOST_CRASHES = 3  # number of crashes in a row, without progress, that end the job
+RETRY_SECONDS = 30.0  # seconds until a lost machine is tried again; the wait doubles with each try
+MOST_CRASHES = 3  # after so many crashes in a row without progress the job ends
 PRUNE_SECONDS = 2.0
 OK, CRASH, TIMEOUT, INTERRUPTED = 0, 3, 6, 130
-# Error messages of a rank that lost another rank, from methods/pipeline/transport.py and from gloo.
+# Matches the error of a rank that failed only because another rank was lost. The texts are those of
+# methods/pipeline/transport.py and of gloo.
 CONSEQUENCE = re.compile(LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connection refused|gloo::EnforceNotMet")
 
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """A job to launch. `arguments`: those of the script. `checkpoint_every`: steps; None: the script saves checkpoints
-    by itself."""
+    """A job to launch. `arguments`: the script's own arguments. `code_dir`: working folder of the ranks.
+    `checkpoint_every`: most steps to repeat after a rank has died; None: the script saves its checkpoints by itself.
+    `stall_seconds`: the job ends after so long without progress."""
 
     machine_list: Path
     script: str
@@ -65,12 +67,12 @@ class Round:
     spread: Spread
     machines: list[Remote]
     resume_step: int | None
-    seats: list[tuple[Remote, int]]  # for each rank its machine, and its index on this machine
+    seats: list[tuple[Remote, int]]  # for each rank: its machine, and its index among the ranks of this machine
     running: set[int] = field(default_factory=set)
     codes: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # reports by step and rank
-    saved: dict[int, set[int]] = field(default_factory=dict)  # by step: the ranks whose script has saved it by itself
+    saved: dict[int, set[int]] = field(default_factory=dict)  # by step: ranks whose script saved its state there
     is_seated: bool = False  # True: the ranks run and can receive signals
     is_stopping: bool = False  # True: the ranks have agreed to stop
     asked_to_stop: float | None = None
@@ -86,14 +88,15 @@ class Launcher:
         self.listed: list[MachineLine] = read_list(job.machine_list)
         self.seen: list[MachineLine] | None = None
         self.polled = self.pruned = 0.0
-        self.retry: dict[MachineLine, tuple[float, float]] = {}  # lost machines: time of the next try, wait after it
+        self.retry: dict[MachineLine, tuple[float, float]] = {}  # lost machines: time of the next try, seconds after it
         self.round: Round | None = None
         self.num_rounds = 0
         self.crashes, self.furthest = 0, folder.last_step()
         self.reason = ""  # why no round runs
 
     def run(self) -> int:
-        """Run rounds until the script is done; return an exit code. Ctrl-C or SIGTERM saves a checkpoint first."""
+        """Run rounds until the script is done, and return the job's exit code. At Ctrl-C or SIGTERM the ranks save a
+        checkpoint before the job ends."""
         began = time.monotonic()
         try:
             while True:
@@ -156,7 +159,8 @@ class Launcher:
         agent.close()
 
     def _lose(self, agent: Remote, how: str) -> None:
-        """Handle a machine whose agent has ended or could not be started."""
+        """Handle a machine whose agent has ended, is silent or could not be started. `how`: what happened, for the
+        message to the user."""
         self._dismiss(agent)
         self._retry_later(agent.line)
         last = "" if agent.is_ready else f": {self.folder.newest_log(agent.log.name)}"
@@ -168,7 +172,8 @@ class Launcher:
         self.retry[line] = (time.monotonic() + wait, 2 * wait)
 
     def _wanted(self) -> tuple[Spread | None, list[Remote]]:
-        """Return the configuration for the available machines, and the machines that this configuration uses."""
+        """Return the configuration for the available machines, and the machines that this configuration uses. Return
+        (None, []) if no configuration is possible."""
         ready = [agent for agent in self.agents if agent.is_ready and not agent.is_leaving]
         per_machine = self.job.choice.per_machine
         if not ready:
@@ -190,7 +195,7 @@ class Launcher:
     # ---- A round
 
     def _train(self, spread: Spread, machines: list[Remote]) -> int | None:
-        """Run one round; return the job's exit code if this round was the last."""
+        """Run one round. Return the job's exit code if this round was the last, otherwise None."""
         running = self._start(spread, machines)
         pace = Pace(spread.num_stages)
         while True:
@@ -237,7 +242,7 @@ class Launcher:
         return running
 
     def _seat(self, running: Round, address: str, port: int) -> None:
-        """Start the ranks; they find one another at this port of the first machine."""
+        """Start the ranks. `address`, `port`: where the ranks find one another, on the first machine."""
         spread, per_machine = running.spread, self.job.choice.per_machine
         share = self.job.choice.batch_size // spread.num_replicas
         link = {"folder": str(self.folder.checkpoints), "checkpoint_every": self.job.checkpoint_every,
@@ -269,7 +274,8 @@ class Launcher:
             agent.send({"do": "signal"})
 
     def _end(self, running: Round) -> None:
-        """End the ranks that still run, and wait for them."""
+        """Tell the agents to end the ranks that still run, and wait until they have. An agent that takes longer than
+        END_SECONDS counts as lost."""
         self.round = None
         waiting = {agent for agent in running.machines if not agent.is_lost}
         for agent in waiting:
@@ -291,7 +297,7 @@ class Launcher:
     # ---- What agents and ranks tell
 
     def _take(self, seconds: float) -> None:
-        """Read all reports that come within this time."""
+        """Wait at most `seconds` for a report of an agent. Handle it, and all further reports that are there."""
         with contextlib.suppress(queue.Empty):
             self._hear(*self.told.get(timeout=seconds))
             while True:
@@ -348,7 +354,8 @@ class Launcher:
             running.heard = time.monotonic()
 
     def _advance(self, running: Round, pace: Pace) -> None:
-        """Record the steps that all ranks have reported, and the slow ranks."""
+        """Write the steps that all ranks have reported to the record, and the slow ranks to their file. Every
+        PRUNE_SECONDS also remove old checkpoints."""
         spread = running.spread
         while running.told and len(running.told[min(running.told)]) == spread.num_ranks:
             step = min(running.told)
@@ -389,7 +396,7 @@ class Launcher:
 
     def _after_failure(self, running: Round) -> int | None:
         is_lost = any(agent.is_lost for agent in running.machines)
-        codes = dict(running.codes)  # a copy, because ranks that _end() kills did not fail by themselves
+        codes = dict(running.codes)  # Copied now: ranks that _end() kills next did not fail by themselves.
         self._end(running)
         failed = {rank: code for rank, code in codes.items() if code}
         own = {rank: code for rank, code in failed.items() if not CONSEQUENCE.search(running.errors.get(rank, ""))}
@@ -428,7 +435,7 @@ class Launcher:
         return TIMEOUT
 
     def _interrupted(self) -> int:
-        """Handle Ctrl-C or SIGTERM: let the ranks save a checkpoint, and end."""
+        """Handle Ctrl-C or SIGTERM: let the ranks save a checkpoint, end them, and return the job's exit code."""
         running = self.round
         if running and running.is_seated and running.failed_at is None:
             if running.asked_to_stop is None:
@@ -445,8 +452,8 @@ class Launcher:
         return INTERRUPTED
 
     def _tell_unsaved(self) -> None:
-        """Warn if the ranks ended at SIGUSR1 without a checkpoint of their last step: the script's handler saved none,
-        or saved the state by itself without calling saved()."""
+        """Warn if the ranks ended at SIGUSR1 without a checkpoint of their last step. Then the script's handler saved
+        nothing, or saved the state by itself and did not call saved()."""
         saved = max(self.folder.saved_steps(), default=0)
         if saved < self.furthest:
             lost = f"the steps after {saved} are trained again"

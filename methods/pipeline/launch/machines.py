@@ -1,5 +1,5 @@
-"""Follows a list of machines that changes, and starts an agent on each: a process here, by ssh elsewhere, by srun under
-Slurm; standard library only.
+"""Reads a list of machines, which may change during a job, and starts an agent on each machine: as a process on this
+machine, by ssh on another, by srun under Slurm. Does not import torch.
 
 The list has one address on each line; `#` begins a comment. An address on several lines stands for as many machines.
 """
@@ -38,7 +38,7 @@ SILENT_SECONDS = 30.0  # a machine that is silent for so long counts as lost, ev
 
 @dataclass(frozen=True, order=True)
 class MachineLine:
-    """A machine: an address, and the number of its line among the lines with this address, from 0."""
+    """A machine of the list: its address, and its number, from 0, among the lines with the same address."""
 
     address: str
     number: int
@@ -48,7 +48,7 @@ class MachineLine:
 
 
 def read_list(path: Path) -> list[MachineLine]:
-    """Read the machines of a list. Raises ValueError if there is no list."""
+    """Read the machines of a list. Raises ValueError if the file cannot be read or an address begins with "-"."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -77,7 +77,7 @@ def is_here(address: str) -> bool:
 
 
 def command(address: str) -> list[str]:
-    """Return the command that starts an agent on another machine."""
+    """Return the command that starts an agent on another machine: by srun inside a Slurm job, else by ssh."""
     environment = child_environment()
     words = ["env", *(f"{name}={environment[name]}" for name in PASSED_ON if name in environment)]
     words += [sys.executable, "-m", AGENT]
@@ -87,14 +87,15 @@ def command(address: str) -> list[str]:
 
 
 class Remote:
-    """The launcher's connection to one agent. `told`: a queue that gets pairs of this connection and a report; the
-    report is None when the agent has ended."""
+    """The launcher's connection to one agent, which it starts. `order`: the agent's first order. `log`: file for the
+    agent's errors. `told`: a queue that gets pairs of this connection and a report; a report of None says that the
+    agent has ended."""
 
     def __init__(self, line: MachineLine, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any]) -> None:
         self.line, self.log = line, log
         self.is_ready, self.is_leaving, self.is_lost = False, False, False
         self.began = self.heard = time.monotonic()
-        self.pid: int | None = None  # id of the process to kill
+        self.pid: int | None = None  # id of the process to kill; None: not yet known
         answers, writing = os.pipe()
         with open(log, "a") as errors, open(writing, "wb"):
             self.process: subprocess.Popen[str] | fork_server.Forked
@@ -122,7 +123,7 @@ class Remote:
         return self.is_ready and time.monotonic() > self.heard + SILENT_SECONDS
 
     def close(self) -> None:
-        """Make the agent end its ranks and then itself."""
+        """Make the agent end its ranks and then itself. Kill an agent that still runs after CLOSE_SECONDS."""
         with contextlib.suppress(BrokenPipeError):
             self.orders.close()
         self.thread.join(CLOSE_SECONDS if self.pid else 0)  # an agent not forked yet ends as soon as it is forked
@@ -133,7 +134,7 @@ class Remote:
     def _listen(self, told: queue.SimpleQueue[Any]) -> None:
         for text in self.answers:
             self.heard = time.monotonic()
-            with contextlib.suppress(ValueError):  # a kill may cut a line off
+            with contextlib.suppress(ValueError):  # an agent that is killed may leave half a line
                 event = json.loads(text)
                 if event["kind"] == "ready" and isinstance(self.process, fork_server.Forked):
                     self.pid = event["pid"]

@@ -1,4 +1,4 @@
-"""Finds slow ranks: ranks that work longer on a step than the other ranks of their stage; standard library only."""
+"""Finds slow ranks, which work longer on a step than the other ranks of their stage. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from methods.pipeline.launch.choose import Spread
 from methods.pipeline.rank_map import RankMap
 
-STEPS = 5  # a rank's time is the median of this many steps
+STEPS = 5  # a rank's time is the median over its last STEPS steps
 SLOW = 1.15  # a rank is slow if it takes more than this many times the median of its stage
 
 
@@ -26,7 +26,7 @@ class Slow(NamedTuple):
 
 
 class Pace:
-    """The seconds that each rank worked in the newest steps of a round; waits do not count."""
+    """The seconds that each rank worked in the newest steps of a round. Waits for other ranks are left out."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
@@ -35,7 +35,7 @@ class Pace:
         self.named: list[str] = []
 
     def add(self, seconds: Mapping[int, float]) -> None:
-        """Add the seconds of a step; the first step of a round does not count."""
+        """Add each rank's seconds of work in a step. The first step of a round is left out."""
         self.num_steps += 1
         if self.num_steps > 1:
             for rank, each in seconds.items():

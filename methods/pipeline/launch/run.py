@@ -1,4 +1,4 @@
-"""The launcher's command: `./run.sh varuna launch`, or `python -m methods.varuna.run` as the original spells it."""
+"""The launcher's command: `./run.sh varuna launch`, or `python -m methods.varuna.run`, as in the original Varuna."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Train a script with CutPoints on machines that come and go.
 
-    Exit codes: 3 the script crashed, 6 no progress, 130 interrupted. The same call then continues the job.
+    Exit codes: 3 the script crashed, 6 no progress, 130 interrupted. After each of these the same call continues the
+    job.
     """
     if not 0 < stall_minutes < math.inf:
         raise ValueError(f"--stall-minutes: expected minutes above 0, got {stall_minutes:g}; try 30")
@@ -68,7 +69,7 @@ def launch(
     if held.state["end"] == "done":
         print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one")
         sys.exit(OK)
-    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # as Ctrl-C: let ranks save a checkpoint and end
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # Like Ctrl-C it lets ranks save a checkpoint and end.
     sys.exit(Launcher(job, held, lambda line: print(line, flush=True)).run())
 
 
