@@ -1,5 +1,5 @@
-"""The text that `advise` prints: the decision in a sentence, the next calls, the reasons, what would change the
-decision, and a row for every method."""
+"""Writes the text that `advise` prints: the decision in one sentence, the next calls, the reasons for the decision,
+changes that would change it, and a row for every method."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from harness.jobs.command import command, size_text
 from harness.jobs.next_calls import minutes
 
 NUMBERS = ("s a step", "tokens/s", "hours", "MFU", "deepest")
-PLAN = "./run.sh plan"  # start of the calls that only plan
-HERE = "here"  # stands in for this machine's name
+PLAN = "./run.sh plan"  # start of a call that plans and does not train
+HERE = "here"  # stands for this machine's name
 
 
 def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None, tokens: float) -> str:
-    """Return the decision as a sentence, such as: train MODEL on MACHINE by METHOD."""
+    """Return the decision as one sentence, such as: train MODEL on MACHINE by METHOD. `tokens`: number of tokens whose
+    training time the sentence tells."""
     load, row = made.workload, made.chosen
     size = f"{params_text(load.num_params)} parameters"
     what = f"{model} ({size})" if model else f"{size} ({load.num_layers} layers of {load.hidden_size})"
@@ -46,7 +47,7 @@ def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None
 
 
 def next_calls(place: TrainingPlace, made: Decision) -> dict[str, str]:
-    """Return the next calls by the place where they run: here, or on the machine that was asked about."""
+    """Return the next calls, by the place where each is to be run: here, or on the machine that was asked about."""
     row = made.chosen
     if row is None:
         return _calls_without(place, made)
@@ -64,7 +65,8 @@ def _chosen_job(place: TrainingPlace, made: Decision) -> Job:
 
 
 def cost(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> str:
-    """Return how long the proposed training takes; empty if no training is proposed, or if its speed is unknown."""
+    """Return, as text, how long the proposed training takes; empty if no training is proposed, or if its speed is not
+    known."""
     if made.chosen is None:
         return ""
     job = _chosen_job(place, made)
@@ -75,7 +77,7 @@ def cost(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> str
 
 
 def _plan(place: TrainingPlace, call: str) -> str:
-    """Return the call that plans the training for another machine, instead of running it."""
+    """Return the call that plans this training for another machine. `call`: the call that would run it there."""
     assert place.name
     listed = place.name in named_machines.names()
     words = [PLAN, call.removeprefix("./run.sh "), named_machines.words(place.name) if listed else ""]
@@ -86,7 +88,8 @@ def _plan(place: TrainingPlace, call: str) -> str:
 
 
 def _calls_without(place: TrainingPlace, made: Decision) -> dict[str, str]:
-    """Return the next calls if there is no decision: measure rates, or train a model that fits."""
+    """Return the next calls if no method was chosen: a call that measures this machine's rates, or calls for a model
+    that fits. Empty if no model fits."""
     load = made.workload
     usable = [row for row in made.rows if is_usable(row)]
     if any(row["fits"] for row in usable):
@@ -103,7 +106,8 @@ def _calls_without(place: TrainingPlace, made: Decision) -> dict[str, str]:
 
 
 def reasons(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> list[str]:
-    """Return why the chosen row was chosen, what it needs, and how reliable its speed is."""
+    """Return sentences on why the chosen row was chosen, what it needs, and how far its predicted speed may be off.
+    Empty if no row was chosen."""
     row = made.chosen
     if row is None:
         return []
@@ -126,7 +130,7 @@ def remedy_text(remedy: Remedy) -> str:
 
 
 def show(decided: dict[str, Any]) -> None:
-    """Print the decision, the next calls, the reasons, and what would change the decision."""
+    """Print the decision, the next calls, the reasons, and the changes that would change the decision."""
     print(decided["decision"])
     for where, call in decided["next"].items():
         print(f"next, {where}: {call}")
@@ -143,8 +147,8 @@ def show(decided: dict[str, Any]) -> None:
 
 
 def show_rows(made: Decision, tokens: float | None) -> None:
-    """Print every method with its best settings, the fastest first, and the reason why each other method was not
-    chosen."""
+    """Print a table of every method with its best settings, the chosen row first; for each other method, the reason why
+    it was not chosen. `tokens`: None leaves the column of hours out."""
     numbers = [each for each in NUMBERS if tokens or each != "hours"]
     columns = ["method", "batch", *numbers, "binds", "beside it", "measured here"]
     told = [row for row in made.rows if "error" not in row]
@@ -175,12 +179,12 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _digits(number: float) -> str:
-    """Format a rate with three significant digits, such as 1,800."""
+    """Return a rate as text with three significant digits, such as 1,800."""
     return f"{float(f'{number:.3g}'):,.10g}"
 
 
 def _count(number: float) -> str:
-    """Format a count in words, such as a billion, 10 billion or 300 million."""
+    """Return a count in words, such as a billion, 10 billion or 300 million; as digits if it is below a million."""
     for word, factor in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
         if number >= factor:
             return f"a {word}" if number == factor else f"{number / factor:.4g} {word}"

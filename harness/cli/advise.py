@@ -1,5 +1,5 @@
-"""The verb `advise`: which method and settings to train with on a GPU, the call that does it, the reasons, and what
-would change the decision."""
+"""The verb `advise`: decides by which method and settings to train on a GPU. It prints the call that does so, the
+reasons, and changes that would change the decision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.forecast import memories
 from harness.forecast.advise import SEARCHED, Advice
 from harness.forecast.training_place import named_place, this_place
 
-CHOSEN = {  # the defaults in --help of options whose values `advise` chooses
+CHOSEN = {  # by option whose value `advise` chooses: the text that --help shows as its default
     "batch_size": "the fastest that fits", "micro_batches": "the fastest", "seq_len": "the model's, where affordable",
     "dtype": "bf16; fp16 on GPUs without it, fp32 on a CPU", "disk": "where it helps",
 }  # fmt: skip
@@ -98,7 +98,8 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
 
 
 def _named(name: str) -> str:
-    """Return the machine's name as an option of a call; add the caller's file if that file defines the machine."""
+    """Return the machine's name as the value of --gpu. If a file of the caller defines the machine, the text names that
+    file, too."""
     source = named_machines.source(name)
     return name if source == f"{name} in {named_machines.FILE.name}" else source
 

@@ -1,4 +1,5 @@
-"""The verb `check-method`: checks that a method's file keeps the contract, and prints one line for each check."""
+"""The verb `check-method`: checks whether a method's file keeps the contract of methods, and prints one line for each
+check."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from harness.cli.exit_codes import CHECK_FAILED
 @click.command(name="check-method")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE")
 def check_method(file: Path) -> None:
-    """Check that a method's file keeps the contract, by tiny runs on the CPU. Exit code 1: a check failed."""
+    """Check that a method's file keeps the contract of methods, by tiny runs on the CPU. Exit code 1: a check
+    failed."""
     from harness.evidence.method_contract import outcomes
 
     if file.suffix != ".py" or file.name.startswith("_"):
@@ -22,7 +24,8 @@ def check_method(file: Path) -> None:
     for name, is_passed, told in outcomes(file):
         said = " ".join(told.split())
         if not is_passed:
-            failure = said.partition("; its log has the traceback")[0]  # each run has a log of its own
+            # leave out the name of the log, which differs between runs that fail alike
+            failure = said.partition("; its log has the traceback")[0]
             said = "as told above" if failure in failures else said
             failures.add(failure)
         print(f"{'passed' if is_passed else 'failed'}  {name}: {said}", flush=True)

@@ -1,4 +1,4 @@
-"""The verb `completion`, and the answers that a shell asks for at each Tab; click makes both."""
+"""The verb `completion`, and the answers that a shell asks for at each Tab. click makes the script and the answers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import click
 from click.shell_completion import BashComplete, ShellComplete, ZshComplete
 
-NAME, VARIABLE = "run.sh", "_RUN_SH_COMPLETE"  # a shell looks up the completion of ./run.sh under run.sh
+NAME, VARIABLE = "run.sh", "_RUN_SH_COMPLETE"  # a shell looks for the completion of ./run.sh under the name run.sh
 
 
 class _Zsh(ZshComplete):
-    """click's script for zsh, changed to run the command as it was typed, because click's own needs the command's name
-    on PATH."""
+    """click's script for zsh, changed to run the command as the user typed it. click's own script runs the command by
+    its name, which would have to be on PATH."""
 
     source_template = ZshComplete.source_template.replace(
         "    (( ! $+commands[%(prog_name)s] )) && return 1\n", ""
@@ -31,12 +31,13 @@ def completion(context: click.Context, shell: str) -> None:
 
 
 def is_asked_for() -> bool:
-    """True if a shell made this call to complete a word at a Tab."""
+    """True if a shell made this call at a Tab, to complete a word."""
     return VARIABLE in os.environ
 
 
 def answer(door: click.Command) -> None:
-    """Print the words that complete the word at the Tab."""
+    """Print the words by which the shell can complete the word at the Tab. `door`: the command whose verbs and options
+    these are."""
     shell = os.environ[VARIABLE].removesuffix("_complete")
     if shell in SHELLS:
         print(SHELLS[shell](door, {}, NAME, VARIABLE).complete())

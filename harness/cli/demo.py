@@ -1,8 +1,8 @@
-"""The verbs `setup` and `demo`: `setup` compiles all that later calls need; `demo` shows everything once, in minutes.
+"""The verbs `setup` and `demo`. `setup` compiles what later calls need; `demo` shows everything once, in minutes.
 
-The demo trains each method at one size at which all of them fit, makes the seven cases and writes the report, all in
-the profile `demo`. A method that needs a long compilation is left out, and a line says so. The same call continues an
-interrupted demo, or writes the report again.
+The demo trains each method at one size at which all methods fit, makes the seven cases and writes the report, all in
+the profile `demo`. It leaves out a method that needs a long compilation, and prints a line about it. If a demo was
+interrupted, the same call continues it; if it was finished, the same call writes the report again.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from harness.jobs.sweep import Sweep
 from harness.report import page
 from harness.run.prepare import prepare
 
-MOST_BUILD_SECONDS = 20  # a method with a longer compilation is left out
-QUICK_CASES = (3, 4, 5)  # cases without a search for a largest size
+MOST_BUILD_SECONDS = 20  # the demo leaves out a method that compiles for longer, in seconds
+QUICK_CASES = (3, 4, 5)  # numbers of cases that search no largest size
 
 
 def jobs(used: CaseProfile, names: Sequence[str]) -> list[Job]:
-    """Return a job for each method at the profile's common depth. The jobs have the options of the cases' jobs, so that
-    no run is made twice."""
+    """Return a job for each method, at the depth that all methods of the profile train. The jobs have the same options
+    as the cases' jobs, so that no run is made twice."""
     return [resolve(used.job(name, used.common))[0] for name in names]
 
 
 def left_out(names: Sequence[str], device: str) -> dict[str, str]:
-    """Return the methods that the demo leaves out, each with the reason."""
+    """Return, by name, why the demo leaves a method out. Methods that it includes are not in the result."""
     found = {}
     for name in names:
         trained = method.create(name, {})
@@ -49,15 +49,19 @@ def left_out(names: Sequence[str], device: str) -> dict[str, str]:
 
 
 def set_up(results: Path, as_json: bool, names: Sequence[str] | None = None) -> None:
-    """Compile what the methods (default: all) and the device sim need, if their packages are installed."""
+    """Compile what these methods and the device sim need, if their packages are installed. `names`: None: all
+    methods."""
     with reporter(as_json) as tell:
         for job in jobs(case.profile_of("demo", None), names or method.names()):
             prepare(job, results, (), tell)
 
 
 def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
-    """Run the demo; return the records of all its runs, new or old. The quick demo has two methods and three figures.
-    Only methods that promise the reference's bits are probed, because a probe of another method takes minutes."""
+    """Run the demo; return the records of all its runs, whether made now or earlier. The quick demo has two methods and
+    three figures.
+
+    Only methods that promise the reference's bits are probed, because a probe of another method takes minutes.
+    """
     started = time.monotonic()
     names = case3.QUICK if is_quick else method.names()
     without = left_out(names, case.profile_of("demo", None).device)
@@ -65,7 +69,7 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
         print(f"left out: {name}: {why}", file=sys.stderr)
     names = [name for name in names if name not in without]
     set_up(results, as_json, names)
-    used = case.profile_of("demo", None)  # after set_up(), as the link's speed depends on whether sim is compiled
+    used = case.profile_of("demo", None)  # only now, because the link's speed depends on whether sim is compiled
     with reporter(as_json) as tell:
         finished = []
         for job in [] if is_quick else jobs(used, names):

@@ -1,4 +1,5 @@
-"""The verb `doctor`: what this machine has, what each method still needs, and with --calibrate the machine's rates."""
+"""The verb `doctor`: prints what this machine has, and what each method still needs; with --calibrate, it measures the
+machine's rates."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def software() -> list[tuple[str, str]]:
 
 
 def methods(device: str) -> list[tuple[str, str]]:
-    """Return each method's state: ready, or what it still needs."""
+    """Return pairs of a method's name and its state: ready, or what it still needs."""
     found = []
     for name in method.names():
         trained = method.create(name, {})
@@ -89,8 +90,9 @@ def methods(device: str) -> list[tuple[str, str]]:
 
 
 def measure(workload: Workload, device: str, results: Path) -> None:
-    """Measure the rates in a separate process, while no job runs on the device, and save them."""
-    for folder in (results, machine.CALIBRATION.parent):  # fail before the measurement if a folder is not writable
+    """Measure the device's rates (compute, copies, updates) in a separate process, while no job runs on the device, and
+    save them."""
+    for folder in (results, machine.CALIBRATION.parent):  # if a folder is not writable, fail before the measurement
         check_writable(folder)
     print("calibrating", flush=True)
     arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
@@ -104,7 +106,7 @@ def measure(workload: Workload, device: str, results: Path) -> None:
 
 
 def told(entry: dict[str, Any]) -> str:
-    """Describe a calibration in a few lines."""
+    """Return a calibration as text of several lines."""
     rates, found = entry["rates"], entry["measured"]
     of_layers, of_head = (rates[f"{part}_flops_per_second"] / 1e12 for part in ("device", "head"))
     copies = {name: f"{rate / GB:.1f}" for name, rate in found["copies"].items()}

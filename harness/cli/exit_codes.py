@@ -1,4 +1,4 @@
-"""The exit codes of a call, as in README's table, and the rule that combines the codes of several jobs."""
+"""The exit codes of a call, which README's table explains, and the rules that give one exit code for several jobs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ BY_STATUS = {
     "crash": CRASH, "killed": CRASH, "oom-device": MEMORY, "oom-host": MEMORY, "does-not-fit": MEMORY,
     "timeout": TIMEOUT, "unavailable": UNAVAILABLE, "interrupted": INTERRUPTED,
 }  # fmt: skip
-SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}  # errors even among several jobs, where other codes are results
+# codes that are errors even among several jobs; the other codes are then results
+SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}
 
 
 def of_records(records: Sequence[Record], is_sweep: bool) -> int:
-    """Return one exit code for several jobs. A crash of a run or of its reference is an error. A failed gate is an
-    error if the method is declared exact; other runs that did not pass the gate are results."""
+    """Return the one exit code for these jobs. A crash of a run or of its reference is an error. A failed gate is an
+    error if the method is declared exact, or if there is only one job.
+
+    `is_sweep`: True: other failures, such as too little memory, are results even if there is only one job.
+    """
     several = is_sweep or len(records) > 1
     codes = {BY_STATUS.get(record.status, OK) for record in records}
     for record in records:
@@ -32,8 +36,8 @@ def of_records(records: Sequence[Record], is_sweep: bool) -> int:
 
 
 def of_baseline(held: Sequence[Held], missing: Sequence[str]) -> int:
-    """Return the exit code of `compare --baseline`. A point that trains differently decides first; then a point that is
-    missing or could not be compared; then a slower point."""
+    """Return the exit code of `compare --baseline`. A point that trains differently from the baseline counts first.
+    Then a point counts that is missing or could not be compared, then a slower point."""
     if any(one.trains_otherwise for one in held):
         return GATE_FAILED
     if missing or not held or not all(one.is_compared for one in held):

@@ -1,6 +1,6 @@
 """The options of a job, and the jobs that their values describe.
 
--m -l -h -b -w are spelled as published: -h is the hidden size, and help is --help.
+The options -m -l -h -b -w are spelled as in the published artifact: -h is the hidden size, so help is --help.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from harness.figures import case
 from harness.jobs.scale import to_fit
 from harness.places.shared import place
 
-# Options of methods that have their own option on the command line; --option sets the others.
+# By name of a method's option: its own option on the command line. --option sets all other options of methods.
 OF_METHODS = {"placement": "--placement", "num_models": "--models", "num_devices": "--devices", "disk": "--disk",
               "double_buffer": "--double-buffer", "hybrid": "--hybrid", "world_size": "--ranks",
               "resume": "--resume"}  # fmt: skip
-LISTED = ("num_layers", "hidden_size", "batch_size", "seq_len")  # workload options that take several values
+LISTED = ("num_layers", "hidden_size", "batch_size", "seq_len")  # options of the workload that take several values
 OF_WORKLOAD = ("micro_batches", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate", "seed",
                "corpus", "weights")  # fmt: skip
 
-# Defaults that --as sets, by the artifact's name; options that are given override them.
+# By name of an artifact: the defaults that --as sets. Options that the user gives override them.
 SETTINGS = {"sc22": {"window_size": "4", "steps": "50", "dropout": "0.1"}}
 
 
 def take_settings(context: click.Context, _: click.Parameter, name: str | None) -> str | None:
-    """Callback of --as, an eager option: the artifact's settings become the defaults of the other options."""
+    """Callback of --as, which click calls before it reads other options: make the artifact's settings their
+    defaults."""
     context.default_map = {**(context.default_map or {}), **SETTINGS.get(name or "", {})}
     return name
 
@@ -69,7 +70,8 @@ size_options = options.together(
 
 
 def _methods(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return completions of a method's name at a shell's Tab; in a list (a,b), completions of the last name."""
+    """Return completions of a method's name at a shell's Tab. If `incomplete` is a list (a,b), its last name is
+    completed."""
     before = incomplete[: incomplete.rfind(",") + 1]
     return [before + name for name in method.names() if name.startswith(incomplete.removeprefix(before))]
 
@@ -118,10 +120,10 @@ place_options = options.together(
 
 
 class WithMethods(click.Command):
-    """A command whose help ends with the list of all methods, including those in the folders of --methods."""
+    """A command whose help ends with a list of all methods, including those in the folders that --methods adds."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if "--help" in args:  # parse --help last, because --methods may follow it
+        if "--help" in args:  # read --help last, because --methods may follow it, and adds methods to the help
             args = [*(word for word in args if word != "--help"), "--help"]
         rest = super().parse_args(context, args)
         options.leave_out_given(context)
@@ -139,8 +141,9 @@ class WithMethods(click.Command):
 
 
 def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
-    """Make a job for every combination of the values; the method changes last. A method gets only the options that it
-    has. Raises ValueError for an option that no method has, except -w, which published calls give to all methods."""
+    """Return a job for every combination of the values. The method changes slowest, the window fastest. A method gets
+    only those options that it has. Raises ValueError for an option that no method has, except -w, which published calls
+    give to all methods."""
     names = _names(words, folders)
     given = dict(parse_option(text) for text in words["options"])
     device = _device(words, _budget(words))
@@ -151,7 +154,7 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     for name, workload, window in itertools.product(names, workloads(words), words["window_size"] or [None]):
         known = method.option_names(method.load(name, folders))
         if window and words.get("as_artifact"):
-            window = min(window, workload.num_layers)  # as the artifact does
+            window = min(window, workload.num_layers)  # the artifact limits the window in the same way
         asked = {"window_size": window} | {option: words.get(option) for option in OF_METHODS}
         own = {option: value for option, value in asked.items() if value is not None and option in known}
         jobs.append(Job(name, workload, {**given, **own}, budget, device, steps, warmup))
@@ -165,7 +168,7 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
 
 
 def workloads(words: dict[str, Any]) -> list[Workload]:
-    """Return the workload of every combination of the models and the sizes."""
+    """Return a workload for every combination of models and sizes."""
     found: list[Workload] = []
     for model in words["model"]:
         fields = {name: words[name] for name in OF_WORKLOAD} | model
@@ -205,7 +208,8 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
 
 
 def _budget(words: dict[str, Any], device: str = "") -> Budget:
-    """Return the budgets of the named machine for this device; budgets that options give override these."""
+    """Return the job's budgets: those that options give, and otherwise those of the machine that --machine names, for
+    this device."""
     budget = (
         named_machines.load(words["machine_name"]).budget_on(device, words["dtype"])
         if words["machine_name"]
@@ -230,8 +234,8 @@ def parse_option(text: str) -> tuple[str, Any]:
 
 
 def place_of(words: dict[str, Any], device: str) -> place.Place | None:
-    """Return the place that --on names; None stands for this process's machine. Raises method.Unavailable if the place
-    cannot be reached."""
+    """Return the place that --on names; None if it is this process's machine. Raises Unavailable if the place cannot be
+    reached, ValueError for an option of another place."""
     for name, cls in place.loadable().items():
         for option in cls.cli_options:
             if words[option] and words["on"] != name:
@@ -240,7 +244,7 @@ def place_of(words: dict[str, Any], device: str) -> place.Place | None:
 
 
 def check_files(workload: Workload) -> None:
-    """Raise ValueError if the corpus or the weights cannot be read, before any process starts."""
+    """Raise ValueError if the workload's corpus or weights cannot be read. This is called before any process starts."""
     if workload.weights is not None:
         weight_files.check(workload)
     if workload.corpus is not None:

@@ -27,7 +27,7 @@ from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
 from harness.places.shared.place import Place, no_draft
 
-PROBE = {"steps": "5", "warmup": "2"}  # defaults of `search largest` for the runs of a search
+PROBE = {"steps": "5", "warmup": "2"}  # defaults of --steps and --warmup for `search largest`
 EXAMPLES = """\b
 Examples:
   ./run.sh demo
@@ -74,7 +74,7 @@ def plan(exact: bool, **words: Any) -> None:
     if is_elsewhere:
         host = memories.host_bytes(name, asked)
         jobs = [dataclasses.replace(job, budget=dataclasses.replace(job.budget, host_bytes=host)) for job in jobs]
-    # The device sim cannot simulate several ranks or devices; a plan, which needs no device, takes cpu instead.
+    # A plan needs no device. It takes cpu in place of sim, because sim cannot simulate several ranks or devices.
     jobs = [dataclasses.replace(job, device="cpu") if job.device == "sim" and _num_devices(job) > 1 else job
             for job in jobs]  # fmt: skip
     found = [plan_table.row(job, folders, exact, page_locks=is_elsewhere) for job in jobs]
@@ -98,8 +98,8 @@ def _num_devices(job: Job) -> int:
 
 
 def _published_room(name: str, asked: Budget) -> Room:
-    """Return the published machine's budgets whole: the laws already count the bytes that the machine's allocators
-    reserved."""
+    """Return the published machine's memories in full, without a reserve: the published laws already count the bytes
+    that its allocators reserved."""
     there = named_machines.load(name)
     host = asked.host_bytes or there.room.host_bytes
     return Room(asked.device_bytes or there.device_bytes, host, rates=there.room.rates)
@@ -267,7 +267,8 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
 
 
 def _resolved(job: Job, folders: tuple[Path, ...]) -> Job | str:
-    """Return the job with the options that its plan chooses, or why its method cannot train it."""
+    """Return the job with the options that its plan chooses; if its method cannot train it, return the reason as
+    text."""
     try:
         return resolve(job, folders)[0]
     except ValueError as error:
@@ -275,7 +276,8 @@ def _resolved(job: Job, folders: tuple[Path, ...]) -> Job | str:
 
 
 def _show_verdicts(asked: list[Job], outcomes: list[verdict_table.Outcome], words: dict[str, Any]) -> None:
-    """Print the verdicts as a table, methods by models, if each model has one size; write it where --out says."""
+    """Print the verdicts as a table, methods by models, and write it to the file of --out. Do nothing if a model has
+    several sizes."""
     if (models := verdict_table.columns(asked)) is None:
         return
     heads, rows = ["method", *models.values()], verdict_table.rows(asked, outcomes)
@@ -283,7 +285,7 @@ def _show_verdicts(asked: list[Job], outcomes: list[verdict_table.Outcome], word
         print_table(heads, rows, has_lines=True)
     if words.get("out"):
         call = shlex.join(["./run.sh", *sys.argv[1:]])
-        refused: dict[str, str] = {}  # the first refusal of each method
+        refused: dict[str, str] = {}  # by method: its first refusal
         for job, outcome in zip(asked, outcomes, strict=True):
             if isinstance(outcome, str):
                 refused.setdefault(job.method, f"refused, such as {outcome}")
@@ -292,7 +294,7 @@ def _show_verdicts(asked: list[Job], outcomes: list[verdict_table.Outcome], word
 
 
 def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[Path, ...]) -> None:
-    """Print what would be sent to the place to run the jobs."""
+    """Print what would be submitted to the place to run these jobs. Raises ValueError if the place submits no text."""
     if place is None:
         raise ValueError(no_draft())
     runs = Sweep(results, folders, place=place)
@@ -300,7 +302,7 @@ def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[P
 
 
 def _advise(jobs: list[Job], folders: tuple[Path, ...], as_json: bool) -> None:
-    """Print commands to call instead of these jobs, which do not fit."""
+    """Print commands that the user may call instead of these jobs, which do not fit."""
     for call, why in next_calls_of(jobs, folders):
         print(json.dumps({"event": "next", "call": call, "why": why}) if as_json else f"try {call}\n    {why}")
 

@@ -1,8 +1,8 @@
 """The entry point: finds the verb, and turns every error of the user into one line and an exit code.
 
-Verbs: job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import, verify, compare,
-report, bundle, add, notebook), advise.py, doctor.py, check_method.py, completion.py, rates.py, image in
-harness/places/shared/docker_image.py, and those that methods bring (Method.verbs).
+The verbs are defined in job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import,
+verify, compare, report, bundle, add, notebook), advise.py, doctor.py, check_method.py, completion.py, rates.py and
+harness/places/shared/docker_image.py (image). Methods may bring further verbs (Method.verbs).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ What people do first:
 ./run.sh --help lists all verbs and methods; ./run.sh VERB --help the options."""
 
 
-GROUPS = {  # verbs by purpose, in the order of --help; the verbs of methods follow
+GROUPS = {  # verbs by purpose, in the order in which --help lists them; verbs that methods bring come last
     "Before a run": ("advise", "plan", "doctor", "rates", "setup"),
     "Train": ("run", "sweep", "search", "demo"),
     "Results": ("compare", "report", "fairness", "bundle", "add"),
@@ -50,7 +50,8 @@ OF_METHODS = "Brought by methods"
 
 
 class Door(WithMethods, click.Group):
-    """Click's group of verbs; a call that begins with an option is a `run`, because published calls name no verb."""
+    """Click's group of all verbs. A call that begins with an option is a `run`, because published calls name no
+    verb."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         if len(args) > 2 and args[0] == "--methods" and self.get_command(context, args[2]):
@@ -66,7 +67,7 @@ class Door(WithMethods, click.Group):
         return sorted(self.all_verbs())
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of verbs, grouped by purpose."""
+        """Write the list of verbs into the help, grouped by purpose."""
         verbs, grouped = self.all_verbs(), set().union(*GROUPS.values())
         groups = {**GROUPS, OF_METHODS: tuple(sorted(verbs.keys() - grouped))}
         width = formatter.width - 6 - max(map(len, verbs))
@@ -100,13 +101,14 @@ for verb in (*job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, comple
 
 
 def main() -> None:
-    """Run the call and exit with its code: the verb's own, 2 for wrong usage, 130 if interrupted by Ctrl-C, SIGTERM or
-    a closed pipe."""
+    """Run the call, and exit with its code. It is the verb's own code, 2 for wrong usage, or 130 if Ctrl-C, SIGTERM or
+    a closed pipe interrupted the call."""
     if completion.is_asked_for():
         completion.answer(door)
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as under nohup
+        # signals that the caller ignores stay ignored, as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
     with readable_output():
         _run()
@@ -114,14 +116,15 @@ def main() -> None:
 
 def _run() -> None:
     try:
-        with door.make_context("./run.sh", sys.argv[1:]) as context:  # click's main() exits with 1 if a pipe is closed
+        # not click's main(), which exits with 1 if a pipe is closed
+        with door.make_context("./run.sh", sys.argv[1:]) as context:
             door.invoke(context)
         sys.stdout.flush()
     except click.exceptions.Exit as end:
         sys.exit(end.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted: the same call continues where this one stopped", INTERRUPTED)
-    except BrokenPipeError:  # the reader of the output has ended, as head does
+    except BrokenPipeError:  # the program that reads the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(INTERRUPTED)
     except click.NoSuchOption as error:

@@ -1,4 +1,4 @@
-"""Click types, and the options that several verbs share; each is declared once."""
+"""Types of option values for click, and the options that several verbs share. Each option is declared once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from harness.devices import named_machines
 from harness.forecast.sized_model import amount, sized
 from harness.gate.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 
-MODEL = "harness.model"  # key of --model's value in click's context.meta
-WITHOUT_OPTION = ("model", "config")  # fields of a Workload that --model alone sets
-MOST_NUMBERS = 10_000  # most values that one option may have
+MODEL = "harness.model"  # key under which click's context.meta holds the value of --model
+WITHOUT_OPTION = ("model", "config")  # fields of a Workload that only --model sets
+MOST_NUMBERS = 10_000  # most values that a range in an option may have
 
 
 class Named(click.Path):
-    """A path; the empty word is refused, because it would mean the working folder."""
+    """Click type: a path. The empty word is refused, because as a path it would mean the working folder."""
 
     def convert(self, value: Any, param: Any, context: Any) -> Any:
         return super().convert(value, param, context) if str(value) else self.fail("expected a path, got nothing")
@@ -47,12 +47,12 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 
 
 def together(*options: Any) -> Any:
-    """Combine several options into one decorator; --help shows them in this order."""
+    """Combine several options into one decorator. --help shows the options in this order."""
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
 class Layers(click.IntRange):
-    """Click type: a number of layers, or `all`."""
+    """Click type: a number of layers, or the word `all`."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -71,8 +71,8 @@ probe = together(
 
 
 def probe_of(words: dict[str, Any]) -> Extent | None:
-    """Remove the probe's options from a call's arguments; return the probe's extent: NONE for --no-probe, None if no
-    option is given."""
+    """Remove the probe's options from `words`, a call's arguments, and return the probe's extent. NONE: --no-probe was
+    given. None: no option of the probe was given."""
     is_left_out, *given = (words.pop(name) for name in ("no_probe", "probe_layers", "probe_steps"))
     if is_left_out and any(given):
         raise ValueError("expected --no-probe, or --probe-layers and --probe-steps, got both; leave one out")
@@ -86,7 +86,8 @@ methods = click.option(
 
 
 def _adds_to(module: str) -> Any:
-    """Make a callback that adds the option's folders to the module's registry until the call ends."""
+    """Return a callback for an option, which adds the option's folders or files to the registry of this module until
+    the call ends."""
 
     def callback(context: click.Context, _: Any, places: tuple[Path, ...]) -> None:
         if places:
@@ -101,7 +102,8 @@ machines = click.option(
     "--machines", type=FILE, multiple=True, is_eager=True, expose_value=False, metavar="FILE",
     callback=_adds_to("harness.devices.named_machines"), help="Add machines from a file written like machines.yaml.",
 )  # fmt: skip
-# For verbs that read results, because records may name methods, cases, claims and machines from outside this project.
+# Options for verbs that read results: records may name methods, cases, claims and machines that this project does not
+# have.
 added = together(
     click.option("--methods", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
                  callback=_adds_to("harness.core.method"), help="Add a folder of methods."),
@@ -129,7 +131,7 @@ class Amount(click.ParamType):
 
 
 class MachineName(click.ParamType):
-    """Click type: the name of a machine of machines.yaml, in any usual spelling."""
+    """Click type: the name of a machine in machines.yaml, in any usual spelling."""
 
     name = "NAME"
 
@@ -141,8 +143,11 @@ class MachineName(click.ParamType):
 
 
 def _take_models(context: click.Context, _: click.Parameter, text: str | None) -> list[dict[str, Any]]:
-    """Return fields of a Workload for each model that is named. Of one model, they are those that have no option; of
-    several, all: leave_out_given() leaves out those whose options are given."""
+    """Return the fields of a Workload for each model that --model names.
+
+    For one model, its sizes become defaults of their own options, and only fields without an option are returned. For
+    several models, all fields are returned; leave_out_given() then removes those whose options the user gives.
+    """
     names = named_models.several(text) if text else []
     if len(names) > 1:
         return [_fields(context, name) for name in names]
@@ -150,8 +155,8 @@ def _take_models(context: click.Context, _: click.Parameter, text: str | None) -
 
 
 def _take_sizes(context: click.Context, name: str | None = None) -> dict[str, Any]:
-    """Make the model's sizes the defaults of the other options. A verb's own defaults stay, such as the largest depth
-    of a search. Return the fields of a Workload that have no option."""
+    """Make a model's sizes the defaults of their options, unless the verb has its own default, such as the largest
+    depth of a search. Return the fields of a Workload that have no option."""
     if name is None:
         return {}
     fields = _fields(context, name)
@@ -163,8 +168,8 @@ def _take_sizes(context: click.Context, name: str | None = None) -> dict[str, An
 
 
 def _fields(context: click.Context, name: str) -> dict[str, Any]:
-    """Return the fields of a Workload that a model sets; of a number of parameters, those of a GPT of about that
-    size."""
+    """Return the fields of a Workload that a model sets. If `name` is a number of parameters, return those of a GPT of
+    about this size."""
     if num_params := amount(name):
         return _of_number(num_params)
     found = named_models.load(name)
@@ -174,7 +179,7 @@ def _fields(context: click.Context, name: str) -> dict[str, Any]:
 
 
 def leave_out_given(context: click.Context) -> None:
-    """Leave out of the models' fields, in the values of the options, those that other options give."""
+    """Remove from each model's fields, in the values of the options, the fields whose own options the user gives."""
     if "model" in context.params:
         given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
         left_out = given - {*WITHOUT_OPTION}
@@ -183,7 +188,8 @@ def leave_out_given(context: click.Context) -> None:
 
 
 def _models(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return completions of a model's name for a shell's Tab; in a list (a,b), of the last name."""
+    """Return completions of a model's name at a shell's Tab. If `incomplete` is a list (a,b), its last name is
+    completed."""
     before = incomplete[: incomplete.rfind(",") + 1]
     return [before + name for name in named_models.names() if name.startswith(incomplete.removeprefix(before))]
 
@@ -194,7 +200,7 @@ def _take_number(context: click.Context, param: click.Parameter, num_params: flo
 
 
 def _of_number(num_params: float) -> dict[str, Any]:
-    """Return the fields of a Workload of a GPT of about this number of parameters."""
+    """Return the fields of a Workload that make a GPT of about this number of parameters."""
     shape = sized(num_params)
     return {name: getattr(shape, name) for name in ("num_layers", "hidden_size", "num_heads")}
 
@@ -222,7 +228,7 @@ dtype = click.option("--dtype", default="fp32", help="fp32, or mixed precision w
 
 
 class Numbers(click.ParamType):
-    """Click type: a number, several (1,2,4), or a range that includes its end (2:8:2)."""
+    """Click type: a number, several numbers (1,2,4), or a range with its step (2:8:2), which includes its end."""
 
     name = "N"
 
@@ -242,7 +248,7 @@ class Numbers(click.ParamType):
 
 
 class Bytes(click.ParamType):
-    """Click type: a size with a unit, such as 16GiB, read as bytes."""
+    """Click type: a size with a unit, such as 16GiB. Its value is the size in bytes."""
 
     name = "SIZE"
 
@@ -254,7 +260,7 @@ class Bytes(click.ParamType):
 
 
 class Duration(click.ParamType):
-    """Click type: a time with a unit, read as seconds."""
+    """Click type: a time with a unit, such as 90m. Its value is the time in seconds."""
 
     name = "TIME"
 

@@ -1,5 +1,5 @@
-"""The verb `rates`: prints this machine as an entry of machines.yaml, with measured rates, so that other machines can
-plan for it."""
+"""The verb `rates`: prints this machine as an entry of machines.yaml with measured rates. With this entry, other
+machines can plan for this machine."""
 
 from __future__ import annotations
 
@@ -48,4 +48,5 @@ def rates(name: str | None, results: Path, **sizes: Any) -> None:
         "host_memory": f"{machine.host_bytes() // MIB}MiB",
         "facts": {"precision": workload.dtype, **facts_of(found)},
     }
-    print(f"{name or plain(gpu['gpu'])}: {json.dumps(entry)}")  # JSON is valid YAML, and quotes what YAML needs quoted
+    # JSON is valid YAML, and quotes all text that needs quotes in YAML
+    print(f"{name or plain(gpu['gpu'])}: {json.dumps(entry)}")

@@ -1,5 +1,5 @@
-"""The verbs that read results (fairness, verify, compare, report, bundle, notebook), and those that take in others'
-measurements: import (logs), add (records)."""
+"""The verbs that read results (fairness, verify, compare, report, bundle, notebook), and the verbs that take in
+measurements by others: import (logs), add (records)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> Non
 
 
 def readable(path: Path) -> str:
-    """Return a file's name with only characters that any terminal shows."""
+    """Return a path as text in which every byte that is not valid UTF-8 is replaced, so that it can be printed."""
     return os.fsencode(path).decode(errors="replace")
 
 

@@ -1,8 +1,8 @@
-"""Takes in results that others send, an archive of `bundle` or a folder of results, and stores them in a folder beside
-one's own records.
+"""Takes in results that others send: an archive that `bundle` wrote, or a folder of results. They are stored in a
+folder beside one's own records.
 
-Only records, logs of runs and trainings of probes are taken over; figures and reports are made anew. Everything is read
-and checked before anything is written. Each run is judged again by the records of the same archive.
+Only records, logs of runs and trainings of probes are taken; figures and reports are made anew. Everything is read and
+checked before anything is written. Each run is judged again by the records that came with it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TAKEN = re.compile(rf"(?:{probe.FOLDER}/)?log_[\w .,+=@~-]+\.json|log_[\w .,+=@~
 
 
 def add(source: Path, results: Path) -> Iterator[str]:
-    """Write the new records of an archive or folder into folders in `results`; yield a line for each record, and the
-    path of each new folder.
+    """Write the new records of an archive or a folder into new folders in `results`, one for each machine. Yield a line
+    for each record, and the path of each new folder.
 
     Raises ValueError, before anything is written, if a file is not as this project writes it, or if no record is new.
     """
@@ -60,7 +60,8 @@ def add(source: Path, results: Path) -> Iterator[str]:
 
 
 def _of_folder(folder: Path) -> dict[str, bytes]:
-    """Return the records and logs of a folder of results; links and devices among them are refused."""
+    """Return the records and logs of a folder of results, by their paths in it. Raises ValueError if one of them is a
+    link or a device."""
     found = [*folder.glob("log_*.json"), *folder.glob("log_*.txt"), *(folder / probe.FOLDER).glob("log_*.json")]
     if len(found) > MOST_FILES:
         raise ValueError(f"{folder}: expected at most {MOST_FILES} records and logs, got {len(found)}")
@@ -85,7 +86,8 @@ def _record(source: Path, name: str, data: bytes) -> Record:
 
 
 def _new(runs: dict[str, Record], results: Path) -> dict[str, Record]:
-    """Return the runs that are new, without copies of records in `results` and without copies of each other."""
+    """Return the runs that are new: not in `results`, nor in a folder that was added to it. Of equal runs, one is
+    kept."""
     folders = (results, *added_folders(results))
     known = {mark for folder in folders for record in read_all(folder)[0].values() for mark in marks(record)}
     new = {}
@@ -104,7 +106,8 @@ def _judged(source: Path, name: str, record: Record, beside: Beside) -> Record:
 
 
 def _write(results: Path, machine: str, records: dict[str, Record], texts: dict[str, bytes]) -> Path:
-    """Write a machine's records into a new folder, which other programs see only when it is complete."""
+    """Write the records of one machine, and the texts of their logs, into a new folder; return its path. Other programs
+    see the folder only when it is complete."""
     identity = hashlib.sha256("".join(sorted(f"{each.key}{each.started}" for each in records.values())).encode())
     name = re.sub(r"[^A-Za-z0-9]+", "-", machine).strip("-")[:60] or "unnamed"
     folder = own_folder(results / ADDED) / f"{name}-{identity.hexdigest()[:8]}"

@@ -1,7 +1,8 @@
-"""Packs everything measured into one archive: records, logs, figures and report, with a manifest of sha256.
+"""Packs everything that was measured into one archive: records, logs, figures and report, with a manifest of sha256
+sums.
 
-Names of hosts, users and folders are removed first; figures and report are then made from the cleaned records. The same
-results give the same bytes. Every verb that takes --results reads the unpacked folder.
+The names of hosts, users and folders are removed first. Figures and report are then made from the cleaned records. The
+same results give the same bytes. Every verb that has --results can read the unpacked folder.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ from harness.report.redact import Names
 from harness.run import timeline
 
 FOLDER, MANIFEST, ABOUT = "bundle", "MANIFEST.sha256", "README.txt"
-NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}  # of every archived file
+# attributes of every archived file
+NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}
 TEXT = (Path(__file__).parent / "bundle_readme.txt").read_text()
 
 
 def write(results: Path, out: Path | None = None, names: Names | None = None) -> Path:
-    """Write the archive, with `names` (default: those of this machine) removed from all files. Raises ValueError if
-    there is no record, OSError if the archive cannot be written."""
+    """Write the archive of these results, and return its path.
+
+    `out`: the archive's path; None: a file in `results`. `names`: the names to remove from all files; None: those of
+    this machine. Raises ValueError if there is no record, OSError if the archive cannot be written.
+    """
     archive = out or results / f"{FOLDER}.tar.gz"
     check_replaceable(archive)
     with tempfile.TemporaryDirectory(prefix="bundle-") as folder:
@@ -60,7 +65,8 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
 
 
 def known_words(records: Iterable[Record]) -> set[str]:
-    """Return the words that have a meaning in records; they stay even if a host or a user has that name."""
+    """Return the words that have a meaning in records. They are not removed, even if a host or a user has such a
+    name."""
     machines = named_machines.names()
     found = {*STATUSES, *VERDICTS, *method.names(), *PACKAGES, *scaled.NAMES, *machines}
     found |= {f"{name}_{on}" for name in scaled.NAMES for on in machines}
@@ -79,8 +85,8 @@ def _keys(value: Any) -> Iterable[str]:
 
 
 def _fill(stage: Path, results: Path, names: Names) -> None:
-    """Write records and logs without names; then, for each machine, make figures and a report from the written
-    records."""
+    """Write the records and logs into `stage`, without the names. Then, for each machine, make figures and a report
+    from the written records."""
     found, complaints = page.recorded(results)
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)
@@ -103,7 +109,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
         chosen = verify.of_one_machine(records, name if part else None)
         for used, number, _ in page.tables(chosen, results):
             for path in case.load(number).kept(used, results):
-                if path.resolve() == path and [*_listable([path])]:  # a link could lead out of the folder
+                if path.resolve() == path and [*_listable([path])]:  # skip links, which could lead out of the folder
                     _put_text(path, stage / path.relative_to(results.resolve()), names)
             case_files.draw(number, case_files.extract(number, used, chosen, stage / "figures" / part, results))
         for profile, shown in page.traces(chosen, stage):
@@ -114,7 +120,8 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
 
 
 def _fill_probes(stage: Path, probes: Path, names: Names) -> None:
-    """Write the records of the gate's probes, by which the receiver of the archive judges the runs again."""
+    """Write the records of the gate's probes, without the names. By these, whoever receives the archive can judge the
+    runs again."""
     if probes.is_symlink():
         print(f"left out: {probes}: expected a folder, got a symbolic link", file=sys.stderr)
         return
@@ -125,7 +132,7 @@ def _fill_probes(stage: Path, probes: Path, names: Names) -> None:
 
 
 def _listable(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the paths whose names fit on one line of the manifest."""
+    """Yield the paths whose names fit on one line of the manifest; print a line about each other path."""
     for path in paths:
         if LISTABLE.fullmatch(path.name):
             yield path
@@ -145,7 +152,7 @@ def _put_text(path: Path, copy: Path, names: Names) -> None:
 
 
 def _put_trace(path: Path, stage: Path, names: Names) -> None:
-    """Copy a timeline without the names in its description; its spans contain none."""
+    """Copy a timeline into `stage`, with the names removed from its description; its spans contain no names."""
     try:
         told = timeline.read(path)
     except ValueError as error:
@@ -156,12 +163,13 @@ def _put_trace(path: Path, stage: Path, names: Names) -> None:
 
 
 def _packed(stage: Path, paths: Iterable[Path]) -> bytes:
-    """Return a gzipped tar without times, owners or the file system's order."""
+    """Return a gzipped tar of these files that holds no times and no owners, so that the same files give the same
+    bytes."""
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as zipped,
         tarfile.open(mode="w", fileobj=zipped, format=tarfile.PAX_FORMAT) as tar,
     ):
-        for path in paths:  # copying an entry deeply would copy the whole archive
+        for path in paths:  # deep=False: a deep copy of an entry would copy the whole archive
             tar.add(stage / path, f"{FOLDER}/{path.as_posix()}", filter=lambda it: it.replace(**NOBODYS, deep=False))
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""The two sentences that a report begins with: what was measured where, and which claims hold."""
+"""The two sentences with which a report begins: what was measured on which machine, and which claims hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.evidence.examine import OPEN
 from harness.evidence.judge import Finding
 from harness.figures import plot
 
-MOST_NAMED = 2  # most claims of one kind whose sentences are quoted
+MOST_NAMED = 2  # most claims of one kind that are quoted
 ENDS = {
     "oom-device": "ran out of device memory", "oom-host": "ran out of host memory",
     "does-not-fit": "did not fit by plan", "timeout": "took too long", "crash": "crashed",
@@ -25,7 +25,7 @@ KINDS = (
 
 
 def sentences(records: Sequence[Record], found: Sequence[Finding], machines: Sequence[str]) -> list[str]:
-    """Return the two sentences. `machines`: a line for each machine that made a run; empty if all records are imported
+    """Return the two sentences. `machines`: a text for each machine that made a run; empty if all records are imported
     logs."""
     return [_measured(records, machines), _judged(found)]
 
@@ -63,7 +63,7 @@ def _judged(found: Sequence[Finding]) -> str:
 
 
 def _headline(text: str) -> str:
-    """Return the main statement of a claim: its first sentence, up to a semicolon."""
+    """Return the main statement of a claim: the text up to the first semicolon or period."""
     return re.split(r"[;.] ", text)[0].rstrip(".")
 
 

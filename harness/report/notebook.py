@@ -1,7 +1,7 @@
-"""The functions that the notebook calls, and its generator.
+"""The functions that the notebook calls, and the program that generates the notebook.
 
-`python -m harness.report.notebook` writes notebooks/*.ipynb from notebooks/*.py (jupytext's percent format), without
-outputs.
+`python -m harness.report.notebook` writes notebooks/*.ipynb, without outputs, from notebooks/*.py, which are in
+jupytext's percent format.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from harness.report import tables
 from harness.run import scratch
 
 FOLDER = ROOT / "notebooks"
-DRAWN = ("figures", "report", "traces", "probes")  # folders beside the records, which clean_up() can remove
+DRAWN = ("figures", "report", "traces", "probes")  # folders beside the records that clean_up() can remove
 
 
 def show_case(number: int, profile: str | None, machine: str | None, results: Path) -> None:
-    """Run the jobs of a case that have no record yet; then show its figure, and its table with the published
-    numbers."""
+    """Run those jobs of a case that have no record. Then show the case's figure, and the table of its numbers beside
+    the published ones."""
     from IPython.display import Image, display
 
     out = results / "figures"
@@ -36,7 +36,7 @@ def show_case(number: int, profile: str | None, machine: str | None, results: Pa
 
 
 def show_neighbors() -> None:
-    """Show the GPU's other processes, or that there are none."""
+    """Print the other processes on the GPU and the GPU's free memory; without a GPU, print the load average."""
     gpu = machine.gpu()
     if not gpu:
         print(f"no GPU here: runs are on the CPU or on sim, load average {machine.surroundings('cpu')['load_average']}")
@@ -48,15 +48,15 @@ def show_neighbors() -> None:
 
 
 def show_minutes(profile: str | None, machine: str | None, results: Path) -> None:
-    """Print a line for each case: a rough estimate of the time that its missing runs take."""
+    """Print a line for each case, with a rough estimate of the time that its missing runs take."""
     used = case.profile_of(profile, machine)
     for number in case.numbers_of_all():
         print(f"case {number}: {collect.closing_line(collect.Campaign([number], used, results).points(), used)}")
 
 
 def clean_up(results: Path, everything: bool = False) -> None:
-    """Remove the files that killed runs left behind. `everything`: also remove all records and figures in this
-    folder."""
+    """Remove the files that killed runs left behind. `everything`: True: also remove all records and figures in
+    `results`."""
     scratch.remove_left()
     made = [*results.glob("log_*"), *(results / name for name in DRAWN)] if everything else []
     for path in made:
@@ -66,12 +66,14 @@ def clean_up(results: Path, everything: bool = False) -> None:
 
 
 def show_claims(results: Path, against: str | None = None, machine: str | None = None) -> None:
-    """Judge the papers' claims by the records, or by the original's published numbers (against="published")."""
+    """Show the papers' claims, judged by the records or, with against="published", by the published numbers of the
+    original."""
     verify.show(verify.findings(results, against, machine), as_json=False)
 
 
 def notebook_text(source: str) -> str:
-    """Return the notebook as JSON; cell ids are numbers, so that the same source gives the same bytes."""
+    """Return the notebook as JSON. The ids of its cells are their numbers, so that the same source gives the same
+    bytes."""
     import jupytext
 
     made = jupytext.reads(source, "py:percent")

@@ -1,7 +1,7 @@
-"""Writes one page with everything measured, and a review to paste into a form. Both are made from records and traces
-alone.
+"""Writes one page that shows everything that was measured, and a review to paste into a form. Both are made only from
+records and traces.
 
-The page needs no network: figures, style and script are in it. The same records give the same bytes.
+The page needs no network, because it contains its figures, style and script. The same records give the same bytes.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from harness.report.tables import Cell, Entry
 
 TEMPLATES = Path(__file__).parent
 PAGE, REVIEW = "index.html", "review.md"
-PASSING_FACTS = ("load_average", "foreign_processes", "ranks", "peak_rank", "source")  # facts of a run, not its machine
+# facts that belong to a run, not to its machine
+PASSING_FACTS = ("load_average", "foreign_processes", "ranks", "peak_rank", "source")
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """A figure with its table. `svg` is a data URI."""
+    """A figure of the page, with its table. `svg`: the figure as a data URI."""
 
-    case: str  # the case's number, or the figure's name
+    case: str  # the case's number, or `overlap`
     profile: str
     title: str
     svg: str
-    notes: list[str]  # the caption's sentences
+    notes: list[str]  # the notes of the figure's small print
     table: DataFrame
-    sender: str = ""  # name of the folder of the records, if others sent them in
+    sender: str = ""  # name of the folder of the records if others sent them in, else ""
 
     @property
     def id(self) -> str:
@@ -58,7 +59,7 @@ class PageSection:
 
     @property
     def csv(self) -> str:
-        """Return the name of the section's CSV file, which lies beside the page."""
+        """Return the name of the CSV file with the section's table; the file is in the folder of the page."""
         return f"{self.id}.csv"
 
 
@@ -73,8 +74,12 @@ class SentIn:
 
 
 def write(results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None) -> list[Path]:
-    """Write the page and, beside it, the review. Raises ValueError if there are no records, no figure of that profile,
-    or records of several machines."""
+    """Write the page and, beside it, the review; return their paths.
+
+    `out`: the page's path; None: a file in `results`. `profile`: only its figures are shown; None: all. `machine`: only
+    records of machines with this text in their name are shown. Raises ValueError if there are no records, no figure of
+    the profile, or records of several machines.
+    """
     page = out or results / "report" / PAGE
     if page.name == REVIEW:
         raise ValueError(f"--out: expected a name other than {REVIEW}, the review's: try --out {page.parent / PAGE}")
@@ -92,8 +97,8 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
 
 
 def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
-    """Return the records by their paths, and a complaint about each file that is no record. Raises ValueError if there
-    is no record."""
+    """Return the records by their paths, and a complaint about each file that is not a valid record. Raises ValueError
+    if there is no record."""
     found, complaints = read_all(results)
     if not found and (sent := added_folders(results)):
         raise ValueError(f"expected your own records in {results}, got only records sent in: try --results {sent[0]}")
@@ -103,7 +108,7 @@ def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
 
 
 def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
-    """Return the values that the templates of the page and the review use, by name."""
+    """Return the values for the templates of the page and of the review, by the names that the templates use."""
     found, complaints = recorded(results)
     chosen = {id(record) for record in verify.of_one_machine(list(found.values()), machine)}
     kept = [(path, record) for path, record in found.items() if id(record) in chosen]
@@ -156,8 +161,8 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
 
 
 def sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]:
-    """Yield the results that others sent in, machine by machine. The numbers of their records on the page begin after
-    `number`."""
+    """Yield the results that others sent in, one machine after another. On the page, their records are numbered from
+    `number` + 1 on."""
     for folder in added_folders(results):
         found = read_all(folder)[0].items()
         asked = [(path, each) for path, each in found if (machine or "").lower() in machine_of(each).lower()]
@@ -171,7 +176,8 @@ def sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]
 
 
 def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[PageSection]:
-    """Yield every figure of these records, case by case. Raises ValueError if none is of the wanted profile."""
+    """Yield every figure of these records, one case after another. `wanted`: a profile whose figures alone are yielded;
+    None: all. Raises ValueError if there is no figure of the wanted profile."""
     records = [entry.record for entry in entries]
     there, traced = list(tables(records, results)), list(traces(records, results))
     names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _ in traced)))
@@ -203,7 +209,7 @@ def _section(name: int | str, profile: str, title: str, made: plot.Figure, table
 def tables(
     records: Sequence[Record], results: Path | None = None
 ) -> Iterator[tuple[CaseProfile, int, list[FigureRow]]]:
-    """Yield each profile and case of these records, with the rows that this project measured."""
+    """Yield each profile and case for which there are records, with this project's rows, without the published ones."""
     for used in _profiles(records):
         for number in case.numbers():
             with contextlib.suppress(ValueError):  # this case has no record
@@ -211,40 +217,42 @@ def tables(
 
 
 def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list[overlap.Shown]]]:
-    """Yield the profile of each trace that belongs to these records, with the timelines to show."""
+    """Yield the profile of each trace that belongs to these records, with the timelines that its figure shows."""
     for profile in overlap.profiles(records):
-        with contextlib.suppress(ValueError):  # the trace is gone
+        with contextlib.suppress(ValueError):  # the trace's file is gone
             yield profile, overlap.shown(profile, results, records)
 
 
 def _profiles(records: Sequence[Record]) -> Iterator[CaseProfile]:
-    """Yield each profile to which a run of these records belongs, with or without the memories of a named machine."""
+    """Yield each profile to which a run of these records belongs. A profile may have the memories of a machine in
+    machines.yaml."""
     runs = [record for record in records if record.origin == "run"]
     wanted = itertools.product(scaled.NAMES, (None, *named_machines.names()))
     seen: list[CaseProfile] = []
     for used in case.possible(wanted, runs[-1].machine if runs else {}):
-        nameless = dataclasses.replace(used, name=used.kind)  # two machines may give the same profile
+        nameless = dataclasses.replace(used, name=used.kind)  # two machines may give equal profiles
         if nameless not in seen and any(case.is_of(used, record.job) for record in runs):
             seen.append(nameless)
             yield used
 
 
 def tally(found: Sequence[Finding]) -> dict[str, int]:
-    """Return the number of claims by verdict."""
+    """Return the number of claims with each verdict that occurs."""
     counts = Counter(finding.verdict for finding in found)
     return {verdict: counts[verdict] for verdict in verify.VERDICTS if counts[verdict]}
 
 
 def untrained(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the runs that crashed or failed the gate, without interrupted ones that were completed later."""
+    """Return the runs that crashed or failed the gate. An interrupted run is left out if its job was completed
+    later."""
     ended = {entry.record.key for entry in entries if entry.record.is_result}
     bad = [entry for entry in entries if entry.verdict.look == pages.BAD]
     return [entry for entry in bad if entry.record.is_result or entry.record.key not in ended]
 
 
 def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[str]:
-    """Return the commands that repeat the runs: first the cases of each profile, then the jobs that belong to no case.
-    Runs that served as a reference need no command, because the runs that need them start them."""
+    """Return the commands that repeat the runs: first those of cases, by profile, then those of jobs that belong to no
+    case. The reference's runs need no command, because the runs that are judged by them start them."""
     of_all = [str(number) for number in case.numbers_of_all()]
     cases = _each(scaled.call("all" if each.case in of_all else each.case, each.profile) for each in sections)
     used = list(_profiles(runs))
@@ -258,7 +266,7 @@ def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[st
 
 
 def lasting(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a machine or its software that stay the same from run to run."""
+    """Return those facts of a machine, or of its software, that are the same for all runs."""
     return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
 
 
@@ -278,5 +286,5 @@ def _render(name: str, told: dict[str, Any]) -> str:
 
 
 def markdown(text: str) -> str:
-    """Escape text as one cell of a Markdown table."""
+    """Return the text as one cell of a Markdown table, with Markdown's own characters escaped."""
     return " ".join("".join(f"\\{character}" if character in "\\`*[<|" else character for character in text).split())

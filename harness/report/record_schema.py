@@ -1,4 +1,5 @@
-"""Writes docs/records.md from the types that check every record. The page names the command that writes it."""
+"""Writes docs/records.md from the types by which every record is checked. The page itself names the command that writes
+it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ runs: a record tells what of these it saw, under `machine` and `software`. Nor a
 method reads by itself, libraries that it opens by ctypes, and what the folder of `--resume` holds: after a change of
 these measure into a new folder of results.
 """
-# Matches a line of a class that declares a field: the field's name, its type and default, and the remark beside it.
+# Matches a line that declares a field of a class: its name, its type and default, and the comment beside it.
 FIELD = re.compile(r"^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)
 PARTS = (Record, Job, Workload, Budget, Rates, Gate, record_parts.Tensor, record_parts.Other, record_parts.Evidence,
          record_parts.MachineFacts, record_parts.SoftwareFacts, record_parts.ScheduleFacts)  # fmt: skip
@@ -60,7 +61,7 @@ def page() -> str:
 
 
 def _table(kind: Any) -> str:
-    """Return the fields of a class as its source declares them, with the remark beside each."""
+    """Return, in Markdown, a table of a class's fields as the source declares them, with the comment beside each."""
     rows = [
         f"## {kind.__name__}",
         "",
@@ -79,7 +80,7 @@ def _table(kind: Any) -> str:
 
 
 def _mark(type_text: str) -> tuple[str, str]:
-    """Return the type of a dictionary's key without its mark, Required or NotRequired, and the mark."""
+    """Return the type of a dictionary's key without its mark, and the mark: Required, NotRequired or ""."""
     found = re.fullmatch(r"(Required|NotRequired)\[(.*)\]", type_text)
     return (found[2], found[1]) if found else (type_text, "")
 

@@ -1,7 +1,8 @@
-"""Removes names of persons and machines from text and records: hosts, users, addresses, folders.
+"""Removes the names of persons and machines from text and records: hosts, users, addresses, folders.
 
-The names removed are those of this machine; paths of folders are shortened, whatever machine they come from. A name
-that is also a word of the records, such as a host called gpu, stays: records would otherwise change their meaning.
+Names of hosts and users are those of this machine; paths of folders are shortened on whichever machine they are. A name
+that is also a word of the records, such as a host called gpu, is not removed, because this would change what the
+records say.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ import psutil
 from harness.base.checkout import ROOT
 
 HOST, USER, HOME, ADDRESS, SECRET = "HOST", "USER", "~", "ADDRESS", "SECRET"
-NOBODY = ("localhost", "root", "/", "")  # names that tell nothing about a person or machine
-# Paths in these system folders stay. Other paths are cut to their last name, or to the path within a project or
-# package.
+NOBODY = ("localhost", "root", "/", "")  # names that tell nothing about a person or a machine
+# Paths in these system folders are not changed. Any other path is cut to its last name or, if it leads into a project
+# or a package, to the part within that.
 SYSTEM = "usr|lib|lib64|proc|sys|dev|etc|bin|run|var/run"
 HOMES = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)|\b[A-Za-z]:\\+Users\\+[^\\\s'\":]+")
 PROJECT = r"(?:site|dist)-packages/|(?:harness|methods|cases|tests|bench)/(?:\w+/)*\w+\.py"
 INSIDE = re.compile(rf"(?<![^\s'\",:;=()\[\]{{}}])[^\s'\",:;=()\[\]{{}}]*/(?={PROJECT})")
 ELSEWHERE = re.compile(rf"(?<![\w./~-])(?:~|/(?!(?:{SYSTEM})/)[\w.@+~%=-]+)(?:/[\w.@+~%=-]+)*/([\w.@+~%=-]+)")
-# Matches a path in quotes, which may contain blanks.
+# Matches a path in quotes that contains blanks.
 QUOTED = re.compile(rf"(?<=['\"])/(?!(?:{SYSTEM})/)(?=[^'\"\n]* )[^'\"\n]*/([^'\"/\n]+)(?=['\"])")
 BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
-# Matches network addresses of any machine.
+# Matches the network address of any machine.
 ADDRESSES = re.compile(
     rf"(?<![\w.:=-])(?!127\.|0\.0\.0\.0)(?:{BYTE}\.){{3}}{BYTE}(?![\w.])"
     r"|(?<![\w:.])[0-9a-f]{1,4}(?::[0-9a-f]{0,4}){4,7}(?![\w:])", re.IGNORECASE,
@@ -46,21 +47,21 @@ SECRETS = re.compile(
 )
 PART_BEFORE, PART_AFTER = re.compile(r"[\w-]*$"), re.compile(r"[\w-]*")
 MOST_NODES = 10_000
-LONGEST = 100  # most characters around a name that are read as one word
+LONGEST = 100  # most characters before and after a name that may belong to the same word
 GPU = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names to replace, each with its replacement. `folders` are replaced anywhere in a text; `words` only as whole
-    words, and not as part of a word in `known`."""
+    """The names to replace, each with its replacement. `folders` are replaced wherever they occur in a text. `words`
+    are replaced only as whole words, and not where they are part of a word in `known`."""
 
     words: Mapping[str, str] = field(default_factory=dict)
     folders: Mapping[str, str] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
 
     def text(self, text: str) -> str:
-        """Return the text with names replaced and all folders shortened."""
+        """Return the text with the names replaced, and with the paths of all folders shortened."""
         for folder, put in _longest_first(self.folders):
             text = re.sub(rf"{re.escape(folder)}(?![\w.-])/?", put, text)
         text = HOMES.sub(HOME, SECRETS.sub(SECRET, text.replace("file:///", "/")))
@@ -73,7 +74,7 @@ class Names:
         return GPU.sub(r"\1-removed", text)
 
     def _put(self, put: str, found: re.Match[str]) -> str:
-        """Return the replacement, or the match itself if it is part of a known word."""
+        """Return the replacement `put`; if the match is part of a known word, return the match itself."""
         before = found.string[max(0, found.start(1) - LONGEST) : found.start(1)]
         after = found.string[found.end(1) : found.end(1) + LONGEST]
         start, end = PART_BEFORE.search(before), PART_AFTER.match(after)
@@ -81,7 +82,7 @@ class Names:
         return found[0] if f"{start[0]}{found[1]}{end[0]}".lower() in self.known else put
 
     def value(self, value: Any) -> Any:
-        """Return the JSON value with names replaced in every text; the keys of objects stay."""
+        """Return the JSON value with the names replaced in every text. The keys of objects are not changed."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -94,8 +95,8 @@ def _longest_first(names: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
-    """Return the names to remove: those of this machine, its users and this checkout, and the hosts in `others`. Words
-    in `known` stay."""
+    """Return the names to remove: those of this machine, of its users and of this checkout, and the hosts in `others`.
+    The words in `known` are not removed."""
     host = socket.gethostname()
     words = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
     words |= dict.fromkeys(_users(), USER) | dict.fromkeys(others, HOST)
@@ -107,7 +108,8 @@ def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
 
 
 def nodes(text: str) -> Iterable[str]:
-    """Yield the hosts in a list as Slurm writes it, such as a1,b[2-4,07]; at most MOST_NODES of each range."""
+    """Yield the hosts of a list in Slurm's notation, such as a1,b[2-4,07]. Of each range, yield at most MOST_NODES
+    + 1."""
     for before, ranges, after in re.findall(r"([\w.-]+)(?:\[([\d,-]+)\])?([\w.-]*)", text):
         for part in ranges.split(","):
             first, _, last = part.partition("-")
@@ -121,6 +123,6 @@ def nodes(text: str) -> Iterable[str]:
 def _users() -> set[str]:
     found = {Path.home().name}
     for ask in (getpass.getuser, lambda: pwd.getpwuid(os.getuid()).pw_name):
-        with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
+        with contextlib.suppress(KeyError, OSError):  # the user of a container may have no name
             found.add(ask())
     return found

@@ -1,4 +1,5 @@
-"""Records, rows and findings as tables of a page: data frames of cells, with the caption in `attrs`."""
+"""Makes tables of a page from records, rows and findings. A table is a data frame of cells, with its caption in
+`attrs`."""
 
 from __future__ import annotations
 
@@ -35,13 +36,14 @@ CLAIM_TABLES = {
     "": "Claims that these records decide", judge.NOT_TESTED: "Claims that nothing here tests",
     judge.OTHER_MACHINE: "Claims that are said of another machine",
 }  # fmt: skip
-MOST_SIZES = 6  # most columns of sizes in a table that fits a screen
+MOST_SIZES = 6  # most columns of sizes in one table, so that it fits a screen
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table. `number`: the sort key, if it is not the text. `links`: the numbers of the records that the
-    cell links to. `more`: small print, which is folded if it is long or if the cell has no text."""
+    """A cell of a table. `number`: the number by which the column is sorted; None: by the text. `links`: the numbers of
+    the records to which the cell links. `more`: small print, which is folded if it is long or if the cell has no
+    text."""
 
     text: str = ""
     number: float | None = None
@@ -52,7 +54,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Entry:
-    """A record with its number on the page."""
+    """A record, and its number on the page."""
 
     number: int
     path: Path
@@ -60,7 +62,7 @@ class Entry:
 
     @property
     def verdict(self) -> Cell:
-        """Return the gate's verdict, or how the run ended."""
+        """Return the gate's verdict as a cell; for a run that did not end well, how it ended."""
         record = self.record
         if record.status != "ok":
             return Cell(f"ended: {record.status}", look=OPEN if record.is_result else BAD)
@@ -103,8 +105,8 @@ class Entry:
 
     @property
     def raw(self) -> str:
-        """Return the record as JSON, one field a line. Its tensors, which are most of a record, are replaced by their
-        number."""
+        """Return the record as JSON, one field on each line. Its tensors, which take most of a record, are replaced by
+        their number."""
         fields = self.record.to_dict()
         told = fields.pop(TENSORS)
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
@@ -112,7 +114,8 @@ class Entry:
 
 
 def _run_again(record: Record) -> str:
-    """Return the call that measures a record's job once more; it names the folder of a method that was added."""
+    """Return the call that measures a record's job once more. If the method's file is not in methods/, the call names
+    its folder."""
     file = method.REGISTRY.files().get(record.job.method)
     added = [] if file is None or file.parent == method.REGISTRY.own else ["--methods", str(file.parent)]
     return f"{again(record)} {shlex.join([*added, '--rerun'])}"
@@ -123,21 +126,21 @@ def _joined(*parts: str) -> str:
 
 
 def pairs(facts: Mapping[str, Any]) -> str:
-    """Format facts in one line, with bytes in readable units."""
+    """Return facts as one line of text, with bytes in readable units. Empty facts are left out."""
     sizes = {name: gib(value) for name, value in facts.items() if name.endswith("_bytes") and isinstance(value, int)}
     told = {name.removesuffix("_bytes"): value for name, value in {**facts, **sizes}.items()}
     return ", ".join(f"{name} {value}" for name, value in told.items() if value not in (None, "", {}, []))
 
 
 def machine(record: Record) -> str:
-    """Return the machine of a record in a line."""
+    """Return the machine of a record as one line of text."""
     gpu, cpu, cores, memory = (record.machine.get(name) for name in ("gpu", "cpu", "cores", "host_bytes"))
     parts = (gpu, cpu, cores and f"{cores} cores", memory and f"{gib(memory)} of host memory")
     return ", ".join(str(part) for part in parts if part) or "an unnamed machine"
 
 
 def outcome(record: Record) -> str:
-    """Return how a run ended, in words that can follow a count, as in "3 trained and passed the gate"."""
+    """Return how a run ended, in words that can follow a number, as in "3 trained and passed the gate"."""
     if record.status != "ok":
         return f"ended as {record.status}"
     if record.gate.passed:
@@ -146,7 +149,7 @@ def outcome(record: Record) -> str:
 
 
 def table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
-    """Return a table of these rows, which are cells by column; a text becomes a cell."""
+    """Return a table of these rows. A row is a cell for each column's name; a text becomes a cell."""
     made = DataFrame(list(rows), dtype=object)
     made = made.map(lambda cell: cell if isinstance(cell, Cell) else Cell(cell))
     made.attrs["caption"] = caption
@@ -154,7 +157,7 @@ def table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
 
 
 def texts(made: DataFrame) -> DataFrame:
-    """Return the texts of a table without its links to records."""
+    """Return the texts of a table's cells, without the column of links to records."""
     return made.drop(columns="records", errors="ignore").map(lambda cell: cell.text)
 
 
@@ -179,7 +182,8 @@ def record_row(entry: Entry) -> dict[str, Cell | str]:
 
 
 def row_table(caption: str, rows: Sequence[FigureRow], entries: Sequence[Entry]) -> DataFrame:
-    """Return a table of a figure's rows, ours and the published ones, without rows whose metric is not in METRICS."""
+    """Return a table of a figure's rows, ours and the published ones. Rows whose metric is not in METRICS are left
+    out."""
     return table(caption, [_row(row, entries) for row in rows if row.metric in METRICS])
 
 
@@ -214,7 +218,7 @@ def numbers_of(keys: Iterable[str], entries: Sequence[Entry]) -> tuple[int, ...]
 
 
 def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]) -> DataFrame:
-    """Return a table of claims: the verdict by our records, and the verdict by the numbers that the original
+    """Return a table of claims, with two verdicts for each: by our records, and by the numbers that the original
     published."""
     where, seen = ("imported logs", "seen in the logs") if verify.is_of_logs(here) else ("here", "seen here")
     there = {finding.claim.id: finding for finding in published}
@@ -234,8 +238,8 @@ def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: 
 
 
 def claims_shown(here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]) -> list[DataFrame]:
-    """Return up to three tables: the claims that the records decide, in the order of `verify`; those that no record
-    tests; and those about another machine."""
+    """Return up to three tables of claims: those that the records decide, in the order of `verify`; those that no
+    record tests; and those about another machine. An empty table is left out."""
     there = {finding.claim.id: finding for finding in published}
     where = "imported logs" if verify.is_of_logs(here) else "here"
     made = []
@@ -264,8 +268,8 @@ def _claim_row(finding: Finding, other: Finding, where: str, entries: Sequence[E
 
 
 def summary(entries: Sequence[Entry]) -> DataFrame:
-    """Return a table with a row for each method and clock: speed, memory and verdict of the newest result at each of
-    the sizes shown."""
+    """Return a table with a row for each method and clock. At each of the sizes shown, it has the speed, memory and
+    verdict of the newest record."""
     found = frame.of(entry.record for entry in entries).assign(did=list(map(_did, entries)))
     newest = found.drop_duplicates(["method", "clock", "num_params"], keep="last")
     did = newest.pivot(index=["method", "clock"], columns="num_params", values="did")
@@ -282,13 +286,15 @@ def summary(entries: Sequence[Entry]) -> DataFrame:
 
 
 def _sizes_shown(is_there: DataFrame) -> list[int]:
-    """Choose the sizes to show: first those without which a method's row would be empty, then the largest.
+    """Return the sizes to show, in ascending order: those without which a method's row would be empty, then the
+    largest, at most MOST_SIZES in all.
 
-    is_there: a row for each method, a column for each size in ascending order.
+    `is_there`: a row for each method, a column for each size in ascending order; True where there is a record.
     """
     shown: list[int] = []
     while not (has_cell := is_there[shown].any(axis=1)).all():
-        shown.append(is_there[~has_cell].sum()[::-1].idxmax())  # the largest of the most frequent sizes
+        # of the sizes that most of the empty rows have, take the largest
+        shown.append(is_there[~has_cell].sum()[::-1].idxmax())
     return sorted(list(dict.fromkeys([*shown, *is_there.columns[::-1]]))[:MOST_SIZES])
 
 
@@ -302,8 +308,8 @@ def _did(entry: Entry) -> Cell:
 
 
 def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
-    """Return a table of each method's predicted step time on the records' machine, beside the measured times of its
-    runs."""
+    """Return a table with a row for each method: its predicted step time on the machine of the records, and the
+    measured step times of its runs."""
     load = advice.workload
     size = f"{params_text(load.num_params)} parameters, {load.batch_size} x {load.seq_len} tokens a step, {load.dtype}"
     rows = []
@@ -332,8 +338,8 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
 
 
 def why(finding: Finding) -> str:
-    """Return the reasons for a finding: the rows' profile, the note and, for a run that did not train, the verdict of
-    the numbers alone."""
+    """Return the reasons for a finding as text: the profile of its rows, its note and, if a run of it did not train,
+    the verdict by the numbers alone."""
     measured = f"profile {finding.profile}" if finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED) else ""
     alone = finding.numbers if finding.is_untrained else ""
     told = f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""
