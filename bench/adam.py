@@ -1,14 +1,15 @@
-"""Measures the host's AdamW kernel against torch's kernels and against a plain copy, and how much the update's threads
-delay a thread that launches kernels.
+"""Measures how fast the host's AdamW kernel is beside torch's kernels and beside a plain copy. Also measures how much
+the update's threads delay a thread that launches kernels.
 
 torch takes three passes over a layer in mixed precision (cast the gradient, fused kernel, cast the weights), and two in
 fp32 with clipping (scale the gradient, fused kernel). Each row of the table updates one layer of hidden size 2048 (50 M
-parameters) with one number of threads. The rows alternate in one run; the table has medians. It shows the update's
-bytes per second beside those of a copy by as many threads, which is the bandwidth of the host's memory.
+parameters) with one number of threads. The rows alternate in one run; the table has medians. The table shows the
+update's bytes per second beside those of a copy by as many threads; the copy's rate is the bandwidth of the host's
+memory.
 
 The second measurement times the forward pass of a tiny layer, which consists mostly of kernel launches, alone and
 beside such updates. The pass's waits for a core do not count, because a thread that launches work on a GPU has a core.
-Waits for Python's interpreter lock fall on few launches, so the mean shows these waits and the median does not.
+Only a few launches wait for Python's interpreter lock, so the mean shows these waits and the median does not.
 
     .venv/bin/python -m bench.adam [--rounds 15] [--dtype fp32] [--threads 1 --threads 14]
 """
@@ -38,12 +39,12 @@ from methods.streaming.starting_values import draw
 FACTOR = torch.tensor(0.5)
 COPY_BYTES = 2**29  # more than any cache holds
 NUM_LAUNCHES = 32  # launches timed in a row
-NUM_UPDATES = 3  # number of updates under way while launches are timed
+NUM_UPDATES = 3  # updates under way while launches are timed
 
 
 def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """Return two functions: one starts a layer's update on the threads that training uses, the other tells if it is
-    over.
+    """Return two functions: the first starts a layer's update on the threads that training uses; the second returns
+    True if the update is over.
     """
     state = LayerState.of_model(device, layer, 0, host=True)
     state.grads.normal_()
@@ -60,7 +61,8 @@ def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[
 
 
 def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
-    """Return a function that updates a layer's flat tensors by torch's own threads; it allocates no memory."""
+    """Return a function that updates a layer's flat tensors with torch's own threads. The function allocates no
+    memory."""
     numel, is_mixed = layer.layer_params, layer.dtype == "bf16"
     grads, weights = torch.randn(numel, dtype=DTYPES[layer.dtype]), torch.randn(numel, dtype=DTYPES[layer.dtype])
     exp_avg, exp_avg_sq = torch.zeros(2, numel)
@@ -85,8 +87,8 @@ def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
 
 
 def plain_copy(num_threads: int) -> Callable[[], None]:
-    """Copy by the C library, whose writes bypass the caches; a copy by torch would first read the memory that it
-    overwrites.
+    """Return a function that copies COPY_BYTES by the C library, whose writes bypass the caches. A copy by torch would
+    first read the memory that it overwrites.
     """
     here, there = torch.ones(COPY_BYTES // 4), torch.ones(COPY_BYTES // 4)
     pool, part = ThreadPoolExecutor(num_threads), COPY_BYTES // num_threads
@@ -101,8 +103,8 @@ def plain_copy(num_threads: int) -> Callable[[], None]:
 
 
 def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of forward passes alone, and of forward passes while updates run and a further update waits.
-    The two kinds alternate.
+    """Return the seconds of forward passes alone, and of forward passes while updates run and one more update waits.
+    The two kinds of passes alternate.
     """
     tiny = Workload(num_layers=1, hidden_size=16, num_heads=1, batch_size=1, seq_len=4, dtype=layer.dtype)
     launched = LayerState.of_model(device, tiny, 0, host=False)

@@ -2,10 +2,10 @@
 
     .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 4 -m bench.auto_config [--rounds 8]
 
-Each round measures a profile, then the steps of all configurations, so that other load on the machine slows all alike.
-The report compares each prediction with the steps of its own round, and each configuration with the best one over the
-same rounds. Configurations that leave a rank idle are not measured: class Varuna takes all ranks of the process group,
-so each number of ranks would need its own processes and profiles, at another time.
+Each round measures a profile, then the steps of all configurations, so that other load on the machine slows all of them
+alike. The report compares each prediction with the measured steps of the same round, and each configuration with the
+best configuration over all rounds. Configurations that leave a rank idle are not measured: class Varuna takes all ranks
+of the process group, so each number of ranks would need its own processes and profiles, at another time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def get_batch(size: int, device: Any = None) -> dict[str, Tensor]:
 
 
 def ratio(these: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """Return the geometric mean of the ratios of each round, and the ends of the mean's 95 % t-interval."""
+    """Return the geometric mean of the rounds' ratios (a value of `these` over the same round's value of `others`), and
+    both ends of the mean's 95 % t-interval."""
     logs = [math.log(one / other) for one, other in zip(these, others, strict=True)]
     middle = statistics.mean(logs)
     half = scipy.stats.t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / len(logs) ** 0.5

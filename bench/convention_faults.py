@@ -1,6 +1,6 @@
-"""Faults of models with a config.json. Each fault changes the modules of transformers so that they break one convention
-of a family; a method with its own code for layers could make the same mistake. bench/faults/planted.py trains models
-with these faults.
+"""Faults of models with a config.json. Each fault changes the modules of the library transformers so that they break
+one convention of a model family. A method with its own code for layers could make the same mistake.
+bench/faults/planted.py trains models with these faults.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Breaks = Callable[[Any], None]  # plants the fault in a HubModel
 
 
 def of(workload: Workload) -> dict[str, Breaks]:
-    """Return the faults that the workload's model can have: the functions that plant them, by name."""
+    """Return the faults that the workload's model can have: by a fault's name, the function that plants it."""
     if workload.config is None:
         return {}
     config, layer = hub_config.parsed(workload.config), workload.anatomy.layer
     kind, tensors = config["model_type"], {name.rpartition(".")[0].rpartition(".")[2] for name in layer}
     is_gemma = "gemma" in kind
-    found = {**(ALL if kind != "gpt2" else {}), **OF_KINDS.get(kind, {})}  # GPT-2 rotates nothing
+    found = {**(ALL if kind != "gpt2" else {}), **OF_KINDS.get(kind, {})}  # all but GPT-2 have rotary positions
     if is_gemma:
         found |= {"tokens not scaled": _unscaled_tokens, "norms' weights not counted from one": _weights_from_zero}
         found["GELU for tanh GELU"] = functools.partial(_other_activation, approximate="none")
@@ -72,7 +72,7 @@ def _interleaved(model: Any) -> None:
 
 
 def _let_call(attention: Any, name: str, other: Callable[[Any], Any]) -> None:
-    """Replace a function of transformers by other(function) while this module computes."""
+    """While the module `attention` computes, replace the function `name` of its source file by other(function)."""
     code, forward = sys.modules[type(attention).__module__], attention.forward
 
     def changed(*args: Any, **words: Any) -> Any:
@@ -87,11 +87,11 @@ def _let_call(attention: Any, name: str, other: Callable[[Any], Any]) -> None:
 
 
 def _other_angles(model: Any, **changes: Any) -> None:
-    """Make the model compute its rotary angles with `changes` to their parameters."""
+    """Make the model compute its rotary angles from parameters with these `changes`."""
     for module in _rotary(model):
         config = copy.deepcopy(module.config)
         own = config.rope_parameters
-        by_kind = all(isinstance(each, dict) for each in own.values())  # True: parameters per kind of attention
+        by_kind = all(isinstance(each, dict) for each in own.values())  # True: each kind of attention has its own
         config.rope_parameters = (
             {kind: {**each, **changes} for kind, each in own.items()} if by_kind else {**own, **changes}
         )
@@ -183,7 +183,8 @@ def _swapped(owner: str, one: str, other: str) -> Breaks:
 
 
 def _rows_of_parts(model: Any) -> None:
-    """Take the rows of a fused projection as those of all queries, all keys and all values, not head by head."""
+    """Read the rows of a fused projection as all queries, then all keys, then all values; the family's order is head by
+    head."""
     for attention in _attentions(model):
         heads = attention.config.num_attention_heads
         _then(
@@ -248,7 +249,8 @@ def _other_activation(model: Any, approximate: str) -> None:
 
 
 def _with(value: Any, *names: str) -> Breaks:
-    """Give the attributes of these names this value, in all modules and in their configuration."""
+    """Return a fault that sets the attributes of these names to this value, in all modules and in the modules'
+    configurations."""
 
     def change(model: Any) -> None:
         for module in model.modules():
@@ -304,5 +306,6 @@ OF_KINDS: dict[str, dict[str, Breaks]] = {
     "phi3": {"keys and values swapped": _swapped_rows, "gate and up projection swapped": _swapped_halves},
     "smollm3": {"every layer rotated": _with(True, "use_rope")},
 }
-# Other roundings of half precision: the gate lets them pass, unless the method promises the reference's bits.
+# These are no faults, but other roundings of half precision. The gate passes them, unless the method promises the
+# reference's bits.
 ROUNDED: dict[str, Breaks] = {"norms rounded after their weight alone": _torch_norms}

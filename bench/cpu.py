@@ -1,10 +1,11 @@
-"""Measures on a CPU how much slower the harness is than a bare training loop, and STRONGHOLD than resident training.
+"""Measures on a CPU how much slower the harness is than a bare training loop, and how much slower STRONGHOLD is than
+resident training.
 
     .venv/bin/python -m bench.cpu [--rounds 7]
 
 Prints two ratios of step times at 8 layers, hidden size 512, sequence 256, batch 4: the harness's loop over a bare loop
-of the same model, and STRONGHOLD (window 2) over resident training. Each is a median over rounds that alternate. Also
-prints the time from the start of a process to the end of its first step.
+of the same model, and STRONGHOLD (window 2) over resident training. In each round the two sides of a ratio take turns;
+a ratio is the median over rounds. Also prints the seconds from the start of a process to the end of its first step.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def harness_step_seconds(workload: Workload, steps: int) -> list[float]:
 
 
 def compare(title: str, ours, theirs, rounds: int) -> None:
-    """Alternate two measurements and print their ratio. A measurement is one run's median step after three warm-up
-    steps.
+    """Measure `ours` and `theirs` in turns, and print the ratio of both. A measurement is one run's median step time,
+    in seconds, after three warm-up steps.
     """
     pairs = []
     for _ in range(rounds):

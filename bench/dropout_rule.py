@@ -1,10 +1,11 @@
-"""Measures which faults the gate detects in methods that drop other elements than the reference.
+"""Measures which faults the gate detects in methods whose dropout drops other elements than the reference's.
 
 The losses of such a method differ from the reference's. The gate divides this difference by the change that dropout
-itself causes, and allows a certain multiple. This script measures the multiple of correct runs and of faults. The
-correct runs are megatron-lm, and the reference with another dropout seed; the faults of bench/faults/planted.py use
-that other seed, too. The script judges only the run itself; the gate's probe, which has no dropout, detects further
-faults. Takes minutes on two cores; `--case` runs only cases of these printed names.
+itself causes, and allows a quotient up to a limit, called a multiple here. This script measures the multiples of
+correct runs and of faults. The correct runs are those of megatron-lm, and of the reference with another dropout seed.
+The faults of bench/faults/planted.py run with that other seed, too. The script judges only the run itself; the gate's
+probe, which has no dropout, detects further faults. Takes minutes on two cores; `--case` runs only cases of these
+printed names.
 
     .venv/bin/python -m bench.dropout_rule [--out results/dropout-rule.json] [--case "other seed 3"]
 """
@@ -41,7 +42,7 @@ SIZES = [
         {"num_layers": 2, "learning_rate": 0.01, "seed": 8},
         {"num_layers": 2, "dtype": "bf16", "seed": 9},
         {"num_layers": 2, "dtype": "fp16", "seed": 10},
-        # The cases below were not used when the rule's limit was chosen.
+        # The rule's limit was chosen without the cases below.
         {
             "num_layers": 3,
             "hidden_size": 48,
@@ -70,8 +71,8 @@ FAULTS = (
 
 
 def ratio(record: Record, reference: Record, undropped: Record) -> tuple[float, str]:
-    """Return the record's distance from the reference, as a multiple of the change that dropout itself causes, and the
-    name of the fact with this largest distance.
+    """Return the record's largest distance from the reference, as a multiple of the change that dropout itself causes,
+    and the name of the fact that has this distance, such as loss.
     """
     floor = limits.floor(reference, [undropped]).alike()
     far = {
@@ -101,7 +102,8 @@ def job(method: str, size: Workload, **options: Any) -> Job:
     help="Run only the case of this name, as the output prints it; may be repeated.",
 )
 def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
-    """Train all cases; print each case's multiple, and write all to a file."""
+    """Train all cases, or only the cases named in `chosen`; print each case's multiple, and write all multiples to the
+    file `out`."""
     tried = [(f"megatron-lm {number}", job("megatron-lm", size)) for number, size in enumerate(SIZES, start=1)]
     tried += [(f"other seed {n}", job("planted", size, dropout_seed=77)) for n, size in enumerate(SIZES, start=1)]
     tried += [(fault, job("planted", FAULTED, dropout_seed=77, fault=fault)) for fault in FAULTS]

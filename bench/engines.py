@@ -4,7 +4,7 @@ in which the methods take turns.
     .venv/bin/python -m bench.engines [--rounds 3] [--results DIR] [-m METHOD[:OPTION=VALUE] ...] [--against METHOD]
 
 The model has 8 layers, hidden size 512, sequence 256, batch 4, vocabulary 8192, fp32; every layer is recomputed. Prints
-a table in Markdown; each ratio compares two runs of one round.
+a table in Markdown. Each ratio compares a method's run with the run of `resident` in the same round.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...],
         folder = results or Path(temporary)
         folder.mkdir(exist_ok=True)
         for turn in range(rounds):
-            # Every other round reverses the methods. The reference is first, because the gate judges by its record.
+            # Every other round runs the methods in reverse order. The reference always runs first, because the gate
+            # judges by its record.
             order = list(measured) if turn % 2 == 0 else [reference, *others[::-1]]
             records = Sweep(folder, rerun=True, probe=NONE).run([jobs[text] for text in order])
             for text, record in zip(order, records, strict=True):
@@ -61,7 +62,7 @@ def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...],
 
 
 def job(text: str, steps: int) -> Job:
-    """Return the planned job of METHOD or METHOD:OPTION=VALUE,...."""
+    """Return the planned job of `text`, which is METHOD or METHOD:OPTION=VALUE,OPTION=VALUE."""
     name, _, options = text.partition(":")
     given = dict(parse_option(pair) for pair in options.split(",") if pair)
     return resolve(Job(name, WORKLOAD, options=given, steps=steps, warmup=3))[0]

@@ -1,9 +1,9 @@
-"""Measures a newcomer's first minute: clones this commit, runs the README's first command, and repeats the command at
-another size.
+"""Measures a newcomer's first minute: clones COMMIT (default: HEAD), runs the README's first command, and repeats the
+command at another model size.
 
     .venv/bin/python -m bench.first_minute [COMMIT]
 
-Prints the seconds of each part. Options that an earlier COMMIT lacks are left out of the command.
+Prints the seconds of each part. If COMMIT is old and lacks an option, the command leaves this option out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ IMPORTS = ("process", "start", "import")
 
 
 def called(project: Path, words: list[str]) -> dict[str, float]:
-    """Run the project's run.sh with these words. Return the seconds of each part of the run, and of the whole run as
-    `all`. An output line whose beginning is in PARTS begins a part.
+    """Run the project's run.sh with the arguments `words`. Return the seconds of each part of the run, and of the whole
+    run as `all`. A part begins with an output line that starts with a key of PARTS.
     """
     began = last = time.monotonic()
     part, found = "set-up", dict[str, float]()
@@ -47,8 +47,8 @@ def called(project: Path, words: list[str]) -> dict[str, float]:
 
 
 def import_seconds(project: Path) -> float:
-    """Return the seconds from the start of the worker process until torch and the method are imported, by the run's
-    record.
+    """Return the seconds that the run's record has for the start of the worker process, up to the imports of torch and
+    of the method.
     """
     (path,) = (project / "results").glob("log_stronghold_l-4*.json")
     phases = json.loads(path.read_text())["phase_seconds"]

@@ -2,12 +2,13 @@
 how many correct ("honest") runs it fails.
 
 Each of the 42 faults in bench/faults/planted.py trains 4 layers of hidden size 64 for 20 steps in each dtype: once at
-the published learning rate, and once at the probe's. Honest runs do the same with other rounding: other numbers of
-threads, micro-batches, sums of products, attention, loops of AdamW, and every method that is exact by design and runs
-here. The gate judges each run with its tolerances for a CPU, with its tolerances for CUDA, and by bits if a method
-promises the reference's bits. All this takes about 4 minutes on two cores. `--with` tries the gate at other sizes than
-those by which its limits were chosen. `--model` tries the gate on a model with a config.json; its faults are those of
-bench/convention_faults.py and the faults of planted.py that the model can have.
+the published learning rate, and once at the learning rate of the gate's probe. Honest runs train in the same way, but
+round differently: other numbers of threads, micro-batches, sums of products, attention and loops of AdamW, and every
+method that is exact by design and runs on this machine. The gate judges each run three times: with its tolerances for a
+CPU, with its tolerances for CUDA and, if the method promises the reference's bits, by bits. All this takes about 4
+minutes on two cores. `--with` tries the gate at sizes other than those by which the gate's limits were chosen.
+`--model` tries the gate on a model with a config.json; the faults are then those of bench/convention_faults.py, and
+those of planted.py that the model can have.
 
     .venv/bin/python -m bench.gate_power [--out FILE] [--with seq_len=256 --with batch_size=1]
 
@@ -48,7 +49,8 @@ NARROW = {"num_layers": SIZE.num_layers, "hidden_size": SIZE.hidden_size, "vocab
 FOLDERS = (Path(__file__).parent / "faults", probe.METHODS)
 DTYPES = ("fp32", "bf16", "fp16")
 SEEDS = (1234, 7)
-# Ways to judge a record: with the tolerances for a CPU, with those for CUDA, by bits, and without the probe.
+# Ways to judge a record: with the tolerances for a CPU, with the tolerances for CUDA, by bits, and by its own training
+# without the probe.
 WAYS = ("cpu", "cuda", "bits", "without the probe")
 METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("resident", {}, {"micro_batches": 2}),
@@ -65,12 +67,13 @@ ROUNDED: list[dict[str, Any]] = [
     {"adam": "loop", "rounding": "split-products"}, {"adam": "plain", "rounding": "products-in-halves"},
     {"adam": "plain", "rounding": "plain-attention"},
 ]  # fmt: skip
-# Engines take seconds to start; DeepSpeed also needs a process for each training.
+# Methods that run a library's engine: it takes seconds to start, and DeepSpeed needs a process for each training.
 ENGINES = ("megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme")
-# Verdicts that name a fault correctly: the gate's reason, and for a fault of one step also the step that shows it.
+# Verdicts that name a fault correctly: the gate's reason and, for a fault of a single step, the step that shows the
+# fault.
 FORWARD, GRADIENT = {"forward"}, {"gradient"}
 UPDATE = {"update", "unchanged", "partial-update"}
-SECOND = UPDATE | {"later 3"}  # faults whose first update is right or nearly right
+SECOND = UPDATE | {"later 3"}  # for faults whose first update is right or nearly right
 RIGHT: dict[str, set[str]] = {
     "a layer's update skipped once": {"later 6"},
     "a layer's update skipped always": UPDATE,
@@ -122,7 +125,7 @@ class PowerCase(NamedTuple):
 
     method: str
     options: dict[str, Any]
-    changes: dict[str, Any]  # fields of the workload that differ from SIZE
+    changes: dict[str, Any]  # fields of the workload to change from `size`
     dtype: str
     seed: int
     fault: str = ""
@@ -130,7 +133,7 @@ class PowerCase(NamedTuple):
     probe_steps: int = probe.STEPS
 
     def job(self) -> Job:
-        """Return the job at the published learning rate; probe() returns the probe's jobs."""
+        """Return the job at the published learning rate. probe() returns the job at the probe's learning rate."""
         return self._job(dataclasses.replace(self.size, dtype=self.dtype))
 
     def probe(self, dtype: str) -> Job:
@@ -161,7 +164,8 @@ class Outcome(NamedTuple):
     def is_named(self, way: str) -> bool:
         verdict = self.verdicts[way]
         said = f"{verdict.reason} {verdict.evidence.get('step')}" if verdict.reason == "later" else verdict.reason
-        return said in RIGHT.get(self.case.fault, FORWARD)  # convention faults, not in RIGHT, show in the forward pass
+        # Faults that RIGHT lacks, those of conventions, show in the forward pass.
+        return said in RIGHT.get(self.case.fault, FORWARD)
 
 
 def fault_cases(
@@ -171,7 +175,8 @@ def fault_cases(
     seeds: Sequence[int] = SEEDS,
     probe_steps: int = probe.STEPS,
 ) -> list[PowerCase]:
-    """Return a case for each of these faults; default: all faults that the model can have in this dtype."""
+    """Return a case for each of these faults, or, if there are none, for each fault that the model can have in this
+    dtype."""
     return [
         PowerCase("planted", {"fault": fault}, {}, dtype, seeds[0], fault, size, probe_steps)
         for fault in faults or faults_of(dataclasses.replace(size, dtype=dtype))
@@ -193,8 +198,8 @@ def faults_of(size: Workload) -> list[str]:
 def honest_cases(
     dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS, probe_steps: int = probe.STEPS
 ) -> list[PowerCase]:
-    """Return the honest cases: roundings outside the gate's floor with all seeds, other roundings and methods with two
-    seeds, engines with one.
+    """Return the honest cases. Roundings that the gate's floor does not include have a case for each seed. Other
+    roundings and methods have two cases, for two seeds; engines have one case.
     """
     ways = [(way, seeds[:2]) for way in [*METHODS, *(("planted", how, {}) for how in ROUNDED)]]
     ways += [(("planted", {"rounding": name}, {}), seeds) for name in UNSEEN]
@@ -253,7 +258,9 @@ def _as(record: Record, device: str, bit_exact: bool) -> Record:
 
 
 def figures(outcomes: Iterable[Outcome], promised: set[str]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return by dtype and way of judging: the faults that were seen and named, the honest runs, and those that failed.
+    """Return, by dtype and way of judging, five counts: of faults, of faults seen, of faults named rightly, of honest
+    runs, and of honest runs that failed. Also return the faults unseen, the faults misnamed, and the honest runs that
+    failed, each by name.
 
     `promised`: names of the honest runs whose methods promise the reference's bits.
     """
@@ -298,7 +305,7 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
-    """Run the jobs; return their records by key. Each job of an engine runs in its own process."""
+    """Train the jobs; return the records by the jobs' keys. Each job of an engine runs in a process of its own."""
     unique = {job.key(): job for job in jobs}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = multiprocessing.get_context("forkserver")
@@ -349,7 +356,7 @@ def main(
     probe_steps: int,
     faults: bool,
 ) -> None:
-    """Train and judge all cases, print the table, and write its numbers to a file."""
+    """Train and judge all cases, print the table, and write the table's numbers to a file."""
     started = time.monotonic()
     out = out or Path(f"results/gate-power{f'-{model}' if model else ''}.json")
     size = SIZE if model is None else dataclasses.replace(SIZE, **{**named_models.load(model).sizes, **NARROW})
@@ -359,7 +366,7 @@ def main(
     records: dict[str, Record] = {}
     promised: set[str] = set()
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    # Honest runs come first, so that an interrupted series still shows how many honest runs fail.
+    # Honest runs come first, so that an interrupted call still shows how many honest runs fail.
     for some, dtype in itertools.product((honest_cases, fault_cases)[: 1 + faults], dtypes.split(",")):
         cases = [case for case in some(dtype, size=size, seeds=numbers, probe_steps=probe_steps) if is_trainable(case)]
         more = train_all((job for case in cases for job in case.jobs() if job.key() not in records), cores)

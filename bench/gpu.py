@@ -1,9 +1,9 @@
 """Runs a list of measurements, the most important first, on a GPU that is available for minutes at a time. Each call
 has a time limit.
 
-A call continues where the last call stopped: it skips the steps that have a result of the current code, and puts steps
-that failed or took too long last. A call ends with a summary of one screen and an archive (bench/gpu_results.py), which
-the next call reads.
+A step is one measurement. A call continues where the last call stopped: it skips steps that have a result of the
+current code, and runs steps that failed or took too long last. A call ends with a summary of one screen and an archive
+(bench/gpu_results.py), which the next call reads.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from harness.run.launch import EXPANDABLE
 
 LIMIT_SECONDS = 540.0  # time limit of a call, including its archive
 GRACE_SECONDS = 25.0  # time for an interrupted step's worker to finish its record
-ENDING_SECONDS = GRACE_SECONDS + 15.0  # part of the limit for the last step's grace, the summary and the archive
-LEAST_SECONDS = 60.0  # a step begins only if so much time is left, or its own limit if shorter
+ENDING_SECONDS = GRACE_SECONDS + 15.0  # seconds kept for the last step's grace, the summary and the archive
+LEAST_SECONDS = 60.0  # a step begins only if this time, or its own shorter limit, is left
 RESULTS = (0, 4, 5)  # exit codes of steps that are done: success, out of memory, failed gate
 NEEDED = ("pydantic",)  # packages that reading records needs
 METHODS = ("stronghold", "resident", "zero-offload", "zero-infinity", "fsdp2-offload", "megatron-lm", "l2l")
@@ -54,10 +54,10 @@ class Scale(NamedTuple):
 
     device: str  # device on which facts and rates are measured
     layer: str
-    job: str  # further options of each job: sizes, device and limits
-    capped: str  # option that limits device memory in most steps; `whole`: the same for steps with all memory
+    job: str  # further options of each job: device, time limit and host memory
+    capped: str  # option that limits device memory in most steps; `whole`: the option in the other steps
     whole: str
-    steps: dict[str, str]  # numbers of steps by dtype; bf16 needs more, because a GPU's clock rises in the first second
+    steps: dict[str, str]  # options by dtype; bf16 takes more steps: a GPU's clock rises in the first second
     small: int
     half: int
     headline: tuple[tuple[int, str], ...]
@@ -67,7 +67,8 @@ class Scale(NamedTuple):
 
 
 def cuda(host_bytes: int, gpu_bytes: int) -> Scale:
-    """Return the published sizes. Jobs get 7/8 of each memory, at most 90 GiB of the host and 32 GiB of the GPU."""
+    """Return the published sizes. Jobs get 7/8 of each memory, but at most 90 GiB of host memory and 32 GiB of GPU
+    memory."""
     host_gib, gpu_gib = (min(most, size * 7 // 8 // GIB) for most, size in ((90, host_bytes), (32, gpu_bytes)))
     return Scale(
         "cuda", "-h 2048 -b 4", f"--device cuda --timeout 400 --host-memory {host_gib}GiB",
@@ -88,7 +89,8 @@ DEMO = Scale(
 
 
 class GpuStep(NamedTuple):
-    """A command, its time limit in seconds, and the files that its result depends on, together with their imports."""
+    """A command, its time limit in seconds, and the files on which its result depends. The files that these import
+    count, too."""
 
     title: str
     seconds: float
@@ -117,7 +119,7 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
         title, files = f"{title}, {depth} layers, {dtype}", [known[name] for name in {"resident", *names.split(",")}]
         return harness(title, seconds, f"run {sizes} {more} {probe}", *traced, files=sorted(files))
 
-    def several(depth: int, dtype: str) -> GpuStep:  # a method whose plan does not fit is refused
+    def several(depth: int, dtype: str) -> GpuStep:  # refuses each method whose plan does not fit
         return train("all methods", ",".join(scale.methods), depth, dtype, seconds=400)
 
     def probes(depth: int, dtype: str) -> GpuStep:
@@ -152,8 +154,8 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
 
 
 class GpuCall:
-    """One call: runs steps. The file steps.json keeps each step's last exit code and seconds, the number of tries with
-    the step's full time limit, and the hash of its code.
+    """One call of this script: runs steps. The file steps.json keeps, for each step, the last exit code, its seconds,
+    the number of tries with the step's full time limit, and the hash of the step's code.
     """
 
     def __init__(self, results: Path, out: Path, limit_seconds: float = LIMIT_SECONDS) -> None:
@@ -186,7 +188,7 @@ class GpuCall:
         with open(log, "w") as file:
             code = ended(step.command, file, seconds)
         spent, times = round(time.monotonic() - started, 1), self.tried.get(step.title, {"times": 0})["times"]
-        times += code is not None or seconds == step.seconds  # a try that the call's end cuts short does not count
+        times += code is not None or seconds == step.seconds  # a try that the end of the call cut short does not count
         self.tried[step.title] = {"code": code, "seconds": spent, "times": times, "source": self.source(step)}
         write_whole(self.file, json.dumps(self.tried, indent=1))
         gpu_results.pack(self.results, self.out)  # pack now, because this call may be killed
@@ -214,14 +216,15 @@ class GpuCall:
 
 
 def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
-    """Run the command; return its exit code, or None if it reached its limit. Then it gets SIGINT, later SIGKILL."""
+    """Run the command; return its exit code, or None if it reached its limit of `seconds`. At the limit it gets SIGINT
+    and, if it does not end within GRACE_SECONDS, SIGKILL."""
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:  # still running: at its limit, or this call was interrupted
+        if process.poll() is None:  # the command reached its limit, or this call was interrupted
             os.killpg(process.pid, signal.SIGINT)
             try:
                 process.wait(GRACE_SECONDS)
@@ -231,8 +234,8 @@ def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
 
 
 def row(runs: Sequence[Record]) -> str:
-    """Return one line about a job: the last run's step time and device peak, each with the ratio of planned to
-    measured, the gate's verdict, and whether several runs had the same bits.
+    """Return one line about a job: the last run's step time and device peak, each with the ratio of the planned value
+    to the measured one; the gate's verdict; and, for several runs, whether they had the same bits.
     """
     record = runs[-1]
     job, predicted, options = record.job, record.predicted, record.job.options
@@ -259,8 +262,8 @@ def _share(planned: float | None, measured: float) -> str:
 @click.option("--limit", "limit_seconds", type=float, default=LIMIT_SECONDS, help="Time limit of this call in seconds.")
 @click.option("--only", multiple=True, metavar="TITLE", help="Run only this step, even if it has a result.")
 def main(name: str, demo: bool, limit_seconds: float, only: tuple[str, ...]) -> None:
-    """Run the steps that are left, and write their records to results/NAME. The archive goes to the folder in the
-    variable OUT, by default to results.
+    """Run the steps that are left, and write their records to results/NAME. The archive goes to the folder that the
+    environment variable OUT names; default: results.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if missing := [package for package in NEEDED if importlib.util.find_spec(package) is None]:

@@ -1,4 +1,4 @@
-"""Measures, one after another, the facts of a GPU and its host that plans assume, and writes them to one file.
+"""Measures the facts about a GPU and its host that plans assume, one after another, and writes them to one file.
 
     .venv/bin/python -m bench.gpu_facts FILE [--device cpu]
 
@@ -33,8 +33,8 @@ LAUNCHES = 1000
 
 
 def memory(device: str) -> dict[str, Any]:
-    """Return the bytes of device memory by NVML and by CUDA, and the bytes of a CUDA context, bare and with the
-    libraries that a layer loads.
+    """Return the bytes of device memory as NVML tells them and as CUDA tells them. Also return the bytes of a CUDA
+    context without further libraries, and with the libraries that a layer loads.
     """
     before, told = machine.gpu_free_bytes(), {"nvml_total": machine.gpu().get("gpu_bytes")}
     torch.zeros(1, device=device)
@@ -82,8 +82,9 @@ def attention(device: str) -> dict[str, Any]:
 
 
 def pinning(device: str) -> dict[str, Any]:
-    """Return the seconds to page-lock memory, and the MiB by which this process grows, by the kernel's counters: once
-    as training does it, once as torch does it for DeepSpeed and FSDP2.
+    """Return the seconds to page-lock memory, and the MiB by which this process then grows in the kernel's counters.
+    The memory is page-locked once as this project's training does it, and once as torch does it for DeepSpeed and
+    FSDP2.
     """
     size = PINNED_BYTES[device]
 
@@ -111,8 +112,8 @@ def launches(device: str) -> dict[str, str]:
 
 
 def messages(device: str) -> dict[str, Any]:
-    """Return the seconds to make a process group of one rank, as engines do, and to sum a number on it, and its network
-    settings."""
+    """Return the seconds to make a process group of one rank, as engines do, and to sum a number in this group. Also
+    return the network interfaces that the environment sets."""
     started = time.perf_counter()
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -134,7 +135,7 @@ def main(file: Path, device: str) -> None:
     for measure in FACTS:
         try:
             found[measure.__name__] = measure(device)
-        except Exception as error:  # a driver or library may raise anything
+        except Exception as error:  # a driver or library may raise any kind of error
             found[measure.__name__] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         write_whole(file, json.dumps(found, indent=1))
     print("\n".join(lines(found)))

@@ -1,4 +1,5 @@
-"""Packs the results of bench/gpu.py into one archive, with their paths below the project's folder, and unpacks it.
+"""Packs the results of bench/gpu.py into one archive, and unpacks such an archive. The archive keeps each file's path
+relative to the project's folder.
 
 The archive holds the folder of results, the machine's calibration and the kernel that was compiled on the machine. If
 the archive would be larger than MOST_BYTES, pack() leaves out the largest traces.
@@ -17,7 +18,8 @@ BESIDE = ("results/calibration.json", ".venv/adam/*.so")  # files that are packe
 
 
 def pack(results: Path, out: Path, most_bytes: int = MOST_BYTES) -> list[str]:
-    """Write the archive of `results`, the folder TREE/results/NAME, to `out`. Return the names of files left out."""
+    """Write the archive of `results`, the folder TREE/results/NAME, to `out`. Return the paths of files left out
+    because the archive would exceed `most_bytes`."""
     root = results.parents[1]
     there = [path for path in results.rglob("*") if path.is_file() and not path.name.startswith(".")]
     files = [*there, *(path for pattern in BESIDE for path in root.glob(pattern))]
@@ -39,7 +41,8 @@ def _packed(files: list[Path], root: Path) -> bytes:
 
 
 def unpack(archive: Path, root: Path) -> int:
-    """Unpack files that the tree lacks; return their number. Raises ValueError if the archive is not one of pack()."""
+    """Unpack files that the tree lacks; return their number. Raises ValueError if the file is no archive that pack()
+    has made."""
     try:
         with tarfile.open(archive) as packed:
             missing = [member for member in packed if not (root / member.name).exists()]

@@ -1,8 +1,8 @@
-"""The gate for morphs: compares the record of a job whose machines changed, step by step, with the record of one
-undisturbed process. Uses the standard library only.
+"""The gate for morphs: compares, step by step, the record of a job whose machines changed with the record of one
+undisturbed process. This file uses the standard library only.
 
-Each part of the training state has its own fact in the record. Therefore the first fact that differs names the part
-that was lost.
+Each part of the training state has its own fact in the record. Therefore the name of the first fact that differs tells
+which part was lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from methods.pipeline.launch.folder import read_lines
 
 TOLERANCE = 1e-6  # largest relative difference of losses, because replicas and micro-batches sum in another order
-# Facts that must agree at each step; a cause stands before its effects.
+# Facts that must agree at each step: field of the record, reason, words. A cause stands before its effects.
 EXACT = (
     ("samples", "batch", "samples in the batch"),
     ("data", "data-order", "digest of the samples"),
@@ -30,11 +30,11 @@ EXACT = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison. `reason`: name of the first difference; empty if there is none."""
+    """The result of a comparison. `reason`: name of the first fact that differs; empty if all facts agree."""
 
     reason: str
     text: str
-    largest: float = 0.0  # largest relative difference of a loss
+    largest: float = 0.0  # largest relative difference between two losses of a step
 
     @property
     def passed(self) -> bool:
@@ -45,8 +45,8 @@ def judge(
     steps: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]] = (),
     tolerance: float = TOLERANCE,
 ) -> Verdict:  # fmt: skip
-    """Compare a job's steps with those of the undisturbed job. `lost`: the first results of steps that were repeated,
-    which must be right, too.
+    """Compare a job's steps with those of the undisturbed job. `lost`: the first results of steps that were repeated
+    after a death; these must be right, too.
     """
     expected = {line["step"]: line for line in undisturbed}
     counts = Counter(line["step"] for line in steps)
@@ -75,7 +75,8 @@ def judge(
 
 
 def judge_folder(folder: Path, undisturbed: Path, most_lost: int, tolerance: float = TOLERANCE) -> Verdict:
-    """Compare the folders of two launched jobs. `most_lost`: the most steps that may be repeated after one death."""
+    """Compare the folders of two launched jobs. `most_lost`: the most steps that may be repeated after one death.
+    Raises ValueError if a record does not have the form that a launcher writes."""
     lost = read_lines(folder / "lost_steps.jsonl", "step", "round")
     steps, expected = (read_lines(each / "steps.jsonl", "step") for each in (folder, undisturbed))
     try:

@@ -1,10 +1,10 @@
-"""Kills runs at random moments and checks that no process or torn file is left: python -m bench.kills [--kills 300],
-about five seconds each.
+"""Kills runs at random moments, and checks that no process and no half-written file is left. Call: python -m
+bench.kills [--kills 300]; a kill takes about five seconds.
 
-A third of the kills comes within 200 ms after the last step, the others at any time of the run. Each kill sends SIGKILL
-to the parent, the worker or both, or SIGTERM to the parent, or SIGHUP to the parent or both, as a closed terminal does.
-Afterwards no process may live on, and no file may be torn. After one more run, which is not killed, no other file may
-be left in the results, in shared memory or in the folder of temporary files.
+A third of the kills comes within 200 ms after the last step; the other kills come at any time of the run. Each kill
+sends SIGKILL to the parent, the worker or both, or SIGTERM to the parent, or SIGHUP to the parent or both, as a closed
+terminal does. Afterwards no process may live on, and no file may be half-written. After one more run, which is not
+killed, no other file may be left in the results, in shared memory or in the folder of temporary files.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 40 --
 KINDS = [("parent", signal.SIGKILL), ("worker", signal.SIGKILL), ("both", signal.SIGKILL), ("parent", signal.SIGTERM),
          ("parent", signal.SIGHUP), ("both", signal.SIGHUP)]  # fmt: skip
 LAST_SECONDS = 0.2
-END_SECONDS = 90.0  # within this time a worker without parent writes its record or is killed
+END_SECONDS = 90.0  # within this time a worker whose parent died writes its record or is killed
 
 
 class Call:
-    """One run in its own session. Sets has_begun at the end of the first step, and has_trained at that of the last."""
+    """One run in its own session. Sets the event has_begun at the end of the first step, and the event has_trained at
+    the end of the last step."""
 
     def __init__(self, folder: Path, words: Sequence[str] = WORDS) -> None:
         environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "HARNESS_LOCKS": str(folder), "KILLS": str(folder)}
@@ -84,7 +85,8 @@ def of_these_runs(folder: Path) -> list[int]:
 
 
 def left_alive(folder: Path) -> int:
-    """Wait until all processes of these runs have ended, at most END_SECONDS; return the number that still run."""
+    """Wait until all processes of these runs have ended, but at most END_SECONDS. Return the number of processes that
+    still run."""
     end = time.monotonic() + END_SECONDS
     while (alive := of_these_runs(folder)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -107,7 +109,7 @@ def main() -> None:
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: print the results so far
             for kill in range(asked.kills):
                 (whom, number), call = KINDS[kill % len(KINDS)], Call(folder)
-                if kill % 3 == kill // len(KINDS) % 3:  # late kills, equally often for each kind
+                if kill % 3 == kill // len(KINDS) % 3:  # every third kill of each kind is a late one
                     call.has_trained.wait()
                     time.sleep(chance.uniform(0, LAST_SECONDS))
                 else:

@@ -1,10 +1,11 @@
-"""Tests morphs with random schedules of machines that leave, come and die, all simulated on this machine.
+"""Tests morphs (a job changes its number of ranks while it trains) by random schedules of machines that leave, come and
+die. All machines are simulated on this machine.
 
     .venv/bin/python -m bench.morphs [--schedules 30] [--first 0]
 
 A schedule's seed determines the number of machines at the start, the changes, and when they happen. Machines come or
-leave by an edit of the list, leave after SIGTERM, or die by kill -9. The launcher may die by kill -9, too, and is then
-started again. Each job must have the losses of one undisturbed process.
+leave by an edit of the list of machines, leave after SIGTERM, or die by kill -9. The launcher may die by kill -9, too;
+it is then started again. Each job must have the losses of one undisturbed process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TEXTS = {"death": "a machine's death", "launcher": "the launcher's death", "list
 
 
 def random_schedule(seed: int, num_steps: int) -> Schedule:
-    """Return a schedule of three to five changes."""
+    """Return the schedule of this seed: three to five changes of machines before the last step."""
     draws = random.Random(seed)
     first = now = draws.randint(1, MOST_MACHINES)
     changes = []

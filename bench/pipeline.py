@@ -3,9 +3,9 @@ machine's cores.
 
     .venv/bin/python -m bench.pipeline [--stages sleeping|real] [--micro-batches 12] [--unit 0.05] [--steps 5]
 
-Sleeping stages take no core, so that the step time depends on the schedule and the messages only. The table's bubbles
-are simulated. Its column for communication alone shows the time of a step whose passes take no time, as a share of a
-normal step.
+Sleeping stages take no core, so the step time depends on the schedule and the messages only. The table's bubbles (idle
+shares of a step) are simulated. Its column for communication shows the time of a step whose passes take no time, as a
+share of a normal step's time.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, arg
 
 
 def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float, steps: int) -> list[float]:
-    """Return the seconds of each step on a rank whose passes sleep. `unit`: seconds of a forward pass, and of a
-    recompute; a backward pass takes two units.
+    """Return the seconds of each step on a rank whose passes sleep. `unit`: seconds of a forward pass, and also of a
+    recompute. A backward pass takes two units.
     """
     import torch.distributed as dist
 
@@ -73,7 +73,7 @@ def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, 
         dist.barrier()
         seconds.append(time.perf_counter() - began)
     dist.destroy_process_group()
-    return seconds[1:]  # without the first step, in which ranks still wait for one another
+    return seconds[1:]  # without the first step, in which ranks still wait until all have started
 
 
 def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float) -> Any:
@@ -143,7 +143,7 @@ def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches:
 
 
 def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
-    """Return the seconds of each step of a GPT."""
+    """Return the seconds of each step of a GPT on this rank. `options`: of the method varuna."""
     import torch
 
     from harness.core.method import create
@@ -159,7 +159,8 @@ def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
 
 
 def table_of_sleeping(num_micro_batches: int, unit: float, steps: int, rounds: int) -> None:
-    """Print the table. Each round runs all rows, so that other load on the machine slows all rows alike."""
+    """Print the table of sleeping stages. Each round runs all rows, so that other load on the machine slows all rows
+    alike."""
     from methods.pipeline.simulate import simulate
 
     rows = [(num_stages, schedule) for num_stages in (2, 3, 4) for schedule in SCHEDULES]

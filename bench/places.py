@@ -1,5 +1,5 @@
-"""Compares one job on this machine with the same job in a container, by turns: medians of step time, time of the whole
-call, and host peaks by kind.
+"""Runs one job by turns on this machine and in a container, and compares the medians of the step time, of the time of
+the whole call, and of the host's peaks by kind of memory.
 
 .venv/bin/python -m bench.places --image IMAGE [--rounds 5]
 """

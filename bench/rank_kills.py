@@ -1,8 +1,8 @@
-"""Kills one rank of a run at a random moment and checks that the record names it and that nothing is left: python -m
-bench.rank_kills [--kills 50], about fifteen seconds each.
+"""Kills one rank of a run at a random moment, and checks that the record names this rank and that nothing is left.
+Call: python -m bench.rank_kills [--kills 50]; a kill takes about fifteen seconds.
 
-Methods take turns. Half of the kills come while the ranks train, the others at any time between a rank's start and end.
-The record must name the killed rank, every other process must end, and no temporary file may be left.
+Methods take turns. Half of the kills come while the ranks train; the other kills come at any time between a rank's
+start and end. The record must name the killed rank, every other process must end, and no temporary file may be left.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def ranks_of(folder: Path) -> dict[int, psutil.Process]:
 
 
 def begun(call: Call, folder: Path, num_ranks: int) -> dict[int, psutil.Process]:
-    """Wait until all ranks of a run have started; return their processes, or none if they do not start in time."""
+    """Wait until all ranks of a run have started; return their processes by rank, or an empty dictionary if they do not
+    start within START_SECONDS."""
     end = time.monotonic() + START_SECONDS
     while call.process.poll() is None and time.monotonic() < end:
         if len(found := ranks_of(folder)) == num_ranks:
@@ -76,7 +77,8 @@ def told(record: Record | None, rank: int, num_ranks: int) -> str:
 
 
 def newest(folder: Path, before: set[Path], name: str) -> Record | None:
-    """Return the record that a run of this method has added to the folder, if any."""
+    """Return the record that a run of the method `name` has added to the folder, or None. `before`: the paths of older
+    records."""
     there, torn = read_all(folder)
     if torn:
         raise SystemExit(f"files that are no records: {torn}")

@@ -1,10 +1,9 @@
-"""Checks that every method trains on several ranks as one process does: python -m bench.ranks [--results DIR] [--out
-FILE].
+"""Checks that every method trains on several ranks as on one. Call: python -m bench.ranks [--results DIR] [--out FILE].
 
 Each method trains a GPT of 4 layers, hidden size 64, on 2 and 4 ranks, in fp32, at learning rates up to 3e-3, clipped
-at every step; Megatron-LM does so with each kind of parallelism. The table shows the gate's verdict, and the largest
-relative differences of losses and gradient norms from those of `resident` on the whole batch. A repeated call runs only
-the jobs that have no result yet.
+at every step; Megatron-LM does so with each kind of parallelism. The table shows the gate's verdict, and how far losses
+and gradient norms differ from those of `resident` on the whole batch: the largest relative differences. A repeated call
+runs only the jobs that have no result yet.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ WORKLOAD = Workload(
     num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512,
     learning_rate=LAST_RATE * LR_WARMUP_STEPS / STEPS, clip_norm=0.1,
 )  # fmt: skip
-# Options of additional jobs, with their numbers of ranks. If options do not use all ranks, replicas split the batch.
+# By method, additional jobs: the number of ranks and the options. If the options use fewer ranks, replicas split the
+# batch.
 SPLITS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "megatron-lm": [
         (2, {"distributed_optimizer": True}), (2, {"tensor_parallel": 2}),
@@ -71,7 +71,7 @@ def row(asked: Job, record: Record, reference: Record) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def sweeping(results: Path | None) -> Iterator[Sweep]:
-    """Yield a Sweep into this folder, or into a temporary one."""
+    """Yield a Sweep that writes records into the folder `results`; None: into a temporary folder."""
     with tempfile.TemporaryDirectory() as folder, reporter(as_json=False) as report:
         into = results or Path(folder)
         into.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Simulates how good Hydra's scheduling rule Sharded-LRTF is: ratios of its makespan to the proved optimum, and the
-speed-up on up to 1,000 devices.
+"""Simulates how good Hydra's scheduling rule Sharded-LRTF is. Prints the ratios of its makespan (time until all models
+are trained) to the proved optimum, and the speed-up on up to 1,000 devices.
 
     .venv/bin/python -m bench.schedules
 
-The clock is virtual; no model is trained. The 12 models have the published size and 20 minibatches each: 6 with batch
-16 (13 shards), 6 with batch 8 (8 shards).
+The clock is virtual; no model is trained. The speed-up is that of 12 models of the published size, each with 20
+minibatches: 6 models have batch 16 and 13 shards, 6 models have batch 8 and 8 shards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Writes the table results/virtual.md: STRONGHOLD's step time under the virtual clock beside its lower bound.
+"""Writes the table results/virtual.md: STRONGHOLD's step time under the virtual clock, beside the lower bound of this
+time.
 
 .venv/bin/python -m bench.virtual [--machine NAME ...] [--layers 16,32,48,78,100] [--out FILE.md]
 """
@@ -15,7 +16,7 @@ from harness.base.checkout import ROOT
 from methods.streaming.placement import HOMES
 from methods.streaming.virtual_schedule import CLIP_NORMS, DTYPES, NAME, ScheduledStep, point
 
-# One sample a step: machine, layers, tokens.
+# Points with one sample a step: machine, number of layers, tokens of the sample.
 SAMPLES = [("h200", 100, 16384), ("h200", 48, 131072), ("rtx4090", 48, 65536), ("rtx4090", 48, 98304)]
 HEAD = "placement | bound by | bound | schedule | of its bound | of all resident |"
 
@@ -35,7 +36,7 @@ def line(title: str, found: ScheduledStep | str) -> str:
 @click.option("--clipping", "clippings", multiple=True, type=click.Choice(["none", "deferred", "speculate"]))
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=ROOT / "results" / "virtual.md")
 def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], out: Path) -> None:
-    torch.set_num_threads(1)  # threads would not speed up such small matrices
+    torch.set_num_threads(1)  # more threads would not speed up the small matrices of this clock
     wanted = [clipping for clipping in CLIP_NORMS if not clippings or (clipping or "none") in clippings]
     lines = [
         "# The schedule under a virtual clock (clock: virtual; nothing here was measured)",

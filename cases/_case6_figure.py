@@ -1,4 +1,4 @@
-"""Draws the figure of case 6: two measured panels, two simulated ones."""
+"""Draws the figure of case 6: two panels are measured, two are simulated."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def _speeds(axes: plot.Axes, rows: Sequence[FigureRow], note: str, methods: Sequ
 
 
 def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
-    """Draw each scheduling rule as a mark at its mean ratio to the optimum, with a line up to its largest ratio."""
+    """Draw each scheduling rule as a mark at the mean ratio of its makespan to the optimum, with a line up to the
+    largest ratio."""
     plot.title(axes, f"simulated (virtual clock), {INSTANCES} random instances each")
     axes.set_ylabel("Makespan / proved optimum")
     groups = list(dict.fromkeys(row.group for row in rows))
@@ -88,7 +89,7 @@ def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
 
 
 def _turns(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
-    """Draw one row per model; a box in it is the time in which one of the model's shards computes."""
+    """Draw one row per model. A box in the row spans the time in which one of the model's shards computes."""
     from matplotlib.patches import Patch
 
     models = list(dict.fromkeys(row.group for row in rows))

@@ -62,7 +62,8 @@ def _foretold(axes: plot.Axes, rows: Sequence[FigureRow], note: str) -> None:
     for x, y, text in points:
         axes.plot(x, y, "o", color=LOOKS["varuna"][0], markersize=4)
         look: Any = {"textcoords": "offset points", "fontsize": 5.8, "color": plot.EDGE}
-        # Put the label on the point's side that faces away from the diagonal and towards the panel's middle.
+        # Put the label above or below the point, away from the diagonal, and let the text run towards the panel's
+        # middle.
         side = "left" if x < most / 2 else "right"
         axes.annotate(text, (x, y), xytext=(0, 5 if y >= x else -10), ha=side, **look)
     axes.set(xlim=(0, most), ylim=(0, most), xlabel="Measured step time (s)", ylabel="Foretold step time (s)")
@@ -101,8 +102,8 @@ def _trace(
 
 
 def _beneath(axes: plot.Axes, points: Sequence[tuple[float, float]], text: str, lowest: float) -> None:
-    """Draw the points, (x, count), as steps on a second y axis in the panel's lowest quarter. The panel's first y axis
-    gets no ticks below `lowest`, where the count is drawn.
+    """Draw the points, pairs of x and a count, as steps on a second y axis in the panel's lowest quarter. `text`: that
+    axis's label. `lowest`: the first y axis gets no ticks below this value, where the counts are drawn.
     """
     axes.set_yticks([tick for tick in axes.get_yticks() if lowest <= tick <= axes.get_ylim()[1]])
     other = axes.twinx()

@@ -1,5 +1,5 @@
-"""Runs a pipeline job on simulated machines, which leave, join and die by a schedule. A simulated machine is an agent
-process with one rank.
+"""Runs a pipeline job on simulated machines, which leave, join and die by a schedule. A simulated machine is a process,
+an agent of the launcher, with one rank.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from methods.pipeline.launch.folder import read_lines
 
 SCRIPT = ROOT / "cases" / "_paced_gpt.py"
 SMALL = ("--blocks", "3", "--width", "32", "--tokens", "16")
-FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # least seconds of a step; SLOWEST is used while machines come
+FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # least seconds of a step, for PACE_FILE; SLOWEST while machines come
 BATCH_SIZE, CHUNK_SIZE, CHECKPOINT_EVERY = 12, 2, 10
 LIMIT_SECONDS = 240.0
-# A machine is killed, the launcher is killed, the list of machines is edited, or a machine gets SIGTERM.
+# The causes of a change, in this order: a machine is killed; the launcher is killed; the list of machines is edited; a
+# machine gets SIGTERM.
 CAUSES = ("death", "launcher", "list", "notice")
 
 
 class Change(NamedTuple):
-    """A change after the step `step`: the number of machines becomes `num_machines`; `by` is the cause."""
+    """A change after step number `step`. The number of machines becomes `num_machines`. `by`: the cause."""
 
     step: int
     num_machines: int
-    by: str = "list"  # one of CAUSES; if the launcher dies, the number of machines stays
+    by: str = "list"  # one of CAUSES; "launcher" leaves the number of machines as it is
 
 
 class Schedule(NamedTuple):
-    """The changes of a job. `num_machines`: machines at the job's start. `num_stages`: most stages; with fewer workers
-    there are fewer stages.
+    """The changes of a job. `num_machines`: machines at the job's start. `num_stages`: the most stages of the pipeline;
+    with fewer machines there are fewer stages.
     """
 
     num_machines: int
@@ -52,12 +53,12 @@ class Schedule(NamedTuple):
 
 class Played(NamedTuple):
     code: int
-    seconds: dict[str, list[float]]  # by cause: from each change to the next round's first step
+    seconds: dict[str, list[float]]  # by cause: seconds from a change to the next round's first step
     output: str
 
 
 class Machines:
-    """The file that lists the simulated machines, their agents, and the file that sets the training's pace."""
+    """The simulated machines: the file that lists them, their agents, and the file that sets the training's pace."""
 
     def __init__(self, folder: Path, num_machines: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ class Machines:
     def signal(self, number: int, kind: int) -> None:
         name = f"127.0.0.{number + 1}"
         agents = [line["agent"] for line in self.events("came") if line["machine"] == name]
-        with contextlib.suppress(ProcessLookupError):  # this agent died before and is not restarted yet
+        with contextlib.suppress(ProcessLookupError):  # the agent has died already, and is not restarted yet
             os.kill(agents[-1], kind)
 
     def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
@@ -84,7 +85,8 @@ class Machines:
         return read_lines(self.job / "steps.jsonl")
 
     def next_step(self, began: float) -> float:
-        """Return when the first step ended after a new round began, later than `began`; 0.0 if there is none yet."""
+        """Return the time, in seconds since the epoch, at which the first step of a new round ended; 0.0 if no such
+        step has ended yet. The new round began later than the time `began`."""
         first = min((line["time"] for line in self.events("round", began)), default=float("inf"))
         return min((line["time"] for line in self.steps if line["time"] > first), default=0.0)
 
@@ -98,7 +100,8 @@ def command(machines: Machines, num_stages: int, script: Sequence[str]) -> list[
 
 
 def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str] = SMALL) -> Played:
-    """Run one job with the changes of the schedule. Raises TimeoutError if the job stops making progress."""
+    """Run one job with the changes of the schedule, and return its exit code, times and output. Raises TimeoutError if
+    the job stops making progress."""
     machines = Machines(folder, schedule.num_machines)
     write_whole(machines.pace, FAST)
     call = command(machines, schedule.num_stages, [*script, "--steps", str(num_steps)])
@@ -133,7 +136,7 @@ def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str]
                 seconds[change.by].append(machines.next_step(began) - began)
                 if machines.num_machines != change.num_machines:
                     machines.set(change.num_machines)
-                    time.sleep(1)  # the launcher must see the shorter list before the lines come back
+                    time.sleep(1)  # time for the launcher to see the shorter list before lines come back
                 write_whole(machines.pace, FAST)
             running.wait(LIMIT_SECONDS)
         finally:

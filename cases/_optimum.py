@@ -1,8 +1,8 @@
 """Computes the proved optimum of small scheduling instances with OR-tools' CP-SAT, and the ratio of each scheduling
 rule's makespan to this optimum.
 
-A unit is an interval of time, and all devices are alike. Therefore one constraint replaces the assignment of units to
-devices: at most n units overlap at any time on n devices.
+A unit is an interval of time in which one device computes, and all devices are alike. Therefore one constraint replaces
+the assignment of units to devices: with n devices, at most n units overlap at any time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ WHOLE = "whole models"
 
 
 def chain(shards: Sequence[float], minibatches: int) -> list[float]:
-    """Return the units of a model in seconds. A backward unit recomputes its shard and takes twice the forward's time;
-    the last shard's unit, forward and backward in one, takes 3 times."""
+    """Return the units of a model in seconds. A backward unit recomputes its shard and takes twice the time of the
+    forward unit. The last shard has one unit for forward and backward pass, which takes three times the time of a
+    forward unit. `shards`: seconds of each forward unit."""
     *below, last = shards
     return ([*below, 3 * last] + [2 * seconds for seconds in reversed(below)]) * minibatches
 
 
 def instance(seed: int, num_models: int) -> list[list[int]]:
-    """Return random models of 2 to 4 shards and 2 to 4 minibatches; the shards' times are random whole numbers."""
+    """Return the chains of units of random models. Each model has 2 to 4 shards and 2 to 4 minibatches, and the times
+    are whole numbers."""
     rng = random.Random(seed)
     shards = ([rng.randint(1, 9) for _ in range(rng.randint(2, 4))] for _ in range(num_models))
     return [[int(unit) for unit in chain(each, rng.randint(2, 4))] for each in shards]
@@ -34,8 +36,8 @@ def instance(seed: int, num_models: int) -> list[list[int]]:
 
 @functools.cache
 def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
-    """Return the ratios of makespan to optimum, by scheduling rule and for models placed whole: one ratio per instance
-    whose optimum was proved within the limit.
+    """Return ratios of makespan to optimum, by scheduling rule, and under WHOLE for models that are placed whole. There
+    is one ratio for each instance whose optimum was proved within the limit of optimum().
     """
     found: dict[str, list[float]] = {name: [] for name in (*POLICIES, WHOLE)}
     for seed in range(INSTANCES):
@@ -49,9 +51,9 @@ def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
 
 
 def optimum(chains: Sequence[Sequence[int]], num_devices: int, limit: float = 10.0) -> int | None:
-    """Return the shortest makespan of chains whose times are whole numbers; None if no proof ends within the limit.
-
-    The limit counts CP-SAT's deterministic time (about seconds), so that a loaded machine proves the same instances.
+    """Return the shortest makespan of chains whose times are whole numbers. Return None if the proof does not end
+    within `limit`, which counts CP-SAT's deterministic time (about seconds), so that a loaded machine proves the same
+    instances.
     """
     from ortools.sat.python import cp_model
 

@@ -1,5 +1,5 @@
-"""Runs examples/own_gpt.py with slowed steps. The environment variable PACE_FILE names a file with the least seconds
-per step; the file may change at any time.
+"""Runs examples/own_gpt.py with slower steps. The environment variable PACE_FILE names a file that holds the least
+seconds of a step. The file may change at any time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Figure 6a: how large a model does each method train in the same memories?
 
-A search by real runs finds the largest depth; a cross in the figure marks the smallest depth above it that failed. The
-profile `paper` also tries the published sizes.
+A search by real runs finds the largest depth (number of layers) that trains. A cross in the figure marks the smallest
+depth above the largest that failed. The profile `paper` also tries the published sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class LargestModel(Case):
         return [used.probe(*size) for size in PUBLISHED_DEPTHS.items()] if used.kind == "paper" else []
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return two rows per method: its largest size, then the smallest size above it that failed."""
+        """Return up to two rows per method: the largest size that trained, then the smallest size above it that
+        failed."""
         rows = []
         for name in self.methods:
             is_final = measurements.is_searched(name, records)
@@ -38,8 +39,8 @@ class LargestModel(Case):
         return rows
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return two rows per method: the largest size that trained, then the next larger size that failed. Runs that
-        passed the gate count first.
+        """Return up to two rows per method: the largest size that trained, then the next larger size that failed. A
+        size counts as trained without the gate only if no size of the method passed the gate.
         """
         found = []
         for name in self.methods:

@@ -1,7 +1,7 @@
 """Figure 7a: how fast is STRONGHOLD at the largest size of each baseline?
 
-The sizes are those that case 1 finds. If no run of a baseline passes the gate, the figure shows the baseline's size
-alone, and STRONGHOLD is not run at this size.
+The sizes are those that case 1 finds. If no run of a baseline passes the gate, the figure shows only the baseline's
+size, and STRONGHOLD does not run at this size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.figures.profile import CaseProfile
 
 BASELINES = ("megatron-lm", "l2l", "zero-offload", "zero-infinity")  # in the figure's order
 OURS = "stronghold"
-STREAMED = {"resident_layers": 0, "clipping": "deferred"}  # as published: no resident layer, one kind of clipping
+STREAMED = {"resident_layers": 0, "clipping": "deferred"}  # as published: all layers windowed, updates after the norm
 
 
 class SpeedAtLargestSizes(Case):
@@ -37,7 +37,7 @@ class SpeedAtLargestSizes(Case):
         return baselines + [used.job(OURS, depth, window_size=used.window_at(depth), **STREAMED) for depth in depths]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return the rows of the baselines, then those of STRONGHOLD at the baselines' depths."""
+        """Return the rows of the baselines, then the rows of STRONGHOLD at the baselines' depths."""
         rows = measurements.rows(self.metric, self.jobs(used, measurements.sizes(self.searches, records)), records)
         for name in BASELINES:
             largest, _ = measurements.largest(name, records)
@@ -60,8 +60,8 @@ class SpeedAtLargestSizes(Case):
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return each baseline's row at its largest depth that trained, and STRONGHOLD's row at the same depth. Runs
-        that passed the gate count first. An imported log counts with its speed even if its run ended early, as in the
-        paper's row of L2L.
+        that passed the gate count before others. An imported log counts with its speed even if its run ended early, as
+        did the paper's run of L2L.
         """
         found = []
         for name in BASELINES:

@@ -1,8 +1,8 @@
 """Model selection: trains many models by turns, and compares their speed with training one after another.
 
-The models differ in learning rate and batch size. All models together fit the host's memory; the device has a sixteenth
-of this memory, so no whole model fits the device. The time of training one after another is computed: one model per
-batch size is timed alone, because the learning rate changes no time, and the starts of the models do not count. Two
+The models differ in learning rate and batch size. All models together fit the host's memory. The device has a sixteenth
+of this memory, so no whole model fits the device. The time of training one after another is computed from one timed
+model per batch size, because the learning rate does not change the time. The starts of the models do not count. Two
 panels are simulated under a virtual clock, from the measured times of shards.
 """
 
@@ -27,11 +27,11 @@ BASELINES = ("resident", "zero-infinity", "stronghold")
 OURS = "hydra"
 METRIC = "samples_per_second"
 RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # number of learning rates, by profile
-NUM_BATCH_SIZES = 2  # batch sizes for each rate: the profile's and half of it
-DEVICE_SHARE = 16  # the host's memory over the device's
-IN_DEMO = {"depth": 3, "host": 2}  # layers per model, too many for the device; factor on the host memory
+NUM_BATCH_SIZES = 2  # batch sizes for each learning rate: the profile's and half of it
+DEVICE_SHARE = 16  # host memory divided by device memory
+IN_DEMO = {"depth": 3, "host": 2}  # depth: layers per model, too many for the device; host: factor on host memory
 DEVICES = (1, 2, 4, 8, 16, 32, 100, 316, 1000)
-MANY = 4000  # number of models, enough for a thousand devices
+MANY = 4000  # a number of models that keeps a thousand devices busy
 SIMULATED = FigureRow("speed_up", OURS, 0, 0, None, None, valid=True, origin="simulated", clock="virtual")
 
 
@@ -47,13 +47,13 @@ class ModelSelection(Case):
         return [*(job for name in BASELINES for job in _alone(used, name)), *_together(used)]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return a row for each method with the speed of all models together, then the turns of shards in the last step
-        of Hydra's last run.
+        """Return, for each method, a row with the speed of all models together in samples per second. Then return rows
+        with the turns of shards in the last step of Hydra's last run.
         """
         found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
         for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
             found += [replace(speed, series=series) for speed in measurements.rows(METRIC, [job], records)]
-        lacking = {name: _shortfall(used, name) for name in BASELINES if found}  # reasons why a value is missing
+        lacking = {name: _shortfall(used, name) for name in BASELINES if found}  # why a baseline has no value
         refused = [
             FigureRow(
                 METRIC, name, found[0].num_layers, found[0].hidden_size, None, None, num_runs=0, status="does-not-fit",
@@ -67,8 +67,8 @@ class ModelSelection(Case):
         return found + (_turns(both[-1]) if both and both[-1].status == "ok" else [])
 
     def simulated(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Compare each rule with the proved optimum, and simulate the measured turns of a step on one to a thousand
-        devices.
+        """Return simulated rows: the ratio of each rule to the proved optimum and, if `rows` have measured turns of
+        shards, the speed-up of these turns on one to a thousand devices.
         """
         chains: dict[str, list[float]] = {}
         for turn in rows:
@@ -99,13 +99,15 @@ def _profiles(used: CaseProfile) -> tuple[CaseProfile, ...]:
 
 
 def _alone(used: CaseProfile, name: str) -> list[Job]:
-    """Return one job per batch size, each of one model; no job if the plan of the whole batch does not fit."""
+    """Return one job per batch size; each trains one model. Return no job if the plan for the whole batch does not
+    fit."""
     its = () if _shortfall(used, name) else _profiles(used)[:NUM_BATCH_SIZES]
     return [each.job(name, _depth(used)) for each in its]
 
 
 def _shortfall(used: CaseProfile, name: str) -> str | None:
-    """Return, as text, the memory that one model with the whole batch lacks by its plan; None if the model fits."""
+    """Return, as text, which memory one model with the whole batch lacks by its plan, and how much; None if the model
+    fits."""
     alone = _profiles(used)[0]
     job = alone.job(name, _depth(used))
     return method.create(name, job.options).plan(job.workload, alone.room).shortfall(alone.room)
@@ -132,8 +134,8 @@ def _depth(used: CaseProfile) -> int:
 
 
 def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[FigureRow]:
-    """Return the row of a method that trains the models one after another; no row if a batch size has no record. The
-    row of a failed run states the reason.
+    """Return, in a list, the row of a method that trains the models one after another; an empty list if a batch size
+    has no record. If a run failed, the row states the reason.
     """
     measured = [measurements.repeats(job, records) for job in alone]
     if not measured or not all(measured):
@@ -151,8 +153,8 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Figu
 
 
 def _speed(found: Sequence[Record]) -> float | None:
-    """Return the samples per second of models that train one after another on equally many samples. Each model has a
-    batch size of its own.
+    """Return the samples per second of models that train one after another on equally many samples, each with its own
+    batch size; None if a record has no step time.
     """
     if not all(record.median_step_seconds for record in found):
         return None
@@ -160,8 +162,8 @@ def _speed(found: Sequence[Record]) -> float | None:
 
 
 def _turns(record: Record) -> list[FigureRow]:
-    """Return a row for each turn of a shard in the last step, sorted by model and start. `series`: kind of the turn,
-    such as forward; `x` and `value`: start and duration in seconds.
+    """Return a row for each turn of a shard in the last step, sorted by model and start. In a row, `series` is the kind
+    of the turn, such as forward; `x` is its start and `value` its duration, both in seconds.
     """
     turns = record.schedule.get("turns", [])
     if not turns:
@@ -187,7 +189,8 @@ def _quality() -> list[FigureRow]:
 
 
 def _speed_up(chains: list[list[float]]) -> list[FigureRow]:
-    """Return the speed-up over one device, for these models and for MANY such models."""
+    """Return rows with the speed-up of several devices over one device, for these models and for MANY such models.
+    `chains`: the seconds of each model's units."""
     found = []
     for number in (len(chains), MANY):
         several = [chains[index % len(chains)] for index in range(number)]

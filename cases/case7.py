@@ -1,9 +1,9 @@
-"""Varuna: pipelines on networks with jitter, and on machines that come and go.
+"""Varuna: how fast are pipelines on networks with jitter, and on machines that come and go?
 
 Two parts are measured. The first compares the step time of each number of stages and each micro-batch size, on two CPU
 ranks or on one GPU, with AutoConfig's prediction from a profile of the same model. The second compares a job that goes
 from two workers to one and back with an undisturbed job. The folder results/case7_PROFILE keeps the profile and both
-jobs; if the folder is removed, this case measures them again. Two parts are simulated under a virtual clock: the three
+jobs; without this folder the case measures them again. Two parts are simulated under a virtual clock: the three
 schedules under jitter, and samples per second through a random trace of machines.
 """
 
@@ -39,7 +39,8 @@ METRIC = "step_seconds"
 OURS = "varuna"
 RUNS = {"demo": (1,), "quick": (1, 2, 4), "paper": (1, 2, 4), "fit": (1, 2, 4)}  # numbers of micro-batches, by profile
 RANKS = {"cpu": 2, "cuda": 1}
-# A simulated pass takes 1 s forward. SENDS: seconds of a message; JITTER: standard deviation over the mean.
+# A simulated forward pass takes 1 s. SENDS: seconds of a message. JITTER: standard deviation of a message's time over
+# its mean.
 STAGES, MICRO_BATCHES, JITTER = 9, 64, 0.3
 SENDS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CLAIMED_SEND = 0.5
@@ -49,7 +50,7 @@ STEPS, CHANGES = 40, (_morphs.Change(8, 1), _morphs.Change(16, 2))
 # The trace: 355 M parameters on up to 12 machines of one V100 each, batch 256.
 MODEL, MACHINES, BATCH, HOURS, THERE_HOURS, SEED = "varuna-355m", 12, 256, 60.0, 24.0, 7
 V100, V100_BYTES, NETWORK = Rates(30e12), 16 * 2**30, 1.25e9
-MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # assumed, from a change of machines to the next step
+MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # assumed times from a change of machines to the next step
 SIMULATED = FigureRow(
     METRIC, OURS, 0, 0, None, None, valid=True, status="ok", origin="simulated", clock="virtual"
 )  # fmt: skip
@@ -61,7 +62,8 @@ class Pipelines(Case):
     mixes_metrics = True
 
     def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
-        """Return the profiles. Without a GPU they use the device cpu, because the device sim has one rank only."""
+        """Return the profiles. Without a GPU the profiles use the device cpu, because the device sim has only one
+        rank."""
         return (replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used,)
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
@@ -155,14 +157,14 @@ def _group(num_stages: int, chunk_size: int) -> str:
 
 
 def _schedules(sends: Sequence[float]) -> Iterator[FigureRow]:
-    """Yield the mean step time of each schedule and message time, in forward passes."""
+    """Yield a row for each schedule and each message time: the mean step time, in units of a forward pass."""
     for name in SCHEDULES:
         for send_seconds in sends:
             mean = _mean_step(name, send_seconds)
             yield replace(SIMULATED, metric="schedule_seconds", value=mean, x=send_seconds, series=name)
 
 
-@functools.cache  # figures, claims and reports ask for the same mean again and again
+@functools.cache  # figures, claims and reports ask for the same mean repeatedly
 def _mean_step(schedule: str, send_seconds: float) -> float:
     network = pipelines.Network(send_seconds, jitter=JITTER)
     steps = [

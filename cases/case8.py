@@ -2,9 +2,9 @@
 supports ranks, on 1, 2 and 4 ranks.
 
 Strong scaling splits one batch over the ranks; weak scaling gives each rank one sample. Each rank has its own GPU, or a
-part of the CPU's cores; on a CPU nothing gets faster, and the figure shows the overhead of ranks. If the machine's
-rates are known, the figure also shows the predicted throughput (harness/forecast/step.py), which includes the exchange
-between ranks over their link.
+part of the CPU's cores. On a CPU more ranks are not faster, and the figure shows the overhead of ranks. If the
+machine's rates are known, the figure also shows the predicted throughput (harness/forecast/step.py), which includes the
+time of the exchange between ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Scaling(Case):
 
     def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
         """Return a profile for each batch size. Without a GPU the profiles use the device cpu, because the device sim
-        has one rank only.
+        has only one rank.
         """
         its = replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used
         sizes = dict.fromkeys([*RANKS, its.workload.batch_size])
@@ -77,6 +77,7 @@ class Scaling(Case):
             streamed = {"window_size": used.window_at(used.common), **STREAMED} if name == OURS else {}
             for series, sizes in ((STRONG, [whole] * len(RANKS)), (WEAK, RANKS)):
                 for num_ranks, size in zip(RANKS, sizes, strict=True):
-                    # Leave the option out for one rank: the job then also finds records that were made without it.
+                    # For one rank leave the option world_size out: the job then also finds records that were made
+                    # without this option.
                     options = streamed | ({"world_size": num_ranks} if num_ranks > 1 else {})
                     yield series, num_ranks, by_size[size].job(name, used.common, **options)

@@ -1,7 +1,8 @@
-"""This project's own case: how does throughput grow with the tokens per step? Each method trains growing batches of one
-model, which all methods can train.
+"""This project's own case: how does throughput grow with the tokens per step? Each method trains one model, which all
+methods can train, with batches of growing size.
 
-A larger batch computes more for each copy and update. A cross in the figure marks a batch that does not fit.
+With a larger batch the device computes more for each copy and each update. A cross in the figure marks a batch that
+does not fit in memory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class SpeedByTokens(Case):
         return [replace(used, workload=load) for load in loads]
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        """Return the jobs. STRONGHOLD has no resident layer here, because resident layers have no copies to hide."""
+        """Return a job for each method and batch size. STRONGHOLD has no resident layer here, because resident layers
+        have no copies to hide."""
         depth = used.depth(PUBLISHED_DEPTH)
         options = {OURS: {"window_size": used.window_at(depth), **STREAMED}}
         return [each.job(name, depth, **options.get(name, {})) for name in self.methods for each in self.profiles(used)]

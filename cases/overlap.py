@@ -1,11 +1,11 @@
 """Draws how far copies and updates overlap with compute in one step: a timeline of this machine, and timelines under a
 virtual clock.
 
-A timeline shows the device's compute, the copies in and out, and the host's updates. Bars beside each timeline show the
-share of the step in which copies and updates run while the device computes (hidden) and while it does not (exposed).
-The first timeline is a trace of a real run; the virtual timelines run the same code on simulated machines
-(harness/simulation) and measure nothing. This figure is not one of the papers', and `case all` leaves it out: main()
-runs, tabulates and draws, and reports call the same functions.
+A timeline shows the device's compute, the copies in and out, and the host's updates. Bars beside each timeline show in
+which share of the step copies and updates are hidden (they run while the device computes), and in which share they are
+exposed (the device waits). The first timeline is a trace of a real run; the virtual timelines run the same code on
+simulated machines (harness/simulation) and measure nothing. This figure is in no paper, and `case all` leaves it out.
+main() runs the jobs, writes the table and draws; reports call the same functions.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ GAP_INCHES = 0.42  # gap between rows, for a title and an axis
 
 
 class Shown(NamedTuple):
-    """A timeline, one step of which is shown. `record`: the run's record; None if the timeline is virtual."""
+    """A timeline; the figure shows one of its steps. `record`: the run's record; None if the timeline is virtual."""
 
     timeline: Timeline
     record: Record | None
 
     @property
     def step(self) -> Span:
-        """Return the last step but one: the trace includes its neighbors' work, which reaches into this step."""
+        """Return the last step but one. The work of the steps before and after it may reach into this step, and is in
+        the trace."""
         return self.timeline.steps[-2]
 
     @property
@@ -78,7 +79,8 @@ class Shown(NamedTuple):
 
 
 def run(used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Run the traced job, unless it has a record; make virtual timelines that are missing or of older code."""
+    """Run the traced job, unless it has a record, and return the records. Make the virtual timelines that are missing
+    or were made by older code."""
     folder = results / "traces"
     folder.mkdir(parents=True, exist_ok=True)
     job = resolve(used.job(METHODS[0], used.depth(PUBLISHED_DEPTH)))[0]
@@ -113,7 +115,7 @@ def profiles(records: Sequence[Record]) -> list[str]:
 
 
 def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]:
-    """Return the measured timeline, then the virtual ones. Raises ValueError if there is no measured one."""
+    """Return the measured timeline, then the virtual timelines. Raises ValueError if there is no measured timeline."""
     traced = results / "traces" / f"overlap_{profile}.json"
     own = [each for each in records if Path(each.job.trace or "").name == traced.name and each.status == "ok"]
     if not own or not traced.exists():
@@ -123,7 +125,7 @@ def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]
 
 
 def table(found: Sequence[Shown]) -> DataFrame:
-    """Return the seconds of one step, as text."""
+    """Return a table with a row for each timeline: the seconds of one step, and of each kind of work in it, as text."""
     import pandas
 
     made = pandas.DataFrame([
@@ -149,7 +151,7 @@ def draw(found: Sequence[Shown], profile: str, out: Path) -> list[Path]:
 
 
 def figure(found: Sequence[Shown], note: str) -> plot.Figure:
-    """Draw one row per timeline: the step on the left, its shares as bars on the right."""
+    """Draw one row per timeline: one step on the left, and on the right bars for the shares of the step."""
     from matplotlib.patches import Patch
 
     height = TOP_INCHES + len(found) * ROW_INCHES - GAP_INCHES + BOTTOM_INCHES
@@ -194,7 +196,8 @@ def _lanes(axes: plot.Axes, each: Shown) -> set[str]:
 
 
 def _shares(axes: plot.Axes, of: Share) -> None:
-    """Draw bars in percent of the step's time: compute, then each kind of work, hidden and exposed."""
+    """Draw bars in percent of the step's time: one for compute, and one for each kind of work, its hidden and its
+    exposed part."""
     names = [*(kind for kind in reversed(KINDS) if of.hidden[kind] + of.exposed[kind] > 0), "compute"]
     for height, name in enumerate(names):
         hidden = 100 * of.hidden.get(name, of.compute) / of.step
@@ -224,7 +227,8 @@ def _caption(found: Sequence[Shown], note: str) -> str:
 def main(
     used: CaseProfile, results: Path, out: Path, only: str | None, report: Callable[[dict[str, Any]], None]
 ) -> list[Record]:
-    """Run the jobs, write the table and draw the figure; with `only` extract or draw, no job runs."""
+    """Run the jobs, write the table and draw the figure; return the records. If `only` is "extract", write and print
+    the table alone. If `only` is "draw", write the table and draw. In both cases no job runs."""
     finished = [] if only else run(used, results, report)
     found = shown(used.name, results, records_of(results))
     path = extract(found, used.name, out)

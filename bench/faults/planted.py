@@ -1,5 +1,5 @@
-"""A method that trains as the reference does, but with one planted fault that an offloading method could have, or with
-other rounding.
+"""A method that trains as the reference does, but with one planted fault, such as an offloading method could have, or
+with other rounding.
 
 `--methods bench/faults -m planted --option fault=NAME` trains by this method. Without a fault the result has the
 reference's bits, unless an option asks for kernels that round differently.
@@ -21,7 +21,7 @@ from methods.shared.memory_needs import resident_plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-STRIKES = 5  # the step at which a fault of a single step happens
+STRIKES = 5  # the step, from 1, at which a fault of a single step happens
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -33,11 +33,11 @@ class Planted(Method):
     accumulates = True
     takes_config = True
 
-    fault: str = ""  # one of FAULTS, HIDDEN_FAULTS, DROPOUT_FAULTS or bench/convention_faults.py
+    fault: str = ""  # a name in FAULTS, HIDDEN_FAULTS, DROPOUT_FAULTS or bench/convention_faults.py; empty: none
     rounding: str = ""  # one of methods/shared/roundings.py
-    adam: str = "fused"  # torch's loop: "fused", "foreach" or "loop"; "plain": Plain, below
+    adam: str = "fused"  # torch's "fused", "foreach" or "loop"; "plain": class Plain below
     threads: int = 0  # torch's threads; 0: unchanged
-    dropout_seed: int = 0  # seed of the dropped elements; 0: as in the reference
+    dropout_seed: int = 0  # seed of dropout; 0: as in the reference
     promises: bool = False  # True: promises the reference's bits
 
     @property
@@ -61,7 +61,7 @@ class Planted(Method):
 
 
 class Loop:
-    """A training loop. A fault replaces one of its functions, or one of its numbers."""
+    """A training loop. A fault replaces one of the loop's functions, or one of its numbers."""
 
     def __init__(self, how: Planted, workload: Workload, device: str) -> None:
         import torch
@@ -82,8 +82,8 @@ class Loop:
         initialize(((name, master.data) for name, master in self.masters.items()), workload)
         self.betas, self.epsilon, self.max_norm = BETAS, EPSILON, workload.clip_norm
         self.step = 0
-        self.patches: list[Any] = []  # functions that make a context for the model's passes
-        self.memory: dict[str, Any] = {}  # a fault's values from earlier steps
+        self.patches: list[Any] = []  # functions whose contexts surround the model's passes
+        self.memory: dict[str, Any] = {}  # what a fault keeps from earlier steps
         if how.fault:
             conventions = {**convention_faults.of(workload), **convention_faults.ROUNDED}
             if how.fault in conventions:
@@ -206,7 +206,7 @@ class Loop:
         return [name for name in self.masters if name.startswith(starts)]
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer's state of each parameter that has one, by the parameter's name."""
+        """Return, by parameter name, the optimizer's states; a parameter that was never updated has none."""
         found = {name: self.optimizer.state[master] for name, master in self.masters.items()}
         return {name: state for name, state in found.items() if state}
 
@@ -250,7 +250,7 @@ def _patch(loop: Loop, name: str, function: Callable[..., Any]) -> None:
     loop.patches.append(lambda: replaced(F, name, functools.partial(function, getattr(F, name))))
 
 
-# The faults. Each is a function that changes a Loop before its training begins.
+# The faults: by name, a function that changes a Loop before its training begins.
 
 FAULTS: dict[str, Callable[[Loop], None]] = {}
 
@@ -316,7 +316,7 @@ FAULTS["clip at half"] = lambda loop: vars(loop).update(max_norm=loop.max_norm /
 
 
 def _count_from(loop: Loop, count: Callable[[int], int]) -> None:
-    """At step n, use the bias correction of step count(n)."""
+    """Plant a fault: at step n, AdamW uses the bias correction of step count(n)."""
 
     def before() -> None:
         import torch
@@ -353,7 +353,7 @@ def _clip_each(loop: Loop) -> None:
         prefix = loop.workload.anatomy.layer_prefix
         owners = {
             name[: len(prefix) + 2] if name.startswith(prefix) else name.rpartition(".")[0] for name in grads
-        }  # assumes layer numbers of one digit
+        }  # valid for up to 10 layers: assumes numbers of one digit
         for group in owners:
             some = {name: grad for name, grad in grads.items() if name.startswith(group)}
             whole(some, Loop.norm(loop, some))
@@ -496,7 +496,7 @@ FAULTS["moments in bf16"] = lambda loop: _rounded(
 
 
 def _swap(loop: Loop, pairs: dict[str, Any]) -> None:
-    """Swap the values of two layers in `pairs`, which are keyed by tensor names."""
+    """In `pairs`, whose keys are tensor names, swap the values of the loop's two chosen layers."""
     for name in [name for name in pairs if name.startswith(loop.layer)]:
         other = name.replace(loop.layer, loop.next)
         pairs[name], pairs[other] = pairs[other], pairs[name]
@@ -566,7 +566,8 @@ def _start(loop: Loop) -> None:
     loop.masters[loop.layer + name].data *= 1.01
 
 
-# Faults that a probe cannot show: they affect only layers beyond its 4, or steps after its 20.
+# Faults that the gate's probe cannot show: they affect only layers beyond the probe's 4 layers, or steps after its 20
+# steps.
 
 
 def _undecayed_after(loop: Loop) -> None:
@@ -592,7 +593,7 @@ HIDDEN_FAULTS: dict[str, Callable[[Loop], None]] = {
 
 
 def _dropout_at(factor: float) -> Callable[[Loop], None]:
-    """Multiply the dropout probability by this factor."""
+    """Return a fault that multiplies the dropout probability by `factor`."""
 
     def plant(loop: Loop) -> None:
         for part in (loop.model.ends, *loop.model.layers):
@@ -602,7 +603,7 @@ def _dropout_at(factor: float) -> Callable[[Loop], None]:
 
 
 def _unscaled(loop: Loop) -> None:
-    """Leave out the division of the kept elements by the share of elements kept."""
+    """Plant a fault: kept elements are not divided by the share of elements that dropout keeps."""
 
     def dropout(original: Any, x: Any, probability: float) -> Any:
         return original(x, probability) * (1 - probability)
@@ -630,7 +631,7 @@ def _same_each_step(loop: Loop) -> None:
 
 
 def _anew_in_recompute(loop: Loop) -> None:
-    """Let the recompute of the backward pass drop other elements than the forward pass did."""
+    """Plant a fault: the recompute in the backward pass drops other elements than the forward pass did."""
     from harness.core import gpt
 
     @contextlib.contextmanager
