@@ -1,6 +1,6 @@
-"""Imports logs as records of origin `imported`: find, read, judge, write.
+"""Imports logs as records of origin `imported`: finds the logs, reads them, judges them and writes the records.
 
-A log is judged together with all logs of its folder, also those that were not imported, so that its verdict does not
+A log is judged together with all logs of its folder, even those that this call does not import. So its verdict does not
 depend on the order of calls.
 """
 
@@ -24,15 +24,18 @@ from harness.core.job import Room, Workload, params_text
 from harness.core.log_lines import BUILD_LOG
 from harness.core.record import Record, log_stem, read_all
 
-SUFFIXES = (".txt", ".log")  # endings of the files that count as possible logs in a folder
-BUILD_LOGS = BUILD_LOG.format("*")  # compilers' logs, not a training's
+SUFFIXES = (".txt", ".log")  # endings of the files in a folder that may be logs
+BUILD_LOGS = BUILD_LOG.format("*")  # names of compilers' logs, which are not logs of a training
 
 
 def import_logs(
     asked: Iterable[Path], results: Path, reference: str | None, skipped: Callable[[Path, str], None]
 ) -> Iterator[tuple[Record, bool]]:
-    """Yield each log's judged record, and True if the record is new in `results`. `skipped` is called with each file
-    that is no log, and the reason. Raises ValueError if no log is of the method `reference`."""
+    """Yield the judged record of each log, and True if the record is new in `results`.
+
+    `skipped`: called with each file that is no log, and the reason. `reference`: the method to judge by; None: one that
+    keeps all on the device. Raises ValueError if no log is of the method `reference`.
+    """
     chosen: dict[Path, list[Path]] = {}
     for path in _find(asked):
         chosen.setdefault(path.parent, []).append(path)
@@ -53,8 +56,11 @@ def import_logs(
 
 
 def references(records: Iterable[Record], asked: str | None = None) -> list[str]:
-    """Return the methods that can be the reference for a folder's logs, best first: only `asked`, if given; else the
-    methods whose plan keeps everything on the device, beginning with the harness's own reference."""
+    """Return the methods that may be the reference for a folder's logs, best first.
+
+    If `asked` is given, it is the only one. Otherwise they are the methods whose plan keeps everything on the device,
+    this project's own reference first.
+    """
     if asked is not None:
         return [asked]
     known = {record.job.method for record in records} & set(method.names())
@@ -64,7 +70,7 @@ def references(records: Iterable[Record], asked: str | None = None) -> list[str]
 
 
 def _find(asked: Iterable[Path]) -> list[Path]:
-    """Return the named files, and the possible logs in named folders, each once."""
+    """Return, each once, the files that were named, and the possible logs in the folders that were named."""
     found: dict[Path, None] = {}
     for path in asked:
         if path.is_dir():
@@ -77,24 +83,26 @@ def _find(asked: Iterable[Path]) -> list[Path]:
 
 
 def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], dict[Path, str]]:
-    """Read all logs in the folder, whether they were asked for or not. Return their records, and for each other file
-    the reason why it is no log."""
+    """Read all logs in the folder, whether they were asked for or not. Return the records by path and, for each file
+    that is no log, the reason."""
     records, complaints = {}, {}
     beside: set[Path] = set()
-    with contextlib.suppress(OSError):  # files of a folder may be readable although the folder cannot be listed
+    with contextlib.suppress(OSError):  # the files of a folder may be readable although the folder cannot be listed
         beside = {item for item in folder.iterdir() if NAME.fullmatch(item.name)}
     for path in sorted({*paths, *beside}):
         try:
             if not path.is_file():
                 raise NotALog("not a file")
-            records[path] = Record.from_dict(to_record(read(path), path.name).to_dict())  # checked like a read record
+            # checked as a record is when it is read from a file
+            records[path] = Record.from_dict(to_record(read(path), path.name).to_dict())
         except (OSError, ValueError) as error:
             complaints[path] = str(getattr(error, "strerror", None) or error)
     return records, complaints
 
 
 def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> bool:
-    """Write the record to a file named in the published pattern; return False if the same record is there already."""
+    """Write the record to a file whose name follows the published pattern. Return False, and write nothing, if the same
+    record is there already."""
     path = there.get(record.key)
     if path is not None and json.loads(path.read_text()) == json.loads(json.dumps(record.to_dict())):
         return False
@@ -105,7 +113,8 @@ def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> 
 
 
 def _free(results: Path, record: Record, log: Path) -> Path:
-    """Return a free file name in the published pattern. Its time moves on by a second while the name is taken."""
+    """Return the path of a file that does not exist, named by the published pattern. The time in the name is moved on
+    by a second until the name is free."""
     for second in itertools.count(int(record.started)):
         stem = log_stem(record.job, record.evidence["named_window"], second)
         taken = [results / f"{stem}{suffix}" for suffix in (".json", *SUFFIXES)]
@@ -115,7 +124,7 @@ def _free(results: Path, record: Record, log: Path) -> Path:
 
 
 def line(record: Record) -> str:
-    """Return one line: method, size, status, medians as logged, verdict and reason."""
+    """Return one line of text about an imported log: method, size, status, logged medians, verdict and its reason."""
     job, logged = record.job, record.evidence["samples_per_second"]
     options = "".join(f" {name}={value}" for name, value in job.options.items())
     size = f"{job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"

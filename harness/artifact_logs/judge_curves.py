@@ -1,8 +1,9 @@
 """Judges imported records by their loss curves: did the logged run train the same as the reference?
 
-A log has no weights, so the best verdict here is `tolerance`. The reference is the log of a resident training in the
-same folder, at the same depth or else at the nearest. The unit of distance between two curves is the fall of the
-reference's loss from the first logged interval to the last: a curve that does not fall is 100 % away.
+A log has no weights, so the best verdict is `tolerance`. The reference is the log of a training wholly on the device in
+the same folder, at the same depth or, if there is none, at the nearest depth. The distance between two curves is given
+as a share of the fall of the reference's loss from the first logged interval to the last. So a curve that does not fall
+is 100 % away.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from collections.abc import Sequence
 
 from harness.core.record import Gate, Record
 
-# Largest distance at equal depth, as a share of the fall of the reference's loss. At 32 layers the published log of
-# ZeRO-Offload (dropout 0.1, other kernels, another Megatron) is 0.6 % from the resident one; that of ZeRO-Infinity,
-# whose training is wrong, is 32 % away.
+# Largest allowed distance at equal depth, as a share of the fall of the reference's loss. At 32 layers, the published
+# log of ZeRO-Offload (dropout 0.1, other kernels, another Megatron) is 0.6 % from the resident log; the log of
+# ZeRO-Infinity, whose training is wrong, is 32 % away.
 ALLOWED = 0.05
-# Further distance allowed for each doubling of depth between log and reference: ZeRO-Offload at 48 layers
-# is 8.6 % from the resident run at 32 layers, which makes 15 % for a doubling.
+# Further distance that is allowed for each doubling of depth between log and reference. ZeRO-Offload at 48 layers is
+# 8.6 % from the resident run at 32 layers, which makes 15 % for a doubling.
 ALLOWED_PER_DOUBLING = 0.2
-# Largest ratio of depths, in doublings. At a larger ratio the allowance would reach the distance of a wrong training.
+# Largest ratio of depths, in doublings. At a larger ratio, the allowed distance would reach that of a wrong training.
 FARTHEST_DOUBLINGS = 1.0
-# Smallest fall of a log's loss, as a share of the reference's fall. A run with a smaller fall has learned nothing, such
-# as one that logged a loss of 11.21 five times.
+# Smallest fall of a log's loss, as a share of the reference's fall. A run with a smaller fall has learned nothing: one
+# run, for example, logged a loss of 11.21 five times.
 LEAST_LEARNED = 0.1
-# Smallest fall of a reference's loss, as a share of the loss: a smaller one may be noise, because dropout and data move
-# an interval's mean by 0.12 %.
+# Smallest fall of a reference's loss, as a share of the loss. A smaller fall may be noise, because dropout and data
+# move an interval's mean by 0.12 %.
 LEAST_TELLING_FALL = 0.01
 
 
 def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate]:
     """Return a verdict on each log of one folder. `references`: methods that may be the reference, best first.
 
-    A record without a reference at its own depth is also compared with two kinds of records: its method's at a depth
-    with a reference, and those of its size by methods that agree with the reference at such a depth.
+    If a record has no reference at its own depth, it is also compared with two kinds of records: those of its method at
+    a depth that has a reference, and those of its own size by methods that agree with the reference at such a depth.
     """
     anchors = [record for name in references for record in records if record.job.method == name]
     judged = [(record, _judge(record, anchors)) for record in records]
@@ -42,8 +43,8 @@ def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate
 
 
 def learned(record: Record) -> float:
-    """Return the fall of the loss from the first interval to the last; 0 unless the curve is complete, finite and
-    falling."""
+    """Return the fall of the loss from the first interval to the last. It is 0 if the curve is incomplete, not finite
+    or not falling."""
     return max(0.0, record.losses[0] - record.losses[-1]) if _own_conditions(record) is None else 0.0
 
 
@@ -85,7 +86,8 @@ def _judge(record: Record, anchors: list[Record]) -> Gate:
 
 
 def _flaw(anchor: Record) -> str:
-    """Return why a log cannot be the reference; empty if it can."""
+    """Return, as text, why a log cannot be the reference. The log must have failed its own conditions, or its loss must
+    not fall."""
     own, losses = _own_conditions(anchor), anchor.losses
     return own.text if own else f"its logged losses do not fall: from {losses[0]:.4g} to {losses[-1]:.4g}"
 
@@ -95,7 +97,7 @@ def _name(record: Record) -> str:
 
 
 def compare(record: Record, other: Record) -> Gate:
-    """Judge by the largest distance between the two curves."""
+    """Judge a record by the largest distance between its curve and the curve of the record `other`."""
     name, ours, theirs = _name(other), record.losses, other.losses
     doublings, fall = _doublings(record, other), theirs[0] - theirs[len(ours) - 1]
     if fall <= 0:
@@ -125,13 +127,14 @@ def compare(record: Record, other: Record) -> Gate:
 
 
 def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> Gate:
-    """Judge a record without a reference at its depth by its twins at other depths, and by other methods' records of
-    its size."""
+    """Return the verdict on a record, which is `gate` if the record has a reference at its own depth. If not, the
+    record's twins at other depths, and the records of its size by other methods, are used to judge it, too."""
     if "reference_layers" not in gate.evidence or _is_at_depth(record, gate):
         return gate
     twins = [(twin, verdict) for twin, verdict in judged if twin is not record and _is_twin(record, twin)]
     for twin, verdict in twins:
-        of_itself = "reference_layers" not in verdict.evidence  # judged by its own values, such as an infinite loss
+        # judged by its own values alone, such as an infinite loss
+        of_itself = "reference_layers" not in verdict.evidence
         if gate.verdict != "failed" and verdict.verdict == "failed" and (of_itself or _is_at_depth(twin, verdict)):
             text = f"its twin at {twin.job.workload.num_layers} layers: {verdict.text}"
             return Gate("failed", verdict.reason, text, gate.evidence)
@@ -150,7 +153,7 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
 
 
 def _is_trusted(peer: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> bool:
-    """True if the peer agrees with the nearest reference, and a twin of the peer agrees with a reference at the twin's
+    """True if the peer agrees with the nearest reference, and a twin of the peer agrees with a reference of the twin's
     own depth."""
     return gate.passed and any(
         verdict.passed and _is_twin(peer, twin) and _is_at_depth(twin, verdict) for twin, verdict in judged
@@ -163,14 +166,14 @@ def _is_at_depth(record: Record, gate: Gate) -> bool:
 
 
 def _is_twin(record: Record, other: Record) -> bool:
-    """True if the records have the same method and options; depths may differ."""
+    """True if both records have the same method, options and training. Their depths may differ."""
     same = (record.job.method, record.job.options) == (other.job.method, other.job.options)
     return same and _is_comparable(record, other)
 
 
 def _is_comparable(record: Record, other: Record) -> bool:
-    """True if both have the same training and intervals, and `other` at least as many steps; depths and unlogged fields
-    may differ."""
+    """True if both records have the same training and intervals, and `other` has at least as many steps. Their depths
+    may differ, and so may fields that one of the logs does not tell."""
     ours, theirs = (dataclasses.asdict(each.job.workload) for each in (record, other))
     unsaid = {*record.evidence.get("unsaid", ()), *other.evidence.get("unsaid", ()), "num_layers"}
     return (

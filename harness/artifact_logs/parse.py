@@ -1,8 +1,8 @@
-"""Reads the raw values of one log: of the published artifact, whose five methods print different lines (dialects), or
-of this project.
+"""Reads the raw values of one log, either of this project or of the published artifact, whose five methods print
+different lines (dialects).
 
-One reader serves all dialects, because they print lines of the same forms and differ only in which lines they print.
-The reader skips lines that are cut, garbled, unknown or binary; to_record.py interprets missing lines.
+One reader serves all dialects. They print lines of the same forms, and differ only in which of these lines they print.
+The reader skips lines that are cut, garbled, unknown or binary. to_record.py interprets what is missing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Any
 from harness.core.log_lines import PLAIN_WORDS
 
 LONGEST_LINE_BYTES = 16384  # a longer line is split
-MOST_METRICS = 200_000  # most lines of one kind that are read; the published schedule of 320,000 iterations logs 32,000
-# Matches a log's file name. The artifact wrote _hs- for the hidden size; its README says _h-.
+# most lines of one kind in a log; the published schedule of 320,000 iterations logs 32,000 lines
+MOST_METRICS = 200_000
+# Matches the file name of a log. The artifact wrote _hs- for the hidden size; its README says _h-.
 NAME = re.compile(
     r"log_(?P<method>[A-Za-z0-9.+-]+)_l-(?P<num_layers>\d{1,9})_hs?-(?P<hidden_size>\d{1,9})_bs?-(?P<batch_size>\d{1,9})"
     r"_ws?-(?P<window>\d{1,9})(?:_(?P<day>\d{4}-\d\d-\d\d)(?:\.(?P<unix>\d{1,12}))?)?\.(?:txt|log)"
 )
-# Matches what terminals and launchers add to a line: colors; or a time, a rank or a host, such as
-# [2024-01-02 03:04:05] worker-0:
+# COLOR and PREFIX match what terminals and launchers add to a line: colors; or a time, a rank or a host, such as
+# "[2024-01-02 03:04:05] worker-0:".
 COLOR = re.compile(r"\x1b\[[\d;]{0,20}m")
 PREFIX = re.compile(r"(?:\[[\d :.,/TZ+-]{8,40}\] ?|\[\w{1,20}\d\]: |(?:[A-Za-z][\w.-]{0,40})?\d: )*")
 ARGUMENT = re.compile(r"^ {2}(\w+) \.+ (.+)$")
@@ -49,7 +50,7 @@ ITERATION_FIELDS = frozenset((
     "throughput per GPU (TFLOP/s/GPU)",
 ))  # fmt: skip
 FIELD = re.compile(rf"([a-z][A-Za-z0-9/ ()-]*): +{NUMBER}")
-METRICS = {  # pattern of each single value, by the field of RawLog
+METRICS = {  # by field of RawLog: the pattern of a line that has one value for this field
     "parameters_billion": re.compile(
         rf"(?:total parameters|{PLAIN_WORDS['total parameters']}|model parallel rank 0) +{NUMBER} B"
     ),
@@ -60,12 +61,13 @@ METRICS = {  # pattern of each single value, by the field of RawLog
 MEMORY = re.compile(r"after \d+ iterations\)? memory \(MB\) \|(.*)$")
 EXIT = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
 
-# A log may have gigabytes, so only lines with one of these words are searched for the patterns of ENDS.
+# A log may have gigabytes. So only lines with one of these words are searched for the patterns in ENDS.
 END_SIGNS = (
     "memory", "Memory", "ALLOC_FAILED", "line ", "return code", "Killed", "Terminated", "Interrupt", "Error",
     "Exception", "Unavailable", "can not create", "exitcode", "oom",
 )  # fmt: skip
-# Ways in which a run ended early, the most specific first: status, pattern, meaning.
+# Ways in which a run ended early, the most specific first: a status, the pattern of a line that tells of it, and what
+# the line means if it does not say so itself.
 ENDS = (
     ("oom-device", re.compile(r"(?:CUDA|sim device|CUDA error:) out of memory|ALLOC_FAILED"), ""),
     ("oom-host", re.compile(r"can't allocate memory|Cannot allocate memory|^MemoryError|sim (?:host|pinned) out of "
@@ -87,29 +89,30 @@ LITERALS = {"True": True, "False": False, "None": None}
 
 
 class NotALog(ValueError):
-    """The file is not a training log; the text is the reason."""
+    """The file is not the log of a training. The text of the error is the reason."""
 
 
 @dataclass
 class Interval:
-    """The values of one line about an iteration; a missing or garbled value is None."""
+    """The values of one line about an iteration. A value that is missing or garbled is None."""
 
     iteration: int
     total: int
     elapsed_ms: float | None
-    loss: float | None  # NaN if a complete line has no loss, which is how the dialects print a non-finite loss
+    loss: float | None  # NaN if a complete line has no loss: so the dialects print a loss that is not finite
     grad_norm: float | None
 
 
 @dataclass
 class RawLog:
-    """The values in a log's name and lines, in the units that the log prints."""
+    """The values that a log's name and lines have, in the units that the log prints."""
 
     name: dict[str, Any]
     sha256: str = ""
     arguments: dict[str, str] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)  # the values of the first line of a log of this project
-    own_end: tuple[str, str, int, str] | None = None  # the last line's status, phase, steps, reason
+    own: dict[str, Any] = field(default_factory=dict)  # values of the first line of a log by this project
+    # status, phase, number of steps and reason in the last line of a log by this project
+    own_end: tuple[str, str, int, str] | None = None
     parameters: list[int] = field(default_factory=list)
     parameters_billion: list[float] = field(default_factory=list)
     vocab_size: int | None = None
@@ -120,12 +123,12 @@ class RawLog:
     memory_mb: dict[str, float] = field(default_factory=dict)
     timers_ms: list[dict[str, float]] = field(default_factory=list)
     exit_iteration: int | None = None
-    ends: dict[int, str] = field(default_factory=dict)  # line that tells of an early end, by the end's index in ENDS
+    ends: dict[int, str] = field(default_factory=dict)  # by index in ENDS: the line that tells of this early end
 
 
 def read(path: Path) -> RawLog:
-    """Read a log. Raises NotALog unless the name and at least one line are those of a training log, OSError if the file
-    cannot be read."""
+    """Read a log. Raises NotALog if its name or all of its lines are unlike those of a training's log, OSError if the
+    file cannot be read."""
     match = NAME.fullmatch(path.name)
     if match is None:
         raise NotALog("its name is not log_METHOD_l-N_hs-N_bs-N_ws-N_DATE.UNIX.txt")
@@ -144,8 +147,8 @@ def read(path: Path) -> RawLog:
 
 
 def _lines(path: Path, update: Callable[[bytes], None]) -> Iterator[str]:
-    """Yield lines, long ones in pieces, so that a file without line ends can be read like any other. `update` gets the
-    bytes."""
+    """Yield the lines of a file; long lines are cut into pieces, so that a file without line ends can be read, too.
+    `update` is called with the bytes of each piece."""
     with open(path, "rb") as file:
         while piece := file.readline(LONGEST_LINE_BYTES):
             update(piece)
@@ -173,7 +176,7 @@ def _take(log: RawLog, line: str) -> None:
 
 
 def _take_number(log: RawLog, line: str) -> None:
-    """Take the single values of a line, which has several if two processes wrote at once."""
+    """Take the single values of a line into the log. A line has several if two processes wrote at once."""
     if match := EXACT_PARAMETERS.search(line):
         log.parameters.append(int(match[1]))
     for name, pattern in METRICS.items():
@@ -202,7 +205,7 @@ def _interval(iteration: int, total: int, rest: str) -> Interval:
 
 
 def _fields(text: str) -> dict[str, float]:
-    """Parse the pairs `name: number` in a text of pairs separated by bars."""
+    """Return the numbers in a text of pairs `name: number`, which bars separate, by name."""
     matches = (FIELD.fullmatch(part.strip()) for part in text.split("|"))
     return {match[1]: value for match in matches if match and (value := number(match[2])) is not None}
 
@@ -212,7 +215,8 @@ def _pairs(pattern: str, text: str) -> dict[str, Any]:
 
 
 def scalar(text: str) -> Any:
-    """Parse a Python literal of one word: a number, True, False, None, or a text in quotes."""
+    """Return the value of a word that is a number, True, False, None or a text in quotes. Any other word is returned as
+    it is."""
     if text in LITERALS:
         return LITERALS[text]
     value = int(text) if re.fullmatch(r"[-+]?\d{1,18}", text) else number(text)
@@ -227,5 +231,5 @@ def number(text: str) -> float | None:
 
 
 def clean(text: str, longest: int = 200) -> str:
-    """Return printable text in one line."""
+    """Return the text's printable characters in one line, cut to at most `longest` characters."""
     return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())[:longest]

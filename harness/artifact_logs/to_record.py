@@ -1,8 +1,8 @@
-"""Turns a raw log into a record. The job comes from the log's name and lines, the run's end from the lines about the
-end; every number stays as printed.
+"""Turns a raw log into a record. The job comes from the log's name and lines, the end of the run from the lines about
+it. Every number stays as the log prints it.
 
-Name and lines may disagree, and lines may be missing: the record's evidence lists the decisions under `doubts`, and the
-workload's unlogged fields under `unsaid`.
+Name and lines may disagree, and lines may be missing. The record's evidence lists the decisions in such cases under
+`doubts`, and the workload's fields that the log does not tell under `unsaid`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.core.job import Job, Workload
 from harness.core.log_lines import INTERVAL
 from harness.core.record import STATUSES, Record
 
-# Arguments of the published artifact, and the workload's field that each one sets.
+# By argument of the published artifact: the field of the workload that the argument sets.
 FIELDS = {
     "num_attention_heads": "num_heads", "seq_length": "seq_len", "hidden_dropout": "dropout", "clip_grad": "clip_norm",
     "lr": "learning_rate", "seed": "seed",
@@ -33,12 +33,13 @@ SPEEDS = {
     "interval": "mean of each interval",
     "cumulative": "mean of all steps so far but the first two, without data loading",
 }
-LARGEST_MB = 1e9  # a larger number of MB is taken as garbled
-FLOPS_PER_PARAMETER = 8  # FLOPs per parameter and token in the formula of the artifact's Tera Flops
+LARGEST_MB = 1e9  # in MB; a larger number is taken to be garbled
+FLOPS_PER_PARAMETER = 8  # operations for each parameter and token in the artifact's formula of Tera Flops
 
 
 def to_record(log: RawLog, name: str) -> Record:
-    """Return the log as a record that is not judged yet. Raises NotALog if its sizes make no model."""
+    """Return the log as a record that is not yet judged. Raises NotALog if its sizes or its iterations make no
+    sense."""
     doubts = _contradictions(log)
     workload, unsaid = _workload(log, doubts)
     intervals, interval_steps, steps = _intervals(log, doubts)
@@ -65,7 +66,7 @@ def to_record(log: RawLog, name: str) -> Record:
 
 
 def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
-    """Return the log's numbers as it prints them."""
+    """Return the log's numbers as the log prints them, by the names that they have in the record's evidence."""
     kind = "cumulative" if log.cumulative_speeds else "interval"
     columns = {"iterations": "iteration", "elapsed_ms": "elapsed_ms", "lm_loss": "loss", "grad_norm": "grad_norm"}
     return {
@@ -78,7 +79,7 @@ def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
 
 
 def _contradictions(log: RawLog) -> list[str]:
-    """Describe each size on which the log's lines and its name disagree."""
+    """Return a text for the method and each size for which the log's lines and its name differ."""
     workload = log.own.get("workload", {})
     told = {size: next((log.arguments[word] for word in words if word in log.arguments), workload.get(size))
             for size, words in SIZES.items()}  # fmt: skip
@@ -91,7 +92,8 @@ def _contradictions(log: RawLog) -> list[str]:
 
 
 def _workload(log: RawLog, doubts: list[str]) -> tuple[Workload, list[str]]:
-    """Return the workload, and the names of its unlogged fields."""
+    """Return the workload, and the names of those of its fields that the log does not tell. Raises NotALog if the sizes
+    in the log's name make no workload."""
     sizes = {size: log.name[size] for size in ("num_layers", "hidden_size", "batch_size")}
     stated = {name: value for name, value in log.own.get("workload", {}).items() if name not in sizes}
     stated |= {name: scalar(log.arguments[word]) for word, name in FIELDS.items() if word in log.arguments}
@@ -120,7 +122,8 @@ def _is_like(value: Any, default: Any) -> bool:
 
 
 def _options(log: RawLog) -> dict[str, Any]:
-    """Return the logged options; if none are logged, the window in the log's name, for a method that has windows."""
+    """Return the options that the log tells. If it tells none, and the method has a window, return the window in the
+    log's name."""
     if log.own:
         return dict(log.own["options"])
     known = log.name["method"] in method.names() and method.option_names(method.load(log.name["method"]))
@@ -129,8 +132,12 @@ def _options(log: RawLog) -> dict[str, Any]:
 
 
 def _intervals(log: RawLog, doubts: list[str]) -> tuple[list[Interval], int, int]:
-    """Return the logged intervals in order, the number of steps in an interval, and the number of steps that the run
-    was to do. Lines that do not fit the schedule are dropped; of repeated lines the last counts."""
+    """Return three values: the logged intervals in order, the number of steps in an interval, and the number of steps
+    that the run was to do.
+
+    Lines that do not fit the schedule are dropped. Of repeated lines, the last one counts. Raises NotALog if the
+    iterations make no schedule.
+    """
     totals = Counter(each.total for each in log.intervals)
     total = max(totals, key=lambda each: (totals[each], each), default=_whole(log.arguments.get("train_iters")))
     steps = log.own.get("steps") or total or 1
@@ -154,7 +161,7 @@ def _whole(text: str | None) -> int:
 
 
 def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, str, dict[str, Any]]:
-    """Return status, phase, reason and evidence of the run's end."""
+    """Return the status, phase, reason and evidence of the run's end."""
     if log.own and log.own_end:
         status, phase, done, reason = log.own_end
         if status in STATUSES and (status != "ok" or done == steps):
@@ -176,7 +183,8 @@ def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, 
 
 
 def _parameters(log: RawLog, workload: Workload) -> dict[str, Any]:
-    """Return the logged parameter counts, under the key `other_parameters` if they differ from the workload's."""
+    """Return the parameter counts that the log tells. If they differ from the workload's, the key `other_parameters`
+    says so."""
     billions = [each for each in log.parameters_billion if each]
     stated = {"parameters": log.parameters, "parameters_billion": sorted(set(billions))}
     is_near = any(abs(each - workload.num_params / 1e9) < 6e-4 for each in billions)

@@ -1,8 +1,8 @@
-"""`compare --baseline`: tells if two commits, or two folders of results, train the same, and which is faster.
+"""`compare --baseline`: tells whether two commits, or two folders of results, train the same, and which is faster.
 
 Each point of the baseline (method, options, workload, setting) is compared with the newest runs of the same point. The
 two trainings are compared as the gate compares a run with the reference, within the limits of rounding, because another
-commit may sum in another order. The gate's verdict on each training is in its record.
+commit may sum in another order. Each record also holds the gate's verdict on its own training.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from harness.gate.verdict import judge, together, unasked
 
 SAME_BITS, SAME, OTHERWISE, UNKNOWN = "the same bits", "the same within rounding", "otherwise", "not compared"
 
-TOLD = ("software.commit", "software.source", "machine.gpu", "machine.cpu", "machine.cores")  # printed if they differ
+# differing fields that show() prints
+TOLD = ("software.commit", "software.source", "machine.gpu", "machine.cpu", "machine.cores")
 
 
 @dataclass(frozen=True)
 class Held:
-    """The newest runs of a point, compared with the baseline's. `training`: SAME_BITS, SAME, OTHERWISE or UNKNOWN."""
+    """The newest runs of a point, compared with the baseline's runs. `training`: SAME_BITS, SAME, OTHERWISE or UNKNOWN.
+    `why`: the reason for it. `speed`: the comparison of their speeds."""
 
     training: str
     why: str
@@ -45,8 +47,8 @@ class Held:
 
     @property
     def is_compared(self) -> bool:
-        """False if it is unknown whether both train the same, or if there is no ratio although both have a
-        throughput."""
+        """False if it is not known whether both sides train the same, or if both have a throughput but cannot be
+        compared."""
         have_speed = all(records[-1].samples_per_second for records in (self.speed.a, self.speed.b))
         return self.training != UNKNOWN and not (have_speed and self.speed.verdict == NONE)
 
@@ -55,9 +57,9 @@ class Held:
 
 
 def run(baseline: str, new: str, results: Path, as_json: bool) -> tuple[list[Held], list[str]]:
-    """Print and return each point's comparison with the baseline, and a complaint for each point that is not in
-    `new`."""
-    read = functools.cache(records_of)  # reads a folder, and complains about its files, only once
+    """Compare each point of the baseline with `new`, and print the comparisons. Return them, and a complaint for each
+    point of which `new` has no run."""
+    read = functools.cache(records_of)  # each folder is read only once, so complaints about its files come only once
     points, others = select(baseline, results, read), select(new, results, read)
     held, missing = [], []
     for _, point in points.iterrows():
@@ -75,8 +77,11 @@ def run(baseline: str, new: str, results: Path, as_json: bool) -> tuple[list[Hel
 
 
 def _same_point(point: pd.Series, points: pd.DataFrame, others: pd.DataFrame) -> list[Record] | None:
-    """Return the newest repeats among `others` of a point of the baseline, in the same setting if possible; None if
-    there are none. Two points with different options count as the same if each is its side's only one of the method."""
+    """Return the newest repeats, among `others`, of a point of the baseline; None if there are none. Runs in the
+    baseline's setting are preferred.
+
+    The points must have the same options. If each side has only one point of the method, its options may differ.
+    """
     own, theirs = (side[side["workload"] == point["workload"]] for side in (points, others))
     named = theirs[theirs["name"] == point["name"]]
     if named.empty:
@@ -92,13 +97,13 @@ def _same_point(point: pd.Series, points: pd.DataFrame, others: pd.DataFrame) ->
 
 
 def hold(new: Sequence[Record], old: Sequence[Record]) -> Held:
-    """Compare the training of the newest repeat on each side, and the times of all repeats."""
+    """Compare the trainings of the newest repeat on each side, and the times of all repeats."""
     training, why = trains_the_same(new[-1], old[-1])
     return Held(training, why, compare([*new], [*old]))
 
 
 def trains_the_same(new: Record, old: Record) -> tuple[str, str]:
-    """Return whether a record trains like the baseline's, and why."""
+    """Return whether a record trains like the baseline's (SAME_BITS, SAME, OTHERWISE or UNKNOWN), and why."""
     if new.status != old.status:
         return OTHERWISE, f"ended as {new.status}{_told(new)}, the baseline's as {old.status}{_told(old)}"
     if new.status != "ok":
@@ -111,7 +116,8 @@ def trains_the_same(new: Record, old: Record) -> tuple[str, str]:
         return UNKNOWN, flaw.text
     if why := next((why for model in old.models() if (why := untrained(model))), ""):
         return UNKNOWN, f"the baseline itself shows no training: {why}"
-    # A method promises the bits of a reference of the same commit and machine, not those of another commit.
+    # A method promises the reference's bits only on the same commit and machine, so do not ask for another commit's
+    # bits.
     gates = [
         judge(dataclasses.replace(ours, bit_exact=False), theirs)
         for ours, theirs in zip(new.models(), old.models(), strict=True)

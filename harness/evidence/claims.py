@@ -1,6 +1,6 @@
-"""The papers' claims, read from claims/*.yaml and checked: an error names file, claim and field in one line.
+"""The papers' claims, read from claims/*.yaml and checked. An error names file, claim and field in one line.
 
-YAML yields text, lists and mappings only; pydantic converts and checks each field by the types below.
+YAML gives only text, lists and mappings. pydantic converts and checks each field by the types below.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from harness.figures.point import METRICS
 
 FOLDER = ROOT / "claims"
 PAPER_MACHINE = named_machines.PUBLISHED
-MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # machines on which a claim holds
-REGISTRY = Registry("claim", FOLDER)  # added claims replace this project's
+MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # kinds of machines that a claim can be about
+REGISTRY = Registry("claim", FOLDER)  # if claims are added, they replace this project's
 AXES = ("num_layers", "window_size")  # fields of a point that may be the axis of a shape
-EXTREMES = ("largest", "smallest")  # names for the largest and the smallest of the measured windows
+EXTREMES = ("largest", "smallest")  # words that a claim may use for the largest and the smallest measured window
 IDENTIFIER = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
 
 
@@ -47,7 +47,8 @@ def one_of(choices: Collection) -> AfterValidator:
 
 
 def one_of_those(there: Callable[[], Collection]) -> AfterValidator:
-    """Make a check against the choices that exist when a claims file is read: added folders may add choices."""
+    """Return a check that a value is one of the choices that exist when a claims file is read: added folders may bring
+    further choices."""
 
     def check(value: Any) -> Any:
         if value not in (choices := there()):
@@ -67,7 +68,8 @@ def has_one_of(*names: str) -> Any:
 
 
 def _count(value: Any, or_else: str = "") -> int:
-    """Read a positive integer that is written in digits alone; int() would also accept 1_000 and +1."""
+    """Return a positive integer that is written in digits only; int() would also accept 1_000 and +1. `or_else`:
+    further text of the error."""
     if not re.fullmatch("[1-9][0-9]{0,8}", str(value)):
         raise ValueError(f"expected a positive integer{or_else}, got {value!r:.80}")
     return int(value)
@@ -87,7 +89,7 @@ STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, config=STRICT)
 class Point:
-    """Selects a row of a case's table; a field of None matches any value."""
+    """Selects a row of a case's table by its fields. A field of None matches any value."""
 
     method: Annotated[str, one_of_those(method.names)]
     num_layers: Count | None = None
@@ -112,7 +114,7 @@ Group = Annotated[tuple[Point, ...], AS_LIST]
 
 @dataclass(frozen=True, config=STRICT)
 class Order:
-    """A claim that values fall from group to group; no order is claimed within a group."""
+    """A claim that values fall from one group of points to the next. Within a group, no order is claimed."""
 
     points: Annotated[
         tuple[Group, ...], expect("two or more points, highest first", lambda groups: len(groups) > 1 and all(groups))
@@ -159,7 +161,8 @@ class Plateau:
 class Shape:
     """A claim on the shape of values along an axis: a power law, fitted to at least four points, or a plateau.
 
-    A plateau consists of at least the last `num_points` points, of which none gains more than `gain` over the first.
+    A plateau has at least `num_points` points, the last ones on the axis. None of them gains more than `gain` over the
+    first of them.
     """
 
     of: Point
@@ -207,12 +210,12 @@ KINDS: dict[str, Any] = {"order": Order, "ratio": Ratio, "shape": Shape, "value"
 class Claim:
     id: Annotated[str, expect("small letters, digits, dots and dashes such as size-order", IDENTIFIER.fullmatch)]
     text: Text
-    source: Text  # figure, table or page
+    source: Text  # the figure, table or page of the paper
     case: Annotated[int, one_of_those(case.numbers)]
     metric: Annotated[str, one_of(METRICS)]
     machines: Annotated[tuple[Annotated[str, one_of(MACHINES)], ...], expect("one machine or more", len)]
     expected: Expected
-    xfail: Text = ""  # the known reason why the claim does not hold
+    xfail: Text = ""  # the known reason why the claim does not hold here; empty: it should hold
 
     @model_validator(mode="after")
     def _has_its_machine(self) -> Claim:
@@ -222,19 +225,19 @@ class Claim:
 
     @property
     def command(self) -> str:
-        """Return the command that would test the claim. A claim about the paper's machine alone needs the sizes of that
-        machine."""
+        """Return the command that would test the claim. If the claim is only about the paper's machine, the command has
+        that machine's sizes."""
         if self.machines == (PAPER_MACHINE,):
             return f"./run.sh case {self.case} --profile paper --machine {PAPER_MACHINE}"
         return f"./run.sh case {self.case} --profile {'demo' if 'any' in self.machines else 'quick'}"
 
 
-COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}  # fields that every kind of claim has
+COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}  # fields that claims of every kind have
 
 
 def load(*places: Path) -> list[Claim]:
-    """Return the claims of these files and folders; by default the added claims or, if none were added, this project's.
-    Raises ValueError with one line of text for an invalid file."""
+    """Return the claims of these files and folders. Without arguments, return the added claims or, if none were added,
+    this project's. Raises ValueError with one line of text for an invalid file."""
     claims: dict[str, Claim] = {}
     for path, claim in (pair for place in places or REGISTRY.added or [FOLDER] for pair in _of_place(place)):
         if claim.id in claims:

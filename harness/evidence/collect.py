@@ -1,8 +1,8 @@
-"""The verb `case`: runs what is missing for one figure or all, writes tables, draws figures.
+"""The verb `case`: makes the missing runs of one figure or of all, writes tables, draws figures.
 
-The missing runs are planned again before each run, from the records and the time left, so an interrupted call loses
-nothing. Runs of the methods with most claims go first if time is short, and among these the quickest. The time of a run
-and of its reference is a rough estimate from the bytes and operations of the plan.
+Before each run, the missing runs are planned again from the records and the time left, so an interrupted call loses
+nothing. If time is short, runs of the methods with most claims go first, and among these the quickest runs. The time of
+a run and of its reference is a rough estimate from the bytes and operations of its plan.
 """
 
 from __future__ import annotations
@@ -35,27 +35,29 @@ from harness.jobs.largest_size import Probes, find
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Report, Sweep
 
-PROBES = 5  # number of runs that a search is assumed to take
+PROBES = 5  # number of runs that a search is assumed to need
 
 
 @dataclass
 class PlannedRun:
-    """A job with its repeats, or a search for the largest size. The `job` of a search has the planned depth."""
+    """A job with its repeats, or a search for the largest size. The job of a search has the depth that should fit by
+    plan."""
 
     cases: list[int]
     job: Job
     plan: Plan
     is_search: bool
-    missing: int  # runs still to make
-    is_guess: bool = False  # True: the size is a guess at the answer of a search that is not over
-    num_claims: int = 0  # number of claims that name the job's method
-    probe_seconds: float = 0.0  # time of the method's probe, which the method's first run here includes
+    missing: int  # number of runs that are still missing
+    is_guess: bool = False  # True: the job's size is a guess, because the search that gives it is not over
+    num_claims: int = 0  # number of the cases' claims that name the job's method
+    # seconds of the method's probe; counted only in the method's first run with missing records
+    probe_seconds: float = 0.0
     is_taken: bool = True  # False: left out, because the time is too short
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the missing runs, of their references and of the method's probe. Repeats share their
-        references; a search needs its own for each run."""
+        """Return the seconds of the missing runs, of their references and of the method's probe. Repeats of a job share
+        one reference. Each run of a search needs a reference of its own."""
         job, run = self.job, run_seconds(self.job, self.plan)
         num_models = int(job.options.get("num_models", 1))
         references = self.missing if self.is_search else min(1, self.missing)
@@ -63,7 +65,7 @@ class PlannedRun:
         return (self.missing + references) * run + others + self.probe_seconds
 
     def to_dict(self) -> dict[str, str]:
-        """Return a row of the table of planned runs."""
+        """Return a row of the table of planned runs, as text by column."""
         about = "about " if self.is_search or self.is_guess else ""
         to_run = f"{self.missing} to run" if self.missing else "recorded"
         return {
@@ -77,7 +79,7 @@ class PlannedRun:
 
 
 class Campaign:
-    """The runs of some cases in one profile, with their records in one folder of results."""
+    """The runs of several cases in one profile, and their records in one folder of results."""
 
     def __init__(
         self, numbers: Sequence[int], used: CaseProfile, results: Path, report: Report | None = None,
@@ -90,24 +92,24 @@ class Campaign:
         self.finished: list[Record] = []
 
     def run(self, seconds: float) -> None:
-        """Run what is missing until the time is over."""
+        """Make the missing runs, until none is left or the time is over."""
         end = time.monotonic() + seconds
         while True:
             points = self.points(end - time.monotonic())
             todo = [point for point in points if point.missing and point.is_taken and not point.is_guess]
             if not todo:
                 return
-            # Searches go first, because the sizes of other jobs depend on them. Then all jobs take turns, so that
-            # repeats are spread over time.
+            # Searches go first, because the sizes of other jobs depend on them. All other jobs take turns, so that the
+            # repeats of a job are spread over time.
             first = min(todo, key=lambda point: (not point.is_search, -point.missing))
             done = len(self.finished)
             self._advance(first, {"index": done + 1, "total": done + len(todo)})
 
     def points(self, seconds: float = math.inf) -> list[PlannedRun]:
-        """Return every planned run of the cases, recorded or missing.
+        """Return every planned run of the cases, whether it is recorded or missing.
 
-        Runs are taken as long as `seconds` last: those of the methods with most claims first, and among these the
-        quickest.
+        `is_taken` tells which runs fit into `seconds`. Runs of the methods with most claims are taken first, and among
+        these the quickest runs.
         """
         found: list[PlannedRun] = []
         for number in self.numbers:
@@ -160,14 +162,18 @@ class Campaign:
         return max(0, wanted - len(done))
 
     def _repeats(self, job: Job) -> int:
-        """Return how many processes this job needs: one to find a size, several to measure a time."""
+        """Return the number of processes that this job needs: one to find a size, the profile's repeats to measure a
+        time."""
         profiles = (each for number in self.numbers for each in case.load(number).profiles(self.used))
         lengths = {(each.steps, each.warmup) for each in profiles}
         return self.used.repeats if (job.steps, job.warmup) in lengths else 1
 
     def _missing_of_search(self, job: Job, records: list[Record]) -> int:
-        """Return the number of runs that a search still needs: 0 if there are records of the largest depth that trained
-        and of the next one, which failed. Otherwise find() decides which runs are needed."""
+        """Return the number of runs that a search still needs.
+
+        It is 0 if records show the largest depth that trained, and that the next depth failed, or if this call has
+        already searched. Otherwise it is PROBES, an estimate: find() decides which runs are needed.
+        """
         best, failed = measurements.largest(job.method, records)
         depths = [part[-1].job.workload.num_layers for part in (best, failed) if part]
         is_done = len(depths) == 2 and depths[1] == depths[0] + 1 and best[-1].is_judged
@@ -182,7 +188,8 @@ class Campaign:
             self.finished += [found["record"]] if found["record"] else []
             return
         host = machine.room(job.budget, job.device).host_bytes
-        if host is not None and point.plan.host_bytes > host:  # the run would take more memory than this machine has
+        # the run would take more memory than this machine has: let run() refuse it by plan
+        if host is not None and point.plan.host_bytes > host:
             record = self.sweep.run([job])[0]
         else:
             record = self.sweep.attempt(job, self._repeats(job) - point.missing + 1, place)
@@ -206,9 +213,12 @@ def main(
     number: str, profile: str | None, machine: str | None, seconds: float | None, repeats: int | None, results: Path,
     out: Path | None, only: str | None, as_json: bool, where: Sequence[str] = (), probe: Extent | None = None,
 ) -> list[Record]:  # fmt: skip
-    """Run the verb; return the records of the runs that it made. `only`: extract makes the table alone, draw the figure
-    alone; both accept any records if there is none of a profile. Raises ValueError for an unknown case, profile or
-    machine."""
+    """Run the verb `case`; return the records of the runs that it made.
+
+    `only`: "extract" only makes the table, "draw" only draws the figure; None runs what is missing and does both. If no
+    record is of the profile, extract and draw use any records. Raises ValueError for an unknown case, profile or
+    machine.
+    """
     there = [*map(str, case.numbers()), overlap.NAME]
     if number not in ("all", *there):
         raise ValueError(f"expected a case of {', '.join(there)}, or all, got {number!r}")
@@ -240,7 +250,8 @@ def make(
     numbers: Sequence[int], used: CaseProfile, results: Path, out: Path, as_json: bool, seconds: float = math.inf,
     methods: Sequence[str] | None = None, probe: Extent | None = None,
 ) -> list[Record]:  # fmt: skip
-    """Make the missing runs of the cases, by these methods only (default: all); then write tables and draw figures."""
+    """Make the missing runs of the cases; then write tables and draw figures. Return the records of the runs that were
+    made. `methods`: only their runs are made; None: all methods."""
     with reporter(as_json) as report:
         finished = _measure(Campaign(numbers, used, results, report, methods, probe), seconds, as_json)
         for each in numbers:
@@ -269,8 +280,10 @@ def _write(
     number: int, used: CaseProfile | None, records: list[Record], results: Path, out: Path, only: str | None,
     is_one: bool, where: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Write the table and the figure of a case, from the records of a profile or from any records. Raises ValueError if
-    there is no record; with several cases, prints a line instead."""
+    """Write the table and the figure of a case, from the records of a profile or, if `used` is None, from any records.
+
+    If there is no record, raise ValueError if this is the only case (`is_one`), and print a line otherwise.
+    """
     try:
         path = Path(f"{case_files.stem(number, used.name if used else any_runs.NAME, out)}.csv")
         if only != "draw":
@@ -288,8 +301,8 @@ def _write(
 
 
 def _write_added(number: int, used: CaseProfile, results: Path, out: Path, only: str | None) -> None:
-    """Write a table and a figure of the records that others sent in, for each folder of such records in a folder of its
-    own."""
+    """Write a table and a figure for each folder of records that others sent in. Each folder's files are in a subfolder
+    of `out` with its name."""
     for folder in added_folders(results):
         records = records_of(folder)
         with contextlib.suppress(ValueError):  # these results have no record of this case

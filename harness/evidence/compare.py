@@ -1,5 +1,5 @@
 """The verb `compare`: prints the ratio of two throughputs with its interval, the gate's verdict on each side, and all
-differences between the two sides."""
+fields in which the two sides differ."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not co
 RESULTS = ROOT / "results"
 SIMULATED = ("sim", "virtual")  # devices whose clock is simulated
 METRIC = "samples_per_second"
-COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")  # a + at the end: the checkout's files differ from the commit
-CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")  # fields of a record
-# Compared runs should agree in the workload and in all of these fields. The first field is ignored if no two runs do,
-# then the second, then the third.
+COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")  # a + at the end says that the checkout's files differ from the commit
+# fields of a record whose differences are printed
+CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")
+# Compared runs must have the same workload, and should agree in all of these fields. If no two runs agree in them all,
+# the first field is ignored, then also the second, then also the third.
 SETTING = ["machine", "budget", "device"]
 Pair = tuple[list[Record], list[Record]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Repeats of A beside repeats of B. `ratio`: A's throughput divided by B's, if both have one."""
+    """A comparison of repeats of A with repeats of B. `ratio`: A's throughput divided by B's; None if one of them has
+    none."""
 
     a: list[Record]
     b: list[Record]
     verdict: str
-    why: str  # how the ratio was bounded, or why there is none
+    why: str  # how the ratio was bounded, or why there is no ratio
     ratio: RatioInterval | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,9 +56,9 @@ class Comparison:
 
 
 def run(a: str, b: str, results: Path, as_json: bool) -> bool:
-    """Print the comparisons of the records that the words `a` and `b` name. Return False if any of them is
-    impossible."""
-    read = functools.cache(records_of)  # reads a folder, and complains about its files, only once
+    """Compare the records that the words `a` and `b` name, and print the comparisons. Return False if a comparison is
+    not possible."""
+    read = functools.cache(records_of)  # each folder is read only once, so complaints about its files come only once
     found, complaints = pairs(select(a, results, read), select(b, results, read))
     made = [compare(*pair) for pair in found]
     folders = folder_of(a, results), folder_of(b, results)
@@ -69,14 +71,14 @@ def run(a: str, b: str, results: Path, as_json: bool) -> bool:
 
 
 def folder_of(text: str, results: Path) -> Path:
-    """Return the folder of the records that a word names."""
+    """Return the folder of the records that a word names: the file's folder, the folder itself, or else `results`."""
     path = Path(text)
     return path.parent if path.is_file() else path if path.is_dir() else results
 
 
 def select(text: str, results: Path, read: Callable[[Path], list[Record]] = records_of) -> pd.DataFrame:
-    """Return the repeats that a file, a folder, a commit or METHOD[:name=value,...] names among the results. Raises
-    ValueError if there are none."""
+    """Return the repeats that a word names: a record's file, a folder, a commit or METHOD[:name=value,...]. The latter
+    two name records in `results`. Raises ValueError if there are none."""
     path = Path(text)
     if path.is_file():
         return _repeats(frame.of([Record.read(path)]))
@@ -111,8 +113,8 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
 
 
 def _of_commit(text: str, found: pd.DataFrame, results: Path) -> pd.DataFrame:
-    """Return the runs of a checkout without changes at this commit; if the text ends with +, those of a checkout with
-    changes."""
+    """Return the runs of this commit. If the text ends with +, they were made in a checkout with further changes,
+    otherwise in one without. Raises ValueError unless exactly one recorded commit begins with the text."""
     commits = found["commit"].fillna("").astype(str)
     wanted = commits.map(lambda commit: _is_commit(text, commit))
     if commits[wanted].nunique() != 1:
@@ -122,15 +124,17 @@ def _of_commit(text: str, found: pd.DataFrame, results: Path) -> pd.DataFrame:
 
 
 def _is_commit(text: str, recorded: str) -> bool:
-    """True if one commit begins with the other's digits (records hold 12), and both or neither have changes (+)."""
+    """True if both texts name one commit: one begins with the other's digits (records hold 12), and both or neither end
+    with +."""
     asked, there = text.removesuffix("+"), recorded.removesuffix("+")
     alike = bool(there) and (there.startswith(asked) or asked.startswith(there))
     return alike and text.endswith("+") == recorded.endswith("+")
 
 
 def _repeats(found: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each point (name, workload and setting); the point that was run last comes last. The column
-    `repeats` has the records of the point's newest key, with interrupted ones only if there are no others."""
+    """Return a row for each point (name, workload and setting), in the order of the points' last runs. The column
+    `repeats` has the records that share the point's newest key. Interrupted records are left out if there are
+    others."""
     jobs = [record.job for record in found[frame.RECORD]]
     told = found.assign(
         name=found["method"] + ":" + found[frame.RECORD].map(_options_text),
@@ -149,7 +153,8 @@ def _of_newest_key(newest_first: list[Record]) -> list[Record]:
 def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
     """Return the pairs to compare, and a complaint for each workload and setting without a pair.
 
-    The points of a pair agree in workload, setting and name; if each side has only one point, the names may differ.
+    The two points of a pair have the same workload, setting and name. Their names may differ if each side has only one
+    point.
     """
     found: list[Pair] = []
     complaints: list[str] = []
@@ -172,7 +177,8 @@ def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
 
 
 def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
-    """Return, for each setting in which both sides have runs, both sides' points: of each name, the newest point."""
+    """Return both sides' points, for each setting in which both sides have runs. Of points with equal names, only the
+    newest is returned."""
     for dropped in range(len(SETTING) + 1):
         keys = ["workload", *SETTING[dropped:]]
         ours, theirs = (
@@ -184,14 +190,15 @@ def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFram
 
 
 def _with_throughput(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the points with a throughput; if there are none, only the point that was run last, to report its end."""
+    """Return the points that have a throughput. If there are none, return the point that was run last, so that its end
+    can be reported."""
     rows = [row_of(METRIC, repeats) for repeats in points["repeats"]]
     able = points[[row.valid and row.has_number for row in rows]]
     return points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]] if able.empty else able
 
 
 def compare(a: list[Record], b: list[Record]) -> Comparison:
-    """Compare repeats of A with repeats of B, all of one workload."""
+    """Compare repeats of A with repeats of B. All of them have one workload."""
     clocks = [records[-1].clock for records in (a, b)]
     if len({clock in SIMULATED for clock in clocks}) > 1:
         return Comparison(a, b, NONE, f"one is timed by {clocks[0]}, the other by {clocks[1]}: run both alike")
@@ -212,7 +219,8 @@ def compare(a: list[Record], b: list[Record]) -> Comparison:
 
 
 def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
-    """Return both values of each field of job, machine, software and data that differs, by the field's dotted name."""
+    """Return the two records' values of each field of job, machine, software and data in which they differ. Keys are
+    dotted names."""
     data = a.to_dict(), b.to_dict()
     return _differing(*(_flat("", {name: each[name] for name in CONTEXT}) for each in data))
 
@@ -223,7 +231,7 @@ def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[
 
 
 def side(repeats: list[Record]) -> dict[str, Any]:
-    """Return one side of a comparison, with its measurement, as JSON values."""
+    """Return one side of a comparison with its measurement, as JSON values."""
     made, newest = row_of(METRIC, repeats), repeats[-1]
     shown = made if made.valid else None
     return {
@@ -236,8 +244,8 @@ def side(repeats: list[Record]) -> dict[str, Any]:
 
 
 def show(comparison: Comparison, as_json: bool, folders: tuple[Path, Path], names_machines: bool = False) -> None:
-    """Print a comparison. `folders`: the folders of A's and of B's records, for the printed calls that measure
-    again."""
+    """Print a comparison. `folders`: the folders of A's and of B's records, named in the printed calls that measure
+    again. `names_machines`: True: print each side's machine."""
     data = comparison.to_dict()
     if as_json:
         print(json.dumps(data))
@@ -275,7 +283,7 @@ def side_text(one: dict[str, Any]) -> str:
 
 
 def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:
-    """Return a text with the fields in which the two most similar workloads differ."""
+    """Return a text with the fields in which two workloads differ, for the two most similar workloads of both sides."""
     different = [_differing(vars(ours), vars(theirs)) for ours in a["workload"] for theirs in b["workload"]]
     told = ", ".join(f"{name} {ours} | {theirs}" for name, (ours, theirs) in min(different, key=len).items())
     nearest = ", of the two nearest" if len(different) > 1 else ""
@@ -283,7 +291,7 @@ def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
-    """Return the values of a nested mapping by dotted name."""
+    """Return the values in a nested mapping, by their dotted names."""
     if not isinstance(value, dict):
         return {name: value}
     inner = (_flat(f"{name}.{key}".lstrip("."), each) for key, each in value.items())

@@ -1,4 +1,4 @@
-"""Examines a claim by the numbers of its rows alone: the claim holds, does not hold, or noise leaves it open."""
+"""Examines a claim only by the numbers of its rows: the claim holds, does not hold, or noise leaves it open."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HOLD, BROKEN, OPEN = "hold", "do not hold", "NOT DISTINGUISHABLE"
 class Answer(NamedTuple):
     numbers: str  # HOLD, BROKEN or OPEN
     seen: str
-    how: str = ""  # how the bounds were obtained
+    how: str = ""  # how the bounds were found, as text
 
 
 def examine(expected: Expected, rows: list[FigureRow]) -> Answer:
-    """Examine a claim. `rows`: the rows that the claim names, in the claim's order; for a shape, the series along its
-    axis. Each row has a number."""
+    """Examine a claim. `rows`: the rows that the claim names, in the claim's order; for a shape, the rows along its
+    axis. Each row must have a number."""
     match expected:
         case Order():
             return _order(expected, rows)
@@ -35,7 +35,7 @@ def examine(expected: Expected, rows: list[FigureRow]) -> Answer:
 
 
 def value_text(row: FigureRow) -> str:
-    """Format a row's value with the unit of its metric."""
+    """Return a row's value as text, with the unit of its metric."""
     if row.value is None:
         return "none"
     if row.metric == "params":
@@ -55,8 +55,8 @@ def _decide(low: float, high: float, least: float, most: float) -> str:
 
 
 def _order(expected: Order, rows: list[FigureRow]) -> Answer:
-    """Compare each point with each point of the next group. One broken pair breaks the claim, even if others are
-    open."""
+    """Compare each point with each point of the next group. If the order of one pair is wrong, the claim does not hold,
+    even if noise leaves other pairs open."""
     by_point = dict(zip(expected.named, rows, strict=True))
     numbers, notes = [], []
     for upper, lower in zip(expected.points, expected.points[1:], strict=False):
@@ -70,8 +70,8 @@ def _order(expected: Order, rows: list[FigureRow]) -> Answer:
 
 
 def _value(expected: Value, row: FigureRow) -> Answer:
-    """Judge a value by its interval. The value alone decides if it has no interval, because the claim's tolerance is
-    itself a margin."""
+    """Judge a value by its interval. If there is no interval, the value itself decides, because the claim's tolerance
+    is already a margin."""
     low, high = (row.low, row.high) if row.has_interval else (row.value, row.value)
     assert low is not None and high is not None and row.value is not None
     least, most = (expected.value * (1 + sign * expected.tolerance) for sign in (-1, 1))
@@ -80,7 +80,8 @@ def _value(expected: Value, row: FigureRow) -> Answer:
 
 
 def _exponent(expected: Shape, rows: list[FigureRow]) -> Answer:
-    """Fit the exponent by least squares on logarithms, with Student's interval from the residuals."""
+    """Fit the exponent by least squares on logarithms, and judge it by Student's interval, which follows from the
+    residuals."""
     import numpy as np
     from scipy import stats
 
@@ -97,18 +98,19 @@ def _exponent(expected: Shape, rows: list[FigureRow]) -> Answer:
 
 
 def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer:
-    """Judge a plateau by the rows' intervals if all have one; else by their values, because the allowed gain is itself
-    a margin."""
+    """Judge a plateau by the intervals of the rows if all rows have one. Otherwise judge it by their values, because
+    the gain that the claim allows is already a margin."""
 
     def flat_from(bound: str) -> int:
-        """Return the index of the first row after which no row gains more than the plateau allows."""
+        """Return the index of the first row over which no later row gains more than the plateau allows."""
         for index, row in enumerate(rows):
             if all(getattr(_gain(row, later), bound) <= 1 + plateau.gain for later in rows[index + 1 :]):
                 return index
         raise AssertionError("nothing lies beyond the last row")
 
     index = flat_from("value")
-    # The plateau is longest if every gain is at the lower end of its interval.
+    # The plateau is longest if every gain is at the lower end of its interval, and shortest if every gain is at the
+    # upper end.
     longest, shortest = (len(rows) - (flat_from(bound) if all(row.has_interval for row in rows) else index)
                          for bound in ("low", "high"))  # fmt: skip
     numbers = HOLD if shortest >= plateau.num_points else BROKEN if longest < plateau.num_points else OPEN
@@ -122,5 +124,5 @@ def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer
 
 
 def _gain(row: FigureRow, later: FigureRow) -> RatioInterval:
-    """Return the ratio by which the later row is better; a shorter time is better."""
+    """Return the ratio by which the later row is better. For times, shorter is better."""
     return ratio(row, later) if row.metric == "step_seconds" else ratio(later, row)

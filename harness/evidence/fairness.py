@@ -1,4 +1,5 @@
-"""The fairness table, from the records: each method's implementation, kernels, precision, clipping and data."""
+"""The fairness table, made from the records: what each method ran with (implementation, kernels, precision, clipping,
+data)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ COLUMNS = ("implementation", "model", "attention", "optimizer", "precision", "re
 
 
 def rows(records: list[Record]) -> list[dict[str, str]]:
-    """Return one row for each method, set of options and dtype, from the newest record that trained."""
+    """Return one row for each combination of method, options and dtype, from the newest record that trained."""
     found, alike = frame.of(records), ["method", "options", "dtype"]
     trained = found[(found["status"] == "ok") & (found["origin"] == "run")]
     newest = trained.drop_duplicates(alike, keep="last").sort_values(alike)
@@ -30,15 +31,16 @@ def rows(records: list[Record]) -> list[dict[str, str]]:
 
 
 def _version(record: Record) -> str:
-    """Return the version of the package that implements the method, or else this project's commit."""
+    """Return the version of the package that implements the method; if no known package does, return this project's
+    commit."""
     implementation = record.description.get("implementation", "")
     package = next((name for name in ("deepspeed", "megatron-core", "torch") if name in implementation), "commit")
     return f"{package} {record.software.get(package)}"
 
 
 def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return, for each column, its different values (answers), each with the methods that have it, because no page has
-    room for all columns side by side.
+    """Return, for each column, its different values (answers), each with the methods that have this value. A table with
+    all columns side by side would be too wide for a page.
 
     A method's options are named only if its answer depends on them. The last entry lists the methods that lack a value
     in some column.
@@ -64,7 +66,7 @@ def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
-    """Return lines of text: each column as a heading, followed by its answers."""
+    """Return the table as lines of text: each column's name as a heading, followed by its answers."""
     found: list[str] = []
     for told in answers(table_rows):
         found += [told["what"]] * (told["what"] not in found)

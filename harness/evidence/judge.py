@@ -1,4 +1,5 @@
-"""Judges a claim by the rows of its case: first by the gate's verdicts on the rows' runs, then by the rows' numbers."""
+"""Judges a claim by the rows of its case: first by the gate's verdicts on the runs of these rows, then by the rows'
+numbers."""
 
 from __future__ import annotations
 
@@ -14,22 +15,22 @@ from harness.figures.point import COUNTED, FigureRow
 PASS, FAIL, XFAIL, XPASS = "PASS", "FAIL", "XFAIL", "XPASS"
 NOT_TESTED, OTHER_MACHINE = "NOT TESTED", "N/A"
 BAD = (FAIL, XPASS)
-NOT_HERE = "several-gpus"  # a claim about this kind of machine cannot be tested here
+NOT_HERE = "several-gpus"  # kind of machine that no case runs on, so that claims about it cannot be tested here
 UNTRAINED = "rests on a run that did not train, says the gate"
-NO_RESULT = ("timeout", "unavailable", "interrupted")  # statuses that say nothing about a claim
+NO_RESULT = ("timeout", "unavailable", "interrupted")  # statuses of runs that say nothing about a claim
 IsThere = Callable[[Claim, FigureRow], bool]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A verdict on a claim, with the measured values, the rows, and the reason or the command that would test the
-    claim."""
+    """A verdict on a claim. `seen`: the measured values, as text. `note`: the reason for the verdict or, if the claim
+    was not tested, the command that would test it. `rests_on`: the rows that were judged."""
 
     claim: Claim
     verdict: str
     seen: str = ""
     note: str = ""
-    numbers: str = ""  # verdict by the numbers alone: hold, do not hold, NOT DISTINGUISHABLE
+    numbers: str = ""  # verdict by the numbers alone: hold, do not hold or NOT DISTINGUISHABLE; empty: none
     profile: str = ""
     rests_on: tuple[FigureRow, ...] = ()
 
@@ -48,11 +49,11 @@ class Finding:
 
 
 def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> Finding:
-    """Judge a claim by the first of its case's tables that has all rows the claim needs. Tables whose rows are final,
-    and were measured on a machine that the claim is about, come before all others.
+    """Judge a claim by the first of its case's tables that has all rows which the claim needs. A table is preferred if
+    its rows are final and were measured on a machine that the claim is about.
 
-    `tables`: a table for each profile, the best profile first. `is_there`: tells if a row was measured on such a
-    machine.
+    `tables`: by name of a profile, its table; the best profile comes first. `is_there`: returns True if a row was
+    measured on a machine that the claim is about.
     """
     tables = {profile: [row for row in rows if row.metric == claim.metric] for profile, rows in tables.items()}
     found: dict[str, list[FigureRow]] = {}
@@ -61,7 +62,8 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
         try:
             found[profile] = _choose(claim, rows)
         except LookupError as error:
-            missing = missing or (str(error) if rows else "")  # a table without rows lacks everything
+            # a table without rows lacks all of them, which would tell nothing
+            missing = missing or (str(error) if rows else "")
     judged = [_judge(claim, profile, rows) for profile, rows in found.items() if all(is_there(claim, r) for r in rows)]
     if judged:
         return next((finding for finding in judged if finding.verdict != NOT_TESTED), judged[0])
@@ -81,8 +83,8 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
 
 
 def _untrained_point(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> list[FigureRow]:
-    """Return the rows of the claim's first point that has rows, none of which trained and none of which another run of
-    the case could change. Empty if there is no such point."""
+    """Return the rows of the claim's first point of which no run trained, if no further run of the case could change
+    this. Empty if there is no such point."""
     for rows in tables.values():
         for point in claim.expected.named:
             found = _matching(point, rows)
@@ -92,8 +94,8 @@ def _untrained_point(claim: Claim, tables: dict[str, list[FigureRow]], is_there:
 
 
 def _is_decided(row: FigureRow) -> bool:
-    """True unless another run of the case could change the row. A row of imported logs counts as open, because the logs
-    are incomplete."""
+    """True if no further run of the case could change the row. A row from imported logs is not decided, because the
+    logs are incomplete."""
     return row.status not in NO_RESULT and row.is_judged and row.is_final and row.origin != "imported"
 
 
@@ -120,7 +122,8 @@ def _judge(claim: Claim, profile: str, rows: list[FigureRow]) -> Finding:
 
 
 def _choose(claim: Claim, rows: list[FigureRow]) -> list[FigureRow]:
-    """Return the rows that the claim names, in the claim's order. Raises LookupError for a missing or ambiguous row."""
+    """Return the rows that the claim names, in the claim's order. Raises LookupError if a row is missing, or if several
+    rows match."""
     expected = claim.expected
     if isinstance(expected, Shape):
         return _series(expected, rows)
@@ -130,8 +133,9 @@ def _choose(claim: Claim, rows: list[FigureRow]) -> list[FigureRow]:
 
 
 def _of_one_size(points: Sequence[Point], rows: list[FigureRow]) -> list[FigureRow]:
-    """Return the rows of the largest size that trained for all points; if there is none, of the largest that all points
-    have. Speeds at different sizes are not compared."""
+    """Return the rows of one size, because speeds at different sizes are not compared. It is the largest size at which
+    all points trained; if there is none, the largest size of which all points have rows. Raises LookupError if there is
+    no such size."""
     found = [_matching(point, rows) for point in points]
     sizes = [{(row.hidden_size, row.num_layers) for row in own} for own in found]
     trained = [{(row.hidden_size, row.num_layers) for row in own if row.valid and row.has_number} for own in found]
@@ -147,7 +151,7 @@ def _one(point: Point, rows: list[FigureRow]) -> FigureRow:
     found = _matching(point, rows)
     if not found:
         raise LookupError(f"no row of {point}")
-    if found[0].metric in COUNTED:  # the largest size that ran; if none ran, the largest tried
+    if found[0].metric in COUNTED:  # the largest size that ran; if none ran, the largest that was tried
         return max(found, key=lambda row: (row.status == "ok", row.value or 0))
     if len(found) > 1:
         raise LookupError(f"{len(found)} rows of {point}: {shortened([label(row) for row in found])}")
@@ -171,7 +175,8 @@ def _matching(point: Point, rows: list[FigureRow]) -> list[FigureRow]:
 
 
 def _series(shape: Shape, rows: list[FigureRow]) -> list[FigureRow]:
-    """Return one row for each value on the shape's axis, in ascending order."""
+    """Return one row for each value on the shape's axis, in ascending order. Raises LookupError if there are too few
+    rows, or rows of several series."""
     found = [row for row in _matching(shape.of, rows) if getattr(row, shape.against) is not None]
     found.sort(key=lambda row: getattr(row, shape.against))
     num_places = len({getattr(row, shape.against) for row in found})
@@ -184,8 +189,8 @@ def _series(shape: Shape, rows: list[FigureRow]) -> list[FigureRow]:
 
 
 def holds_there(claim: Claim, row: FigureRow, is_emulated: bool = False) -> bool:
-    """True if the row was measured on a machine that the claim is about. A run elsewhere, with the budgets of the
-    paper's machine, counts for claims on sizes, not for claims on times."""
+    """True if the row was measured on a machine that the claim is about. `is_emulated`: True if the run had the budgets
+    of the paper's machine on another machine: such a run counts for claims on sizes, but not for claims on times."""
     if "any" in claim.machines:
         return True
     if "gpu" in claim.machines and (row.clock == "cuda" or row.origin != "run"):

@@ -1,7 +1,8 @@
-"""The contract of a method, as checks that run: the tests apply them to every method, `check-method` to one file.
+"""The contract of a method, as checks that run. The tests apply the checks to every method, and `check-method` applies
+them to one file.
 
-A check returns a text on what it saw. It raises Broken, with the requirement that is not met, if the method breaks the
-contract.
+A check returns a text on what it saw. If the method breaks the contract, the check raises Broken with the requirement
+that is not met.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from harness.jobs.sweep import Sweep
 TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)
 GRADIENT_TOLERANCE = 1e-3  # a larger relative error of a first moment in fp32 means a wrong gradient
 SHOWN = 4  # most tensors that a message names
-STATE_BYTES = 12  # a parameter's weight and both AdamW moments, over all memories, without its gradient
+# bytes of a parameter's weight and its two AdamW moments, over all memories; its gradient is not counted
+STATE_BYTES = 12
 
 
 class Broken(Exception):
-    """The method breaks its contract; the text tells which part."""
+    """The method breaks its contract. The text of the error tells which part of it."""
 
 
 class Subject(NamedTuple):
-    """A method to check: its name, the folder of its file, and a folder of results for the checks' trainings."""
+    """A method to check: its name, the folders in which it is looked up, and a folder of results for the trainings of
+    the checks."""
 
     name: str
     folders: tuple[Path, ...]
@@ -101,8 +104,8 @@ BY_TRAINING: dict[str, Check] = {
 
 
 def outcomes(file: Path) -> Iterator[tuple[str, bool, str]]:
-    """Yield each check's name, whether the method's file passed it, and what the check saw. Logs of failed runs are
-    kept."""
+    """Yield each check's name, whether the method's file passed the check, and what the check saw. If a run failed, its
+    log is kept."""
     with _alone(file) as subject:
         for name, is_passed, told in _outcomes(subject):
             for folder in subject.folders:  # name the author's folder, not the folder of links
@@ -119,7 +122,7 @@ def _outcomes(subject: Subject) -> Iterator[tuple[str, bool, str]]:
     for name, check in {**BY_ARITHMETIC, **BY_TRAINING}.items():
         try:
             found = True, check(subject)
-        except Exception as error:  # an error of the method's code ends only this check
+        except Exception as error:  # an error in the method's code ends only this check
             is_told = isinstance(error, (Broken, ValueError, method.Unavailable))
             found = False, str(error) if is_told else f"{type(error).__name__}: {error}"
         yield name, *found
@@ -127,8 +130,8 @@ def _outcomes(subject: Subject) -> Iterator[tuple[str, bool, str]]:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[Subject]:
-    """Yield the method in a new folder, without the other methods of its own folder. The new folder has links to the
-    method's file and to the files _name.py beside it, which methods import."""
+    """Yield the method in a new folder without the other methods of its own folder. The new folder has links to the
+    method's file, and to the files _name.py beside it, which methods may import."""
     file, folder = file.resolve(), Path(tempfile.mkdtemp(prefix="check-method-")).resolve()
     name = file.stem.replace("_", "-")
     try:
@@ -145,14 +148,14 @@ def _alone(file: Path) -> Iterator[Subject]:
 
 
 def _planned(subject: Subject, workload: Workload) -> tuple[int, int]:
-    """Return two sums of planned bytes: of device and host, and of device, host and disk."""
+    """Return two sums of planned bytes: of device and host memory, and of both and the disk."""
     plan = method.create(subject.name, {}, subject.folders).plan(workload, Room())
     memory = plan.device_bytes + plan.host_bytes
     return memory, memory + plan.disk_bytes
 
 
 def _trained(subject: Subject, dtype: str) -> Record:
-    """Return the record of a training of twenty steps. Checks with the same folder of results share the record."""
+    """Return the record of a training of twenty steps. Checks that share a folder of results share the record."""
     clip_norm = TINY.clip_norm if method.load(subject.name, subject.folders).clips else 0.0
     job = Job(subject.name, dataclasses.replace(TINY, dtype=dtype, clip_norm=clip_norm), steps=20, warmup=2)
     sweep = Sweep(subject.results, subject.folders, is_timed=False)
@@ -165,7 +168,8 @@ def _trained(subject: Subject, dtype: str) -> Record:
 
 
 def _judged(subject: Subject, record: Record) -> str:
-    """Check that the training equals the reference's, unless the method declares that it differs."""
+    """Check that the training equals the reference's or, if the method declares that its training differs, that it
+    does. Return the gate's text. Raises Broken."""
     gate = record.gate
     if gate.passed != record.is_exact:
         is_of_a_gradient = gate.reason == "gradient" and record.job.workload.dtype == "fp32"
@@ -175,8 +179,9 @@ def _judged(subject: Subject, record: Record) -> str:
 
 
 def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
-    """Name the tensors with wrong gradients at the first wrong step; the text is empty if none stands out. A gradient
-    is judged by its tensor's first moment after that step, because records hold no gradients."""
+    """Return a text with the tensors whose gradients are wrong at the step at which the gradient norm first is wrong;
+    empty if none stands out. Records hold no gradients, so a gradient is judged by its tensor's first moment after that
+    step."""
     short = dataclasses.replace(job, steps=step, warmup=0)
     reference = dataclasses.replace(short, method=method.reference(subject.folders), options={})
     jobs = [resolve(each, subject.folders)[0] for each in (short, reference)]
@@ -185,7 +190,7 @@ def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
     )
     moments = {name: (ours.get(name, {}).get("exp_avg"), each.get("exp_avg")) for name, each in theirs.items()}
     ratios = {name: mine / other for name, (mine, other) in moments.items() if mine and other}
-    clip = statistics.median(ratios.values() or [1.0])  # a wrong clip factor scales all tensors' moments alike
+    clip = statistics.median(ratios.values() or [1.0])  # a wrong clip factor scales the moments of all tensors alike
     off = [name for name, ratio in ratios.items() if abs(ratio / clip - 1) > GRADIENT_TOLERANCE]
     if not off:
         return ""

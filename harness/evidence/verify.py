@@ -1,4 +1,5 @@
-"""The verb `verify`: judges every claim by the records of this folder, or by the original's published numbers."""
+"""The verb `verify`: judges every claim of the papers by the records of a folder, or by the numbers that the original
+published."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ PAPER = named_machines.load(claims.PAPER_MACHINE)
 
 
 def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[FigureRow]]:
-    """Return the rows of a case by profile, beginning with the profile nearest to the claims' sizes. Imported logs
-    count only if there are no runs of ours."""
+    """Return the rows of a case by name of the profile, beginning with the profile nearest to the claims' sizes.
+    Imported logs are used only if there are no runs of this project."""
     runs = [record for record in records if record.origin == "run"]
     if not runs:
         return {IMPORTED: _imported(number, records)}
@@ -40,7 +41,7 @@ def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[FigureRow]
 
 
 def _imported(number: int, records: Sequence[Record]) -> list[FigureRow]:
-    """Return rows of imported logs, for the points that the original published in this case."""
+    """Return the rows of imported logs for those points that the original published in this case."""
     rows = []
     for point in case.published(number):
         there = (point.method, point.num_layers, point.hidden_size)
@@ -57,7 +58,8 @@ def _imported(number: int, records: Sequence[Record]) -> list[FigureRow]:
 
 
 def findings(results: Path, against: str | None, machine: str | None, *places: Path) -> list[Finding]:
-    """Return a finding for each claim, in the order of the files. Raises ValueError for records of several machines."""
+    """Return a finding for each claim, in the order of the claims files. Raises ValueError if the records are of
+    several machines."""
     told = claims.load(*places)
     if against == PUBLISHED:
         tables = {number: {PUBLISHED: case.published(number)} for number in {claim.case for claim in told}}
@@ -75,20 +77,20 @@ def findings(results: Path, against: str | None, machine: str | None, *places: P
         return judge.holds_there(claim, row, bool(row.keys) and emulated.issuperset(row.keys))
 
     tables = {number: rows_of(number, records) for number in {claim.case for claim in told}}
-    if machine:  # the original's logs name no machine: assume that of --machine
+    if machine:  # the original's logs name no machine: take them to be of the machine that --machine names
         for rows in (rows for profiles in tables.values() for rows in profiles.values()):
             rows[:] = [row if row.machine else dataclasses.replace(row, machine=machine) for row in rows]
     return [judge.judge(claim, tables[claim.case], is_there) for claim in told]
 
 
 def is_of_logs(found: Sequence[Finding]) -> bool:
-    """True if imported logs were judged."""
+    """True if imported logs were judged, and not runs of this project."""
     return any(finding.profile == IMPORTED for finding in found)
 
 
 def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
-    """Return all imported logs, and the runs of the machine whose name contains `asked`; without `asked`, those of the
-    only machine."""
+    """Return all imported logs, and the runs of the machine whose name contains `asked`. None: the runs of the only
+    machine. Raises ValueError if the runs are of several machines, or if no record remains."""
     there = sorted({machine_of(record) for record in records if record.origin != IMPORTED})
     if asked is None and len(there) > 1:
         raise ValueError(f"expected runs of one machine, got runs of {len(there)}: try --machine with one of {there}")
@@ -137,7 +139,7 @@ def _cells(finding: Finding) -> list[str]:
 
 
 def _grounds(finding: Finding) -> str:
-    """Describe in a few words the rows that a verdict rests on, with the note."""
+    """Return a short text on the rows that a verdict rests on, followed by the finding's note."""
     rows = finding.rests_on
     if not rows:
         return finding.note
@@ -147,8 +149,8 @@ def _grounds(finding: Finding) -> str:
 
 
 def closing_lines(found: list[Finding]) -> list[str]:
-    """Return a line for each verdict, with its claims. Claims that rest on runs that did not train are grouped by the
-    verdict that the numbers alone would give."""
+    """Return a line for each verdict that occurs, with its claims. Claims that rest on runs that did not train are
+    listed by the verdict that the numbers alone would give."""
     untrained = "FAIL, rests on a run that did not train, whose numbers by themselves {}"
     groups: dict[str, list[str]] = {told: [] for told in (*VERDICTS, *map(untrained.format, NUMBERS_WORDS.values()))}
     for one in found:
