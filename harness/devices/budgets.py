@@ -1,10 +1,10 @@
 """Enforces the budgets of a run.
 
-The host's budget covers the worker's anonymous and shared memory, imports included. In the worker RLIMIT_DATA turns an
-excess of private memory into an exception; at the end of training the worker's private and shared memory are compared
-with the budget. A memory group of the kernel around the worker, if the system allows one, is the hard limit: the group
-also counts shared memory and the worker's children. The device sim accounts for host tensors itself, so on sim
-RLIMIT_DATA is only a generous backstop.
+The host's budget covers the worker's anonymous and shared memory, including the memory of its imports. Three mechanisms
+enforce it. (1) RLIMIT_DATA: the worker's allocation of private memory beyond the limit raises an exception. (2) At the
+end of training, the worker's private and shared memory are compared with the budget. (3) If the system allows it, the
+worker runs in a memory group of the kernel, whose limit also counts shared memory and the worker's children. The device
+sim counts host tensors itself, so on sim RLIMIT_DATA is far above the budget and catches only gross excess.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from harness.core.job import Budget, Job, Room, gib
 from harness.devices import cuda_budget, machine, sim
 
 MIB = 2**20
-BASELINES = ROOT / ".venv" / "baselines.json"  # cache of baseline_bytes() by device, machine and packages
+BASELINES = ROOT / ".venv" / "baselines.json"  # file that caches baseline_bytes() by device, machine and packages
 PROCESSES = Path("/proc")
 LEAST_ROOM_BYTES = 64 * MIB
-AGENT_BYTES = 256 * MIB  # memory of the agent of several ranks, which trains nothing but is in the memory group
-# Bytes that the memory group may take beyond the budget, because page tables, kernel stacks and code pages count, too.
+AGENT_BYTES = 256 * MIB  # bytes of the agent that starts several ranks; it is in the memory group, but does not train
+# The memory group's limit is above the budget by WALL_BYTES and by WALL_SHARE of the budget, because page tables,
+# kernel stacks and code pages count in the group, too.
 WALL_BYTES, WALL_SHARE = 32 * MIB, 1 / 256
 
 
 def check(budget: Budget, device: str, world_size: int = 1) -> None:
-    """Raise ValueError, one line, if a budget exceeds the machine's memory or is too small for the worker's imports."""
+    """Raise ValueError, one line, if a budget exceeds the machine's memory, or if the host's budget is too small for
+    the imports of `world_size` ranks."""
     there = machine.room(Budget(), device)
     if device == "cuda":
         there = dataclasses.replace(there, device_bytes=machine.gpu()["gpu_bytes"])
@@ -57,8 +59,8 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
 
 
 def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
-    """Raise ValueError if a GPU's budget leaves less than LEAST_TENSOR_BYTES beside the driver's context and the
-    reserve."""
+    """Raise ValueError if the budget of a GPU leaves plans less than LEAST_TENSOR_BYTES after the driver's context and
+    the reserve are subtracted. None: no budget, no error."""
     context = machine.context_bytes(num_ranks)
     least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context)
     if budget_bytes is not None and budget_bytes < least:
@@ -70,23 +72,24 @@ def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
 
 @functools.cache
 def baseline_bytes(device: str) -> int:
-    """Return the anonymous memory of a process with a worker's imports and no training; 0 if the system does not tell
-    it. Each machine with its packages is measured once, because making a GPU's context takes seconds."""
+    """Return the bytes of anonymous memory of a process that has a worker's imports but does not train; 0 if they
+    cannot be measured. The number is measured once for each device, machine and set of packages and kept in BASELINES,
+    because making a GPU's context takes seconds."""
     about, kept = json.dumps([device, machine.checked()]), dict[str, int]()
     with contextlib.suppress(OSError, ValueError, TypeError):
         kept = {str(name): int(size) for name, size in dict(json.loads(BASELINES.read_text())).items()}
     if about not in kept:
-        with contextlib.suppress(ValueError):  # torch is missing: the run's record will say so
+        with contextlib.suppress(ValueError):  # torch is missing; the run's record will tell it
             kept[about] = ask("harness.devices.budgets", device)
-            with contextlib.suppress(OSError):  # another user installed .venv: the next process measures again
+            with contextlib.suppress(OSError):  # .venv may belong to another user; then the next process measures again
                 BASELINES.parent.mkdir(exist_ok=True)
                 write_whole(BASELINES, json.dumps(kept, indent=1))
     return kept.get(about, 0)
 
 
 def enforce(job: Job) -> dict[str, str]:
-    """Enforce the budgets in the worker, after the imports that every run needs; return the mechanism that enforces
-    each budget."""
+    """Enforce the job's budgets in this process, the worker, after the imports that every run needs. Return, for each
+    memory with a budget, text that names the mechanism that enforces it."""
     import torch  # noqa: F401
 
     found: dict[str, str] = {}
@@ -102,32 +105,34 @@ def enforce(job: Job) -> dict[str, str]:
 
 
 def lift(job: Job) -> dict[str, int]:
-    """End the limits after training. Return bytes at that moment: the host's bytes and, if RLIMIT_DATA enforced the
-    host's budget, that budget; and the GPU's free and total bytes."""
+    """End the limits after training. Return the bytes at this moment, as far as the system tells them: host_bytes in
+    use; host_limit_bytes, the host's budget, if RLIMIT_DATA enforced it; and the GPU's device_free_bytes and
+    device_total_bytes."""
     limit, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     if job.device == "sim" and sim.started:
-        sim.started.lift()  # training is over: budgets end, peaks stay
+        sim.started.lift()  # ends the budgets, keeps the peaks
     sizes, found = process_bytes(), {}
-    if "VmData" in sizes and "RssAnon" in sizes and job.device != "sim":  # gVisor's kernel tells VmData alone
+    if "VmData" in sizes and "RssAnon" in sizes and job.device != "sim":  # gVisor's kernel tells only VmData
         found["host_bytes"] = sizes["RssAnon"]
         if limit != most and job.budget.host_bytes:
-            # Count as RLIMIT_DATA does: mapped memory counts whether it was touched or not.
+            # Count as RLIMIT_DATA does: mapped memory counts even if it was never touched.
             found["host_bytes"] = job.budget.host_bytes - (limit - sizes["VmData"])
             found["host_limit_bytes"] = job.budget.host_bytes
     torch: Any = sys.modules.get("torch")
     if job.device == "cuda" and torch is not None:
-        with contextlib.suppress(RuntimeError):  # CUDA's context itself may be gone
+        with contextlib.suppress(RuntimeError):  # CUDA's context may have ended by an error
             found["device_free_bytes"], found["device_total_bytes"] = torch.cuda.mem_get_info()
             torch.cuda.set_per_process_memory_fraction(1.0)
     return found
 
 
 def check_taken(job: Job, before: dict[str, int]) -> None:
-    """Raise MemoryError if training in this process has taken more than the budget. RLIMIT_DATA does not count shared
-    memory, to which CUDA's page-locked memory belongs; a memory group does, if the system allows one.
+    """Raise MemoryError if this process has more memory than the host's budget after training. The check is needed
+    because RLIMIT_DATA does not count shared memory, which includes CUDA's page-locked memory.
 
-    `before`: process_bytes() after the imports; the system counts the imports' files on a tmpfs as shared memory, too.
+    `before`: process_bytes() after the imports. Its shared memory is subtracted, because it may be files of the imports
+    on a tmpfs.
     """
     sizes, limit = process_bytes(), wall_bytes(job)
     shared = max(0, sizes.get("RssShmem", 0) - before.get("RssShmem", 0))
@@ -139,7 +144,7 @@ def check_taken(job: Job, before: dict[str, int]) -> None:
 
 
 def wall_bytes(job: Job) -> int | None:
-    """Return the limit of the worker's memory group; None if the process has no host budget."""
+    """Return the limit of the worker's memory group in bytes; None if the job has no host budget or runs on sim."""
     if job.budget.host_bytes is None or job.device not in ("cpu", "cuda"):
         return None
     agent = AGENT_BYTES if job.world_size > 1 else 0
@@ -147,8 +152,9 @@ def wall_bytes(job: Job) -> int | None:
 
 
 def _limit_data(job: Job) -> str:
-    """Allow this process to map, beyond its present mappings, the budget less the process's resident bytes, because
-    mappings that were never touched take no memory."""
+    """Set RLIMIT_DATA so that this process may map as many bytes more as its host budget exceeds its resident bytes.
+    Present mappings that were never touched take no memory, so they are allowed beside the budget. Return text that
+    names the limit, or tells why there is none."""
     sizes, budget = process_bytes(), job.budget.host_bytes or 0
     try:
         limit = sizes["VmData"] + max(0, budget - sizes["RssAnon"])
@@ -169,9 +175,10 @@ def _limit_data(job: Job) -> str:
 
 
 def _cap_device(budget_bytes: int | None, num_ranks: int = 1) -> dict[str, str]:
-    """Cap torch's caching allocator at the budget less the context's size in the plan.
+    """Cap torch's caching allocator at the budget minus the bytes that plans assume for the context. None: no cap.
 
-    The record gets the context's measured size, and the allocator's settings, which change what fits.
+    Return text for the record: the cap, the context's planned and measured bytes, and the allocator's settings, which
+    change what fits.
     """
     import torch
 
@@ -195,9 +202,9 @@ def _cap_device(budget_bytes: int | None, num_ranks: int = 1) -> dict[str, str]:
 
 
 def context_since(free_bytes: int | None) -> int | None:
-    """Return the device bytes that this process has taken outside torch's allocator since the device had this many free
-    bytes; None if the driver does not tell. Other processes' changes count, too, so call this while no other process
-    uses the device."""
+    """Return the device bytes that were taken outside torch's allocator since the device had `free_bytes` free; None if
+    the driver does not tell free bytes. The bytes of all processes count, so call this while no other process uses the
+    device."""
     import torch
 
     torch.cuda.synchronize()
@@ -208,7 +215,7 @@ def context_since(free_bytes: int | None) -> int | None:
 
 
 def device_peaks(device: str) -> dict[str, int]:
-    """Return the peaks of a device's memory in this process, by their names in a record."""
+    """Return this process's peak bytes on the device, by their names in a record; empty on a CPU."""
     if device == "sim":
         return sim.peaks()
     torch = sys.modules.get("torch")
@@ -221,16 +228,16 @@ def device_peaks(device: str) -> dict[str, int]:
 
 
 def limit_of_the_call() -> str:
-    """Name the limit that the caller's shell sets on the memory of its processes; "" if there is none. If a run is out
-    of memory under such a limit, the result holds for this call alone."""
+    """Name the limits that the caller's shell sets on the memory of its processes, such as `ulimit -v`; empty if it
+    sets none. If a run is out of memory under such a limit, the result holds for this call alone."""
     limits = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
     found = (word for word, kind in limits.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY)
     return ", ".join(found)
 
 
 def process_bytes(pid: int | None = None) -> dict[str, int]:
-    """Return the bytes of a process (default: this one) under the kernel's names, such as RssAnon and VmData; a kernel
-    may tell only some of them."""
+    """Return the memory of a process in bytes, by the kernel's names, such as RssAnon and VmData. `pid`: number of the
+    process; None: this process. A name that the kernel does not tell is missing."""
     with contextlib.suppress(OSError):
         lines = (PROCESSES / str(pid or os.getpid()) / "status").read_text().splitlines()
         return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmData"))}
@@ -238,8 +245,8 @@ def process_bytes(pid: int | None = None) -> dict[str, int]:
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): reads a device and prints its baseline_bytes(). The process makes an
-    optimizer first, because the first optimizer imports half as much as torch."""
+    """Entry point for child_process.ask(): read a device's name, and print the anonymous memory of this process in
+    bytes. An optimizer is made first, because the first optimizer of a process imports half as much as torch."""
     import torch
 
     torch.optim.AdamW([torch.zeros(1, device=json.load(sys.stdin))], fused=True)

@@ -1,8 +1,7 @@
-"""The kernel's memory groups (cgroups, v1 and v2): reads the limit in force and the count of kills, and makes a group
-for a worker.
+"""Reads limits and counts of kills of the kernel's memory groups (cgroups, v1 and v2), and makes a group for a worker.
 
-Groups form a tree; a process is under the limits of its group and of all groups above that. In a container the visible
-tree may begin at the container's own group; this tree is often read-only.
+Groups form a tree. A process is under the limits of its own group and of all groups above its own group. In a container
+the visible tree may begin at the container's own group, and is often read-only.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
-WITH_SWAP = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}  # v1: memory and swap together; v2: swap alone
+WITH_SWAP = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}  # v1 limits memory plus swap, v2 swap alone
 KILLS = {1: "memory.oom_control", 2: "memory.events"}
 REMOVAL_SECONDS = 5.0
 _serial = itertools.count()
@@ -24,20 +23,20 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class Group:
-    """A memory group: its folder, the topmost visible folder of the tree, and the version of cgroups, 1 or 2."""
+    """A memory group: its folder, the topmost visible folder of its tree, and the version of cgroups (1 or 2)."""
 
     folder: Path
     top: Path
     version: int
 
     def lineage(self) -> list[Path]:
-        """Return this folder and all visible folders above it."""
+        """Return the group's folder and all visible folders above it, the group's own first."""
         return [self.folder, *(path for path in self.folder.parents if path.is_relative_to(self.top))]
 
     def limit_bytes(self) -> int | None:
-        """Return the least limit that holds for the group; None if there is none."""
+        """Return the lowest limit in bytes of this group and all groups above; None if no group has a limit."""
         limits = [_read(folder / LIMIT[self.version]).strip() for folder in self.lineage()]
-        return min((int(limit) for limit in limits if limit.isdigit()), default=None)  # no limit: "max"
+        return min((int(limit) for limit in limits if limit.isdigit()), default=None)  # "max" means no limit
 
     def oom_kills(self) -> int:
         return oom_kills(self.folder / KILLS[self.version])
@@ -46,7 +45,7 @@ class Group:
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     def lift(self) -> None:
-        """Remove the limit, so that the group may grow again."""
+        """Remove the group's limit, so that its processes may take more memory."""
         with contextlib.suppress(OSError):
             if self.version == 1:
                 (self.folder / WITH_SWAP[1]).write_text("-1")
@@ -66,11 +65,11 @@ class Group:
 
 
 def current(process: Path = Path("/proc/self")) -> Group | None:
-    """Return a process's memory group, found by the files `cgroup` and `mountinfo` in the process's /proc folder; None
-    if there is none."""
+    """Return a process's memory group; None if the process has none. `process`: the process's folder in /proc, whose
+    files `cgroup` and `mountinfo` tell the group."""
     groups = [line.split(":", 2) for line in _read(process / "cgroup").splitlines()]
     mounts = [line.split() for line in _read(process / "mountinfo").splitlines()]
-    # A machine may have both versions: then v1 controls memory, and its entry says so.
+    # If a machine has both versions and v1 controls memory, an entry of v1 names the controller "memory".
     own = [(1, path) for _, controllers, path in groups if "memory" in controllers.split(",")]
     own = own or [(2, path) for number, _, path in groups if number == "0"]
     for version, path in own:
@@ -85,20 +84,20 @@ def current(process: Path = Path("/proc/self")) -> Group | None:
 
 
 def make(limit_bytes: int) -> Group | None:
-    """Make a new group whose limit includes swap, and remove the groups of dead processes; return None if the system
-    does not allow a group."""
+    """Make a new group with this limit, in which no process can swap beyond the limit; return None if the system does
+    not allow a group. Groups that dead processes of the harness left are removed."""
     here = current()
     if here is None:
         return None
     for parent in here.lineage():
         if here.version == 2 and "memory" not in _read(parent / "cgroup.subtree_control").split():
-            continue  # cgroups v2: children of this group cannot have limits
+            continue  # in cgroups v2, groups below this one could have no limits
         _remove_groups_of_the_dead(parent)
         group = Group(parent / f"harness-{os.getpid()}-{next(_serial)}", here.top, here.version)
         try:
             group.folder.mkdir()
             (group.folder / LIMIT[here.version]).write_text(str(limit_bytes))
-            with contextlib.suppress(OSError):  # this kernel does not count swap
+            with contextlib.suppress(OSError):  # some kernels do not count swap
                 (group.folder / WITH_SWAP[here.version]).write_text(str(limit_bytes if here.version == 1 else 0))
             return group
         except OSError:
@@ -109,14 +108,14 @@ def make(limit_bytes: int) -> Group | None:
 
 
 def oom_kills(counts: Path = Path("/proc/vmstat")) -> int:
-    """Return the number of processes that the kernel killed for want of memory, in a group or on the whole machine; 0
-    if the kernel does not count."""
+    """Return the number of processes that the kernel killed for lack of memory; 0 if the kernel does not count.
+    `counts`: the file with the count, of a group or by default of the whole machine."""
     lines = _read(counts).splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def _read(file: Path) -> str:
-    """Read a file of the kernel; empty if there is no such file."""
+    """Return the text of a file of the kernel; empty if the file cannot be read."""
     with contextlib.suppress(OSError):
         return file.read_text()
     return ""
@@ -125,5 +124,5 @@ def _read(file: Path) -> str:
 def _remove_groups_of_the_dead(parent: Path) -> None:
     for folder in parent.glob("harness-*"):
         if not Path(f"/proc/{folder.name.split('-')[1]}").exists():
-            with contextlib.suppress(OSError):  # the group's worker is still ending: the next run removes it
+            with contextlib.suppress(OSError):  # the group still has a process; a later run removes the group
                 folder.rmdir()

@@ -1,37 +1,39 @@
-"""The division of a CUDA device's budget, which plans, refusals and the allocator's cap share.
+"""The parts of a CUDA device's budget. Plans, checks of budgets and the allocator's cap all use these numbers.
 
     budget = context + bytes that torch's allocator may reserve
     bytes that the allocator may reserve = reserve + bytes that a plan's tensors may fill
 
-The context is driver and library memory outside the allocator; with several ranks it includes NCCL's buffers. The
-reserve is for memory that plans do not count: cuBLAS's workspaces, segments rounded up, and fragments.
+The context is memory of the driver and of libraries, outside the allocator; with several ranks it includes NCCL's
+buffers. The reserve is for memory that plans do not count: cuBLAS's workspaces, the rounding up of segments, and
+fragments.
 """
 
 from __future__ import annotations
 
-# Upper estimate of the context for machines without a calibration; not measured.
+# An upper estimate of the context's bytes, not measured. It is used on machines without a calibration.
 CONTEXT_BYTES = 768 * 2**20
-# The reserve, not measured: RESERVE_BYTES for workspaces, and 1/RESERVE_PARTS for rounding and fragments.
+# The reserve, not measured: RESERVE_BYTES for workspaces, and 1/RESERVE_PARTS of the remaining bytes for rounding and
+# fragments.
 RESERVE_BYTES, RESERVE_PARTS = 256 * 2**20, 32
-# Bytes of NCCL's communicators in each of several ranks, not measured: room for two communicators and more.
+# Bytes of NCCL's communicators in each rank, if there are several ranks. Not measured; enough for two communicators.
 COMMUNICATORS_BYTES = 512 * 2**20
 LEAST_TENSOR_BYTES = 256 * 2**20
-# Bytes that a process which leads the processes of several GPUs takes on the first GPU, not measured: the context, a
-# workspace of cuBLAS and the batches' tokens.
+# If a process leads the processes of several GPUs: the bytes that the leading process takes on the first GPU. Not
+# measured; they are for the context, a workspace of cuBLAS and the tokens of the batches.
 LEADING_BYTES = CONTEXT_BYTES + 64 * 2**20
 
 
 def allocator_bytes(budget_bytes: int, context_bytes: int = CONTEXT_BYTES) -> int:
-    """Return the cap of torch's allocator."""
+    """Return the bytes at which torch's allocator is capped."""
     return max(0, budget_bytes - context_bytes)
 
 
 def tensor_bytes(budget_bytes: int, context_bytes: int = CONTEXT_BYTES) -> int:
-    """Return the bytes that a plan may fill; at least 1, because a budget must be positive."""
+    """Return the bytes that a plan's tensors may fill. The number is at least 1, because a budget must be positive."""
     room = allocator_bytes(budget_bytes, context_bytes) - RESERVE_BYTES
     return max(1, room * (RESERVE_PARTS - 1) // RESERVE_PARTS)
 
 
 def budget_bytes(tensor_bytes: int, context_bytes: int = CONTEXT_BYTES) -> int:
-    """Return the smallest budget in which a plan may fill this many bytes."""
+    """Return the smallest budget in bytes in which a plan's tensors may fill `tensor_bytes`."""
     return context_bytes + RESERVE_BYTES + -(-tensor_bytes * RESERVE_PARTS // (RESERVE_PARTS - 1))

@@ -1,10 +1,12 @@
-"""Device locks: a timed run holds its devices alone; untimed runs share devices with each other.
+"""Locks of devices between runs: a timed run holds its devices alone; untimed runs may share a device.
 
-A job of several GPUs holds each of them. Each device has three files. The files lie in /tmp whatever TMPDIR is, because
-all callers share the device. A run locks `.lock` alone or shared, and the worker inherits the lock, so a device is free
-once its worker is gone, even if the parent ended first. A process that waits for `.lock` holds `.queue`, so that a
-stream of untimed runs cannot keep a timed run out. `.holders` names the holders, for people, and counts the runs that
-arrive: the seconds of an untimed run count if no other run arrived meanwhile.
+A job that uses several GPUs holds the lock of each. Each device has three files, which lie in /tmp even if TMPDIR is
+set, because the calls of all users share the device.
+
+`.lock` is locked by a run, exclusively or shared. The worker inherits this lock, so a device becomes free when its
+worker ends, even if the parent ended first. `.queue` is locked by a process that waits for `.lock`, so that a stream of
+untimed runs cannot keep a timed run waiting. `.holders` names the runs that hold the device, for people, and counts the
+runs that have entered. By this count an untimed run knows if it was alone; if so, its seconds count nevertheless.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from harness.core.record import LATEST
 from harness.devices import machine
 
 Report = Callable[[dict[str, Any]], None]
-MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # most holders in a list, most characters of a job's name in it
+MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # most holders in a .holders file, most characters of a holder's job
 
 
 @dataclass
 class HeldDevice:
-    """A run's turn on one device. `descriptor`: the descriptor of the device's lock; `number`: the number of this turn
-    among the device's turns."""
+    """A device whose lock a run holds. `descriptor`: the descriptor of the lock; `number`: the number of this run among
+    all runs that have entered the device; `began_shared`: True if another run held the device when this run began."""
 
     path: Path
     descriptor: int
@@ -42,40 +44,43 @@ class HeldDevice:
     began_shared: bool = False
 
     def is_shared(self) -> bool:
-        """True if another run was on the device since this turn began."""
+        """True if another run has been on the device since this run entered it."""
         return self.began_shared or _read(self.path)["entered"] != self.number
 
 
 @dataclass
 class Turn:
-    """A run's turn on all devices that it uses."""
+    """The devices whose locks one run holds."""
 
     held: list[HeldDevice]
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The descriptors of the locks, which the worker inherits."""
+        """Return the descriptors of the locks, which the run's worker inherits."""
         return tuple(each.descriptor for each in self.held)
 
     def is_shared(self) -> bool:
-        """True if another run was on one of the devices since this turn began."""
+        """True if another run has been on one of the devices since this run entered it."""
         return any(each.is_shared() for each in self.held)
 
 
 def folder() -> Path:
-    """Return the folder of the locks: $HARNESS_LOCKS, if several machines share one system, else /tmp; if that is not
-    writable, the folder for temporary files."""
+    """Return the folder of the locks: the folder that the variable HARNESS_LOCKS names or, if it is not set, /tmp. If
+    that folder is not writable, return the folder for temporary files."""
     shared = Path(os.environ.get("HARNESS_LOCKS", "/tmp"))
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
 @contextlib.contextmanager
 def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: float = 0.0) -> Iterator[Turn]:
-    """Hold the job's devices, alone if the job is timed; a waiting call reports which processes hold one.
+    """Hold the locks of the job's devices within this context; wait for them if needed. A call that waits calls
+    `report` with text that names the processes that hold the device. `foreseen_seconds`: how long this run is expected
+    to take, for other calls that wait.
 
-    An untimed run holds a GPU alone, too, because processes cannot divide the GPU's memory. An untimed run also holds a
-    device alone if another user owns the list of holders, which the run then cannot change. All calls take their
-    devices in the same order, so that no two calls wait for each other.
+    A timed run holds its devices alone. An untimed run shares them, with two exceptions. It holds a GPU alone, because
+    processes cannot divide the GPU's memory, and it holds a device alone if another user owns the list of holders,
+    which this run then cannot change. All calls lock their devices in the same order, so no two calls wait for each
+    other.
     """
     with contextlib.ExitStack() as stack:
         yield Turn([
@@ -85,7 +90,7 @@ def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: floa
 
 @contextlib.contextmanager
 def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds: float) -> Iterator[HeldDevice]:
-    """Hold one device."""
+    """Hold the lock of the device whose `.lock` is `path`, within this context; see turn()."""
     handle = _open(path)
     shares = not is_timed and job.device != "cuda" and _can_write(_list(path))
     told = f"{job.method}, {job.workload.num_layers} layers"
@@ -99,21 +104,23 @@ def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds
                     fcntl.flock(handle, fcntl.LOCK_EX)
             with _changed(path) as listed:
                 found.number = listed["entered"] = listed["entered"] + 1
-                before = listed["holders"] if found.began_shared else []  # none if alone: the listed holders have died
+                before = listed["holders"] if found.began_shared else []  # else holders in the list have died
                 listed["holders"] = [*before, _sign(found.number, told, foreseen_seconds)]
             if shares:
-                fcntl.flock(handle, fcntl.LOCK_SH)  # from alone to shared, while this run holds the queue
+                # Downgrade the exclusive lock to a shared one. This run holds the queue, so no other run can take the
+                # lock in between.
+                fcntl.flock(handle, fcntl.LOCK_SH)
         yield found
     finally:
         with _changed(path) as listed:
             listed["holders"] = [holder for holder in listed["holders"] if holder["number"] != found.number]
-        fcntl.flock(handle, fcntl.LOCK_UN)  # unlock for processes that inherited the lock, too
+        fcntl.flock(handle, fcntl.LOCK_UN)  # this also unlocks it in processes that inherited the lock
         os.close(handle)
 
 
 def wait_seconds(job: Job) -> float:
-    """Return the seconds until the job's devices are free, as the holders estimate; 0 if the devices are free or the
-    time is unknown."""
+    """Return the seconds until the job's devices are free, by the estimates of the runs that hold the devices; 0 if the
+    devices are free or no estimate is known."""
     return max((_left(sign) for path in _paths(job) for sign in _holders(path)), default=0.0)
 
 
@@ -122,7 +129,7 @@ def _left(sign: dict[str, Any]) -> float:
 
 
 def holder(path: Path) -> str:
-    """Name the processes that hold a lock, for people."""
+    """Describe, for people, the processes that hold the lock `path`, their jobs and how long they may still take."""
     told = []
     for sign in _holders(path):
         since = time.strftime("%H:%M:%S", time.localtime(sign["since"]))
@@ -136,7 +143,7 @@ def _holders(path: Path) -> list[dict[str, Any]]:
 
 
 def _paths(job: Job) -> list[Path]:
-    """Return the paths of the locks of a job's devices, sorted: each GPU has one, the CPU and sim share one."""
+    """Return the sorted paths of the locks of a job's devices. Each GPU has a lock; CPU and sim share one lock."""
     names = {"cpu"}
     if job.device == "cuda":
         number = max(job.world_size, job.options.get("num_devices", 1))
@@ -145,8 +152,8 @@ def _paths(job: Job) -> list[Path]:
 
 
 def _uuid(name: str) -> str:
-    """Return the whole UUID of a GPU, from its index or the start of its UUID in CUDA_VISIBLE_DEVICES; 0 if the driver
-    does not know the GPU."""
+    """Return the whole UUID of a GPU. `name` names the GPU as CUDA_VISIBLE_DEVICES does: by its index, or by its UUID
+    or the start of it. Return "0" if the driver does not know the GPU."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -162,7 +169,8 @@ def _uuid(name: str) -> str:
 
 @contextlib.contextmanager
 def _queued(path: Path, job: Job | None = None, report: Report | None = None) -> Iterator[None]:
-    """Hold the queue: only the process that holds the queue waits for the device or adds to the list of holders."""
+    """Hold the device's queue within this context. Only the process that holds the queue may wait for the device's lock
+    or add itself to the list of holders."""
     handle = _open(path.with_suffix(".queue"))
     try:
         if not _takes(handle, fcntl.LOCK_EX):
@@ -179,7 +187,7 @@ def _tell(path: Path, job: Job, report: Report) -> None:
 
 
 def _takes(handle: int, kind: int) -> bool:
-    """Take the lock if no waiting is needed; return whether it was taken."""
+    """Take the lock of this kind if that needs no waiting. Return True if the lock was taken."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -198,10 +206,11 @@ def _list(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _changed(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the list of holders and write back its changes; another user's list stays as it is."""
+    """Yield the contents of the device's list of holders; after the context write the changed contents back. A list
+    that another user owns stays as it is."""
     handle = _open(_list(path))
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # this lock is never held for long
+        fcntl.flock(handle, fcntl.LOCK_EX)  # every process holds this lock only for a moment
         listed = _read(path)
         yield listed
         with contextlib.suppress(OSError):
@@ -212,7 +221,8 @@ def _changed(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read the list, which anyone on the machine may have written; empty if it has another form."""
+    """Return the contents of the device's list of holders. Anyone on the machine may have written the file; if it does
+    not have the form of such a list, return an empty list."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = read_json(_list(path))
         if all(map(_is_sign, found["holders"])) and len(found["holders"]) <= MOST_HOLDERS:
@@ -221,7 +231,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_sign(sign: Any) -> bool:
-    """True if _sign() could have made this entry of the list, judged by the bounds of process numbers and times."""
+    """True if this entry of a list of holders has the form that _sign() makes, with possible numbers and times."""
     is_whole = isinstance(sign["number"], int) and isinstance(sign["pid"], int)
     is_named = isinstance(sign["job"], str) and len(sign["job"]) <= MOST_CHARACTERS
     times = 0 <= sign["since"] < LATEST and 0 <= sign["foreseen_seconds"] < LATEST
@@ -235,7 +245,8 @@ def _can_write(path: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    """Open the file, or create it. Another user's file may be read-only for this process, which suffices for a lock."""
+    """Open the file, or create it, and return its descriptor. A file that belongs to another user may be opened for
+    reading only, which is enough to lock it."""
     for flags in (os.O_RDWR, os.O_RDONLY):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             return os.open(path, flags | os.O_NOFOLLOW)

@@ -1,9 +1,9 @@
-"""Exchange between the ranks of one training: ranks gather parts of weights on the way in, and sum gradients on the way
-out.
+"""The exchange between the ranks that train one model: ranks gather parts of weights before a layer computes, and sum
+gradients after it.
 
-Every rank trains on its part of each batch. Of each slab, the flat tensor of a layer's weights, every rank keeps and
-updates its part on the host. The same calls pass messages by NCCL between GPUs and by gloo between CPUs. On sim a rank
-is only rehearsed, and passes no messages; a single rank exchanges nothing.
+Every rank trains on its own part of each batch. A slab is the flat tensor of a layer's weights; every rank keeps and
+updates its own part of each slab on the host. Messages go by NCCL between GPUs and by gloo between CPUs. On sim one
+rank of several can only be rehearsed, so no messages are passed. A single rank exchanges nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from harness.core.unavailable import Unavailable
 
 Read = TypeVar("Read")
-# torch 2.13 has renamed both functions.
+# torch 2.13 has renamed these two functions.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -32,11 +32,12 @@ ONE_QUEUE = (
 
 
 class Ranks:
-    """The ranks that train one model, and the number of this process's rank.
+    """The number of ranks that train one model, the number of this process's rank, and the calls that exchange tensors.
 
-    Collectives must come in the same order on all ranks. The thread that copies weights in and the computing thread
-    each have their own order, and so their own process group. Between GPUs the collectives of both threads may run at
-    once, in another order on each rank, so a collective of one thread must not keep one of the other from starting.
+    The collectives of a process group must come in the same order on all ranks. Two threads call collectives: the one
+    that copies weights in, and the one that computes. Their calls may interleave differently on each rank, so each
+    thread has its own process group. Between GPUs the collectives of both threads may run at the same time, so a
+    collective of one thread must not keep a collective of the other thread from starting.
     """
 
     def __init__(self, device: str, num_ranks: int = 1) -> None:
@@ -47,33 +48,34 @@ class Ranks:
                 raise Unavailable(ONE_QUEUE)
             join_others(device)
             self.rank, self.copiers = dist.get_rank(), dist.new_group()
-            # NCCL makes a group's communicator, and CUDA loads its kernels, in the first collective, which waits for
-            # the device: all ranks do this here in the same order.
+            # In the first collective of a group, NCCL makes the group's communicator and CUDA loads the kernels, which
+            # waits for the device. So each group's first collective is here, in the same order on all ranks.
             for group in (None, self.copiers):
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a slab or of a batch; all parts are equally large."""
+        """Return a view of this rank's part of a slab or of a batch. The parts of all ranks are equally large."""
         return whole.chunk(self.num_ranks)[self.rank] if self.num_ranks > 1 else whole
 
     def gather(self, slab: Tensor) -> None:
-        """Fill a slab, which holds this rank's part, with the other ranks' parts. Only the thread that copies in calls
-        this."""
+        """Fill a slab with the parts of all other ranks; this rank's part must be in it already. Only the thread that
+        copies weights in may call this."""
         if self.is_joined:
             all_gather(slab, self.part(slab), group=self.copiers)
 
     def sum_part(self, slab: Tensor) -> None:
-        """Replace this rank's part of the slab by the sum over all ranks; the slab's other parts are undefined."""
+        """Replace this rank's part of the slab by the sum of this part over all ranks. Afterwards the slab's other
+        parts are undefined."""
         if self.is_joined:
             reduce_scatter(self.part(slab), slab)
 
     def sum(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over all ranks; all ranks get the same bits."""
+        """Replace a tensor by its sum over all ranks. All ranks get bit-equal results."""
         if self.is_joined:
             dist.all_reduce(tensor)
 
     def norm(self, own: Tensor) -> Tensor:
-        """Return the norm over all ranks' tensors. `own`: the norm of this rank's tensors."""
+        """Return the norm of the tensors of all ranks together. `own`: the norm of this rank's tensors."""
         if not self.is_joined:
             return own
         square = own.square()
@@ -81,7 +83,7 @@ class Ranks:
         return square.sqrt_()
 
     def gathered(self, part: Tensor) -> Tensor:
-        """Return a new slab of all ranks' parts. Only the thread that computes calls this."""
+        """Return a new slab with the parts of all ranks. Only the thread that computes may call this."""
         if not self.is_joined:
             return part
         slab = torch.empty(len(part) * self.num_ranks, dtype=part.dtype, device=part.device)
@@ -89,7 +91,8 @@ class Ranks:
         return slab
 
     def until_read(self, tensors: Iterable[Read]) -> Iterator[Read]:
-        """Yield these tensors, which all ranks gather one by one; then leave torch.distributed."""
+        """Yield these tensors, whose making may need exchange with other ranks; after the last, leave
+        torch.distributed."""
         yield from tensors
         self.leave()
 
@@ -100,7 +103,7 @@ class Ranks:
 
 
 def join_alone(device: str) -> None:
-    """Start torch.distributed for a single rank; on sim it passes no messages."""
+    """Start torch.distributed for a single rank. On sim a fake backend is used, which passes no messages."""
     if device == "sim":
         from torch.testing._internal.distributed import fake_pg  # noqa: F401 registers the backend
     backend = {"cpu": "gloo", "sim": "cpu:gloo,sim:fake", "cuda": "nccl"}[device]
@@ -108,13 +111,13 @@ def join_alone(device: str) -> None:
 
 
 def join_others(device: str) -> None:
-    """Start torch.distributed for the ranks that torchrun's variables name; sim passes no messages."""
+    """Start torch.distributed for the ranks that torchrun's environment variables describe, on CPUs or GPUs."""
     dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
 
 
 def leave_others() -> None:
-    """Leave torch.distributed. On a GPU's rank do nothing while an exception passes, because NCCL would wait for the
-    other ranks, which wait for this rank."""
+    """Leave torch.distributed. If an exception is being handled and NCCL connects several ranks, do nothing: NCCL would
+    wait for the other ranks, which wait for this one."""
     is_failing = sys.exc_info()[0] is not None
     if not (is_failing and dist.get_world_size() > 1 and "nccl" in dist.get_backend_config()):
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Facts of this machine and its software, gathered without torch, and the memory and rates that a run may use."""
+"""Facts of this machine and its software, and the memory and rates that a run may use. This file imports no torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from harness.core.job import Budget, Job, Room, Workload
 from harness.core.rates import Rates
 from harness.devices import cgroup, cuda_budget
 
-CALIBRATION = ROOT / "results" / "calibration.json"  # this machine's calibration, written by `doctor --calibrate`
-# Environment variables that change the kernels or the speed of the same code on the same cores.
+CALIBRATION = ROOT / "results" / "calibration.json"  # this machine's measured rates, written by `doctor --calibrate`
+# Environment variables that change which kernels the same code runs, or how fast they are.
 KERNEL_VARIABLES = (
     "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES",
     "OMP_SCHEDULE", "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT", "KMP_AFFINITY", "KMP_BLOCKTIME", "KMP_HW_SUBSET",
@@ -38,16 +38,17 @@ KERNEL_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE",
     "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS",
 )  # fmt: skip
-# Least FLOPs of a layer's forward pass on one sample for which several threads compute (on a sample and not on a batch,
-# so that the batch's size changes no result). Below, a second thread gains nothing, and two threads, which wait
-# busily for each other, took up to 25 times as long beside other work, results/LOG.md.
+# If a layer's forward pass on one sample takes fewer FLOPs than this, only one thread computes. For so little work a
+# second thread gains nothing; beside other work, two threads, which wait busily for each other, took up to 25 times as
+# long (results/LOG.md). The number is for a sample, not for a batch, so that the batch's size does not change results.
 FLOPS_FOR_THREADS = 1e8
 PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
 
 @functools.cache
 def facts() -> dict[str, Any]:
-    """Return the machine's facts: CPU, cores and memory that this process may use, GPU and driver."""
+    """Return the machine's facts by name: its CPU, the cores and the memory that this process may use, its operating
+    system, and its first GPU and driver."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
@@ -59,8 +60,8 @@ def facts() -> dict[str, Any]:
 
 
 def affinity() -> dict[str, str]:
-    """Return the cores that this process may use, as {"affinity": "0,2-3"}; empty if it may use all. Two of these cores
-    may share a physical core, or be slower than others."""
+    """Return the numbers of the cores that this process may use, as {"affinity": "0,2-3"}; empty if it may use all. The
+    numbers matter because two cores may share a physical core, and some cores may be slower than others."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if not cores or len(cores) == os.cpu_count():
         return {}
@@ -69,31 +70,33 @@ def affinity() -> dict[str, str]:
 
 
 def kernel_environment() -> dict[str, str]:
-    """Return the caller's variables that change kernels or threads, as {"environment": "OMP_NUM_THREADS=2"}; empty if
-    none is set, as in most calls."""
+    """Return the caller's values of KERNEL_VARIABLES, as {"environment": "OMP_NUM_THREADS=2"}; empty if none of these
+    variables is set."""
     told = " ".join(f"{name}={os.environ[name]}" for name in KERNEL_VARIABLES if os.environ.get(name))
     return {"environment": told} if told else {}
 
 
 @functools.cache
 def software() -> dict[str, Any]:
-    """Return versions of Python and PACKAGES, and this checkout's commit, with a + if files differ from the commit."""
+    """Return the versions of Python and of PACKAGES (None: not installed), and this checkout's commit. The commit ends
+    with a + if files differ from it, and is None if git does not tell it."""
     found = {name: _version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **found, "commit": _commit()}
 
 
 def checked() -> dict[str, str]:
-    """Return the facts that make two measurements comparable; these facts are part of a job's key."""
+    """Return the facts that must be equal for two measurements to be comparable. They are part of a job's key."""
     names = ("cpu", "cores", "gpu")
     found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
     found["python"] = software()["python"].rpartition(".")[0]
     found |= affinity() | kernel_environment()
-    # The allocator's settings change fragmentation, which decides what fits.
+    # Settings of the GPU's allocator change fragmentation, and so the largest model that fits.
     return {**found, "allocator": allocator_settings()} if gpu() and allocator_settings() else found
 
 
 def host_bytes() -> int:
-    """Return the memory that this process may use: the machine's memory, or the least limit of its memory groups."""
+    """Return the bytes of host memory that this process may use: the machine's memory or, if lower, the limit of the
+    process's memory groups."""
     group = cgroup.current()
     limit = group.limit_bytes() if group else None
     return min(psutil.virtual_memory().total, limit or 2**63)
@@ -101,7 +104,8 @@ def host_bytes() -> int:
 
 @functools.cache
 def gpu() -> dict[str, Any]:
-    """Return name, bytes, identity and driver of the first GPU that this process may use; empty without one."""
+    """Return the name, memory in bytes, UUID and driver version of the first GPU that this process may use; empty if
+    there is none."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -114,7 +118,7 @@ def gpu() -> dict[str, Any]:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, each by a name that CUDA_VISIBLE_DEVICES takes."""
+    """Return the GPUs that this process may use, each by an index or a name that CUDA_VISIBLE_DEVICES accepts."""
     import pynvml
 
     if "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -126,7 +130,8 @@ def visible_gpus() -> list[str]:
 
 
 def gpu_free_bytes() -> int | None:
-    """Return the free bytes of gpu(), without making a context on it; None if the driver does not tell."""
+    """Return the free bytes of the first GPU that this process may use; None if the driver does not tell them. No CUDA
+    context is made, because a context would itself take memory."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -135,7 +140,8 @@ def gpu_free_bytes() -> int | None:
 
 
 def surroundings(device: str) -> dict[str, Any]:
-    """Return the machine's load and the other processes on the GPU when a job begins."""
+    """Return what runs on the machine beside this job when the job begins: the load average and, if `device` is cuda,
+    the other processes on the GPU with their device bytes."""
     import pynvml
 
     found: dict[str, Any] = {"load_average": round(psutil.getloadavg()[0], 2)}
@@ -147,8 +153,8 @@ def surroundings(device: str) -> dict[str, Any]:
 
 
 def has_bf16() -> bool:
-    """True if gpu() computes in bf16, as GPUs of compute capability 8.0 and above do; True if the driver does not
-    tell."""
+    """True if the first GPU that this process may use computes in bf16: if its compute capability is 8.0 or higher. If
+    the driver does not tell the capability, return True."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -157,15 +163,16 @@ def has_bf16() -> bool:
 
 
 def allocator_settings() -> str:
-    """Return the settings of torch's caching allocator in the environment, by the new or the old variable; empty if
-    neither is set."""
+    """Return, as text, the environment variables that configure torch's caching allocator. The variable has a new and
+    an old name; empty if neither is set."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
 
 
 def _gpu_handle() -> Any:
-    """Return NVML's handle of CUDA's device 0, which CUDA_VISIBLE_DEVICES names by its index or by its UUID or the
-    start of it."""
+    """Return NVML's handle of CUDA's device 0, the first device in CUDA_VISIBLE_DEVICES, or of GPU 0 if this variable
+    is not set. The variable names a device by its index, by its UUID, or by the start of its UUID. Raises NVMLError if
+    no GPU is visible."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -182,7 +189,8 @@ def _gpu_handle() -> Any:
 
 
 def _total_bytes(handle: Any) -> int:
-    """Return the total bytes as CUDA counts them: without the driver's own part, if NVML reports that part."""
+    """Return the total bytes of a GPU as CUDA counts them: without the bytes that the driver reserves. An older driver
+    does not report these bytes, and they stay included."""
     import pynvml
 
     try:
@@ -193,16 +201,19 @@ def _total_bytes(handle: Any) -> int:
 
 
 def devices() -> list[str]:
-    """Return the device types that can be trained on, best first."""
+    """Return the types of devices on which this machine can train, the best first."""
     has_cuda = bool(gpu()) and not str(software()["torch"]).endswith("+cpu")
     return ["cuda", "cpu", "sim"] if has_cuda else ["cpu", "sim"]
 
 
 def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks: int = 1) -> Room:
-    """Return the bytes that each rank's plan may fill if `num_ranks` ranks share this machine: the budget asked for,
-    else the machine's memory. A GPU's bytes leave out the context and the reserve. A CPU has no device memory:
-    device_bytes is None unless a budget sets it. sim's memories without budgets have no limit. Bytes that dropout takes
-    on a CPU are subtracted. Rates are the budget's, else the rates calibrated for this workload."""
+    """Return the bytes that the plan of each rank may fill if `num_ranks` ranks share this machine.
+
+    A memory's bytes are those of the budget `asked` or, without one, those of the machine. A GPU's bytes leave out the
+    context and the reserve. A CPU has no device memory, so there device_bytes is None unless the budget sets it. On sim
+    a memory without a budget has no limit. If the workload has dropout and computes on a CPU, dropout_bytes() are
+    subtracted. The rates are those of the budget or, without them, the rates calibrated for this workload.
+    """
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
         device_bytes = gpu()["gpu_bytes"]
@@ -222,23 +233,25 @@ def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks
 
 
 def dropout_bytes(workload: Workload) -> int:
-    """Return the bytes that a layer's backward pass takes for dropout on a CPU, which has no fused kernel for attention
-    with dropout: by rehearsals at most 14 for each pair of tokens and head, and three layer inputs."""
+    """Return the most bytes that a layer's backward pass takes for dropout on a CPU, where no fused kernel computes
+    attention with dropout. Rehearsals found at most 14 bytes for each pair of tokens and each head, and three times the
+    layer's input."""
     pairs = workload.batch_size * workload.num_heads * workload.seq_len**2
     return 14 * pairs + 3 * workload.boundary_bytes
 
 
 def context_bytes(num_ranks: int = 1) -> int:
-    """Return the bytes of a CUDA context: device memory that a process takes outside torch's allocator. The bytes come
-    from this machine's calibrations, else from an upper estimate; with several ranks NCCL's bytes are added."""
+    """Return the bytes of a CUDA context: the device memory that a process takes outside torch's allocator. The number
+    is measured by this machine's calibrations; without a calibration it is an upper estimate. With several ranks the
+    bytes of NCCL are added."""
     measured = [entry.get("measured", {}).get("context_bytes", 0) for entry in calibrations()]
     alone = max(measured, default=0) or cuda_budget.CONTEXT_BYTES
     return alone + (cuda_budget.COMMUNICATORS_BYTES if num_ranks > 1 else 0)
 
 
 def rank_room(job: Job) -> Room:
-    """Return the room for the plan of each of a job's ranks, if all ranks are on this machine. Raises ValueError if the
-    ranks or devices cannot train together."""
+    """Return the room that the plan of each of the job's ranks has if all ranks are on this machine. Raises ValueError
+    if the job asks for several ranks or devices on sim."""
     if job.world_size > 1 and job.device == "sim":
         raise ValueError("several ranks train on cpu or cuda, not on sim: leave --ranks or --device-memory out")
     if job.options.get("num_devices", 1) > 1 and job.device == "sim":
@@ -250,14 +263,15 @@ def rank_room(job: Job) -> Room:
 
 
 def rates(device: str, workload: Workload) -> Rates | None:
-    """Return the rates of the calibration nearest to this workload; None without a calibration. The device sim has the
-    CPU's rates."""
+    """Return the rates that were calibrated with the size nearest to this workload, on this device and in this dtype;
+    None without such a calibration. The device sim has the CPU's rates."""
     entry = _calibration(device, workload)
     return Rates(**entry["rates"]) if entry else None
 
 
 def caution(device: str, workload: Workload) -> str:
-    """Return a caution if rates() were measured beside other work, which makes them too low; else an empty text."""
+    """Return a warning for people if other work ran while rates() were measured, because the rates are then too low;
+    else an empty text."""
     entry = _calibration(device, workload)
     if entry is None or not was_busy(entry):
         return ""
@@ -269,7 +283,7 @@ def caution(device: str, workload: Workload) -> str:
 
 
 def was_busy(entry: dict[str, Any]) -> bool:
-    """True if other work ran beside a calibration."""
+    """True if other work ran during this calibration: if its load average is above the number of cores."""
     return (entry.get("load_average") or 0) > facts()["cores"]
 
 
@@ -280,7 +294,8 @@ def _calibration(device: str, workload: Workload) -> dict[str, Any] | None:
 
 
 def calibrations() -> list[dict[str, Any]]:
-    """Return the complete entries of CALIBRATION, if this machine, with its present facts, wrote the file."""
+    """Return the entries of CALIBRATION that have all rates; none if the file is missing or was written on a machine
+    with other facts."""
     try:
         data = json.loads(CALIBRATION.read_text())
         names = {item.name for item in dataclasses.fields(Rates)}
@@ -291,7 +306,7 @@ def calibrations() -> list[dict[str, Any]]:
 
 
 def keep_calibration(entry: dict[str, Any]) -> None:
-    """Add an entry to CALIBRATION; it replaces the entry of the same device, dtype and size."""
+    """Add an entry to CALIBRATION. An older entry of the same device, dtype and size is replaced."""
     names = ("device", "dtype", "forward_flops")
     others = [old for old in calibrations() if any(old[name] != entry[name] for name in names)]
     text = json.dumps({"machine": _calibrated_facts(), "entries": [*others, entry]}, indent=1)
@@ -300,7 +315,7 @@ def keep_calibration(entry: dict[str, Any]) -> None:
 
 
 def is_small(workload: Workload) -> bool:
-    """True if a CPU computes this workload's layers with one thread."""
+    """True if a CPU should compute this workload's layers with one thread (see FLOPS_FOR_THREADS)."""
     return workload.layer_flops / workload.batch_size < FLOPS_FOR_THREADS
 
 

@@ -1,13 +1,13 @@
-"""A second memory on a CPU, accounted for in Python: a device called sim with its own bytes and budget.
+"""The device sim without a compiled library: Python counts the bytes of a second memory, which has its own budget.
 
-Every tensor lies in the host's memory; the account tracks the memory in which the tensor would lie. A TorchDispatchMode
-books each new storage as "device" or "host" until the storage dies: an operation with an input on the device makes
-outputs on the device, as does a factory with device="sim". While a Tracker is active, tensors booked to the device
-report sim as their device, and .to() copies between the two memories. The account works on real tensors and, for memory
-rehearsals, on FakeTensors.
+In truth every tensor lies in the host's memory. The account books in which memory each tensor would lie: a
+TorchDispatchMode books each new storage as "device" or "host" until the storage is freed. The outputs of an operation
+are on the device if one of its inputs is, or if it is a factory called with device="sim". While a Tracker is active,
+tensors booked on the device report sim as their device, and .to() copies between the two memories. The account works on
+real tensors and, for memory rehearsals, on FakeTensors.
 
-Source of the idea: torch.distributed._tools.MemTracker; this account knows two memories. This account adds 10 us to
-each operation (2-core EPYC); a small operation itself takes 2 us.
+The idea is that of torch.distributed._tools.MemTracker, which knows only one memory. The account adds 10 us to each
+operation (2-core EPYC); a small operation itself takes 2 us.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from torch.utils._pytree import tree_leaves
 from harness.devices.streams import STREAMS, CpuStreams
 
 NAME = "sim"
-ROUNDING = {"device": 512, "host": 1}  # the CUDA caching allocator's smallest unit
+ROUNDING = {"device": 512, "host": 1}  # bytes are rounded up to multiples of this; CUDA's allocator takes 512
 CPU = torch.device("cpu")
 
 
 class Booked(NamedTuple):
-    """A storage booked in a memory; the weak reference reports the storage's end."""
+    """A storage that is booked in a memory, "device" or "host". `storage` is a weak reference, which reports when the
+    storage is freed."""
 
     memory: str
     num_bytes: int
@@ -45,8 +46,8 @@ class Booked(NamedTuple):
 
 
 class Tracker:
-    """Books allocations while it is active, in this thread and in the threads of every ThreadPoolExecutor. Raises
-    torch.OutOfMemoryError beyond a budget, in bytes; None: no budget."""
+    """Books the allocations of this thread and of the threads of every ThreadPoolExecutor while it is entered. An
+    allocation beyond a memory's budget raises torch.OutOfMemoryError. Budgets are in bytes; None: no budget."""
 
     def __init__(self, device_bytes: int | None = None, host_bytes: int | None = None) -> None:
         self.budgets = {"device": device_bytes, "host": host_bytes}
@@ -54,11 +55,11 @@ class Tracker:
         self.peaks = {"device": 0, "host": 0}
         self._is_lifted = False
         self._booked: dict[int, Booked] = {}
-        # A storage may die at any time, even while a thread holds the lock: so the storage's entry waits here for
-        # _bury().
+        # A storage may be freed at any time, even while a thread holds the lock. So the entry of a freed storage waits
+        # here until _bury() subtracts its bytes.
         self._dead: deque[Booked] = deque()
         self._lock = threading.Lock()
-        self.thread = threading.local()  # inside: an operation runs now; to_host: its results go to the host
+        self.thread = threading.local()  # `inside`: True during an operation; `to_host`: True if results go to the host
         self._entered = ExitStack()
 
     def __enter__(self) -> Tracker:
@@ -72,15 +73,17 @@ class Tracker:
         self._entered.close()
 
     def in_thread(self) -> AbstractContextManager:
-        """Book this thread's allocations, too, because modes belong to a thread.
+        """Return a context that books the allocations of the calling thread. Each thread needs a context, because
+        torch's dispatch modes belong to a thread.
 
-        If the tracker is not entered, this context books host memory and changes nothing in torch. Entering the tracker
-        registers a device named sim, after which the process can no longer use other devices.
+        Without entering the tracker, the context books host memory and changes nothing in torch. Entering the tracker
+        registers a device named sim; after that, the process can use no other device beside the CPU.
         """
         return _Booking(self)
 
     def stats(self) -> dict[str, int]:
-        """Return the bytes in use and their peaks. Page-locked memory counts as the host's."""
+        """Return the bytes in use and the peak bytes of each memory. Page-locked memory counts as host memory, so the
+        numbers named pinned are 0."""
         with self._lock:
             self._bury()
             used = {f"{memory}_allocated": num_bytes for memory, num_bytes in self.in_use.items()}
@@ -94,11 +97,11 @@ class Tracker:
             self.peaks = dict(self.in_use)
 
     def lift(self) -> None:
-        """End the budgets after training; peaks stay."""
+        """End the budgets; from now on the peaks do not change. This is called after training."""
         self._is_lifted = True
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call one operation and book the storages that the operation made."""
+        """Call one operation of torch and book the storages that the operation made. Return its result."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 0.5  # a tensor without bytes has no number
         inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
@@ -107,7 +110,7 @@ class Tracker:
         if to_device:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
-        # device="cpu" is ignored, because autograd also asks for it, for tensors that it takes for the CPU's.
+        # device="cpu" does not count, because autograd asks for it, too, for tensors that it takes for the CPU's.
         to_host = getattr(self.thread, "to_host", False)
         on_device = to_device or (not to_host and any(self._memory_of(storage) == "device" for storage in inputs))
         self.thread.inside = True
@@ -121,16 +124,16 @@ class Tracker:
         return result
 
     def device_of(self, actual: Any, tensor: Tensor) -> torch.device:
-        """Return a tensor's device as callers see it: sim for tensors booked to the device, except while an operation
-        runs. `actual`: torch's property."""
+        """Return the value of a tensor's attribute `device`: sim for tensors that are booked on the device, unless an
+        operation is running in this thread. `actual`: torch's own property."""
         device: torch.device = actual.__get__(tensor)
         if getattr(self.thread, "inside", False) or device.type == "meta":
             return device
         return torch.device(NAME) if self._memory_of(tensor.untyped_storage()._cdata) == "device" else device
 
     def _memory_of(self, key: int) -> str:
-        """Return the memory in which a storage is booked; "host" for storages that were made before the tracker's start
-        or outside torch's allocator."""
+        """Return the memory in which a storage is booked. A storage that is not booked, because it was made before the
+        tracker's start or outside torch's allocator, is in "host"."""
         entry = self._booked.get(key)
         return entry.memory if entry else "host"
 
@@ -138,7 +141,7 @@ class Tracker:
         key, num_bytes = storage._cdata, storage.nbytes()
         before = self._booked.get(key)
         if before is None and key in inputs:
-            return  # a view of another allocator's storage
+            return  # an input that is not booked: another allocator made its storage
         memory = before.memory if before else memory
         num_bytes = -(-num_bytes // ROUNDING[memory]) * ROUNDING[memory]
         if before and before.num_bytes == num_bytes:
@@ -166,8 +169,8 @@ class Tracker:
             self.in_use[dead.memory] -= dead.num_bytes
 
     def _patches(self) -> Iterator[Any]:
-        """Yield patches for what a dispatch mode does not see: tensors' devices, resized storages, and other
-        threads."""
+        """Yield the patches of torch for all that a dispatch mode cannot see: the devices that tensors report, resized
+        storages, and work in other threads."""
         for cls in (Tensor, FakeTensor):
             yield mock.patch.object(cls, "device", property(partial(self.device_of, cls.device)))
         yield mock.patch.object(Tensor, "to", _to(self, Tensor.to))
@@ -193,7 +196,7 @@ class Tracker:
 
 
 class _Booking(TorchDispatchMode):
-    """The dispatch mode of one thread for a tracker."""
+    """The dispatch mode by which a tracker books the operations of one thread."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()
@@ -204,13 +207,13 @@ class _Booking(TorchDispatchMode):
 
 
 def name_device() -> None:
-    """Register torch.device("sim"), and a module for torch's checkpoint to find."""
+    """Register torch.device("sim") and the module torch.sim, which torch's checkpoints need."""
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
         module: Any = types.ModuleType(f"torch.{NAME}")
         module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
         module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
-        module.is_available = lambda: False  # an "available" device would need streams and graphs
+        module.is_available = lambda: False  # an available device would need streams and graphs
         torch._register_device_module(NAME, module)
         STREAMS[NAME] = CpuStreams()
 
@@ -220,8 +223,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a torch.tensor() that can make tensors on sim and tensors from a list of FakeTensors, which torch's own
-    cannot."""
+    """Return a replacement of torch.tensor(). Unlike torch's own, it can make tensors on sim, and tensors from a list
+    of FakeTensors."""
 
     def made(data: Any, **kwargs: Any) -> Tensor:
         inner = data[0] if isinstance(data, list) and len(data) == 1 else data
@@ -229,7 +232,7 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return torch.stack(inner)
         device, requires_grad = kwargs.pop("device", None), kwargs.pop("requires_grad", False)
         made_here = tensor(data, **kwargs)
-        if device is not None and torch.device(device).type != "cpu":  # each name of sim means its only device
+        if device is not None and torch.device(device).type != "cpu":  # "sim" and "sim:0" name the same device
             made_here = made_here.to(NAME)
         return made_here.requires_grad_(requires_grad)
 
@@ -237,7 +240,8 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a Tensor.to() for two memories: it copies if and only if the tensor is in the other memory."""
+    """Return a replacement of Tensor.to() that knows two memories. If the tensor is in another memory than asked for,
+    it is always copied."""
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         wanted = args[0] if args else kwargs.get("device")
@@ -249,7 +253,8 @@ def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
         options = {name: value for name, value in kwargs.items() if name != "device"}
         if goal == tensor.device.type:
             return to(tensor, CPU, *args[1:], **options)
-        # torch would ask for the current device of a type without a number, which only a compiled backend can tell.
+        # The device needs a number: without one torch would ask for the current device of this type, which only a
+        # compiled backend can tell.
         there = CPU if goal == "cpu" else torch.device(NAME, 0)
         tracker.thread.to_host = goal == "cpu"
         try:

@@ -1,9 +1,9 @@
-"""A memory rehearsal: finds a training's memory peaks by running the method's own code on tensors without bytes.
+"""A memory rehearsal: finds the memory peaks of a training by running the method's own code on tensors without bytes.
 
-A method's train() runs two steps on FakeTensors, in this process, while a Tracker books the bytes of every storage on
-the device and on the host. The peak is exact, except for what CUDA adds (the context, the allocator's fragments) and
-for kernels whose buffers differ from the CPU's. No step may depend on a computed number, because each number that a
-step reads is one half.
+The method's train() runs two steps on FakeTensors, in this process. Meanwhile a Tracker books the bytes that every
+storage would take on the device or on the host. The peaks are exact, with two exceptions: memory that only CUDA takes
+(its context, fragments of its allocator), and kernels whose buffers differ from the CPU's. A step must not depend on a
+computed number, because every number that it reads from a tensor is 0.5.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from harness.core.job import Job, Room, Workload
 from harness.core.method import Method, Unavailable, create
 from harness.devices.memory_account import NAME, Tracker
 
-STEPS = 2  # steps of a rehearsal: the optimizer's state exists throughout only from the second step on
+STEPS = 2  # number of steps of a rehearsal: the first step makes the optimizer's state, the second has it throughout
 
 
 class Prediction(NamedTuple):
-    """Peak bytes of both memories, and the rehearsal's own time."""
+    """The peak bytes of both memories, and the seconds that the rehearsal itself took."""
 
     device_bytes: int
     host_bytes: int
@@ -40,8 +40,8 @@ class Prediction(NamedTuple):
 
 
 def predict(method: Method, workload: Workload, steps: int = STEPS) -> Prediction:
-    """Train on tensors without bytes; return the peaks. `steps`: the device holds the batches of this number of steps.
-    Raises Unavailable if the method's engine cannot run so."""
+    """Rehearse the training of this workload and return its peaks. `steps`: number of steps whose batches the device
+    holds. Raises Unavailable if the method's engine cannot run on tensors without memory."""
     if not method.can_rehearse:
         raise Unavailable(f"{method.label} has no memory rehearsal: its engine does not run on tensors without memory")
     started = time.perf_counter()
@@ -60,15 +60,16 @@ def predict(method: Method, workload: Workload, steps: int = STEPS) -> Predictio
 
 @contextmanager
 def without_memory() -> Iterator[Tracker]:
-    """Make tensors without bytes, run the work of threads as calls in order, and let the only rank exchange nothing."""
+    """Within this context, tensors have no bytes, work for other threads runs at once in the calling thread, and
+    exchanges between ranks do nothing, because there is only one rank. Yield the Tracker that counts the bytes."""
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         tracker = stack.enter_context(Tracker())
         for target, name, replacement in (
             (ThreadPoolExecutor, "submit", _submit),
             (nn.Module, "_apply", _apply),
-            # An optimizer updates several tensors of these types at once, which takes other buffers than updates one by
-            # one.
+            # Makes torch's optimizers update several FakeTensors at once, as they do with real tensors on a GPU.
+            # Updates one by one would take other buffers.
             (import_module("torch.optim.optimizer"), "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
             (dist, "all_reduce", lambda *args, **kwargs: None),
             (dist, "all_gather_object", lambda gathered, item, **kwargs: gathered.__setitem__(0, item)),
@@ -87,8 +88,8 @@ def _submit(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, *
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Replace nn.Module._apply by a function that makes new parameters, because torch's own swaps tensors in place,
-    which FakeTensors do not allow."""
+    """A replacement of nn.Module._apply that makes new parameters. torch's own changes tensors in place, which
+    FakeTensors do not allow."""
     for child in module.children() if recurse else ():
         child._apply(function)
     with torch.no_grad():
@@ -101,8 +102,8 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): reads a job and folders of methods, prints a Prediction, or {"unavailable":
-    reason} if there is none."""
+    """Entry point for child_process.ask(): read a job and the folders of methods; print a Prediction or, if the job
+    cannot be rehearsed, {"unavailable": reason}."""
     arguments = json.load(sys.stdin)
     job = Job.from_dict(arguments["job"])
     method = create(job.method, job.options, tuple(map(Path, arguments["folders"])))

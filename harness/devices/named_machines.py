@@ -1,5 +1,5 @@
-"""Machines by name: the budgets and rates of --machine, from machines.yaml. A new entry of machines.yaml adds a
-machine."""
+"""The machines that --machine takes by name: their memories and rates, from machines.yaml. To add a machine, add an
+entry to machines.yaml."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ PUBLISHED = "v100-vm"  # the machine of the published runs
 EXAMPLE = "v100-vm: {device_memory: 32GiB}"
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9 ._-]{0,59}")
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-LEAST_END = 4  # fewest characters of a name's ending that may stand for the whole name, such as 4090
+LEAST_END = 4  # an ending of a name, such as 4090, may stand for the whole name if it has at least this many characters
 
 
-# Assumed shares of a datasheet's rates that a step achieves. The published V100 runs had 0.70, 0.55 and 0.73.
+# Shares of a datasheet's rates that a step is assumed to achieve. The published runs on a V100 achieved 0.70 of the
+# FLOPs in fp32, 0.55 of the memory's rate and 0.73 of the link's.
 ACHIEVED_FLOPS = {"fp32": 0.7, "bf16": 0.5, "fp16": 0.5}
 ACHIEVED_MEMORY, ACHIEVED_LINK = 0.7, 0.75
 # NCCL sends 370 of the 450 GB/s of NVLink 4, as one of its authors says (GitHub, NVIDIA/nccl-tests, number 212).
 ACHIEVED_NVLINK = 0.8
-# Assumed for a machine without facts of its disk: an NVMe disk on four lanes of PCIe 3.0, whose peak is 3.9 GB/s.
-# Without an assumed rate the disk's rate would count as infinite.
+# The disk's rates that are assumed for a machine without facts of its disk, because an unknown rate would count as
+# infinite. They are those of an NVMe disk on four lanes of PCIe 3.0, whose peak is 3.9 GB/s.
 ASSUMED_DISK = {"disk_read_gb_per_second": 3.0, "disk_write_gb_per_second": 2.0}
 
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A GPU maker's datasheet: peaks of dense arithmetic, the memory's rate, and the rates, in one direction, of the
-    link to the host and of NVLink, if the GPU has NVLink."""
+    """The rates in a GPU maker's datasheet: the peak of dense arithmetic in each dtype, the memory's rate, and the
+    rates in one direction of the link to the host and of NVLink. None: the GPU does not compute in this dtype, or has
+    no NVLink."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     memory_gb_per_second: float
@@ -51,8 +53,7 @@ class Datasheet:
     nvlink_gb_per_second: float | None = None
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Return the peak in this dtype; None if the datasheet has none, because the GPU does not compute in this
-        dtype."""
+        """Return the peak in this dtype in FLOPs per second; None if the GPU does not compute in this dtype."""
         peak = getattr(self, f"{dtype}_tflops", None)
         return peak and 1e12 * peak
 
@@ -68,8 +69,8 @@ class Datasheet:
 
 @dataclass(frozen=True)
 class Machine:
-    """An entry of machines.yaml: sizes with their units, measured facts, and a datasheet for the rates that no fact
-    gives."""
+    """An entry of machines.yaml: sizes of memories with their units, measured facts, and a datasheet, which gives the
+    rates that no fact gives. A size of None: no limit."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     about: str = ""
@@ -80,8 +81,8 @@ class Machine:
     datasheet: Datasheet | None = None
 
     def rates(self, dtype: str) -> Rates | None:
-        """Return the rates for training in this dtype; the fact gpu_tflops counts only if it was measured in this
-        dtype."""
+        """Return the machine's rates for training in this dtype; None if too few facts are known. If there is a
+        datasheet, the fact gpu_tflops counts only if it was measured in this dtype."""
         facts = ASSUMED_DISK | (self.facts or {})
         if self.datasheet is None:
             return of_facts(facts)
@@ -91,13 +92,14 @@ class Machine:
 
     @property
     def device_bytes(self) -> int | None:
-        """Return the GPU's bytes without the driver's context."""
+        """The bytes of the GPU's memory without the driver's context; None if the entry does not tell them."""
         return None if self.device_memory is None else size_bytes(str(self.device_memory))
 
     @property
     def room(self) -> Room:
-        """Return the bytes that plans may fill; a simulated device has as many. The GPU's bytes leave out the reserve
-        for memory that plans do not count. Rates are for the dtype of the fact `precision`, else fp32."""
+        """The bytes that plans may fill on this machine, or on a simulated device of its size. The GPU's bytes leave
+        out the reserve for memory that plans do not count. The rates are those for the dtype in the fact `precision`;
+        without this fact, for fp32. Raises ValueError if a size is wrong."""
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("host", "disk")}
         given: dict[str, Any] = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
         if self.device_bytes is not None:
@@ -112,9 +114,12 @@ class Machine:
         return Room(**given, rates=self.rates(precision))
 
     def budget_on(self, device: str, dtype: str | None = None) -> Budget:
-        """Return the budget that leaves this machine's room on a device, with rates for a dtype. On a GPU the budget
-        includes the context and the reserve; if this machine's own card is a little smaller, the budget is all of that
-        card's bytes."""
+        """Return the budget with which a plan on `device` has the room of this machine. `dtype`: the dtype for which
+        the budget's rates hold; None: as in `room`.
+
+        On a GPU the budget includes the context and the reserve. If the GPU that is really here has too few bytes for
+        that, but at least this machine's device_bytes, the budget is all of its bytes.
+        """
         room = self.room
         rates = self.rates(dtype) if dtype else room.rates
         budget = Budget(room.device_bytes, room.host_bytes, room.disk_bytes, rates=rates)
@@ -124,13 +129,13 @@ class Machine:
         return replace(budget, device_bytes=there if self.device_bytes <= there < whole else whole)
 
     def __post_init__(self) -> None:
-        self.room  # noqa: B018  raises ValueError where a size is wrong
+        self.room  # noqa: B018  raises ValueError if a size is wrong
 
 
 class MachineRegistry(Registry):
     def add(self, places: Iterable[Path]) -> None:
-        """Add files of machines. Raises ValueError if an entry is wrong, because tables, figures and reports read every
-        machine."""
+        """Add files with entries of machines. Every entry is read at once, because tables, figures and reports read all
+        machines. Raises ValueError if a file is missing or an entry is wrong."""
         files = [file.absolute() for file in places]
         for file in files:
             if not file.exists():
@@ -145,29 +150,30 @@ REGISTRY = MachineRegistry("machine", FILE)
 
 
 def names(*files: Path) -> list[str]:
-    """Return the names in these files, by default in all known files."""
+    """Return the sorted names of the machines in these files; without files, in all known files. Raises ValueError for
+    a name that is not allowed."""
     found = sorted(places(files or REGISTRY.places, EXAMPLE))
     for name in found:
-        if not NAME.fullmatch(name):  # names appear in file names of figures
+        if not NAME.fullmatch(name):  # names become parts of figures' file names
             raise ValueError(f"expected a name of letters, digits, ._- and spaces, got {name!r:.80}; try my-machine")
     return found
 
 
 def load(name: str, *files: Path) -> Machine:
-    """Return the machine of this name. Raises ValueError that names the nearest machine, or the entry's wrong
-    fields."""
+    """Return the machine `name` of these files; without files, of all known files. Raises ValueError if there is no
+    such machine (the text names the nearest one) or if its entry has wrong fields (the text names them)."""
     return entry(Machine, "machine", name, files or REGISTRY.places, EXAMPLE)
 
 
 def plain(name: str) -> str:
-    """Return a GPU's name in lower case with letters and digits alone: the form in which names of machines.yaml, of
-    people and of the driver agree."""
+    """Return a GPU's name in lower case and with only its letters and digits. In this form the names that
+    machines.yaml, people and the driver use can be compared."""
     return "".join(character for character in name.lower() if character.isalnum())
 
 
 def spelled(name: str) -> str:
-    """Return the name of the entry that people mean by a name such as RTX 4090, 4090, NVIDIA H100, a100-80gb. A name
-    that no entry matches, or several, is returned unchanged."""
+    """Return the name of the entry that a person means by a name such as RTX 4090, 4090, NVIDIA H100 or a100-80gb. If
+    no entry or several entries match, the name is returned unchanged."""
     word = plain(name).removeprefix("nvidia").removeprefix("geforce").removesuffix("gb")
     same = [each for each in names() if plain(each) == word]
     ends = [each for each in names() if plain(each).endswith(word)] if len(word) >= LEAST_END else []
@@ -176,24 +182,26 @@ def spelled(name: str) -> str:
 
 
 def of_gpu(gpu: str | None) -> str | None:
-    """Return the machine's name by the name that the driver gives its GPU; None if no machine has that GPU."""
+    """Return the name of the machine whose GPU the driver calls `gpu`; None if there is no such machine."""
     return max((name for name in names() if plain(name) in plain(gpu or "")), key=len, default=None)
 
 
 def source(name: str) -> str:
-    """Return the entry's name and file as text for people."""
+    """Return text for people with the name of a machine and the file that holds its entry."""
     file = places(REGISTRY.places, EXAMPLE)[name]
     return f"{name} in {file.name if file == FILE else file}"
 
 
 def words(name: str) -> str:
-    """Return the options of a call that name the machine and, if a file given by the caller defines it, that file."""
+    """Return the options with which a call names this machine: --machine and, if the machine's entry is in a file that
+    the caller has added, --machines with this file."""
     file = places(REGISTRY.places, EXAMPLE).get(name)
     return shlex.join(["--machine", name, *(["--machines", str(file)] if file in REGISTRY.added else [])])
 
 
 def size_bytes(text: str) -> int:
-    """Return the bytes of a size such as 32GiB; the unit's case does not matter. Raises ValueError for other text."""
+    """Return the bytes of a size such as 32GiB. Upper and lower case of the unit are equal. Raises ValueError if `text`
+    is no positive size with a unit."""
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     match = re.fullmatch(rf"(\d{{1,9}}(?:\.\d{{1,30}})?) ?({'|'.join(units)})", text.lower())
     size = int(float(match[1]) * units[match[2]]) if match else 0

@@ -1,9 +1,9 @@
-"""The device `sim`: a second memory on a CPU with enforced budgets, so that models larger than a device train, or fail,
-on machines without a GPU.
+"""The device `sim`: a second memory on a CPU. Its budgets are enforced, so training models larger than a device's
+memory can be tried on machines without a GPU.
 
 sim.cpp implements the device. The system's compiler compiles it once, into .venv/sim; the library's file name contains
-a hash of the source and of torch's version. Without a compiler memory_account.py counts the same bytes in Python. A
-process has one sim, which is started before any tensor is made; the start imports torch.
+a hash of the source and of torch's version. Without a compiler, memory_account.py counts the same bytes in Python. A
+process has at most one sim, which must be started before any tensor is made. The start imports torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from harness.devices import machine
 STATS = [f"{memory}_{count}" for memory in ("device", "host", "pinned") for count in ("allocated", "peak")]
 UNLIMITED = 2**63  # bytes
 
-started: Any = None  # this process's device sim, once start() was called: a Compiled or a Tracker
+started: Any = None  # this process's device sim, a Compiled or a Tracker; None before start() is called
 
 
 @functools.cache
 def library() -> Library:
-    """Return the compiled device's library, built or not."""
+    """Return the shared library of the device, which may not be compiled yet."""
     sources = tuple(Path(__file__).with_name(name) for name in ("sim.cpp", "sim.h"))
     return Library("the device sim", 20, ROOT / ".venv" / "sim", sources, (str(machine.software()["torch"]),))
 
@@ -39,12 +39,12 @@ def is_built() -> bool:
 
 
 def to_build() -> str | None:
-    """Describe for people what build() would compile; None if the library exists or there is no compiler."""
+    """Describe for people what build() would compile; None if it is compiled already or there is no compiler."""
     return library().to_build()
 
 
 def build() -> None:
-    """Compile the device. Raises Unavailable if there is no compiler, or if compiling fails."""
+    """Compile the device's library. Raises Unavailable if there is no compiler, or if compiling fails."""
     torch = importlib.util.find_spec("torch")
     assert torch and torch.origin
     root = Path(torch.origin).parent
@@ -52,7 +52,8 @@ def build() -> None:
 
 
 class Compiled:
-    """The started device of sim.cpp: `sim` is a device of this process's torch."""
+    """The compiled device of sim.cpp. Making a Compiled registers and starts `sim` as a device of this process's
+    torch. Budgets are in bytes; None: no limit."""
 
     def __init__(self, budget: Budget, pinned_bytes: int | None) -> None:
         import torch
@@ -65,17 +66,19 @@ class Compiled:
         torch._register_device_module("sim", _module(self))
 
     def stats(self) -> dict[str, int]:
-        """Return the bytes in use and their peaks, by memory: device, host (page-locked included), pinned."""
+        """Return the bytes in use and the peak bytes of each memory: device, host (page-locked memory included), and
+        pinned (page-locked memory alone)."""
         numbers = (ctypes.c_size_t * len(STATS))()
         self.library.sim_stats(numbers)
         return dict(zip(STATS, numbers, strict=True))
 
 
 def start(budget: Budget, pinned_bytes: int | None = None) -> dict[str, str]:
-    """Make `sim` a device of this process's torch; return the mechanism that enforces each budget.
+    """Make `sim` a device of this process's torch. Return, for each memory, the mechanism that enforces its budget.
 
-    A memory without a budget has no limit; without a rate of the link copies take no time. From this call on, torch's
-    allocations are counted, and an allocation beyond a budget raises torch.OutOfMemoryError.
+    A memory without a budget has no limit. Copies take the time that the budget's rate of the link gives; without a
+    rate they take no simulated time. From this call on, torch's allocations are counted, and an allocation beyond a
+    budget raises torch.OutOfMemoryError. Raises Unavailable for a rate of the link if sim is not compiled.
     """
     global started
     if is_built():
@@ -91,13 +94,13 @@ def start(budget: Budget, pinned_bytes: int | None = None) -> dict[str, str]:
 
 
 def peaks() -> dict[str, int]:
-    """Return a run's peaks by their names in a record; empty before the device is started."""
+    """Return the peak bytes of sim's memories by their names in a record; empty before the device is started."""
     names = {"device_allocated": "device_peak", "host_accounted": "host_peak", "host_pinned": "pinned_peak"}
     return {name: started.stats()[stat] for name, stat in names.items()} if started else {}
 
 
 def _module(sim: Compiled) -> types.ModuleType:
-    """Return torch.sim, a module with the functions that torch and the engines call."""
+    """Return the module torch.sim, which has the functions of a device that torch and the engines call."""
     import torch
 
     module: Any = types.ModuleType("torch.sim")
@@ -112,7 +115,7 @@ def _module(sim: Compiled) -> types.ModuleType:
     module.memory_allocated = lambda device=None: sim.stats()["device_allocated"]
     module.max_memory_allocated = lambda device=None: sim.stats()["device_peak"]
     module.mem_get_info = lambda device=None: torch.accelerator.get_memory_info()
-    # sim draws the CPU's random numbers and computes in the CPU's precisions: these functions have nothing to do.
+    # The next functions have nothing to do, because sim draws the CPU's random numbers and computes in its precisions.
     module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
     module.get_amp_supported_dtype = list
     return module

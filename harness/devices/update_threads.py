@@ -1,7 +1,8 @@
-"""The optimizer's updates on the host: threads share a layer's update; the layer that is needed first goes first.
+"""The threads that do the optimizer's updates on the host. Several threads share the update of a layer; the update of
+the layer that is needed first comes first.
 
-An update is cut into chunks. A free thread takes the next chunks of the update with the earliest deadline, among
-the updates whose gradient has landed. So a slow thread delays no other thread, and no thread waits for another.
+An update is cut into chunks. Among the updates whose gradient has landed (has arrived on the host), a free thread takes
+the next chunks of the update with the earliest deadline. So no thread waits for another, even if one is slow.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 
 
 class Update:
-    """An update in `num_chunks` chunks. `landed`: the event of the gradient's arrival. `work` waits for this event, so
-    a thread best begins an update after it."""
+    """An update in `num_chunks` chunks. `landed`: the event that the gradient has arrived on the host. work(first,
+    last) updates chunks [first, last); it waits for `landed`, so threads prefer updates whose event has happened.
+    `number`: the updates' order of request; `deadline`: a lower number is needed earlier."""
 
     def __init__(
         self, number: int, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]
@@ -27,7 +29,7 @@ class Update:
 
 
 class Workers:
-    """The threads that do updates, and the updates that wait for a thread."""
+    """The threads that do updates, and the list of updates that still have chunks to do."""
 
     def __init__(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
         self._pool, self._num_threads = pool, num_threads
@@ -36,8 +38,9 @@ class Workers:
         self._waiting: list[Update] = []  # updates with chunks left, by deadline
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Future[None]:
-        """Call work(first, last) on chunks [first, last), each chunk once, on any thread; return at once. Among updates
-        whose gradient has landed, the one with the earliest deadline goes first."""
+        """Let the threads call work(first, last) on ranges of chunks [first, last), so that each chunk is done once.
+        Return at once, with a future that ends with the update. Among updates whose gradient has landed, the update
+        with the earliest deadline comes first."""
         with self._lock:
             update = Update(next(self._asked), deadline, landed, num_chunks, work)
             bisect.insort(self._waiting, update, key=lambda waiting: waiting.deadline)
@@ -51,12 +54,12 @@ class Workers:
         with self._lock:
             if not self._waiting:
                 return
-            # The gradient of the update asked for first will land first if no gradient has landed yet.
+            # If no gradient has landed yet, take the update that was requested first: its gradient will land first.
             landed = (update for update in self._waiting if update.landed.query())
             update = next(landed, None) or min(self._waiting, key=lambda waiting: waiting.number)
             first, left = update.num_taken, update.num_chunks - update.num_taken
-            # Large shares come first, because each share costs a little; small ones come last, so that all threads end
-            # together.
+            # The first shares of an update are large, because taking a share costs time. The last shares are small, so
+            # that all threads end at nearly the same time.
             share = max(1, left // (2 * self._num_threads))
             update.num_taken += share
             if update.num_taken == update.num_chunks:
