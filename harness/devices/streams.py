@@ -151,8 +151,8 @@ class Device:
         unlock(self._page_locked, self.name)
 
     def span(self, track: str, work: str, of: str) -> AbstractContextManager[None]:
-        """Return the context of one piece of work for a trace. `track`: the stream ("compute", "inbound", "outbound")
-        or any name of a host thread; `work`: the kind of work; `of`: the part of the model."""
+        """Return a context that marks a piece of work for a trace; enter it after the work's waits. `track`: a stream
+        ("compute", "inbound", "outbound") or a host thread; `work`: the kind; `of`: the part of the model."""
         note = self.streams.span
         return UNNOTED if note is None else note(getattr(self, track, None), track, work, of)
 
