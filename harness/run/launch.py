@@ -1,6 +1,6 @@
-"""Starts a worker for a job, watches the worker without disturbing it, and makes sure that a record of its end exists.
+"""Starts a worker process for a job, watches the worker, and makes sure that a record of the job exists at the end.
 
-The worker has a session of its own. This process, its parent, does not import torch; it samples the worker's memory."""
+The worker has a session of its own. Its parent, this process, does not import torch; it samples the worker's memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from harness.forecast import run_time
 from harness.run import ranks, scratch
 
 SAMPLE_SECONDS = 0.1
-LIST_SECONDS = 1.0  # seconds between lists of the worker's children; a list takes 1.5 ms of the cores that train
+LIST_SECONDS = 1.0  # seconds between two lists of the worker's children; a list takes 1.5 ms of a core that trains
 GRACE_SECONDS = 20.0  # seconds from the signal that stops a worker until the worker is killed
-AFTER_TRAINING = ("drain", "inspect", "done")  # phases after training, whose memory does not count
-# Statuses that a stopped worker may report: an import that the stop interrupts may raise any exception.
+AFTER_TRAINING = ("drain", "inspect", "done")  # phases after training; memory that they take does not count
+# Statuses that a worker may report after it was stopped. An interrupted import may raise any exception.
 AFTER_A_STOP = ("interrupted", "crash", "unavailable")
 LOG_TAIL_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
@@ -47,11 +47,11 @@ def launch(
     recorded: Callable[[], Path | None] = lambda: None, stem: Path | None = None, is_timed: bool = True,
     foreseen_seconds: float = 0.0,
 ) -> Path:  # fmt: skip
-    """Run the job in a process of its own; return the path of its record: `stem`, or a new name, with .json.
+    """Run the job in a process of its own; return the path of its record: `stem` (None: a new name) with .json.
 
-    An untimed job may share the device with other untimed jobs, and then its seconds do not count. Once the device is
-    free, `recorded` is called first: it returns the path of the record if the process that held the device has made
-    one. A first KeyboardInterrupt lets the worker finish its record, a second one kills it; both are raised again here.
+    An untimed job may share the device with other untimed jobs; then its seconds do not count. When the device is free,
+    `recorded` is called first: if another process has recorded the job meanwhile, it returns that record's path, and no
+    run starts. The first Ctrl-C lets the worker finish its record, a second one kills it; both are raised again here.
     """
     with turn(job, report, is_timed, foreseen_seconds) as held:
         if found := recorded():
@@ -73,11 +73,11 @@ def launch(
 
 
 def environment(job: Job) -> dict[str, str]:
-    """Return the worker's environment; the caller's own settings have priority.
+    """Return the worker's environment variables. Variables that the caller has set keep their values.
 
-    On a CPU one thread computes small layers; ranks share the cores. CUDA numbers GPUs as NVML does. On CUDA torch's
-    allocator grows its segments instead of adding new ones, which leaves fewer fragments. Such segments cannot be
-    shared with another process, but no method needs to share any."""
+    On a CPU one thread computes small layers; several ranks share the cores. CUDA numbers GPUs as NVML does. On CUDA
+    torch's allocator grows its segments instead of adding new ones, which leaves fewer fragments. Such segments cannot
+    be shared with other processes, but no method shares any."""
     chosen = dict(GPU_ORDER)
     if job.device == "cuda" and not machine.allocator_settings():
         chosen["PYTORCH_ALLOC_CONF"] = EXPANDABLE
@@ -89,7 +89,7 @@ def environment(job: Job) -> dict[str, str]:
 
 
 class Events:
-    """Collects the values in a worker's events, and passes each event on to `report`."""
+    """Collects the values in the events that a worker sends, and passes each event on to `report`."""
 
     def __init__(self, phase: str, report: Report) -> None:
         self.phase, self.report = phase, report
@@ -98,8 +98,8 @@ class Events:
         self._pending, self._unread = b"", list[bytes]()
 
     def feed(self, data: bytes) -> None:
-        """Read a part of the events, one JSON object a line. If `report` raises, the next call continues with the next
-        event."""
+        """Take a piece of the worker's output, in which each line is an event as JSON. If `report` raises, the next
+        call continues with the event after that."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         self._unread += lines
         while self._unread:
@@ -113,12 +113,12 @@ class Events:
             self.report(event)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a record that the events give."""
+        """Return the fields of a record whose values the events have told."""
         return {"phase": self.phase, "losses": self.losses, "step_seconds": self.step_seconds}
 
 
 class Watch:
-    """One worker process, with its events, its memory and its end."""
+    """Starts one worker process, follows its events and memory, and ends it."""
 
     def __init__(
         self, job: Job, key: str, path: Path, folders: tuple[Path, ...], log: Any, report: Report,
@@ -128,24 +128,24 @@ class Watch:
         self.peaks = {"host_anonymous": 0, "host_shared": 0}
         self.sampled = dict(self.peaks)
         self.processes: list[psutil.Process] = []  # the worker and its children, or the ranks and their children
-        self.trainers: list[psutil.Process] = []  # the processes whose memory counts
-        self.listed = 0.0  # time at which the processes were listed last
+        self.trainers: list[psutil.Process] = []  # those of `processes` whose memory counts
+        self.listed = 0.0  # time at which `processes` was last listed
         self.events = Events("start", self._take)
-        self.rank: dict[str, Any] = {}  # the event of the rank that ended the others
-        self.executed: list[str] = []  # files that the worker executed, as the worker reports them after training
-        self.record: Record | None = None  # the worker's record, unfinished and not written until complete()
+        self.rank: dict[str, Any] = {}  # if a rank failed without a record: the event that tells its exit code
+        self.executed: list[str] = []  # files that the worker executed; the worker tells them after training
+        self.record: Record | None = None  # the worker's record, to which complete() adds this process's facts
         self.started = time.time()
-        self.began = self.last_event = self.signalled = time.monotonic()  # monotonic: the clock may be set
-        self.stopped = ""  # why this process stopped the worker, as in failures.End; "" if it did not
+        self.began = self.last_event = self.signalled = time.monotonic()  # clock that nobody sets
+        self.stopped = ""  # why this process stopped the worker, a word of failures.End.stopped; "" if it did not
         self.interrupted = False
-        self.broken: BrokenPipeError | None = None  # set when the report's reader is gone
+        self.broken: BrokenPipeError | None = None  # set when `report` found its reader gone
         self.shm_free_bytes: int | None = None
         self.surroundings = machine.surroundings(job.device)
         self.source, self.listed_code = method.source_hash(job.method, folders), method.listed(job.method, folders)
         for other in self.surroundings.get("foreign_processes", []):
             report({"event": "warning", "text": f"process {other['pid']} is on this GPU, too: on record"})
         limit = budgets.wall_bytes(job)
-        self.wall = cgroup.make(limit) if limit else None  # None if no group may be made
+        self.wall = cgroup.make(limit) if limit else None  # the worker's memory group; None without one
         self.group = self.wall or cgroup.current()
         self.kills = (self.group.oom_kills() if self.group else 0, cgroup.oom_kills())
         reader, writer = os.pipe()
@@ -156,13 +156,13 @@ class Watch:
             os.rmdir(self.scratch)
             raise
         finally:
-            os.close(held)  # only the worker's copy must hold the folder's lock
+            os.close(held)  # only the worker may hold the folder's lock
         os.close(writer)
         self.pipe = os.fdopen(reader, "rb", buffering=0)
         order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "locks": locks,
                  "folders": list(map(str, folders))}  # fmt: skip
         assert self.process.stdin
-        # Writing fails if the worker is dead already, and follow() notices that.
+        # Writing fails if the worker has ended already; follow() notices this end.
         with contextlib.suppress(OSError):
             if self.wall:
                 self.wall.enter(self.process.pid)  # before the worker gets the order and takes memory
@@ -172,8 +172,8 @@ class Watch:
     def _start(self, log: IO[str], descriptors: tuple[int, ...]) -> subprocess.Popen[str] | fork_server.Forked:
         module = "harness.run.ranks" if self.job.world_size > 1 else "harness.run.worker"
         of_worker = environment(self.job) | {"TMPDIR": str(self.scratch)}
-        # A memory group counts only memory taken inside it. A fork has memory from before, so a worker in a group is a
-        # new process.
+        # A memory group counts only memory that is taken inside the group, and a fork has older memory. So a worker in
+        # a group is a new process, not a fork.
         if self.job.device != "cuda" and not self.wall:
             with contextlib.suppress(OSError):
                 return fork_server.start(module, log.fileno(), log.fileno(), of_worker, descriptors).started()
@@ -183,14 +183,15 @@ class Watch:
         )  # fmt: skip
 
     def follow(self) -> None:
-        """Read events and samples until the worker has closed its pipe and ended."""
+        """Read the worker's events and sample its memory until the worker has ended. Raises KeyboardInterrupt or
+        BrokenPipeError afterwards if either came meanwhile."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.pipe, selectors.EVENT_READ)
             while True:
                 try:
                     ready = selector.select(SAMPLE_SECONDS)
                     if not ready and self.process.poll() is not None:
-                        break  # a child of the worker may still hold the pipe open
+                        break  # the worker has ended, but a child of it may hold the pipe open
                     if ready:
                         data = self.pipe.read(65536)
                         if not data:
@@ -216,7 +217,7 @@ class Watch:
             raise KeyboardInterrupt
 
     def close(self) -> None:
-        """End all processes of the run, and remove its temporary folders and memory group."""
+        """End all processes of the run, and remove the run's temporary folders and memory group."""
         if self.process.poll() is None:
             self.stopped = self.stopped or "interrupt"
         self._signal(signal.SIGKILL)
@@ -234,7 +235,7 @@ class Watch:
                 self.process.stdin.close()
 
     def obituary(self) -> Record:
-        """Make a record for a worker that left none, from the worker's events and end."""
+        """Return a record, made from the worker's events and end, for a worker that sent no record."""
         failure = failures.of_process(self.end)
         if self.rank:
             failure = failures.of_rank(failure, self.rank["rank"], self.job.world_size)
@@ -244,7 +245,7 @@ class Watch:
         )  # fmt: skip
 
     def complete(self, record: Record) -> Record:
-        """Add to the record what only this process knows: peaks, limits, the cause of an end."""
+        """Return the record with the facts that only this process knows: peaks, limits, the cause of an end."""
         changes: dict[str, Any] = {"peaks": {**record.peaks, **self.peaks}}
         changes["machine"] = {**record.machine, **self.surroundings, **machine.kernel_environment()}
         changes["software"] = {**record.software, "source": self.source}
@@ -293,12 +294,11 @@ class Watch:
         self.report(event)
 
     def _sample(self) -> None:
-        """Sample anonymous and shared memory, page-locked included, of the worker and its children, or of all ranks and
-        their children.
+        """Sample anonymous and shared memory of the worker and its children, or of all ranks and their children. Shared
+        memory includes page-locked memory, and files on a tmpfs, such as torch's libraries (104 MiB, results/LOG.md).
 
-        A child counts only when it is listed the second time, because a new child has its parent's memory for
-        milliseconds, until it runs its own program. The system counts files on a tmpfs as shared memory, programs and
-        libraries among them: 104 MiB of torch, results/LOG.md."""
+        A child counts only from the second list on that contains it: for milliseconds, until it runs its own program, a
+        new child has its parent's memory."""
         if self.events.phase in AFTER_TRAINING:
             return
         self._sample_shm()
@@ -319,7 +319,7 @@ class Watch:
         self.sampled = {"host_anonymous": anonymous, "host_shared": shared}
 
     def _confirm(self) -> None:
-        """Count the last sample in the peaks, unless training was over when the sample was taken."""
+        """Let the last sample raise the peaks, unless the worker's events tell by now that training is over."""
         if self.events.phase not in AFTER_TRAINING:
             self.peaks = {name: max(self.peaks[name], self.sampled[name]) for name in self.peaks}
 
@@ -329,7 +329,8 @@ class Watch:
             self.shm_free_bytes = min(free, free if self.shm_free_bytes is None else self.shm_free_bytes)
 
     def _check_time(self) -> None:
-        """Stop a worker that exceeds its time limit or, without --timeout, sends no events for too long."""
+        """Stop a worker that exceeds its time limit or, without --timeout, sends no event for too long; later kill
+        it."""
         now, asked = time.monotonic(), self.job.budget.seconds
         if self.stopped:
             if now - self.signalled > GRACE_SECONDS:

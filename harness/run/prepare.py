@@ -1,4 +1,5 @@
-"""Compiles what a job's method or device still needs: in a process of its own, never in a run that is timed."""
+"""Compiles the libraries that a job's method or device lacks. Each compilation is a process before the run, so that it
+takes no time of the run."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from harness.core.job import Job
 from harness.devices import cgroup, sim
 from harness.run.launch import Report
 
-_tried: set[tuple[str, tuple[Path, ...]]] = set()  # builds that this process has tried; a failed one is not repeated
+_tried: set[tuple[str, tuple[Path, ...]]] = set()  # builds that this process has tried; it tries each build once
 
 
 def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
-    """Compile what the job lacks, and report each build; the compilers' logs lie beside the records.
+    """Compile the libraries that the job lacks, and report each compilation. The compilers' logs are written into the
+    folder `results`.
 
-    If a method cannot be compiled, the run itself reports what is missing. If sim cannot be compiled, its bytes are
+    No error is raised if a compilation fails: the run of a method reports what is missing, and the bytes of sim are
     counted in Python.
     """
     missing = method.create(job.method, job.options, folders).to_build()
@@ -29,7 +31,7 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
         run_logged("harness.run.prepare", [job.method, job.options, list(map(str, folders))], log)
         if method.create(job.method, job.options, folders).to_build():
             text = f"the build failed: see {log}"
-            if group and group.oom_kills() > kills:  # the limit on the job's memory may hold for the build, too
+            if group and group.oom_kills() > kills:  # this process's memory limit may hold for the build, too
                 text = "the build failed, out of host memory: try once without --host-memory, or with more of it"
             report({"event": "warning", "text": text})
     if job.device == "sim" and (needed := sim.to_build()) and _is_first(needed, (), report):
@@ -45,7 +47,7 @@ def _is_first(missing: str, folders: tuple[Path, ...], report: Report) -> bool:
 
 
 def main() -> None:
-    """Entry point for run_logged(): reads a method with options, and calls the method's build()."""
+    """Entry point for run_logged(): read a method's name, options and folders, and call the method's build()."""
     name, options, folders = json.load(sys.stdin)
     method.create(name, options, tuple(map(Path, folders))).build()
 

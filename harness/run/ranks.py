@@ -1,8 +1,9 @@
-"""One job by several ranks of this machine: an agent starts them, watches them, and ends them together.
+"""Runs one job by several ranks on this machine: an agent starts the ranks, watches them, and ends them together.
 
-launch.py starts this module instead of worker.py if a job has several ranks. This process is the agent: it relays the
-events of this machine's first rank, and hands over the job's record. A rank is a fork that does what worker.py does,
-with a share of the host's budget; the rank's own record lies in a folder beside the job's until the agent has read it.
+If a job has several ranks, launch.py starts this module instead of worker.py. This process is the agent. It relays the
+events of this machine's first rank to launch.py and, at the end, hands over the job's record. Each rank is a fork of
+the agent that does the work of worker.py with its share of the host's budget. A rank writes a record of its own into a
+folder beside the job's record; the agent reads these records and removes the folder.
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ from harness.devices import machine
 from harness.run.timeline import of_ranks, read, write
 from harness.run.worker import hand_over, interrupt_once, run
 
-RANK = re.compile(r"\brank (\d+)")  # as a message names it
+RANK = re.compile(r"\brank (\d+)")  # pattern of a rank's number in a message
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of the ranks' own records. `path`: the job's record."""
+    """Return the folder in which the ranks of a job write their own records. `path`: path of the job's record."""
     return path.with_name(f".ranks-{path.stem}")
 
 
 def num_local_ranks(job: Job) -> int:
-    """Return the number of ranks of this machine: all, unless torchrun's variables name several machines."""
+    """Return the number of the job's ranks on this machine: all ranks, unless the variable PET_NNODES, which torchrun
+    reads, tells a number of machines."""
     return job.world_size // int(os.environ.get("PET_NNODES", "1"))
 
 
 class JobAgent(OneRound):
-    """The agent of a job's ranks on this machine. The parent sends the job on standard input. The agent interrupts the
-    ranks when standard input closes, because the parent is gone."""
+    """The agent of a job's ranks on this machine. Its parent, launch.py, sends the job on standard input and keeps
+    standard input open. If standard input closes, the parent has ended, and the agent interrupts the ranks."""
 
     def __init__(self) -> None:
         self.order = json.loads(sys.stdin.readline())
@@ -59,7 +61,8 @@ class JobAgent(OneRound):
         self.job, self.folder = Job.from_dict(self.order["job"]), folder_of(Path(self.order["record"]))
 
     def train(self) -> dict[int, int]:
-        """Run the ranks; return the exit codes of the ranks that failed, as OneRound.run() does."""
+        """Run the ranks of this machine to their ends. Return the exit codes of the ranks that failed, as
+        OneRound.run() does."""
         fork_server.import_all(fork_server.IMPORTS)
         num_local = num_local_ranks(self.job)
         if self.job.device == "cuda" and len(machine.visible_gpus()) < num_local:
@@ -74,8 +77,8 @@ class JobAgent(OneRound):
         return self.meet(partial(rank, self.order), num_local, self.job.world_size, there)
 
     def conclude(self, failed: dict[int, int]) -> None:
-        """Write the job's trace and hand over its record; if the first rank that failed left no record, report that
-        rank's exit code."""
+        """Write the job's trace, if it asks for one, and hand over the job's record. If the first rank that failed left
+        no record, report this rank's exit code instead of a record."""
         traces = {int(path.name.split("-")[1]): read(path) for path in self.folder.glob("trace-*")}
         if self.job.trace and traces:
             write(of_ranks(dict(sorted(traces.items()))), Path(self.job.trace))
@@ -88,13 +91,14 @@ class JobAgent(OneRound):
             hand_over(self._record(ended, first), self.order)
 
     def _record(self, ended: dict[int, Record], first: int | None) -> Record:
-        """Return the job's record, made from the ranks' records. `first`: the first rank that failed."""
+        """Return the job's record, made from the ranks' records `ended`. `first`: the first rank that failed; None if
+        none failed."""
         if first is not None:
             record = ended[first]
             end = failures.of_rank(failures.Failure(record.status, record.reason), first, self.job.world_size)
             return dataclasses.replace(record, **end.changes(record.evidence))
         record = together([ended[rank] for rank in sorted(ended)])
-        if self.is_interrupted and record.status != "ok":  # a rank may notice a lost peer before the interrupt
+        if self.is_interrupted and record.status != "ok":  # a rank may have failed by a lost peer
             end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
             return dataclasses.replace(record, **end.changes({}))
         return record
@@ -125,9 +129,13 @@ def main() -> None:
 
 
 def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
-    """Return the first rank that failed by itself, not because a peer was lost. A killed rank, which left no record,
-    comes before a rank with a record, and a rank comes before the ranks that waited for it. `failed`: exit codes in the
-    order seen."""
+    """Return the rank whose failure caused the others. `failed`: exit codes of the failed ranks, in the order seen;
+    `ended`: the records of ranks that left one.
+
+    A rank that failed by itself comes before ranks that lost a peer. Then a rank without a record, which was killed,
+    comes before ranks with a record. Then a rank comes before ranks whose message says that they waited for a failed
+    one. Else the order seen decides.
+    """
 
     def order(rank: int) -> tuple[bool, bool, bool]:
         record = ended.get(rank)
@@ -138,12 +146,13 @@ def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
 
 
 def followed(record: Record) -> bool:
-    """True if this record's rank ended because another rank did."""
+    """True if the rank of this record ended only because another rank had ended."""
     return record.status == "interrupted" or bool(failures.LOST_RANK.search(record.reason))
 
 
 def together(records: list[Record]) -> Record:
-    """Return the first record with every rank's facts, and with the maximum of each peak over all records."""
+    """Return the first record, with the facts of all records' ranks added, and with each peak and the number of
+    allocator retries raised to the maximum of all records."""
     names = sorted({name for record in records for name in record.peaks})
     peaks = {name: max(record.peaks.get(name, 0) for record in records) for name in names}
     stated = [rank for record in records for rank in record.machine.get("ranks", [])]
@@ -155,20 +164,20 @@ def together(records: list[Record]) -> Record:
 
 
 def _peak_bytes(stated: dict[str, Any]) -> int:
-    """Return a rank's peak of device memory or, if it has no device memory, the peak of its process's resident
-    memory."""
+    """Return a rank's peak bytes of device memory; if the rank's facts tell none, the peak bytes of resident memory of
+    its process."""
     return int(stated.get("device_allocated", stated["resident_peak_bytes"]))
 
 
 def of_nodes(records: list[Record]) -> Record:
-    """Merge the records of a job's machines, rank 0's machine first. If some failed, return the first of them that
-    failed by itself, else all records together()."""
+    """Return one record for the job from the records of its machines, of which the first is rank 0's. If some machines
+    failed, return the record of the first one that failed by itself; else return together() of all records."""
     failed = [record for record in records if record.status != "ok"]
     return min(failed, key=followed) if failed else together(records)
 
 
 def end_all(processes: list[psutil.Process], seconds: float) -> None:
-    """Kill the processes that still run, and wait until they are gone or zombies."""
+    """Kill those of the processes that still run, and wait until each has ended or is a zombie, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while processes and time.monotonic() < deadline:
         left = []
@@ -182,14 +191,16 @@ def end_all(processes: list[psutil.Process], seconds: float) -> None:
 
 
 def rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
-    """Run one rank; return its exit code. After SIGINT the rank still finishes its record."""
+    """Run one rank in this process, a fork of the agent; return its exit code. `order`: the agent's order;
+    `environment`: torchrun's variables of this rank; `tells`: descriptor of the pipe to the agent. After SIGINT the
+    rank still finishes its record."""
     os.environ |= environment
     signal.signal(signal.SIGINT, interrupt_once)
     number, local, local_ranks = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     job = Job.from_dict(order["job"])
     if job.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = machine.visible_gpus()[local]
-    if local:  # the log is the first rank's
+    if local:  # only the first rank writes to the log
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
     def emit(event: dict[str, Any]) -> None:
@@ -197,7 +208,7 @@ def rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
             write_all(tells, (json.dumps(event) + "\n").encode())
 
     trace = str(folder_of(Path(order["record"])) / f"trace-{number}") if job.trace else None
-    save = None if number else job.save  # rank 0 has the whole tensors
+    save = None if number else job.save  # only rank 0 has the whole tensors
     part = dataclasses.replace(job, budget=job.budget.share(local_ranks), trace=trace, save=save)
     record = run(part, order["key"], tuple(map(Path, order["folders"])), emit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,5 @@
-"""A run's temporary folder, removed with the run; if the run is killed, the next run removes the folder."""
+"""The temporary folder of a run. The folder is removed at the end of the run; if the run is killed, the next run
+removes it."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ PREFIX = "harness-run-"
 
 
 def make() -> tuple[Path, int]:
-    """Make a folder; return it and a descriptor that holds its lock. The folder is in use while a process of the run
-    has the descriptor open."""
+    """Make a temporary folder. Return its path and a descriptor that holds the folder's lock. The folder counts as in
+    use as long as a process of the run has this descriptor open."""
     remove_left()
     while True:
         new = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -27,9 +28,9 @@ def make() -> tuple[Path, int]:
 
 
 def remove_left() -> None:
-    """Remove this user's temporary folders of runs whose processes are all gone."""
+    """Remove the temporary folders that killed runs of this user have left: those whose lock no process holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, or another user's
+        with contextlib.suppress(OSError):  # the folder is in use, or belongs to another user
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,5 @@
-"""A timeline of spans of work on streams and threads; its files, in the trace format of Chrome and Perfetto; and the
-share of a step's copies and updates that ran during compute."""
+"""The timeline of a run: spans of work on streams and threads. A timeline is written to and read from a file in the
+trace format of Chrome and Perfetto. share() computes how much of a step's copies and updates ran during compute."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 from harness.base.foreign_file import read_json
 from harness.base.whole_file import write_whole
 
-TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # rows of a timeline, from the top
-KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # work that compute may hide
-US = 1e6  # microseconds in a second: the format's unit
+TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # rows of a timeline, from top to bottom
+KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # tracks of work that is hidden
+US = 1e6  # microseconds in a second; the file's times are in microseconds
 Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """Work of a stream or a thread on a part of the model, in seconds."""
+    """One piece of work of a stream or a thread: `work` is its kind, `of` the part of the model, `start` and `end` are
+    times in seconds."""
 
-    track: str  # one of TRACKS, with the thread's number if several threads share it
+    track: str  # one of TRACKS, followed by the thread's number if several threads have the same track
     work: str
     of: str
     start: float
@@ -29,7 +30,7 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Spans, steps, and a description: `title`, `clock` and more."""
+    """The spans and the steps of a run, and facts about the run: `title`, `clock` and others."""
 
     spans: list[Span]
     steps: list[Span]
@@ -37,8 +38,8 @@ class Timeline(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Seconds of a step: compute, and for each of KINDS the work during compute (hidden) and outside of it (exposed).
-    If work of two kinds is exposed at the same time, each kind counts that time."""
+    """The seconds of a step, of its compute, and of its work of each kind of KINDS: `hidden` is the work's time during
+    compute, `exposed` its time outside of compute. Time in which work of two kinds is exposed counts for both kinds."""
 
     step: float
     compute: float
@@ -55,7 +56,8 @@ def steps(ends: Sequence[float], first_step: int) -> list[Span]:
 
 
 def write(timeline: Timeline, path: Path) -> None:
-    """Write one JSON file, whole or not at all; times count from the start of the first step."""
+    """Write the timeline to one JSON file, whole or not at all. In the file, times count from the start of the first
+    step."""
     spans = sorted((*timeline.steps, *timeline.spans), key=lambda span: span.start)
     threads = {name: number for number, name in enumerate(sorted({span.track for span in spans}, key=_rank), 1)}
     zero = min((span.start for span in timeline.steps), default=0.0)
@@ -75,7 +77,8 @@ def write(timeline: Timeline, path: Path) -> None:
 
 
 def read(path: Path) -> Timeline:
-    """Return the timeline in a file. Raises ValueError, which names the file, if it is not a trace of this harness."""
+    """Return the timeline in a file. Raises ValueError, which names the file, if the file is no trace of this
+    harness."""
     try:
         data = read_json(path)
         names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
@@ -89,7 +92,8 @@ def read(path: Path) -> Timeline:
 
 
 def of_ranks(ranks: dict[int, Timeline]) -> Timeline:
-    """Merge the timelines of ranks on one machine, which share its clock; the steps are those of the first rank."""
+    """Merge the timelines of ranks on one machine, all of which have read the same clock. The steps are those of the
+    first rank. `about["zero_seconds"]` is the clock's time at which a timeline's times begin."""
     first = ranks[min(ranks)]
     spans = []
     for rank, timeline in ranks.items():
@@ -124,7 +128,7 @@ def share(spans: Iterable[Span], step: Span) -> Share:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union as disjoint intervals in order."""
+    """Return the union of the intervals, as a sorted list of disjoint intervals."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -135,7 +139,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """Return the intersection of two lists of disjoint intervals in order."""
+    """Return the intersection of two sorted lists of disjoint intervals, as a sorted list."""
     pairs = ((max(a[0], b[0]), min(a[1], b[1])) for a, b in itertools.product(one, other))
     return [(start, end) for start, end in pairs if start < end]
 

@@ -1,8 +1,9 @@
-"""The trace of a run: when each stream and thread did which work, and how long the allocation of host memory took.
+"""Notes when each stream and thread of a run did which work, for --trace, and reports how long the allocation of host
+memory takes.
 
-Methods name their work on streams and threads (Device.span) and read no clock; this module reads the clock. On an
-asynchronous stream a moment is an event, whose time is read at the end, so that nothing waits; on a thread, or on a
-stream of the CPU, a moment is the host's time. Without --trace nothing is noted.
+Methods only name their work on streams and threads (Device.span); this module reads the clock. On an asynchronous
+stream a moment is an event, whose time is read at the end of the run, so that nothing waits for it. On a thread, or on
+a stream of the CPU, a moment is the host's time. Without --trace no work is noted.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from harness.core.job import Job
 from harness.devices.streams import STREAMS, UNNOTED
 from harness.run.timeline import Span, Timeline, steps, write
 
-FIRST_SECONDS = 1.0  # seconds that taking memory may last before the first report
-STEPS = 3  # number of a run's last steps that are traced; work queued earlier may continue in the first of them
+FIRST_SECONDS = 1.0  # seconds that allocations of host memory take in total before they are first reported
+STEPS = 3  # number of a run's last steps that are traced; work queued before them may end in the first traced step
 
 
 class Trace:
-    """Notes of a run's last steps, and of work that continues after them."""
+    """Notes the work of a run's last STEPS steps and of its end, and writes the trace's file."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.first_step = job, max(1, job.steps + 1 - STEPS)
         self.streams = STREAMS[job.device]
-        self.has_events = hasattr(self.streams.current(), "wait_stream")  # torch's streams have events, a CPU's do not
+        self.has_events = hasattr(self.streams.current(), "wait_stream")  # torch's streams have it, a CPU's do not
         self.is_on = False
         self.notes: list[tuple[str, int, str, str, Any, Any]] = []  # (track, thread, work, part, start, end)
         self.streams.span = self.span
@@ -41,14 +42,15 @@ class Trace:
 
     @contextmanager
     def _noted(self, stream: Any, track: str, work: str, of: str) -> Iterator[None]:
-        """Note the moments before and after the work in this context, and the thread that runs or queues it."""
+        """Note the moments at which the work in this context begins and ends, and the thread that runs or queues the
+        work."""
         start = self.mark(stream)
         yield
         self.notes.append((track, threading.get_ident(), work, of, start, self.mark(stream)))
 
     def mark(self, stream: Any) -> Any:
-        """Return the present moment: an event on the stream, if the device's streams have events, else the host's
-        time."""
+        """Return the present moment: an event recorded on the stream or, if there is no stream or it has no events, the
+        host's time in seconds."""
         if stream is None or not self.has_events:
             return time.perf_counter()
         kind = torch.cuda.Event if self.job.device == "cuda" else functools.partial(torch.Event, "sim")
@@ -57,7 +59,8 @@ class Trace:
         return event
 
     def write(self, marks: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> None:
-        """Wait for all queued work, and write the trace's file. `marks`: the moments at which steps begin and end."""
+        """Wait for all queued work, and write the trace's file. `marks`: the moments at which the run's steps begin and
+        end, from the first step on. `tell` gets a warning if the trace is poor or cannot be written."""
         self.streams.span = None
         job, timeline = self.job, self._timeline(marks[self.first_step - 1 :])
         if not timeline.spans:
@@ -80,7 +83,7 @@ class Trace:
         def seconds(moment: Any) -> float:
             return moment if isinstance(moment, float) else now - moment.elapsed_time(event) / 1000
 
-        threads: dict[str, dict[int, int]] = {}  # by track: numbers of its threads, in the order seen
+        threads: dict[str, dict[int, int]] = {}  # for each track: its threads, numbered in the order seen
         for track, thread, *_ in self.notes:
             numbers = threads.setdefault(track, {})
             numbers.setdefault(thread, len(numbers) + 1)
@@ -91,14 +94,14 @@ class Trace:
         options = "".join(f" {name}={value}" for name, value in self.job.options.items() if value is not None)
         title = f"{self.job.method}{options}, {self.job.workload.num_layers} layers"
         about: dict[str, Any] = {"title": title, "clock": self.job.device, "job": self.job.to_dict()}
-        if self.job.world_size > 1:  # for of_ranks(): times in the file count from here
+        if self.job.world_size > 1:  # of_ranks() needs the clock's time from which the file's times count
             about["zero_seconds"] = seconds(marks[0])
         return Timeline(spans, steps([seconds(mark) for mark in marks], self.first_step), about)
 
 
 class Taking:
-    """Reports how many bytes of host memory a method has taken, and in how many seconds: first after one second, then
-    whenever the time has doubled."""
+    """Reports how many bytes of host memory a method has allocated, and how many seconds the allocations took. The
+    first report comes when they have taken FIRST_SECONDS, the next whenever their time has doubled."""
 
     def __init__(self, device: str, tell: Callable[[dict[str, Any]], None]) -> None:
         self.tell, self.num_bytes, self.seconds, self.next_seconds = tell, 0, 0.0, FIRST_SECONDS
@@ -116,7 +119,7 @@ class Taking:
             self.tell({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
 
     def end(self) -> None:
-        """Report the total when all memory is taken."""
+        """Report the total, if allocations took at least FIRST_SECONDS, and stop counting."""
         if self.seconds >= FIRST_SECONDS:
             self.tell({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
         self.streams.taking = nullcontext

@@ -1,9 +1,9 @@
 """Runs one job in this process: trains under the clock, inspects the trained tensors, classifies the end, and hands
 over the record.
 
-launch.py sends the job on standard input, which it keeps open. If standard input closes, the parent is gone, and the
-run ends as interrupted. Standard output is the readable log; events (one JSON object a line) go to a descriptor of
-their own, so that nothing an engine prints is mistaken for a measurement.
+launch.py, the parent, sends the job on standard input and keeps standard input open. If it closes, the parent has
+ended, and the run ends as interrupted. Standard output is the readable log. Events, one JSON object a line, go to a
+descriptor of their own, so that no output of an engine is mistaken for a measurement.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 class StepClock:
-    """Marks between steps: CUDA events, for which no step waits, or the CPU's counter."""
+    """Marks the moments between steps, by CUDA events, for which no step waits, or by the CPU's clock."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -69,7 +69,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Counted:
-    """An iterator of batches with a length."""
+    """An iterator of batches that also has a length, the number of all batches."""
 
     batches: Iterator[Any]
     number: int
@@ -83,8 +83,8 @@ class Counted:
 
 @functools.cache
 def executed_files() -> set[str]:
-    """Return the files whose code this process executes after the first call of this function, however the files are
-    loaded. The audit hook is set once for a process, because Python cannot remove it."""
+    """Return a set to which each file is added whose code this process executes from the first call on, however the
+    file is loaded. The result is cached, because Python cannot remove the audit hook."""
     files: set[str] = set()
 
     def hear(event: str, told: tuple[Any, ...]) -> None:
@@ -98,7 +98,7 @@ def executed_files() -> set[str]:
 
 
 class Run:
-    """A run's measurements so far, which remain if the run fails."""
+    """Trains one job and holds the measurements, which remain if the training fails."""
 
     def __init__(self, job: Job, emit: Emit) -> None:
         self.job, self.emit = job, emit
@@ -108,7 +108,7 @@ class Run:
         self.phase, self._since = "start", time.perf_counter()
         self._waiting: list[Step] = []  # steps whose loss and norm are on their way to the host
         self._num_taken = 0  # number of batches taken
-        self._ahead: set[int] = set()  # numbers of batches that the method had taken beyond the yielded step
+        self._ahead: set[int] = set()  # at each yielded step: number of batches taken beyond this step's batch
 
     def enter(self, phase: str) -> None:
         now = time.perf_counter()
@@ -120,8 +120,8 @@ class Run:
             self.emit({"event": "phase", "phase": phase})
 
     def train(self, method: Method) -> None:
-        """Make the data, then build, warm up, time steps, drain and inspect. A step's time is all time between two
-        synchronizations."""
+        """Go through the phases of a run: data, build, steps, drain, inspect. A step's time is the time between two
+        marks of the clock, so that no time of training is left out."""
         import torch
 
         from harness.core import data
@@ -142,7 +142,7 @@ class Run:
         self.enter("build")
 
         def feed() -> Iterator[tuple[Any, Any]]:
-            """Yield the batches. The clock starts at the first batch, which the method takes once it has built its
+            """Yield the batches. The clock starts at the first batch, which the method takes after it built its
             model."""
             for step, batch in enumerate(zip(inputs, targets, strict=True), start=1):
                 if step == 1:
@@ -156,7 +156,7 @@ class Run:
                 yield batch
             self.enter("drain")
             budgets.check_taken(job, before)
-            budgets.lift(job)  # the budget does not hold for the inspection's memory
+            budgets.lift(job)  # the inspection may take memory beyond the budget
 
         training = method.train(job.workload, Counted(feed(), job.steps), job.device)
         if not hasattr(training, "close"):  # not a generator
@@ -196,7 +196,7 @@ class Run:
 
         try:
             while True:
-                # Watch the second step if it is warm-up, because the first step's duration is reported to the user.
+                # Kernels are noted in the second step, if it is warm-up, because the first step's time is reported.
                 if len(self.clock.marks) == 2 <= self.job.warmup:
                     with Kernels() as kernels:
                         step: Step = next(training)
@@ -208,7 +208,7 @@ class Run:
                 for told in (step.loss, step.grad_norm):
                     if (
                         told is not None and type(told) is not self.clock.torch.Tensor
-                    ):  # reading a value from another device would take time later
+                    ):  # another type might compute when its value is read, after the step's time
                         raise TypeError(f"expected a torch.Tensor as a step's loss or norm, got {type(told).__name__}")
                 self._ahead.add(self._num_taken - len(self.clock.marks))
                 self._waiting.append(step._replace(loss=_to_host(step.loss), grad_norm=_to_host(step.grad_norm)))
@@ -220,12 +220,12 @@ class Run:
             return end.value or Trained([])
 
     def _contradiction(self, trained: Trained) -> str:
-        """Describe statements of the method that would falsify its throughput; empty if there are none."""
+        """Describe a statement or an order of the method that would falsify its throughput; empty if there is none."""
         if wrong := wrong_num_models(trained.schedule, trained.others):
             return wrong
         if (told := trained.schedule.get("resumed_steps", 0)) and not self.job.options.get("resume"):
             return f"expected resumed_steps 0 without the option resume, got {told}"
-        # If several models train, the faster ones may be a step ahead of the slowest.
+        # If several models train, faster models may be one step ahead of the slowest model.
         if not self._ahead <= {0, *([1] if trained.others else [])}:
             return (
                 "expected each step to be yielded before the next batch is taken, since its time ends there, got up to "
@@ -234,7 +234,7 @@ class Run:
         return ""
 
     def _collect(self, wait: bool) -> None:
-        """Read the steps whose losses have arrived, without making the device wait."""
+        """Add the steps that the device has done to the measurements, and report them. `wait`: True waits for all."""
         losses = self.measured["losses"]
         while self._waiting and (wait or self.clock.done(len(losses) + 1)):
             step = self._waiting.pop(0)
@@ -259,7 +259,7 @@ class Run:
 
 
 def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
-    """Train one job in this process; return its record, however the job ended."""
+    """Train one job in this process. Return its record, even if training failed. `emit` gets the run's events."""
     started, run, executed = time.time(), Run(job, emit), executed_files()
     executed.clear()
     end, evidence = failures.Failure("ok", ""), {}
@@ -278,9 +278,9 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         folder = Path(inspect.getfile(type(method))).parent
         end = failures.of_exception(error, run.phase, budgets.lift(job), folder)
         evidence = {"error": type(error).__name__, "traceback": traceback.format_exc()}
-        with contextlib.suppress(OSError):  # the log's disk may be full
+        with contextlib.suppress(OSError):  # the disk of the log may be full
             print(evidence["traceback"], flush=True)
-    # Training is over: no signal may end the writing of its record.
+    # Training is over. From now on a signal must not interrupt the making of the record.
     for kind in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(kind) is interrupt_once:
             signal.signal(kind, signal.SIG_IGN)
@@ -298,7 +298,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
 
 
 def _readable(record: Record) -> Record:
-    """Return the record or, if JSON cannot hold its values, the record of a crash without the method's results."""
+    """Return the record. If JSON cannot hold its values, return the record of a crash without the method's results."""
     try:
         Record.from_dict(parsed_json(json.dumps(record.to_dict(), allow_nan=False)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -314,7 +314,7 @@ def _readable(record: Record) -> Record:
 
 
 def memory_of_training(device: str) -> dict[str, Any]:
-    """Return the fields of the record that must be read before the inspection takes memory of its own."""
+    """Return the record's fields of training's memory; call this before the inspection, which takes memory itself."""
     torch = sys.modules.get("torch")
     if device != "cuda" or torch is None:
         return {"peaks": budgets.device_peaks(device)}
@@ -329,8 +329,8 @@ def _predicted(plan: Plan) -> dict[str, Any]:
 
 
 def trains_alone(job: Job) -> str:
-    """Return a complaint if this rank trains without the other ranks, which would multiply the throughput; empty if
-    not."""
+    """Return a complaint if torch.distributed does not join all ranks of the job; else an empty text. Ranks that each
+    train alone would do the same work several times, which would count as throughput."""
     import torch.distributed as dist
 
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -354,26 +354,26 @@ def _to_host(value: Any) -> Any:
 
 
 def _end_orphan() -> None:
-    """End this run, because the parent is gone."""
+    """Interrupt this run, because its parent has ended; kill the run if it does not end within ORPHAN_SECONDS."""
     interrupt_here()
-    time.sleep(ORPHAN_SECONDS)  # by then main() has ended the process, unless it hangs where no signal arrives
+    time.sleep(ORPHAN_SECONDS)  # main() ends the process meanwhile, unless it hangs where Python handles no signal
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
 
 
 def interrupt_once(number: int, frame: Any) -> None:
-    """Make the first signal end training; later ones must not interrupt the writing of the record."""
+    """A signal handler: the first signal ends training, later signals are ignored while the record is written."""
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def hand_over(record: Record, order: dict[str, Any]) -> None:
-    """Give the record to the parent, which completes and writes it, so that no file holds a result without its peaks.
-    If the parent is gone, write the record here, as interrupted, so that the job is run again."""
+    """Send the record to the parent, which completes and writes it, so that no file holds a result without its peaks.
+    If the parent has ended, write the record here with the status interrupted, so that the job is run again."""
     line = json.dumps({"event": "record", "record": record.to_dict()}) + "\n"
     try:
-        with open(order["events"], "wb", closefd=False) as events:  # buffered: writes the record whole, however large
+        with open(order["events"], "wb", closefd=False) as events:  # buffered, so that all of it is written
             events.write(line.encode())
     except BrokenPipeError:
         end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
@@ -385,7 +385,7 @@ def main() -> None:
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, interrupt_once)
     order = json.loads(sys.stdin.readline())
-    # The devices' locks are held until this process is gone; a child that outlives it must not hold them any longer.
+    # This process holds the devices' locks until it ends. A child must not inherit them, because it may live longer.
     for lock in order["locks"]:
         os.set_inheritable(lock, False)
         os.register_at_fork(after_in_child=functools.partial(os.close, lock))
@@ -403,7 +403,7 @@ def main() -> None:
     record = run(job, order["key"], tuple(map(Path, order["folders"])), emit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hand_over(record, order)
-    # Threads of engines must not delay the end of a run.
+    # _exit() does not wait for threads of engines, which would delay the end of the run.
     sys.stdout.flush()
     os._exit(0)
 
