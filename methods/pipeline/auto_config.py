@@ -1,12 +1,12 @@
-"""Chooses stages and micro-batches by a profile: predicts the step time of every configuration by the schedule's rules;
-standard library only.
+"""Chooses the number of stages and the micro-batch size: predicts the step time of every configuration from a profile,
+by the rules of the schedule. Does not import torch.
 
     num_stages, chunk_size, step_seconds = AutoConfig(16, 4, 512, "profile").get_min()
 
-Sections, the parts of a model between its CutPoints, are grouped into stages by their time. The predicted time of a
-step has three parts: the passes in the schedule's order, with each message as slow as at the slowest cut; the longest
-sum of gradients over replicas; and the longest update. A single process measures no messages and sums; without their
-times they count as zero.
+Sections are the parts of a model between its CutPoints; they are grouped into stages by their time. The predicted time
+of a step has three parts: the passes in the schedule's order, with every message as slow as at the slowest cut; the
+longest sum of gradients over replicas; and the longest update. If a single process made the profile, it has no times of
+messages and sums; these then count as 0 s.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from methods.pipeline.profile import GRADIENT_BYTES, Profile, read
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import step_seconds
 
-AT_ONCE = 16  # configurations predicted side by side
+AT_ONCE = 16  # number of configurations that are predicted in one simulation
 
 
 class ConfigChoice(NamedTuple):
@@ -35,8 +35,8 @@ class ConfigChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class ConfigRow:
-    """A configuration, and the time and memory that it is predicted to need. `cuts`: the CutPoints between the stages,
-    in the form that class Varuna takes."""
+    """A configuration, and the time and memory that it is predicted to need. `cuts`: numbers of the CutPoints between
+    the stages, as class Varuna takes them."""
 
     num_stages: int
     num_replicas: int
@@ -49,8 +49,8 @@ class ConfigRow:
     send_seconds: float
     sum_seconds: float
     update_seconds: float
-    crowding: float = 1.0  # time of a pass while all ranks of a machine compute, over the time of the pass alone
-    eased: float = 0.0  # for each second that the average rank waits: seconds by which a step gets shorter
+    crowding: float = 1.0  # ratio: time of a pass while all ranks of a machine compute / time of the pass alone
+    eased: float = 0.0  # seconds by which a step gets shorter for each second that the average rank waits
     schedule: str = "varuna"
     step_seconds: float = nan  # predicted; nan until it is computed
 
@@ -64,8 +64,8 @@ class ConfigRow:
 
     @property
     def least_seconds(self) -> float:
-        """Return a lower bound of the step time: each stage waits for its first input from the stages below, runs all
-        its passes, and then the stages below finish."""
+        """Return a lower bound of the step time: the largest sum over the stages. A stage's sum is the wait for its
+        first input from the stages below, the time of all its passes, and the time in which the stages below finish."""
         waits, found = 0.0, 0.0
         for passes in self.passes:
             found = max(found, waits + self.num_micro_batches * sum(passes.values()))
@@ -74,7 +74,7 @@ class ConfigRow:
 
     @property
     def binds(self) -> str:
-        """Return the name of the part that takes most of the predicted step."""
+        """Return the name of the part of the predicted step that takes the most time."""
         slowest = max(sum(passes.values()) for passes in self.passes)
         crowding = max(1.0, self.crowding)
         parts = {
@@ -86,8 +86,11 @@ class ConfigRow:
 
 
 def predict(rows: Sequence[ConfigRow]) -> list[float]:
-    """Return the predicted seconds of a step for each configuration; all configurations must have the same schedule.
-    Large numbers of micro-batches are extrapolated: each further one takes the same time once the pipeline is full."""
+    """Return the predicted seconds of a step for each configuration. All configurations must have the same schedule.
+
+    If there are many micro-batches, the time is extrapolated from fewer: once the pipeline is full, each further
+    micro-batch takes the same time.
+    """
     numbers: list[list[int]] = []
     for row in rows:
         many = max(2 * row.num_stages, 64)
@@ -100,7 +103,7 @@ def predict(rows: Sequence[ConfigRow]) -> list[float]:
         *half, seconds = (next(found) for _ in some)
         if half:
             seconds += (seconds - half[0]) / (some[1] - some[0]) * (row.num_micro_batches - some[1])
-        # Waiting ranks leave their share of the cores to the others.
+        # Ranks that wait leave their share of the cores to the ranks that compute.
         busy = row.num_micro_batches * sum(sum(passes.values()) for passes in row.passes) / row.num_stages
         seconds = max(seconds, row.crowding * seconds - row.eased * (seconds - busy))
         seconds += row.sum_seconds + row.update_seconds * max(1.0, row.crowding)
@@ -109,11 +112,14 @@ def predict(rows: Sequence[ConfigRow]) -> list[float]:
 
 
 class AutoConfig:
-    """All configurations for `num_gpus` devices, `gpus_per_vm` of them on each machine, and a global batch of
-    `batch_size` samples. `gpu_memory_capacity`: bytes that tensors may fill on a device; None: as profiled, without
-    limit on CPUs. `num_stages`: the numbers of stages to choose from; None: all. `takes_all`: leave no device idle, and
-    make all micro-batches equal. Raises ValueError, one line, for a number below 1, a bad profile, or a batch smaller
-    than all sizes profiled."""
+    """All configurations for `num_gpus` devices, `gpus_per_vm` of them on each machine, and a batch of `batch_size`
+    samples over all replicas.
+
+    `gpu_memory_capacity`: bytes that tensors may fill on a device; None: the bytes in the profile, which sets no limit
+    for CPUs. `num_stages`: the numbers of stages to choose from; None: all. `takes_all`: True: only configurations that
+    leave no device idle and have micro-batches of one size. Raises ValueError if a number is below 1, if the profile is
+    not valid, or if the batch is smaller than every micro-batch size in the profile.
+    """
 
     def __init__(
         self, num_gpus: int, gpus_per_vm: int, batch_size: int, profile_folder: str | Path | Profile | GptCosts,
@@ -141,8 +147,8 @@ class AutoConfig:
             )
 
     def get_min(self) -> ConfigChoice:
-        """Return the fastest configuration that fits, as (num_stages, chunk_size, seconds). Raises ValueError, one
-        line, if none fits."""
+        """Return the fastest configuration that fits, as (num_stages, chunk_size, step_seconds). Raises ValueError if
+        no configuration fits."""
         best = self.best()
         return ConfigChoice(best.num_stages, best.chunk_size, best.step_seconds)
 
@@ -151,9 +157,9 @@ class AutoConfig:
         return any(row.fits for row in self._rows)
 
     def best(self) -> ConfigRow:
-        """Return the fastest configuration that fits; of equally fast ones, the one with the largest micro-batches. If
-        no times are known, return the one with the most stages and the smallest micro-batches, which keep the stages
-        busy. Raises ValueError, one line, if none fits."""
+        """Return the fastest configuration that fits. Among equally fast configurations take the one with the largest
+        micro-batches. If no times are known, take the one with the most stages, and then the smallest micro-batches,
+        which keep the stages busy. Raises ValueError if no configuration fits."""
         fitting = [row for row in self._rows if row.fits]
         if not fitting:
             raise ValueError(self.why_not())
@@ -176,8 +182,8 @@ class AutoConfig:
         return replace(found, step_seconds=predict([found])[0]) if self.costs.is_timed else found
 
     def why_not(self) -> str:
-        """Return the reason why nothing fits, in one line: the memory that the smallest configuration lacks, and what
-        to try."""
+        """Return, in one line, why no configuration fits: the memory that the configuration with the least need lacks,
+        and what to try."""
         least, capacity = self.least(), self.capacity or 0
         tries = ["more devices" if least.num_stages == self.num_gpus else "more CutPoints"]
         tries += ["smaller micro-batches"] * (least.chunk_size > min(row.chunk_size for row in self._rows))
@@ -188,8 +194,8 @@ class AutoConfig:
         )
 
     def table(self) -> list[ConfigRow]:
-        """Return all configurations, the fastest first; those that do not fit come last, in the order of
-        their memory."""
+        """Return all configurations, the fastest first. Configurations that do not fit come last, those with the least
+        memory first."""
         each = zip(self._rows, predict(self._rows), strict=True)
         rows = [replace(row, step_seconds=seconds) for row, seconds in each]
         return sorted(
@@ -197,8 +203,8 @@ class AutoConfig:
         )
 
     def _of_size(self, size: int) -> Iterator[ConfigRow]:
-        """Yield the configurations with this size of micro-batch. Replicas get equal parts of the batch, so their
-        number divides the batch size."""
+        """Yield the configurations with micro-batches of `size` samples, at most one for each number of stages.
+        Replicas get equal parts of the batch, so the number of replicas divides the batch size."""
         numbers = range(1, self.num_gpus + 1) if self.num_stages is None else self.num_stages
         for number, cuts in self.costs.cuts(size, numbers).items():
             most = self.num_gpus // number
@@ -226,8 +232,9 @@ class AutoConfig:
         )  # fmt: skip
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:
-        """Return the seconds of a sum over `num_ranks` replicas: those of the measured ring nearest in size, in
-        proportion to the bytes that each rank sends."""
+        """Return the seconds of an all-reduce of `num_bytes` over `num_ranks` replicas. They are taken from the
+        measured ring with the nearest number of ranks, in proportion to the bytes that each rank sends. Return 0.0 for
+        one replica, or if no ring was measured."""
         sums = self.costs.sums
         if num_ranks == 1 or not sums:
             return 0.0
@@ -242,19 +249,20 @@ def _seconds_and_size(row: ConfigRow) -> tuple[float, int]:
 
 
 def _is_below(seconds: float, best: ConfigRow) -> bool:
-    """Return whether a row may be sorted before `best` if its step takes at least `seconds`."""
+    """Return whether a configuration can be better than `best`, if all that is known is that its step takes at least
+    `seconds`."""
     return float(f"{seconds:.9g}") <= _seconds_and_size(best)[0]
 
 
 def _shape(row: ConfigRow) -> tuple[int, int]:
-    """Return a key whose maximum is chosen if no times are known: the most stages, then the smallest micro-batches; for
-    a single stage, which gains nothing from small ones, the largest."""
+    """Return a sort key for use without times; the row with the largest key is chosen. It has the most stages and then
+    the smallest micro-batches. With a single stage it has the largest, because small ones would gain nothing."""
     return row.num_stages, -row.chunk_size if row.num_stages > 1 else row.chunk_size
 
 
 def _at(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
-    """Return the seconds for this many bytes: interpolated between measured points; beyond the last point in proportion
-    to the bytes."""
+    """Return the seconds for `num_bytes`, from measured points (bytes, seconds). Between two points interpolate; beyond
+    the last point go in proportion to the bytes; before the first take its seconds. Without points return 0.0."""
     below = max((point for point in points if point[0] <= num_bytes), default=None)
     above = min((point for point in points if point[0] > num_bytes), default=None)
     if below is None or above is None:

@@ -12,7 +12,8 @@ Inputs = Mapping[str, Any]
 
 
 def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> list[int]:
-    """Return the sizes of a replica's micro-batches. Raises ValueError if replicas cannot share the batch evenly."""
+    """Return the sizes of a replica's micro-batches, in samples; the last may be smaller. `batch_size`: samples of all
+    replicas. Raises ValueError if replicas cannot share the batch evenly, or if `chunk_size` is below 1."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     if batch_size < num_replicas or batch_size % num_replicas:
@@ -24,8 +25,8 @@ def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> li
 
 
 def split(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Split a batch into micro-batches. Tensors whose first dimension is 1, and values that are not tensors, go whole
-    to each micro-batch."""
+    """Split a batch into micro-batches of these sizes, in samples. Tensors whose first dimension is 1, and values that
+    are not tensors, go whole to each micro-batch. Raises ValueError if a tensor has another number of samples."""
     total = sum(sizes)
     micro_batches: list[dict[str, Any]] = [{} for _ in sizes]
     for name, value in inputs.items():
@@ -51,7 +52,8 @@ def cast(inputs: Inputs, dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def moved(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """Return the value on the device. A floating-point tensor is also converted to `dtype`, unless that is None."""
+    """Return the value on the device (None: where it is). A floating-point tensor is also converted to `dtype`; None:
+    it keeps its dtype. A value that is no tensor is returned as it is."""
     if not isinstance(value, Tensor):
         return value
     return value.to(device=device, dtype=dtype if dtype and value.is_floating_point() else value.dtype)

@@ -25,24 +25,25 @@ from methods.pipeline.checkpoint_folders import COMPLETE, choose, folder_of
 
 PLAIN = (bool, int, float, str, list, tuple, type(None))  # types of an optimizer's options
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)  # optimizers that torch fuses
-ADAMS = {"step", "exp_avg", "exp_avg_sq"}  # states of the first two optimizers
+ADAMS = {"step", "exp_avg", "exp_avg_sq"}  # names of the states of Adam and AdamW
 T = TypeVar("T")
 Kind: TypeAlias = tuple[torch.Size, torch.dtype] | None
 
 
 def read(folder: str | Path, step: int | None = None) -> dict[str, Any]:
-    """Read a whole checkpoint in one process. The keys are `weights.NAME`, `optimizer.NAME.STATE` and, with values in
-    JSON, `options.NAME` and `progress`."""
+    """Read a whole checkpoint in one process. `step`: the checkpoint's step; None: the newest complete checkpoint. The
+    keys of the result are `weights.NAME`, `optimizer.NAME.STATE` and, with values in JSON, `options.NAME` and
+    `progress`. Raises ValueError if there is no such checkpoint."""
     path, _ = choose(folder, step)
     return _read(path, list(_metadata(path)))
 
 
 class Checkpoints:
-    """Writes one rank's share of each checkpoint, and reads this rank's part.
+    """Writes this rank's share of each checkpoint, and reads the values of this rank's stage.
 
-    `masters` and `optimizer`: hold the values. `names`: the names of this stage's weights, in the same order on all its
-    replicas. `place`: stage, replica, number of replicas. `other_names`: the other name of each shared weight. All
-    ranks must make this object together.
+    `masters`: the stage's weights in fp32, by name. `optimizer`: has their states and options. `names`: names of the
+    weights that this stage writes, in the same order on all its replicas. `place`: stage, replica, number of replicas.
+    `other_names`: for each name of a shared weight, its other name. All ranks must make this object together.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class Checkpoints:
         self.under_way: Future | None = None
 
     def save(self, folder: str | Path, step: int, progress: Mapping[str, Any]) -> Future:
-        """Copy the state, and write the copy while training goes on. The checkpoint is on disk when the returned future
-        is done."""
+        """Copy the state now; a thread writes the copy while training goes on. The checkpoint is on disk when the
+        returned future is done. First wait for the last checkpoint."""
         self.wait()
         path = folder_of(folder, step)
         if self.is_first:
@@ -84,13 +85,15 @@ class Checkpoints:
             pending.result()
 
     def load(self, folder: str | Path, form: type[T], step: int | None = None) -> tuple[int, T]:
-        """Read this stage's values into the masters and the optimizer; return the step, and the progress that save()
-        was given. Raises ValueError, with nothing changed, if the checkpoint is of another model or was not written by
-        this class."""
+        """Read this stage's values into the masters and the optimizer. Return the checkpoint's step, and the progress
+        that save() was given, as an object of class `form`. `step`: None: the newest complete checkpoint.
+
+        Raises ValueError, with nothing changed, if the checkpoint is of another model or was not written by this class.
+        """
         path, chosen = choose(folder, step)
         there = _metadata(path)
-        # The checkpoint has a shared weight under one name only if it was one parameter when the checkpoint was
-        # written.
+        # If a shared weight was one parameter when the checkpoint was written, the checkpoint has it under only one of
+        # its two names.
         stored = {name: name if f"weights.{name}" in there else self.other_names.get(name, "") for name in self.masters}
         if missing := [name for name, other in stored.items() if f"weights.{other}" not in there]:
             raise ValueError(f"{path}: expected this model's weights, got none of {', '.join(missing[:3])}")
@@ -125,8 +128,9 @@ class Checkpoints:
         return found | {f"options.{name}": json.dumps(options)}
 
     def _check_state(self, name: str, master: nn.Parameter, there: Mapping[str, Any]) -> None:
-        """Raise ValueError if the checkpoint's state has another shape or dtype than this optimizer's, because torch's
-        fused update accesses as many elements of a state as the weight has, even if the state is smaller."""
+        """Raise ValueError if a state in the checkpoint has neither the weight's shape and dtype nor is a single fp32
+        number. torch's fused update accesses as many elements of a state as the weight has, so it would read beyond the
+        end of a smaller state."""
         if type(self.optimizer) not in FUSED:
             return
         state = _of(f"optimizer.{name}.", there)
@@ -139,8 +143,8 @@ class Checkpoints:
                 raise ValueError(f"{key} of {name}: expected {_told(here)}, got {_told(_kind(kind))}")
 
     def _options(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the optimizer's options from the checkpoint. Raises ValueError if one is of another type than the
-        current option."""
+        """Return a weight's optimizer options from the checkpoint. Raises ValueError if an option has another type than
+        the optimizer's current option."""
         options, group = json.loads(found[f"options.{name}"]), self._group_of(master)
         for key, value in options.items():
             if not isinstance(value, PLAIN) or (key in group and not _alike(value, group[key])):
@@ -150,8 +154,7 @@ class Checkpoints:
 
     def _take_state(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> None:
         if state := _of(f"optimizer.{name}.", found):
-            # The number of steps goes where torch's optimizers keep it: to the device if they are fused, else to the
-            # host.
+            # The state "step" goes where torch's optimizers keep it: on the device if they are fused, else on the host.
             self.optimizer.state[master] = {key: self._placed(value, master) for key, value in state.items()}
 
     def _placed(self, value: Any, master: nn.Parameter) -> Any:
@@ -170,7 +173,8 @@ def _of(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> Kind:
-    """Return shape and dtype of a tensor, or of a tensor's entry in a table of contents; None for other values."""
+    """Return the shape and dtype of a tensor, or of a tensor's entry in a checkpoint's table of contents. Return None
+    for other values."""
     if isinstance(value, TensorStorageMetadata):
         return value.size, value.properties.dtype
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
@@ -190,7 +194,7 @@ def _alike(value: Any, here: Any) -> bool:
 
 @contextlib.contextmanager
 def _told_of(path: Path) -> Iterator[None]:
-    """Within this context, turn errors about a damaged or foreign checkpoint into ValueError, one line."""
+    """Within this context, turn errors from a damaged or foreign checkpoint into a ValueError of one line."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:

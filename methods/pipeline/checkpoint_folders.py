@@ -1,6 +1,6 @@
-"""Lists the checkpoints in a folder, and finds the complete ones; standard library only.
+"""Lists the checkpoints in a folder, and finds the complete ones. Needs only the standard library.
 
-torch writes the file `.metadata` last: a checkpoint without this file is incomplete, and never read.
+torch writes the file `.metadata` of a checkpoint last. A checkpoint without this file is incomplete and is never read.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ def complete_steps(folder: str | Path) -> list[int]:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of a checkpoint whose folder has the name that folder_of() gives; None for any other name, such
-    as that of a copy."""
+    """Return the step of the checkpoint in the folder `path`. Return None if folder_of() would give no such name, for
+    example for the copy of a checkpoint."""
     name = path.name.removeprefix(PREFIX)
     return int(name) if name.isascii() and name.isdigit() and path == folder_of(path.parent, int(name)) else None
 
 
 def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:
-    """Return the checkpoint of this step, or the newest one if no step is given. Raises ValueError if there is none."""
+    """Return the folder and the step of a complete checkpoint. `step`: its step; None: the newest. Raises ValueError if
+    there is no such checkpoint."""
     steps = complete_steps(folder)
     if not steps or (step is not None and step not in steps):
         there = f"steps {', '.join(map(str, steps))}" if steps else "none"

@@ -42,7 +42,8 @@ ALLOWED = {
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return the member of an enumeration; Python before 3.11.4 pickles a member as a call of getattr."""
+    """Return the member `name` of an enumeration. It replaces getattr, because Python before 3.11.4 pickles a member as
+    a call of getattr."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         raise pickle.UnpicklingError(f"it asks for {name} of what is no enumeration")
     return kind[name]
@@ -57,8 +58,8 @@ class _Unpickler(pickle._Unpickler):  # the version in Python: opcodes of the ve
         return super().find_class(module, name)
 
     def load_build(self) -> None:
-        """Set attributes of a dataclass instance. Refuse classes and functions, whose change would affect the whole
-        process."""
+        """Set the attributes of an unpickled object, but only of an instance of a dataclass. A changed class or
+        function would affect the whole process."""
         built = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(built, type) or not dataclasses.is_dataclass(built):
             raise pickle.UnpicklingError(f"it changes {built!r:.60}")
@@ -74,7 +75,8 @@ class Reader(dcp.FileSystemReader):
 
 class Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value from bytes as torch does, but only plain values."""
+        """Load a value that is no tensor from its bytes. torch's own method would load any object; this method loads
+        only plain values."""
         name = read_item.dest_index.fqn
         assert self.state_dict is not None
         self.original_state_dict[name] = self.state_dict[name] = torch.load(value, weights_only=True)
@@ -89,8 +91,8 @@ def table(data: bytes) -> Metadata:
 
 
 def metadata(path: Path) -> Metadata:
-    """Return the table of contents of the checkpoint in this folder. Raises ValueError if the folder has
-    no valid one."""
+    """Return the table of contents of the checkpoint in this folder. Raises ValueError if there is no valid table, or
+    if the files are too small for it."""
     try:
         found = table(read_bytes(path / COMPLETE))
         told, there = sum(map(_num_bytes, found.state_dict_metadata.values())), sum(map(_size, path.iterdir()))
@@ -103,7 +105,8 @@ def metadata(path: Path) -> Metadata:
 
 
 def _num_bytes(kind: Any) -> int:
-    """Return the number of bytes of a tensor, from its entry in the table."""
+    """Return the bytes of a value, from its entry in the table of contents; 0 if the value is no tensor. Raises
+    ValueError if the entry is not valid."""
     if isinstance(kind, BytesStorageMetadata):
         return 0
     if not isinstance(kind, TensorStorageMetadata) or not isinstance(kind.properties.dtype, torch.dtype):
@@ -121,15 +124,17 @@ def _size(file: Path) -> int:
 
 
 def load(path: Path, state: dict[str, Any]) -> None:
-    """Fill the state, in place, from the checkpoint in this folder. Raises ValueError if a file is damaged."""
+    """Fill `state`, in place, with the values that the checkpoint in this folder has under its keys. Raises ValueError
+    if a file is damaged."""
     try:
         dcp.load(state, storage_reader=Reader(path), planner=Planner(flatten_state_dict=False), no_dist=True)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
+    except (Exception, CheckpointException) as error:  # CheckpointException is not derived from Exception
         raise unreadable(path, error) from error
 
 
 def unreadable(path: Path, error: BaseException) -> ValueError:
-    """Return a ValueError of one line that tells the original cause, even if torch has wrapped it in another error."""
+    """Return a ValueError of one line that tells the first cause of `error`, even if torch has wrapped the cause in
+    another error."""
     cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     told = (str(cause).splitlines() or [""])[0] or type(cause).__name__
     if told.startswith("Weights only load failed"):  # leave out torch's advice to allow running code

@@ -22,10 +22,10 @@ from methods.pipeline.transport import gathered
 
 
 def write(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
-    """Write a whole checkpoint to this folder, from the state of each rank of the group. If one rank cannot write its
-    part, raises on all ranks."""
+    """Write a whole checkpoint to this folder, from the state of each rank of the group (None: this process is alone).
+    All ranks must call this. If one rank cannot write its part, all ranks raise an error."""
     rank = dist.get_rank(group) if group else 0
-    gathered(b"", group)  # wait for all ranks, because one of them first removes an old table
+    gathered(b"", group)  # wait for all ranks, because one of them removes the table of an older checkpoint first
     tables = _together(lambda: _part(state, path, rank), path, group)
     _together(lambda: b"" if rank else _complete(path, tables), path, group)
 
@@ -43,7 +43,8 @@ def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
 
 
 def _complete(path: Path, tables: list[bytes]) -> bytes:
-    """Write the table of contents of all files, after all of them: the table marks the checkpoint as complete."""
+    """Join the tables of all ranks' files and write the whole table. It is written after all files, because it marks
+    the checkpoint as complete. Return nothing, as bytes for _together()."""
     whole, results = Metadata({}, planner_data={}), list[WriteResult]()
     for found in map(table, tables):
         whole.state_dict_metadata |= found.state_dict_metadata
@@ -54,7 +55,8 @@ def _complete(path: Path, tables: list[bytes]) -> bytes:
 
 
 def _together(work: Callable[[], bytes], path: Path, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Call work() on each rank, and return the results of all ranks. If work() raises on one rank, raise on all."""
+    """Call work() on each rank, and return the results of all ranks. If work() fails on one rank, all ranks raise an
+    error."""
     error, own = None, b""
     try:
         own = b"." + work()

@@ -19,13 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from methods.pipeline.grouping import group
 from methods.pipeline.stage import Spec, spec_of
 
-LOSS_SCALE = "loss_scale"  # argument of a forward pass: the factor of the loss's gradient
+LOSS_SCALE = "loss_scale"  # name of a forward pass's optional argument: the factor of the loss's gradient
 
 
 class CutPoint(nn.Module):
-    """An identity that marks a possible cut: `x = self.cutpoints[3](x)`.
+    """A module that returns its input and marks a place where the model may be cut: `x = self.cutpoints[3](x)`.
 
-    A forward pass uses each CutPoint once. The first dimension of x is the batch.
+    A forward pass must use each CutPoint once. The first dimension of x is the batch.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,8 +34,8 @@ class CutPoint(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """A stage of a model: a module that takes the received tensors and the named inputs, and returns the tensors to
-    send or, in the last stage, the model's result."""
+    """A stage of a model. `module`: takes `num_received` tensors of the stage below and then the batch's values named
+    in `inputs`; returns the tensors to send or, in the last stage, the model's result."""
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
@@ -48,8 +48,8 @@ def cut_here(x: Any) -> Any:
 
 
 def traced(model: nn.Module, inputs: Mapping[str, Any]) -> fx.Graph:
-    """Trace the model's forward pass over these inputs, through the modules that contain CutPoints. Raises ValueError,
-    one line, if the model cannot be traced."""
+    """Trace the model's forward pass over these inputs, through the modules that contain CutPoints. Raises ValueError
+    if the model cannot be traced, or if the batch lacks an input or has an unknown one."""
     try:
         expected = inspect.signature(model.forward).parameters
     except (TypeError, ValueError) as error:
@@ -104,8 +104,8 @@ def num_cuts(graph: fx.Graph) -> int:
 
 
 def cut(model: nn.Module, graph: fx.Graph, active: Sequence[int]) -> list[Part]:
-    """Return the model's parts between the active cuts, counted from 0 in the order of the forward pass. The parts
-    share the model's parameters, under the same names."""
+    """Return the model's parts between the active cuts. `active`: numbers of CutPoints, from 0 in the order of the
+    forward pass. The parts share the model's parameters, under the same names."""
     stage_of, passed, number = {}, 0, 0
     for node in graph.nodes:
         stage_of[node] = passed
@@ -128,7 +128,7 @@ def cut(model: nn.Module, graph: fx.Graph, active: Sequence[int]) -> list[Part]:
 
 
 def _of_inputs_alone(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that any stage can compute: inputs, buffers, and functions of them."""
+    """Return the nodes that any stage can compute by itself: the batch's inputs, buffers, and functions of these."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found: set[fx.Node] = set()
     for node in graph.nodes:
@@ -140,8 +140,8 @@ def _of_inputs_alone(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
 
 
 def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list[fx.Node] | None) -> Part:
-    """Return the module that computes the nodes to send, or the model's result, from the received nodes and the model's
-    inputs."""
+    """Return the part that computes the nodes `sent` from the nodes `received` and the batch's inputs. `sent`: None:
+    compute the model's result."""
     results = next(node for node in whole.nodes if node.op == "output").args[0] if sent is None else tuple(sent)
     graph = fx.Graph()
     there = {node: graph.placeholder(f"received_{number}") for number, node in enumerate(received)}
@@ -165,7 +165,8 @@ def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list
 
 
 def probe(parts: Sequence[Part], inputs: Mapping[str, Any]) -> Iterator[tuple[Sequence[Any], int]]:
-    """Run the parts, one after the other, on tensors without memory; yield each part's result and FLOPs."""
+    """Run the forward passes of the parts, one after the other, on tensors without memory. Yield each part's result and
+    its FLOPs."""
     received: Sequence[Any] = ()
     for number, part in enumerate(parts):
         leaves = [_leaf(value) for value in received]
@@ -194,11 +195,12 @@ def _leaf(value: Any) -> Any:
 
 
 def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages: int) -> list[int]:
-    """Choose the active cuts that make the longest stage as short as possible. Every stage but the last also recomputes
-    its forward pass.
+    """Return the active cuts that make the longest stage as short as possible. Every stage but the last also recomputes
+    its forward pass, which counts in its time.
 
-    `flops`, `has_parameters`: of each run of modules between neighboring cuts, for a forward pass. Raises ValueError if
-    a stage would have no parameters.
+    `flops`: FLOPs of a forward pass through each run of modules between neighboring CutPoints. `has_parameters`:
+    whether the run has parameters. Raises ValueError if there are too few CutPoints, or if a stage would have no
+    parameters.
     """
     num_runs = len(flops)
     if num_stages > num_runs:
@@ -212,8 +214,8 @@ def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages
 
 
 def specs_of(values: Sequence[Any], stage: int) -> list[Spec]:
-    """Return the shapes and dtypes of the values that a stage sends to the next. Raises ValueError if a value is not a
-    tensor."""
+    """Return the shapes and dtypes of the values that stage number `stage` sends to the next stage. Raises ValueError
+    if a value is not a tensor."""
     for value in values:
         if not isinstance(value, Tensor):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The harness's model with CutPoints. Its tensors have no memory at first; each rank allocates its own stage only.
+"""The harness's model with CutPoints. Its tensors have no memory at first; each rank allocates only its own stage.
 
 Embedding, layers and head are the modules of harness/core/model.py, which torch.fx leaves whole.
 
@@ -23,9 +23,9 @@ from methods.pipeline.cut import CutPoint
 
 
 class CutModel(nn.Module):
-    """The model with a CutPoint after each layer, on torch's meta device. `recomputes`: each layer repeats its forward
-    pass in the backward pass. `shared`: pairs of names; both names of a pair are of one weight, which embedding and
-    head share."""
+    """The model with a CutPoint after each layer, on torch's meta device. `recomputes`: True: each layer repeats its
+    forward pass in the backward pass. `shared`, an attribute: pairs of names; a pair names one weight, which embedding
+    and head share."""
 
     def __init__(self, workload: Workload, *, recomputes: bool = False) -> None:
         super().__init__()
@@ -45,7 +45,8 @@ class CutModel(nn.Module):
                 self.shared.append((f"embedding.{name}", f"head.{name}"))
 
     def forward(self, inputs: Tensor, targets: Tensor, loss_scale: float = 1.0) -> Tensor:
-        """Return the mean loss of a micro-batch, (B, T) tokens each; its gradient is multiplied by the loss scale."""
+        """Return the mean loss of a micro-batch. inputs, targets: (B, T) token ids. The loss's gradient is multiplied
+        by `loss_scale`."""
         x = self.embedding(inputs)
         for layer, cutpoint in zip(self.layers, self.cutpoints, strict=True):
             x = cutpoint(layer(x))
@@ -53,16 +54,16 @@ class CutModel(nn.Module):
         return loss
 
     def init_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill tensors, in place, with the starting values of their names."""
+        """Fill tensors of this model, in place, with their starting values. `named`: each tensor with its name here."""
         initialize(((self._name(own), tensor) for own, tensor in named), self.workload)
 
     def shapes(self, size: int, device: Any = None) -> dict[str, Tensor]:
-        """Return a batch of `size` samples without memory."""
+        """Return a batch of `size` samples on the meta device, without memory. `device` has no effect."""
         tokens = torch.empty(size, self.workload.seq_len, dtype=torch.long, device="meta")
         return {"inputs": tokens, "targets": tokens}
 
     def of_model(self, tensors: Iterable[TensorState]) -> Iterator[TensorState]:
-        """Yield the tensors under their names in the harness's model; a shared tensor under the first of its names."""
+        """Yield the tensors under their names in the harness's model. A tensor that is shared is yielded once."""
         seen: set[str] = set()
         for tensor in tensors:
             name = self._name(tensor.name)

@@ -1,8 +1,8 @@
-"""Runs a step of one stage in Varuna: its passes in a fixed order, unless a gradient is late.
+"""Runs a step of one stage in Varuna: the stage's passes in a fixed order, unless a gradient is late.
 
-The next forward pass, if there is one, goes before a recompute whose gradient has not arrived. This keeps stages busy
-on a slow network, and does not change the result: forward passes still run in the order of micro-batches, and so do
-backward passes. Source: Athlur et al. 2022.
+If the gradient for a recompute has not arrived, the next forward pass, if there is one, runs before the recompute. This
+keeps stages busy on a slow network. It does not change the result: forward passes still run in the order of
+micro-batches, and backward passes do, too. Source: Athlur et al. 2022.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from methods.pipeline.schedule import Pass, orders
 from methods.pipeline.stage import Spec, Stage
 from methods.pipeline.transport import Transport
 
-# A function from the kind of a pass and the number of its micro-batch to a context in which the pass runs.
+# A function that takes the kind of a pass or message and the number of its micro-batch, and returns a context in which
+# the pass runs or the message is handled.
 Note = Callable[[str, int], AbstractContextManager[None]]
 
 
@@ -25,8 +26,9 @@ def unnoted(work: str, number: int) -> AbstractContextManager[None]:
 
 
 class Engine:
-    """Runs the passes of one stage and its messages. `order`: the stage's passes in order. `received`, `returned`: for
-    each micro-batch, the tensors that come from the stage below and the gradients that come from the stage above."""
+    """Runs the passes and messages of one stage. `order`: the stage's passes in order. `received`: for each
+    micro-batch, shapes and dtypes of the tensors from the stage below. `returned`: those of the gradients from the
+    stage above. `is_opportunistic`: True: a forward pass may go before a recompute."""
 
     def __init__(
         self, stage: Stage, transport: Transport, order: Sequence[Pass], received: Sequence[list[Spec]],
@@ -45,7 +47,7 @@ class Engine:
         self.transport.close()
 
     def step(self) -> None:
-        """Run all passes of a step; afterwards the stage's parameters have the sum of the gradients."""
+        """Run all passes of a step. Afterwards the stage's parameters have gradients summed over the micro-batches."""
         transport = self.transport
         if transport.activations_in:
             transport.activations_in.expect([*enumerate(self.received)])
@@ -76,8 +78,8 @@ class Engine:
         self.transport.finish()
 
     def _goes_first(self) -> bool:
-        """Return whether the next forward pass should run before a recompute: its input has arrived, the gradient has
-        not."""
+        """Return whether the next forward pass should run before the next recompute: the input of the forward pass has
+        arrived, the gradient for the recompute has not."""
         above, below = self.transport.gradients_in, self.transport.activations_in
         if not self.is_opportunistic or above is None or above.has_arrived():
             return False

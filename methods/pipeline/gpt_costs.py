@@ -1,5 +1,5 @@
-"""Computes the costs of a workload's stages from a machine's rates, in place of a measured profile; torch is not
-imported.
+"""Computes the costs of a workload's stages from a machine's rates, in place of a measured profile. Does not import
+torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from methods.pipeline.schedule import SLOTS
 
 @dataclass(frozen=True)
 class GptCosts:
-    """The costs of a workload's stages. `rates`: of the machine; None: no times are known. `network`: bytes per second
-    of a link between stages. `sums`: times of sums over replicas; without them sums take no time. `num_sharing`: ranks
-    that share a device."""
+    """The costs of a workload's stages. `rates`: the machine's rates; None: no times are known. `device_bytes`: a
+    device's memory; None: no limit. `network`: bytes per second of a link between stages. `sums`: times of all-reduces
+    over replicas; if empty, these take no time. `num_sharing`: number of ranks that share a device."""
 
     workload: Workload
     rates: Rates | None
@@ -43,14 +43,14 @@ class GptCosts:
         return [Message(False, num_bytes, num_bytes / self.network)] if math.isfinite(self.network) else []
 
     def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
-        """Return, for each number of stages, the cuts that make the longest stage as short as possible. A CutPoint
-        follows each layer."""
+        """Return, for each possible number of stages among `numbers`, the cuts that make the longest stage as short as
+        possible. Cut n is after layer n."""
         possible = range(1, self.workload.num_layers + 2)  # at most one stage for each layer, and one for the head
         found = {number: gpt_stages(self.workload, number) for number in numbers if number in possible}
         return {number: [stage.layers.stop - 1 for stage in stages[:-1]] for number, stages in found.items()}
 
     def stages(self, size: int, cuts: Sequence[int], batch_size: int, num_replicas: int) -> list[StageCost]:
-        """Return the costs of each stage between these cuts. `size`: samples of a micro-batch; `batch_size`: those of
+        """Return the costs of each stage between these cuts. `size`: samples of a micro-batch. `batch_size`: samples of
         all replicas."""
         whole = replace(self.workload, batch_size=batch_size, micro_batches=1)
         stages, found = gpt_stages(self.workload, len(cuts) + 1), []
@@ -61,10 +61,10 @@ class GptCosts:
                 passes = passes_of(self.workload, stage, size, self.rates, self.num_sharing)
                 update = self.num_sharing * device_update_seconds(count, self.workload, self.rates)
             if stage.is_last and self.schedule == "varuna":
-                passes["R"] = 0.0  # the last stage never recomputes: it keeps all that its backward pass needs
+                passes["R"] = 0.0  # the last stage does not recompute: its forward pass keeps what backward needs
             sent = 0 if stage.is_last else self._sent_bytes(size)
             copied = 0.0
-            if self.schedule == "varuna" and self.rates and not self.rates.is_host:  # torch's own schedules use NCCL
+            if self.schedule == "varuna" and self.rates and not self.rates.is_host:  # elsewhere NCCL needs no copies
                 copied = copy_seconds(2 * sent, self.rates)
             found.append(StageCost(passes, count, update, sum(needs.values()), sent, copied))
         return found

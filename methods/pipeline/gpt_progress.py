@@ -1,4 +1,4 @@
-"""The data on past steps in a checkpoint of a job of `-m varuna`."""
+"""What a checkpoint of a job of `-m varuna` stores about the steps so far: losses, norms, loss scales, skips."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from methods.pipeline.pipeline import Progress
 
 @dataclass(frozen=True)
 class GptProgress(Progress):
-    """Progress with the notes of this job's checkpoints; lists hold one value for each step."""
+    """Progress, and the further notes in the checkpoints of such a job. The lists hold one value for each step."""
 
     workload: dict[str, Any]
     loss: list[float]
@@ -36,7 +36,8 @@ class GptProgress(Progress):
 
     @staticmethod
     def notes(workload: Workload, steps: Sequence[Step], source: str) -> dict[str, Any]:
-        """Return what a checkpoint after these steps notes beside Progress. `steps`: all of the job's steps so far."""
+        """Return the notes that a checkpoint stores beside Progress. `steps`: all of the job's steps so far. `source`:
+        hash of the source code."""
         norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
         return {
             "workload": asdict(workload), "loss": [float(step.loss) for step in steps], "grad_norm": norms,
@@ -45,7 +46,8 @@ class GptProgress(Progress):
         }  # fmt: skip
 
     def steps_of(self, workload: Workload, folder: str) -> list[Step]:
-        """Return the steps before the checkpoint. Raises ValueError if the checkpoint is of another workload."""
+        """Return all steps up to the checkpoint. Raises ValueError if the checkpoint is of another workload, or lacks
+        losses of some steps. `folder`: named in the error."""
         for name, value in asdict(workload).items():
             if (there := self.workload.get(name)) != value:
                 raise ValueError(

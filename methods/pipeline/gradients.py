@@ -1,10 +1,11 @@
 """Reduces a step's gradients over all ranks: sums over replicas and over shared weights, and the global norm.
 
 Each micro-batch's loss is weighted by its share of the global batch, so only sums are needed. The norm is taken over
-all stages, with each shared weight once. Every rank gets the same bits of the norm, so in fp16 all ranks agree on an
-overflow: one gradient that is not finite makes the norm not finite on every rank. A single process adds gradients in
-fp16, ranks add them in fp32. A sum that fp16 cannot hold therefore counts as not finite here, so that ranks skip the
-same steps as a single process.
+all stages, with each shared weight once. Every rank gets the same bits of the norm.
+
+In fp16 all ranks therefore agree on an overflow: one gradient that is not finite makes the norm not finite on every
+rank. A single process adds gradients in fp16, while ranks add them in fp32. For ranks to skip the same steps as a
+single process, a sum that fp16 cannot hold counts here as not finite.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from methods.pipeline.transport import LostPeer
 
 
 class Groups:
-    """The process groups whose ranks sum values together. All ranks must make them in the same order. `limit_seconds`:
-    longest wait for other ranks."""
+    """The process groups in which ranks sum values: a stage's replicas, a replica's pipeline, two stages with a shared
+    weight. All ranks must make this object, with the same arguments but `rank`. `limit_seconds`: longest wait for other
+    ranks."""
 
     def __init__(self, ranks: RankMap, rank: int, shared: Sequence[Shared], limit_seconds: float) -> None:
-        self.limit = timedelta(seconds=limit_seconds)  # else torch gives each new group its default timeout
+        self.limit = timedelta(seconds=limit_seconds)  # given to each group, which else has torch's default limit
         self.stage, self.replica = ranks.place_of(rank)
         self.ranks, self.rank = ranks, rank
         self.replicas = self._mine([list(replicas) for replicas in ranks.ranks])
@@ -42,8 +44,8 @@ class Groups:
                 self.pairs[pair] = self._mine(groups)
 
     def _mine(self, groups: list[list[int]]) -> Any:
-        """Make a process group for each list of ranks; return this rank's group, None if the rank is alone or in no
-        list."""
+        """Make a process group for each list of several ranks. Return the group that this rank is in; None: it is in no
+        group."""
         mine = None
         for members in groups:
             if len(members) > 1:
@@ -54,7 +56,7 @@ class Groups:
 
 class Gradients:
     """The gradients of a rank. `masters`: this stage's trained weights by name. `names`: the names of all weights of
-    the model, in the model's order. `dtype`: dtype of the computation."""
+    the model, in the model's order. `dtype`: dtype of the computation; None: the weights' own."""
 
     def __init__(
         self, masters: Mapping[str, nn.Parameter], names: Sequence[str], groups: Groups, shared: Sequence[Shared],
@@ -74,8 +76,8 @@ class Gradients:
         self.num_names = len(names)
 
     def reduce(self, loss: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Leave the whole gradient, divided by the loss scale, in the masters; return the global batch's loss, and the
-        norm.
+        """Sum the gradients over all ranks that have the weights, and divide them by `scale`, the loss scale. Leave
+        them in the masters. Return the loss of the global batch and the gradient norm.
 
         loss: (), the sum over the micro-batches of this rank; 0 on all stages but the last.
         """
@@ -94,7 +96,8 @@ class Gradients:
         return self._norm(loss, is_finite)
 
     def _are_finite(self) -> Tensor | None:
-        """Return whether each counted gradient is finite in fp16, which rounds values beyond its range to infinity."""
+        """Return, for each gradient counted in the norm, whether it is finite in fp16, which rounds values beyond its
+        range to infinity. Return None in other dtypes, or if there is no gradient."""
         grads = self._counted_gradients()
         if self.dtype != torch.float16 or not grads:
             return None
@@ -117,8 +120,9 @@ class Gradients:
             all_reduce(mine.grad, self.groups.pairs[pair])
 
     def _norm(self, loss: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the global batch's loss and the norm. Both come from one vector, summed over stages: the gradient norm
-        of each weight, in the model's order, and the loss. Each element is zero on all stages but one."""
+        """Return the loss of the global batch and the gradient norm. Both come from one vector, which is summed over
+        stages: the gradient norm of each weight, in the model's order, and the loss. Each element is zero on all stages
+        but one. `is_finite`: False: the weight's norm counts as infinite."""
         grads = self._counted_gradients()
         whole = torch.zeros(self.num_names + 1, device=loss.device)
         if grads:
@@ -134,8 +138,8 @@ class Gradients:
 
 
 def all_reduce(tensor: Tensor, group: Any) -> None:
-    """Sum the tensor over the ranks of a group. If a rank takes no part, raises LostPeer, which names the
-    other ranks."""
+    """Sum the tensor, in place, over the ranks of a group. Raises LostPeer, which names the group's other ranks, if a
+    rank takes no part."""
     try:
         dist.all_reduce(tensor, group=group)
     except RuntimeError as error:
@@ -145,7 +149,8 @@ def all_reduce(tensor: Tensor, group: Any) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors that are summed together; a large tensor is alone in its list."""
+    """Yield lists of tensors that are summed together, each of at most BUCKET_BYTES. A larger tensor is alone in its
+    list."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

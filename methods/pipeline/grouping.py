@@ -1,4 +1,5 @@
-"""Groups a model's sections, the runs of modules between its CutPoints, into stages; standard library only."""
+"""Groups a model's sections, the runs of modules between its CutPoints, into stages. Needs only the standard
+library."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ from math import inf
 
 
 def group(below: Sequence[float], last: Sequence[float], has_parameters: Sequence[bool]) -> list[list[int] | None]:
-    """Return, for 1, 2, ... stages, the active cuts, counted from 0, that make the longest stage as short as possible;
-    None if a stage would have no parameters.
+    """Return, for 1, 2, ... stages, the active cuts that make the longest stage as short as possible. Cuts are counted
+    from 0. An entry is None if a stage would have no parameters.
 
-    below: each section's cost in a stage that is not the last; last: its cost in the last stage.
+    `below`: each section's cost in a stage that is not the last. `last`: each section's cost in the last stage.
     """
     num_sections = len(below)
     costs, last_costs, weighing = ([0, *accumulate(each)] for each in (below, last, map(int, has_parameters)))
-    # best[end]: of the sections before `end`, grouped into so many stages, the longest stage's cost and the starts
+    # best[end]: for the sections before `end`, grouped into as many stages as the loop has reached: the cost of the
+    # longest stage, and the first section of each stage
     best: list[tuple[float, list[int]]] = [(0.0, []), *[(inf, [])] * num_sections]
     found: list[list[int] | None] = []
 

@@ -1,4 +1,4 @@
-"""The link between a rank and its launcher: it brings orders to the rank, and reports of each step to the launcher.
+"""The link between a rank and its launcher. It brings orders to the rank and a report of each step to the launcher.
 
 SIGUSR1 asks the ranks to save a checkpoint and end. The signal reaches the ranks at different moments, perhaps during
 an update. Therefore the signal stays blocked, and at the beginning of each step the ranks agree whether any of them has
@@ -33,9 +33,9 @@ def link() -> Link | None:
 
 
 class Link:
-    """A rank's end of the link. `descriptor`: file descriptor of the pipe to the agent. `folder`: of checkpoints.
-    `checkpoint_every`: most steps to repeat after a rank has died. `cuts`: the launcher's choice; None: the model
-    chooses."""
+    """A rank's end of the link. `descriptor`: file descriptor of the pipe to the agent. `folder`: folder of the
+    checkpoints. `checkpoint_every`: most steps to repeat after a rank has died; None: the script saves by itself.
+    `cuts`: the CutPoints that the launcher chose; None: the model chooses them."""
 
     def __init__(
         self, descriptor: int, folder: str, checkpoint_every: int | None, cuts: list[int] | None, rank: int, round: int
@@ -47,7 +47,7 @@ class Link:
         self.told_alive = 0.0
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Send a message as one line, which the system writes in one piece."""
+        """Send a message as one line. The line is short enough that the system writes it in one piece."""
         os.write(self.descriptor, (json.dumps({"kind": kind, **self.place, **facts}) + "\n").encode())
 
     def alive(self) -> None:
@@ -56,8 +56,8 @@ class Link:
             self.tell("alive")
 
     def at_boundary(self, model: Any) -> None:
-        """Run the script's handler if any rank has received the signal; else save a checkpoint if one is due. Called
-        between two steps."""
+        """If any rank has received SIGUSR1, run the script's handler; otherwise save a checkpoint if one is due. All
+        ranks call this between two steps."""
         if self.is_stopping:
             return
         seen = torch.tensor([float(signal.SIGUSR1 in signal.sigpending())])
@@ -68,16 +68,16 @@ class Link:
             signal.raise_signal(signal.SIGUSR1)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the handler runs here
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        # A checkpoint is surely on disk when the next one begins, so a rank's death costs at most two intervals between
-        # checkpoints.
+        # A checkpoint is surely on disk only when the next one begins, so a rank's death can cost two intervals between
+        # checkpoints. Therefore an interval is half of `checkpoint_every`.
         elif (every := self.checkpoint_every) and model.num_steps and model.num_steps % max(1, every // 2) == 0:
             pending = model.checkpoint()
             if every == 1:
                 pending.result()
 
     def tell_step(self, model: Any, inputs: Mapping[str, Any], facts: dict[str, Any]) -> None:
-        """Report a step after its passes and before its update. Ranks of the first stage also report their part of the
-        samples."""
+        """Report a step after its passes and before its update. Ranks of the first stage also report the number and a
+        hash of the samples in `inputs`."""
         if model.stage == 0:
             samples = digest(inputs)
             facts = {**facts, "samples": len(samples), "data": sum(samples) % 2**48}
@@ -85,8 +85,8 @@ class Link:
 
 
 def digest(inputs: Mapping[str, Any]) -> list[int]:
-    """Return a hash of each sample, over all its values. The sum of all hashes does not depend on how replicas split a
-    batch."""
+    """Return a hash of each sample of a batch, over all the sample's values. The sum of all hashes does not depend on
+    how replicas split the batch."""
     split = [(name, value) for name, value in sorted(inputs.items()) if isinstance(value, Tensor) and value.ndim]
     size = max((value.shape[0] for _, value in split), default=0)
     hashes = [hashlib.blake2b(digest_size=6) for _ in range(size)]
@@ -98,7 +98,7 @@ def digest(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def num_updates(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of updates that the optimizer has counted."""
+    """Return the number of updates that the optimizer has counted for its first parameter; 0 if it counts none."""
     counts = (state["step"] for state in optimizer.state.values() if "step" in state)
     return int(next(counts, 0))
 

@@ -1,8 +1,7 @@
-"""The masters: the fp32 weights that an optimizer updates, and their gradients. For an fp32 model they are the model's
-own weights.
+"""The masters: the fp32 weights that an optimizer updates, and their gradients. For an fp32 model the masters are the
+model's own weights.
 
-In mixed precision the gradient of each micro-batch is added in fp32 to the gradient of the master, as soon as it is
-computed.
+In mixed precision each micro-batch's gradient is added, in fp32, to the master's gradient as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """The masters of a stage. `weights`: the model's parameters by name. `starts`: the fp32 starting values of
-    parameters that are rounded to a smaller dtype."""
+    """The masters of a stage. `weights`: the stage's parameters by name. `starts`: for parameters in fp16 or bf16, the
+    fp32 values before rounding; None: the masters start from the rounded values."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter], starts: Mapping[str, Tensor] | None = None) -> None:
         self.weights = dict(weights)

@@ -22,7 +22,8 @@ from methods.pipeline.profiler import Profiler
 
 
 def measure(order: dict[str, Any]) -> None:
-    """Measure as one rank; torchrun's environment variables name the other ranks."""
+    """Measure the model as one rank; rank 0 writes the profile. torchrun's environment variables tell how to find the
+    other ranks. `order`: the request of `./run.sh varuna profile`."""
     workload = Workload(**order["workload"])
     if order.get("device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hide GPUs before torch first asks for a device
@@ -40,15 +41,15 @@ def measure(order: dict[str, Any]) -> None:
     profiler.initialize(get_batch)
     profile = profiler.profile_all(get_batch, order["sizes"], out_folder=order["folder"])
     if profiler.rank == 0:
-        # A rank keeps an fp32 master of each weight in bf16, too, so it needs the same bytes as in fp16.
+        # In bf16 a rank keeps an fp32 master of each weight and needs the same bytes as in fp16: mark both as fp16.
         dataclasses.replace(profile, fp16=workload.dtype != "fp32").write(order["folder"])
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def measure_as_rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
-    """Measure as one of several ranks; return the exit code 0. Write an error to the file descriptor `tells`, and raise
-    it."""
+    """Measure as one of several ranks; return the exit code 0. If an error occurs, write it to the file descriptor
+    `tells` and raise it."""
     os.environ |= environment
     try:
         measure(order)

@@ -1,5 +1,5 @@
-"""Divides the model into stages by predicted time, and computes the bytes that each stage needs; standard
-library only.
+"""Divides the model into stages by predicted time, and computes the bytes that each stage needs. Needs only the
+standard library.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BUCKET_BYTES = 2**25  # bytes of gradients that replicas sum at once
 
 @dataclass(frozen=True)
 class GptStage:
-    """A stage: a run of layers. The first stage also has the embedding, the last stage the head, which may be tied to
-    the embedding."""
+    """A stage: a run of consecutive layers. The first stage also has the embedding. The last stage also has the head,
+    which may be tied to the embedding."""
 
     first_layer: int
     num_layers: int
@@ -46,8 +46,8 @@ class GptStage:
 
 @functools.lru_cache(maxsize=256)
 def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
-    """Return contiguous stages such that the longest takes as little time as possible. Each has at least one layer,
-    except that the last stage may have the head alone."""
+    """Return the model's stages, in order, cut so that the longest stage takes as little time as possible. Each stage
+    has at least one layer, except that the last stage may have only the head."""
     flops = [_flops(workload, stage, num_stages) for stage in range(num_stages)]
     least = [int(stage < num_stages - 1 or num_stages == 1) for stage in range(num_stages)]
 
@@ -71,22 +71,24 @@ def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
 
 
 def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
-    """Return the FLOPs of each pass of one sample. The forward pass includes the head's gradients, which are computed
-    with the loss."""
+    """Return the FLOPs of the stage's passes F, R and B for one sample. On the last stage F includes the head's
+    gradients, which are computed together with the loss."""
     one = replace(workload, batch_size=1, micro_batches=1)
     layer, again = one.layer_flops * stage.num_layers, one.repeated_flops * stage.num_layers
     return {"F": layer + _head_flops(workload, stage), "R": layer + again, "B": 2 * layer}
 
 
 def _head_flops(workload: Workload, stage: GptStage) -> float:
-    """Return the FLOPs of the stage's head for one sample: loss and gradients, both in the forward pass."""
+    """Return the FLOPs of the stage's head for one sample; 0 without a head. The forward pass computes both the loss
+    and its gradients."""
     return replace(workload, batch_size=1, micro_batches=1).head_flops_per_step * stage.is_last
 
 
 def passes_of(
     workload: Workload, stage: GptStage, chunk_size: int, rates: Rates, num_sharing: int = 1
 ) -> dict[str, float]:
-    """Return the seconds of each pass of a micro-batch. `num_sharing`: number of ranks that share the device."""
+    """Return the seconds of the stage's passes F, R and B for a micro-batch of `chunk_size` samples. `num_sharing`:
+    number of ranks that share the device."""
     heads = {"F": _head_flops(workload, stage), "R": 0.0, "B": 0.0}
     return {
         kind: pass_seconds(chunk_size * (each - heads[kind]), chunk_size * heads[kind], rates, num_sharing)
@@ -95,8 +97,8 @@ def passes_of(
 
 
 def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, float]:
-    """Return the FLOPs of one layer of this stage, and the FLOPs of everything beside its layers. Varuna's last stage
-    does not recompute."""
+    """Return the FLOPs of one layer of this stage, over all its passes, and the FLOPs of everything beside the layers.
+    The last stage is counted without a recompute, as in Varuna."""
     is_last = stage == num_stages - 1
     layer = pass_flops(workload, GptStage(0, 1, stage == 0, is_last=False))
     beside = pass_flops(workload, GptStage(0, 0, stage == 0, is_last))["F"]
@@ -106,7 +108,8 @@ def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, floa
 def stage_bytes(
     workload: Workload, stage: GptStage, place: tuple[int, int], chunk_size: int, num_replicas: int, schedule: str
 ) -> dict[str, int]:
-    """Return the bytes of a rank with this stage, by kind. `place`: the stage's number, and the number of stages."""
+    """Return the bytes that a rank with this stage needs, by kind. `place`: the stage's number, and the number of
+    stages. `chunk_size`: samples of a micro-batch."""
     number, num_stages = place
     num_micro_batches = -(-workload.batch_size // num_replicas // chunk_size)
     part = replace(workload, batch_size=chunk_size, micro_batches=1)
@@ -115,11 +118,11 @@ def stage_bytes(
     embedding = size * max(map(math.prod, anatomy.embedding.values()))
     head = part.head_bytes if stage.is_last else 0
     if schedule == "varuna" or num_stages == 1:
-        # A stage keeps its input of all micro-batches, and all that the backward pass of one micro-batch needs.
+        # A stage keeps its inputs for all micro-batches, and all that the backward pass of a single one needs.
         saved = math.ceil(per_layer * stage.num_layers) * boundary
         inputs = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
         layer = part.layer_bytes - math.floor(per_layer) * boundary if stage.num_layers else 0
-        # The gradient of a tied head waits for the gradient of the look-up.
+        # A tied head's gradient is kept until the gradient of the embedding's look-up is added to it.
         tied = embedding if num_stages == 1 and anatomy.is_tied else 0
         moments = [inputs + saved + max(layer + tied, head), (embedding + tied + 4 * boundary) * stage.is_first]
         messages = 0 if num_stages == 1 else 2 * IN_FLIGHT * boundary
@@ -130,7 +133,8 @@ def stage_bytes(
         kept = ahead * (stage.num_layers + 1) * boundary + (ahead - 1) * (embedding + boundary) * stage.is_last
         layer = part.layer_bytes if stage.num_layers else 0
         moments = [kept + max(layer, head), (kept + embedding + 2 * boundary) * stage.is_first]
-        # torch has a buffer for each micro-batch from the stage below, and one for each from the stage above.
+        # For each micro-batch torch has a buffer for the input from the stage below, and one for the gradient from the
+        # stage above.
         messages = num_micro_batches * boundary * ((not stage.is_first) + (not stage.is_last))
     moments.append(0 if num_replicas == 1 else min(4 * params, BUCKET_BYTES))  # gradients that replicas sum
     return {
