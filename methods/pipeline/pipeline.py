@@ -1,4 +1,4 @@
-"""Varuna: trains a model with CutPoints in several processes, each of which keeps one stage of the model.
+"""Varuna: trains a model with CutPoints in several processes. Each process keeps one stage of the model.
 
     shared = [("wte.weight", "head.weight")]
     model = Varuna(model, "0,2;1,3;", get_batch, batch_size=64, chunk_size=4, shared_weights=shared)
@@ -10,7 +10,8 @@
             optimizer.step()
 
 The model's forward pass takes the dictionary's items as keyword arguments, and returns the mean loss over the samples.
-After step() each process has its stage's gradients, equal to those that one process would compute on the global batch.
+After step() each process has its stage's gradients. They equal those that a single process would compute on the whole
+batch of all replicas.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ InitWeights = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training had come when a checkpoint was saved."""
+    """How far training had come when a checkpoint was saved. `num_good`: steps in a row without an overflow."""
 
     num_steps: int
     loss_scale: float
@@ -64,14 +65,16 @@ class Progress:
 class Varuna(nn.Module):
     """One process's stage of a model.
 
-    `get_batch_fn(size, device=None)` returns a batch of that size, from which the shapes at the cuts are found; the
-    model is not trained on it. `batch_size`: samples of all replicas together. `chunk_size`: samples of a micro-batch;
-    the last one may be smaller. `shared_weights`: pairs of names of parameters that share one weight. `cuts`: the
-    CutPoints to cut at, counted from 0 in the order of the forward pass, as in AutoConfig's table; None: those that
-    balance the stages' FLOPs. `fp16`, `bf16`: train in that dtype, with fp32 masters; bf16 needs no loss scale.
-    `schedule`: `varuna`, or torch's `1f1b` or `gpipe`, which recompute nothing. `init_weights`: fills the named tensors
-    in place, for a model on torch's meta device; each process then allocates only its own stage. Raises ValueError, one
-    line, if the model cannot be cut so, and LostPeer if a process does not come.
+    `stage_to_rank_map`: as in RankMap. `get_batch_fn(size, device=None)`: returns a batch of `size` samples, from which
+    the shapes at the cuts are found; the model is not trained on it. `batch_size`: samples of all replicas together.
+    `chunk_size`: samples of a micro-batch; the last one may be smaller. `device`: a name, or the number of a GPU; below
+    0: GPU `local_rank` or, if that is below 0 too, GPU LOCAL_RANK; without GPUs the CPU.
+    `shared_weights`: pairs of names of parameters that share one weight. `cuts`: the CutPoints to cut at, counted from
+    0 in the order of the forward pass, as in AutoConfig's table; None: cuts that balance the stages' FLOPs. `fp16`,
+    `bf16`: True: train in that dtype, with fp32 masters; bf16 needs no loss scale. `schedule`: `varuna`, or torch's
+    `1f1b` or `gpipe`, which recompute nothing. `init_weights`: for a model on torch's meta device: fills named tensors
+    in place; each process then allocates only its own stage. `limit_seconds`: longest wait for another process.
+    Raises ValueError if the model cannot be cut in this way, and LostPeer if a process does not come.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class Varuna(nn.Module):
         self._groups = Groups(self.ranks, self.rank, shared, limit_seconds)
         self._gradients = Gradients(self._masters.trained(), names, self._groups, shared, self.dtype)
         self._passes = self._make_passes(returned, schedule, limit_seconds)
-        self._losses: list[Tensor] = []  # on the last stage: each micro-batch's part of the global batch's loss
+        self._losses: list[Tensor] = []  # on the last stage: each micro-batch's share of the global batch's loss
         self.scale: LossScale = ChosenLossScale(None)
         self.grad_norm = torch.zeros(())  # gradient norm of the last step, before clipping
         self.num_steps = 0  # steps taken, including those that overflowed
@@ -149,8 +152,9 @@ class Varuna(nn.Module):
         return cut(model, traced(model.train(is_training), sample), self.active)[self.stage]
 
     def _starts(self, module: nn.Module, init_weights: InitWeights | None) -> dict[str, Tensor]:
-        """Return this stage's weights before rounding, in fp32; none if they are not rounded. If the model is on the
-        meta device, return instead all weights and buffers, filled by init_weights().
+        """Return this stage's weights in fp32, before they are rounded to the dtype of training; {} if they are not
+        rounded. For a model on the meta device return instead all weights and buffers of the stage, filled by
+        init_weights(). Raises ValueError if such a model comes without init_weights().
         """
         named: dict[str, Tensor] = dict(module.named_parameters())
         if not any(weight.is_meta for weight in named.values()):
@@ -166,8 +170,8 @@ class Varuna(nn.Module):
         return made
 
     def _probe(self, parts: Sequence[Part], sample: Inputs, chunk_size: int) -> dict[int, list[Any]]:
-        """Return each part's result and FLOPs, by size of micro-batch. Every process checks all cuts, so that all
-        processes raise if a value cannot be sent, and none waits for another.
+        """Return, for each size of micro-batch, each part's result and FLOPs. Every process checks all cuts: if a value
+        cannot be sent, all processes raise an error, so that no process waits for another.
         """
         chunks = {size: resized(sample, size) if size != chunk_size else sample for size in set(self.sizes)}
         returned = {size: [*probe(parts, cast(each, self.dtype))] for size, each in chunks.items()}
@@ -186,7 +190,8 @@ class Varuna(nn.Module):
     def _make_passes(
         self, returned: Mapping[int, Sequence[Any]], schedule: str, limit_seconds: float
     ) -> Engine | TorchSchedule:
-        """Return the engine that runs a step's passes. `returned`: as from _probe()."""
+        """Return the engine that runs a step's passes: this project's for `varuna` or a single stage, else torch's.
+        `returned`: the result of _probe()."""
         stage, last, pipeline = self.stage, self.ranks.num_stages - 1, self.ranks.pipeline(self.replica)
         self._sent: list[list[Spec]] = []
         received: list[list[Spec]] = []
@@ -224,13 +229,14 @@ class Varuna(nn.Module):
         span: Any = streams.span
         if span is None:
             return UNNOTED
-        if work in ("forward", "recompute", "backward"):  # passes run on a stream, messages in this thread
+        if work in ("forward", "recompute", "backward"):  # passes run on the device's stream, messages in this thread
             return span(streams.current(), "compute", work, f"micro-batch {number}")
         return span(None, "messages", work, f"micro-batch {number}")
 
     @torch.no_grad()
     def _same_weights(self, shared: Sequence[Shared]) -> None:
-        """Copy the first replica's weights to the other replicas, and the first of two shared weights to the second."""
+        """Copy the first replica's weights to the other replicas. Then copy, for each pair of shared weights, the first
+        weight to the second."""
         masters = self._masters.by_name
         if self._groups.replicas:
             for master in masters.values():
@@ -246,9 +252,11 @@ class Varuna(nn.Module):
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer, loss_scale: str | float | LossScale = "dynamic",
                       init_loss_scale: float = 2.0**20, min_loss_scale: float = 1.0) -> None:  # fmt: skip
-        """Take an optimizer of this model's parameters(). In fp16 and bf16 it will update their fp32 masters.
+        """Take an optimizer of this model's parameters(). In fp16 and bf16 it will update the parameters' fp32 masters.
 
-        `loss_scale`: `dynamic`; a number, which then never changes; or a LossScale, which applies in any dtype.
+        `loss_scale`: `dynamic`: a scale from `init_loss_scale`, not below `min_loss_scale`. A number: a scale that
+        never changes. Both apply in fp16 only. A LossScale applies in any dtype. Raises ValueError if the optimizer has
+        other parameters, or has taken a step.
         """
         mine = {id(weight): self._masters.by_name[name] for name, weight in self._masters.weights.items()}
         for group in optimizer.param_groups:
@@ -277,8 +285,8 @@ class Varuna(nn.Module):
 
     def step(self, inputs: Inputs, clip_grad_max_norm: float | None = None) -> tuple[float, bool]:
         """Run a step, except for the update, on this process's share of the batch. Return the loss of the global batch,
-        and whether a gradient is not finite in fp16: the optimizer must then not step. `last_step` is the same as a
-        Step.
+        and whether a gradient is not finite in fp16; if so, the optimizer must not step. The attribute `last_step`
+        keeps the result as a Step. `clip_grad_max_norm`: clip gradients to this norm; None: do not clip.
         """
         if not hasattr(self, "optimizer"):
             raise ValueError("step: expected an optimizer, got none; try set_optimizer(optimizer) first")
@@ -289,7 +297,7 @@ class Varuna(nn.Module):
         self._masters.zero_grad()
         waited = self._passes.waited_seconds
         self._passes.step()
-        if self._link:  # the first stage's last backward passes may still be queued
+        if self._link:  # wait for the first stage's last backward passes, which may still be queued on a GPU
             STREAMS[self.device.type].current().synchronize()
         busy = time.monotonic() - began - (self._passes.waited_seconds - waited)
         loss, norm = self._gradients.reduce(self._taken_loss(), self.scale.value)
@@ -309,7 +317,7 @@ class Varuna(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> float:
-        """Return the loss of the global batch, by forward passes alone."""
+        """Run forward passes only, and return the loss of the global batch. `inputs`: this process's share of it."""
         self._begin(inputs)
         self._passes.evaluate()
         loss = self._taken_loss()
@@ -341,9 +349,10 @@ class Varuna(nn.Module):
         return total
 
     def _compute(self, number: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run one micro-batch through this stage. In the last stage the loss's gradient is multiplied by the loss scale
-        and by the micro-batch's share of the global batch. A model whose forward pass takes `loss_scale` makes this
-        product itself, before fp16 rounds the gradient to zero.
+        """Run micro-batch `number` through this stage; return the tensors to send or, on the last stage, the loss.
+
+        The loss is multiplied by the loss scale and by the micro-batch's share of the global batch. A model whose
+        forward pass takes `loss_scale` applies this product itself, before fp16 rounds the gradient to zero.
         """
         if self._link:
             self._link.alive()
@@ -366,13 +375,15 @@ class Varuna(nn.Module):
     def checkpoint(
         self, folder: str | Path | None = None, step: int | None = None, notes: Mapping[str, Any] | None = None
     ) -> Future:
-        """Save a checkpoint: copy the state now, and write the copy while training goes on. All processes call this
-        after an update. The checkpoint is on disk when the returned future is done. `step`: the checkpoint's number, by
-        default the number of steps taken. `folder`: by default the launcher's. `notes`: the script's own values to
-        store, of types that JSON has."""
+        """Save a checkpoint: copy the state now, and write the copy while training goes on. All processes must call
+        this after an update. The checkpoint is on disk when the returned future is done.
+
+        `folder`: None: the launcher's folder. `step`: the checkpoint's number; None: the number of steps taken.
+        `notes`: values of the script's own to store, of types that JSON has.
+        """
         step = self.num_steps if step is None else step
         if folder is None and self._link:
-            if self._link.saved == step:  # a second write would leave no complete checkpoint meanwhile
+            if self._link.saved == step:  # Do not write it again: until the write ends, it would not be complete.
                 return self._checkpoints.under_way or done()
             self._link.saved = step
         progress = Progress(self.num_steps, self.scale.value, self.scale.num_good)
@@ -380,9 +391,10 @@ class Varuna(nn.Module):
 
     def saved(self, step: int | None = None) -> None:
         """Tell the launcher that the script has saved its state by itself, and that the files are on disk. All
-        processes call this. The launcher then restarts from that step, and gives its number to the script as
-        --resume_step. The script loads its state, then sets `num_steps` to this number. `step`: by default the number
-        of steps taken.
+        processes must call this. `step`: the step of the saved state; None: the number of steps taken.
+
+        The launcher restarts from this step, and gives its number to the script as --resume_step. The script then loads
+        its state and sets `num_steps` to this number.
         """
         if self._link:
             self._link.tell("saved", step=self.num_steps if step is None else step)
@@ -390,9 +402,10 @@ class Varuna(nn.Module):
     def load_checkpoint(
         self, folder: str | Path | None = None, step: int | None = None, form: type[Progress] = Progress
     ) -> int:
-        """Load a complete checkpoint, saved with any numbers of stages and replicas, and return its step. `step`: by
-        default the newest. `form`: class of the attribute `progress`: Progress, or a subclass with fields for the
-        notes.
+        """Load a complete checkpoint and return its step. The checkpoint may have been saved with other numbers of
+        stages and replicas. `folder`: None: the launcher's folder. `step`: None: the newest. `form`: class of the
+        attribute `progress`, into which the checkpoint's progress is read: Progress, or a subclass with a field for
+        each note.
         """
         chosen, progress = self._checkpoints.load(self._folder(folder), form, step)
         if folder is None and self._link:
@@ -408,16 +421,16 @@ class Varuna(nn.Module):
         return folder if folder is not None else self._link.folder  # type: ignore[union-attr]
 
     def leave(self) -> Iterator[TensorState]:
-        """Wait until the last checkpoint is written, and return an iterator. On rank 0 it yields each weight of the
-        whole model with its moments, sent by the ranks of the first replica. All ranks must iterate to the end, where
-        the process group closes.
+        """Wait until the last checkpoint is written, and return an iterator over the trained tensors. On rank 0 it
+        yields each weight of the whole model with its moments, which the ranks of the first replica send; on other
+        ranks it yields nothing. All ranks must iterate to the end, where the process group is closed.
         """
         self._checkpoints.wait()
         return self._sent_tensors()
 
     def _sent_tensors(self) -> Iterator[TensorState]:
         for name, shape in self.weight_shapes.items():
-            if name not in self.stage_of:  # another name of a weight of the same stage
+            if name not in self.stage_of:  # a second name of a weight that its stage has under another name
                 continue
             source = self.ranks.ranks[self.stage_of[name]][0]
             if self.rank not in (0, source):
@@ -458,7 +471,7 @@ class Varuna(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **words: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return this stage's state."""
+        """Return the state of this stage alone, under the names of the whole model."""
         return dict(self.part.state_dict(*args, **words))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **words: Any) -> Any:

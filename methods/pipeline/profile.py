@@ -1,5 +1,5 @@
-"""A profile: the costs of a model's sections, messages and sums on a kind of machine, in one JSON file. Sections are
-grouped into stages by their time. Only the check of the file needs more than the standard library."""
+"""A profile: the costs of a model's sections, of messages and of all-reduces on a kind of machine, in one JSON file.
+The costs serve to group sections into stages. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from methods.pipeline.grouping import group
 from methods.pipeline.partition import BUCKET_BYTES
 
 FILE = "profile.json"
-GRADIENT_BYTES = 4  # bytes of a gradient that replicas sum
-# Bytes for each parameter: its weight, gradient, and Adam's state.
+GRADIENT_BYTES = 4  # bytes per parameter of the gradients that replicas sum
+# Bytes per parameter, by dtype: weight, gradient and Adam's state.
 STATE_BYTES = {dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, size in (("fp32", 4), ("fp16", 2))}
 
 
@@ -30,7 +30,7 @@ class StageCost(NamedTuple):
     num_params: int
     update_seconds: float
     device_bytes: int
-    sent_bytes: int  # tensors at the cut above
+    sent_bytes: int  # bytes of the tensors that a micro-batch sends to the next stage
     copy_seconds: float  # seconds to copy these tensors to the host and back
 
 
@@ -43,28 +43,29 @@ class NotNegative:
 
 @dataclass(frozen=True)
 class SectionCost(NotNegative):
-    """The cost of one section's passes of a micro-batch with this many samples."""
+    """The cost of one section's passes for a micro-batch of `size` samples."""
 
     size: int
     forward_seconds: float
-    recompute_seconds: float  # forward pass that keeps what the backward pass needs
+    recompute_seconds: float  # seconds of a forward pass that keeps what the backward pass needs
     backward_seconds: float
-    copy_seconds: float  # copy of the tensors at the cut above, to the host and back
+    copy_seconds: float  # seconds to copy the section's output to the host and back
     saved_bytes: int  # bytes kept between recompute and backward pass
-    peak_bytes: int  # peak beyond weights, gradients and the section's input
-    activation_bytes: int  # tensors at the cut above
+    peak_bytes: int  # memory peak, without weights, their gradients and the section's input
+    activation_bytes: int  # bytes of the section's output
 
 
 @dataclass(frozen=True)
 class Section(NotNegative):
     num_params: int
     update_seconds: float  # seconds of the optimizer's update of the section's parameters
-    costs: list[SectionCost]  # costs by size of micro-batch, up to the size at which memory ran out
+    costs: list[SectionCost]  # one for each size of micro-batch, up to the size at which memory ran out
 
 
 @dataclass(frozen=True)
 class Message(NotNegative):
-    """A message from a rank to its neighbor, while both compute."""
+    """A message from a rank to its neighbor, timed while both ranks compute. `is_one_machine`: both ranks are on one
+    machine."""
 
     is_one_machine: bool
     num_bytes: int
@@ -73,7 +74,7 @@ class Message(NotNegative):
 
 @dataclass(frozen=True)
 class Sum(NotNegative):
-    """An all-reduce in a ring of ranks, while all other rings of that size run, too."""
+    """An all-reduce over `num_ranks` ranks, timed while all other groups of so many ranks run one, too."""
 
     num_ranks: int
     num_bytes: int
@@ -87,9 +88,9 @@ class Profile:
     sections: list[Section]  # the model's parts between neighboring CutPoints
     messages: list[Message]  # empty if one rank measured
     sums: list[Sum]
-    # The times of passes leave out waits for a core. `num_ranks` ranks of a machine that compute at once take
-    # `crowding` times as long. `num_served`: ranks that the machine's cores serve at once; None: each rank has its own
-    # device.
+    # The seconds of passes do not include waits for a core. When `num_ranks` ranks of a machine compute at once, a pass
+    # takes `crowding` times these seconds. `num_served`: number of ranks that the machine's cores serve at once; None:
+    # each rank has its own device.
     crowding: float = 1.0
     num_ranks: int = 1
     num_served: float | None = None
@@ -106,16 +107,16 @@ class Profile:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the sizes of micro-batches for which no section lacked memory."""
+        """Return the sizes of micro-batches, in samples, for which every section has a cost."""
         return sorted(set.intersection(*({cost.size for cost in section.costs} for section in self.sections)))
 
     def at(self, size: int) -> list[SectionCost]:
-        """Return each section's cost at this size."""
+        """Return each section's cost for micro-batches of `size` samples."""
         return [next(cost for cost in section.costs if cost.size == size) for section in self.sections]
 
     def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
-        """Return, for each number of stages, the cuts that make the longest stage as short as possible. Numbers of
-        stages without possible cuts are left out."""
+        """Return, for each number of stages in `numbers`, the cuts that make the longest stage as short as possible. A
+        number for which there are no possible cuts is left out."""
         costs = self.at(size)
         below = [cost.forward_seconds + cost.recompute_seconds + cost.backward_seconds for cost in costs]
         last = [cost.recompute_seconds + cost.backward_seconds for cost in costs]
@@ -123,15 +124,15 @@ class Profile:
         return {number: cuts for number, cuts in found if cuts is not None and number in numbers}
 
     def stages(self, size: int, cuts: Sequence[int], batch_size: int, num_replicas: int) -> list[StageCost]:
-        """Return the costs of each stage between these cuts. `size`: samples of a micro-batch; `batch_size`: those of
+        """Return the costs of each stage between these cuts. `size`: samples of a micro-batch. `batch_size`: samples of
         all replicas."""
         costs, num_micro_batches = self.at(size), -(-batch_size // num_replicas // size)
         starts, found = [0, *(cut + 1 for cut in cuts)], []
         for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(costs)], strict=True)):
             sections, own = self.sections[start:end], costs[start:end]
             num_params, is_last = sum(section.num_params for section in sections), end == len(costs)
-            # A stage keeps what it has received of all micro-batches; the last stage completes each at once, so it
-            # keeps one.
+            # A stage keeps the tensors that it has received for all micro-batches. The last stage completes each
+            # micro-batch at once, so it keeps those of one.
             received = costs[start - 1].activation_bytes * (1 if is_last else num_micro_batches) if number else 0
             summed = min(BUCKET_BYTES, GRADIENT_BYTES * num_params) if num_replicas > 1 else 0
             state = STATE_BYTES["fp16" if self.fp16 else "fp32"] * num_params
@@ -157,8 +158,8 @@ def _passes(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
 
 
 def _graph_bytes(costs: Sequence[SectionCost]) -> int:
-    """Return the peak bytes of a micro-batch's passes through these sections: each section's own peak beside the bytes
-    that the sections before it keep."""
+    """Return the peak bytes of a micro-batch's passes through these sections. It is the largest sum of a section's own
+    peak and the bytes that the sections before it keep."""
     kept, peak = 0, 0
     for cost in costs:
         peak = max(peak, kept + cost.peak_bytes)
@@ -167,7 +168,7 @@ def _graph_bytes(costs: Sequence[SectionCost]) -> int:
 
 
 def read(folder: str | Path) -> Profile:
-    """Read the profile in this folder. Raises ValueError, one line, if there is none or if it is not valid."""
+    """Read the profile in this folder. Raises ValueError if there is no profile or it is not valid."""
     path = Path(folder) / FILE
     try:
         data: Any = read_json(path)

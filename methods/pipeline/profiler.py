@@ -1,4 +1,5 @@
-"""Measures a user's model on the machines that will train it: each section between CutPoints, messages, and sums.
+"""Measures a user's model on the machines that will train it: each section between CutPoints, messages between ranks,
+and all-reduces.
 
     profiler = Profiler(model, device=-1)
     profiler.initialize(get_batch)
@@ -40,13 +41,13 @@ from methods.pipeline.profile import Message, Profile, Section, SectionCost, Sum
 from methods.pipeline.transport import gathered, leave, place
 
 MOST_REPEATS = 16
-RUNS = 7  # measured runs, after one that does not count; the profile has their median
+RUNS = 7  # measured runs, of which the profile has the median; one more run before them is left out
 LIMIT_SECONDS = 1800.0  # longest wait for another rank
 
 
 def tensor_bytes(device: torch.device) -> int | None:
-    """Return the bytes that a stage's tensors may fill: a GPU's memory less a process's context and a reserve. None on
-    a CPU.
+    """Return the bytes that a stage's tensors may fill on a GPU: its memory without a process's CUDA context and a
+    reserve. Return None for a CPU.
     """
     if device.type != "cuda":
         return None
@@ -63,8 +64,9 @@ class Values(NamedTuple):
 
 class Profiler:
     """Measures a model's sections on the ranks that torchrun started. `device`: the number of a GPU; -1: torchrun's
-    LOCAL_RANK. `fp16`: True rounds the model itself. `make_optimizer`: returns the optimizer that will train the given
-    parameters. `init_weights`: as for Varuna, for a model on the meta device.
+    LOCAL_RANK; without GPUs the CPU is measured. `fp16`: True: the model's weights are rounded in place.
+    `make_optimizer`: returns, for a list of parameters, the optimizer that will train them. `init_weights`: as in
+    Varuna, for a model on the meta device.
     """
 
     def __init__(
@@ -79,15 +81,17 @@ class Profiler:
         self.sections: list[Part] = []
 
     def initialize(self, get_batch: Callable[[int], Inputs]) -> None:
-        """Cut the model at all of its CutPoints. Raises ValueError, one line, if it cannot be cut."""
+        """Cut the model at all of its CutPoints. `get_batch`: returns a batch of a number of samples. Raises ValueError
+        if the model cannot be cut."""
         graph = traced(self.model.train(), get_batch(1))
         self.sections = cut(self.model, graph, range(num_cuts(graph)))
 
     def profile_all(
         self, get_batch: Callable[[int], Inputs], microbatches: Iterable[int], out_folder: str | Path = "profile"
     ) -> Profile:
-        """Measure all sections with micro-batches of these sizes, smallest first, until memory runs out. Then measure
-        messages and sums. Rank 0 writes the profile; all ranks return it.
+        """Measure all sections with micro-batches of these sizes, in samples, smallest first, until memory runs out.
+        Then, if there are several ranks, measure messages and all-reduces. Rank 0 writes the profile; all ranks return
+        it.
         """
         if not self.sections:
             raise ValueError("profile_all: expected a model that is cut, got none; try initialize(get_batch) first")
@@ -107,11 +111,11 @@ class Profiler:
         self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._too_large: set[tuple[int, int]] = set()
         self._crowded = self._alone = 0.0
-        # Each round visits all sections and sizes, so that a moment when the machine is busy slows all of them alike.
+        # Each round measures all sections and sizes, so that a moment when the machine is busy slows all of them alike.
         for _ in range(RUNS + 1):
             for first in range(0, len(self.sections), self.world_size):
                 self._meet()
-                # After the last section start again from 0, so that no rank is idle.
+                # A rank for which no section is left measures one of the first sections again, so that no rank is idle.
                 self._visit((first + self.rank) % len(self.sections), batches)
         own: dict[int, list[SectionCost]] = defaultdict(list)
         for (number, size), each in sorted(self._seconds.items()):
@@ -143,8 +147,8 @@ class Profiler:
     # ---- Sections
 
     def _visit(self, number: int, batches: Mapping[int, Inputs]) -> None:
-        """Time the section's passes with each size, and its update. If memory runs out at a size, drop that size and
-        all larger ones, in later rounds too.
+        """Time the passes of section `number` with each size of micro-batch, and the section's update. If memory runs
+        out at a size, drop this size and all larger sizes, in later rounds too.
         """
         module = self._here(number)
         try:
@@ -171,7 +175,7 @@ class Profiler:
             self._leave(module)
 
     def _here(self, number: int) -> nn.Module:
-        """Move a section to the device. Weights on the meta device get memory and values there."""
+        """Move a section to the device and return it. Weights on the meta device get memory and values there."""
         module = self.sections[number].module
         if not self.init_weights:
             return module.to(self.device)
@@ -192,8 +196,8 @@ class Profiler:
         return Values(received, inputs, grads)
 
     def _drawn(self, like: Tensor) -> Tensor:
-        """Return a random tensor, or zeros if it holds integers, in place of a tensor that another section would
-        send."""
+        """Return a tensor in place of `like`, which another section would send: random numbers, or zeros if `like`
+        holds integers."""
         if not like.is_floating_point():
             return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
         return torch.randn(like.shape, dtype=like.dtype, device=self.device).requires_grad_(like.requires_grad)
@@ -208,7 +212,8 @@ class Profiler:
         return [forward, copy, recompute, backward]
 
     def _clocked(self, work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-        """Call the function. Return its result, and its seconds less those for which this thread waited for a core."""
+        """Call the function. Return its result and its seconds, without the seconds in which this thread waited for a
+        core."""
         self._synchronize()
         began, waited = time.perf_counter(), self._waited_seconds()
         found = work(*arguments)
@@ -219,8 +224,8 @@ class Profiler:
         return found, seconds - waited
 
     def _waited_seconds(self) -> float:
-        """Return the seconds for which this thread has waited for a core so far; 0.0 on a GPU, and on a system without
-        schedstat.
+        """Return the seconds for which this thread has waited for a core so far. Return 0.0 on a GPU, and on a system
+        without /proc/thread-self/schedstat.
         """
         with suppress(OSError, IndexError):
             if self.device.type == "cpu":
@@ -228,8 +233,8 @@ class Profiler:
         return 0.0
 
     def _update_seconds(self, module: nn.Module) -> float:
-        """Return the seconds of the optimizer's second step; the first one makes its state. The model's weights do not
-        change.
+        """Return the seconds of an optimizer's update of the section. The second step is timed, because the first one
+        makes the optimizer's state. Copies of the weights are updated.
         """
         copies = [nn.Parameter(weight.detach().float().clone()) for weight in module.parameters()]
         if not copies:
@@ -244,8 +249,9 @@ class Profiler:
         return [tensor.to("cpu").contiguous().to(self.device) for tensor in tensors]
 
     def _measured_bytes(self, module: nn.Module, values: Values) -> tuple[int, int, int]:
-        """Return the bytes that a forward pass saves, the peak of both passes, and the bytes sent. The weights'
-        gradients already exist before the passes, the input's do not.
+        """Return three numbers of bytes: those that a forward pass saves, the peak during forward and backward pass,
+        and those of the output. The gradients of the weights exist before and do not count; the gradient of the input
+        counts.
         """
         for tensor in values.received:
             tensor.grad = None
@@ -271,20 +277,22 @@ class Profiler:
             dist.barrier()
 
     def _gathered(self, own: Any) -> list[Any]:
-        """Gather each rank's JSON, in the ranks' order."""
+        """Return every rank's `own`, which is sent as JSON, in the ranks' order."""
         group = dist.group.WORLD if self.world_size > 1 else None
         return list(map(json.loads, gathered(json.dumps(own).encode(), group, self.device)))
 
     def _crowding(self) -> tuple[float, int, float | None]:
-        """Return the profile's fields `crowding`, `num_ranks` (ranks on rank 0's machine) and `num_served`."""
+        """Return the profile's fields `crowding`, `num_ranks` and `num_served`. `num_ranks` are the ranks on the
+        machine of rank 0."""
         hosts = self._gathered(socket.gethostname())
         crowded, alone = (sum(each) for each in zip(*self._gathered((self._crowded, self._alone)), strict=True))
         num_served = len(os.sched_getaffinity(0)) / torch.get_num_threads() if self.device.type == "cpu" else None
         return crowded / alone, hosts.count(hosts[0]), num_served
 
     def _messages(self, sizes: Sequence[int], batches: Mapping[int, Inputs]) -> list[Message]:
-        """Return the seconds of a message to the next rank: half of a round trip. Ranks 0 and 1, 2 and 3, ... go first,
-        then 1 and 2, 3 and 4, ....
+        """Time messages of these sizes, in bytes, between neighboring ranks; a message takes half of a round trip. The
+        pairs of ranks 0 and 1, 2 and 3, ... are timed at once, then the pairs 1 and 2, 3 and 4, .... Meanwhile both
+        ranks of a pair compute.
         """
         hosts, found = self._gathered(socket.gethostname()), []
         number = self.rank % len(self.sections)
@@ -315,8 +323,8 @@ class Profiler:
         return seconds
 
     def _sums(self, num_bytes: int) -> list[Sum]:
-        """Return the seconds of all-reduces over 2, 4, 8, ... and all ranks. The ranks of a group are as far apart as
-        the replicas of a stage.
+        """Time all-reduces of `num_bytes` and of an eighth of it, over 2, 4, 8, ... ranks and over all ranks. The ranks
+        of a group are as far apart as the replicas of a stage would be.
         """
         found = []
         for num_ranks in sorted({self.world_size, *(2**power for power in range(1, self.world_size.bit_length()))}):
@@ -339,7 +347,7 @@ class Profiler:
         return [Sum(*key) for key in self._medians(found)]
 
     def _medians(self, own: Sequence[tuple[Any, float]]) -> list[Any]:
-        """Return each key with the median of its seconds over all ranks."""
+        """Return each key, extended by the median over all ranks of the seconds that were measured for the key."""
         together: dict[Any, list[float]] = defaultdict(list)
         for found in self._gathered(own):
             for key, seconds in found:
@@ -353,5 +361,5 @@ def _backward(found: Any, grads: Sequence[Tensor] | None) -> None:
         loss.float().reshape(()).backward()
     else:
         wanted = [tensor for tensor in found if tensor.requires_grad]
-        if wanted:  # none, if the parameters up to here are frozen
+        if wanted:  # empty if all parameters up to this section are frozen
             torch.autograd.backward(wanted, list(grads))

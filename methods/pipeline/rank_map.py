@@ -1,5 +1,5 @@
-"""Maps stages to ranks by Varuna's `stage_to_rank_map`, "0,2;1,3;" for two stages with two replicas each; standard
-library only.
+"""Maps stages to ranks by Varuna's text `stage_to_rank_map`. For example "0,2;1,3;" has two stages with two replicas
+each. Needs only the standard library.
 
 Stages are separated by semicolons, replicas by commas. The n-th ranks of all stages are one pipeline: the n-th replica
 of the model.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankMap:
-    """`ranks[stage][replica]`: a rank's number. Raises ValueError unless all stages have equally many ranks and each
-    rank occurs once."""
+    """The rank of each stage and replica: `ranks[stage][replica]`. Raises ValueError unless all stages have equally
+    many ranks and each rank occurs once."""
 
     ranks: tuple[tuple[int, ...], ...]
 
@@ -36,7 +36,7 @@ class RankMap:
 
     @staticmethod
     def make(num_stages: int, num_replicas: int) -> RankMap:
-        """Make a map whose pipelines, one for each replica, have neighboring ranks."""
+        """Return a map in which each replica's pipeline has consecutive ranks."""
         return RankMap(
             tuple(tuple(stage + num_stages * replica for replica in range(num_replicas)) for stage in range(num_stages))
         )
@@ -57,12 +57,12 @@ class RankMap:
         return self.num_stages * self.num_replicas
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Return the stage and the replica of a rank."""
+        """Return the stage and the replica of a rank. Raises ValueError if the map lacks the rank."""
         for stage, replicas in enumerate(self.ranks):
             if rank in replicas:
                 return stage, replicas.index(rank)
         raise ValueError(f"stage_to_rank_map: expected a map with rank {rank}, got {self}")
 
     def pipeline(self, replica: int) -> list[int]:
-        """Return the ranks of a replica, by stage."""
+        """Return the ranks of one replica, in the order of stages."""
         return [replicas[replica] for replicas in self.ranks]

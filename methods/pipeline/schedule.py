@@ -1,14 +1,14 @@
-"""The order of passes on each stage of a pipeline, by the rules of three schedules; torch is not imported.
+"""The order of passes on each stage of a pipeline, by the rules of three schedules. Does not import torch.
 
-A stage has three passes of a micro-batch: F is the forward pass, R its recompute, which keeps what the backward pass
-needs, and B the backward pass. In each schedule every stage runs its forward passes in the order of micro-batches, and
-so its backward passes.
+A stage has three passes for each micro-batch: the forward pass F; its recompute R, which keeps what the backward pass
+needs; and the backward pass B. In each schedule every stage runs its forward passes in the order of micro-batches, and
+its backward passes in the same order.
 
 - gpipe: all forward passes, then all backward passes.
 - 1f1b: stage s of P begins with P - s forward passes; then backward and forward passes alternate.
-- varuna: by rules on a clock of slots (F and R take one, B two). A free stage prefers B to R, and R to F. R begins when
-  the stage above has done half of its B, so that R ends when the gradient arrives. The last stage keeps what its F
-  made, and runs B at once.
+- varuna: by rules on a clock of slots; F and R take one slot, B takes two. A free stage prefers B to R, and R to F. R
+  begins when the stage above has done half of its B, so that R ends when the gradient arrives. The last stage needs no
+  R: it keeps all that its F computed, and runs B at once.
 
 Source: Huang et al. 2019 (GPipe); Narayanan et al. 2019 (1F1B); Athlur et al. 2022 (Varuna).
 """
@@ -30,7 +30,7 @@ SLOTS = {"F": 1, "R": 1, "B": 2}
 
 
 class Pass(NamedTuple):
-    """F, R or B of a micro-batch; micro-batches are counted from 0."""
+    """One pass of a micro-batch. `kind`: F, R or B. `micro_batch`: its number, counted from 0."""
 
     kind: str
     micro_batch: int
@@ -42,9 +42,10 @@ Pipeline = tuple[Sequence[Mapping[str, float]], int, float | Sequence[float]]
 
 
 def lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[Line]:
-    """Return the pipelines as lines of the event core."""
+    """Return each pipeline as a Line, the form in which the event core simulates it. `is_opportunistic`: True: in
+    `varuna`, a forward pass may go before a recompute whose gradient is late."""
     every_order = units(schedule, [(len(seconds), number) for seconds, number, _ in pipelines])
-    is_varuna = schedule == "varuna"  # torch's schedules recompute within the backward pass
+    is_varuna = schedule == "varuna"  # in torch's schedules R is part of the backward pass: it waits for the gradient
     return [
         Line(order, seconds, number, [send] * (len(seconds) - 1) if isinstance(send, int | float) else send,
              not is_varuna, is_varuna and is_opportunistic)
@@ -53,7 +54,7 @@ def lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: boo
 
 
 def step_seconds(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[float]:
-    """Return the seconds of a step of each pipeline, with any number of messages under way at once."""
+    """Return the seconds of a step of each pipeline. The number of messages under way at once is not limited."""
     found = run_lines(lines(schedule, pipelines, is_opportunistic=is_opportunistic))
     return [float(run.ended.max()) for run in found]
 
@@ -69,8 +70,8 @@ def orders(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[tupl
 
 
 def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
-    """Return, for each pair of numbers of stages and of micro-batches, every stage's F, R and B in order, padded with
-    0."""
+    """Return an array for each pipeline in `shapes`, which are pairs of the numbers of stages and of micro-batches. A
+    row of the array has one stage's passes F, R and B in order. Raises ValueError for an unknown schedule."""
     import numpy as np
 
     if schedule == "varuna":
@@ -86,7 +87,8 @@ def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
 
 
 def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
-    """Return Varuna's order of all pipelines, computed at once: every stage's choices, slot by slot."""
+    """Return the result of units() for Varuna. The choices of all stages of all pipelines are computed together, slot
+    by slot. Rows are padded with 0."""
     import numpy as np
 
     sizes = [num_stages for num_stages, _ in shapes]
@@ -99,11 +101,11 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
     now = 0
     while (backward < number).any():
         is_free = free <= now
-        # The passes that have ended: those that have begun, less the one that still runs.
+        # Numbers of passes that have ended: of the passes that have begun, at most one still runs.
         ended_forward, ended_backward = forward - (~is_free & (runs == F)), backward - (~is_free & (runs == B))
         from_below = np.where(is_first, number, np.roll(ended_forward, 1))
         from_above = np.where(is_last, number, np.roll(ended_backward, -1))
-        # A stage waits between R and its B, because it keeps only one micro-batch's intermediates.
+        # Between R and its B a stage runs no other pass, because it keeps only one micro-batch's intermediates.
         holds = ~is_last & (recomputed > backward)
         goes_back = is_free & (np.where(is_last, forward, recomputed) > backward) & (from_above > backward)
         half_done = np.roll(backward, -1)  # the stage above began its B at least one slot ago

@@ -1,9 +1,10 @@
-"""Simulates a step of pipelines under a virtual clock: stages, messages on links between them, and replicas' sums.
+"""Simulates a step of pipelines under a virtual clock: passes of stages, messages on the links between stages, and the
+replicas' sum of gradients.
 
     simulate("varuna", [{"F": 1, "R": 1, "B": 2}] * 4, 16, Network(send_seconds=0.5, jitter=0.3)).step_seconds
 
-Nothing here is measured. Links have a limited number of messages under way in each direction; jitter is relative, and
-drawn anew for each message and each pass.
+Nothing here is measured. The number of messages under way on a link is limited in each direction. Jitter is a relative
+standard deviation; it is drawn anew for each message and each pass.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from methods.pipeline.schedule import lines
 if TYPE_CHECKING:
     from harness.simulation.event_core import Array
 
-IN_FLIGHT = 4  # messages of a kind that a stage has under way, as in the engine
-LEAST = 0.05  # smallest share of a nominal duration that jitter leaves
+IN_FLIGHT = 4  # most messages of one kind that a stage has under way, as in transport.py
+LEAST = 0.05  # jitter shortens no duration below this share of its nominal value
 
 
 @dataclass(frozen=True)
 class Network:
-    send_seconds: float = 0.0  # a message between neighbors on a machine
-    long_send_seconds: float | None = None  # a message between machines; None: as within a machine
+    send_seconds: float = 0.0  # seconds of a message between neighboring stages on one machine
+    long_send_seconds: float | None = None  # seconds of a message between machines; None: `send_seconds`
     stages_per_machine: int = 1
     jitter: float = 0.0  # relative standard deviation of a message's time
-    sends_at_once: int = IN_FLIGHT  # most messages on a link in each direction; others wait
-    sum_seconds: float = 0.0  # sum of gradients over replicas, after a stage's last pass in all replicas
+    sends_at_once: int = IN_FLIGHT  # most messages under way on a link in each direction; further messages wait
+    sum_seconds: float = 0.0  # seconds of the sum of gradients over replicas, after the last pass of all replicas
 
     def sends(self, num_stages: int) -> list[float]:
         """Return the seconds of a message at each cut."""
@@ -39,11 +40,11 @@ class Network:
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """The times of a step. starts, ends: (F R B, stages, micro-batches), seconds of the first replica's passes; NaN for
-    a pass that does not exist."""
+    """The times of a step. `starts`, `ends`: seconds at which the first replica's passes start and end, with the axes
+    (kinds F R B, stages, micro-batches); NaN for a pass that does not exist. They are None if units were not kept."""
 
     step_seconds: float
-    bubble: float  # share of the stages' time, until the last pass, in which they wait
+    bubble: float  # share of the stages' time, until the last pass ends, in which they run no pass
     starts: Array | None
     ends: Array | None
 
@@ -53,7 +54,9 @@ def simulate(
     num_replicas: int = 1, is_opportunistic: bool = True, pass_jitter: float = 0.0, seed: int = 0,
     keeps_units: bool = False,
 ) -> PipelineRun:  # fmt: skip
-    """Simulate one step. `seconds`: those of F, R and B on each stage."""
+    """Simulate one step. `seconds`: for each stage, the seconds of its passes F, R and B. `network`: None: messages
+    take no time. `is_opportunistic`: as in lines(). `pass_jitter`: relative standard deviation of a pass's time.
+    `keeps_units`: True: keep the start and end of each pass."""
     import numpy as np
 
     network = network or Network()

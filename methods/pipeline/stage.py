@@ -1,7 +1,7 @@
 """One rank's stage of a pipeline: the passes of single micro-batches.
 
-A forward pass keeps only the stage's inputs, and the state of the random numbers; the recompute makes what the backward
-pass needs, with the same random numbers. The last stage runs its backward pass at once, without a recompute.
+A forward pass keeps only the stage's inputs and the random state. The recompute repeats it with the same random numbers
+and keeps what the backward pass needs. The last stage runs its backward pass at once, without a recompute.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A function from a micro-batch's number and the tensors of the stage below to the tensors for the stage above, or on
-# the last stage to the loss.
+# A function that takes a micro-batch's number and the tensors from the stage below. It returns the tensors for the
+# stage above or, on the last stage, the loss.
 Compute = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Stage:
-    """The passes of a stage. `compute`: on the last stage it returns the loss, whose gradient is already weighted by
-    the micro-batch's share. `needs_grad`: True for each received tensor that needs a gradient."""
+    """The passes of a stage. `compute`: the stage's forward pass; on the last stage it returns the loss, already
+    weighted by the micro-batch's share of the batch. `needs_grad`: for each received tensor, whether it needs a
+    gradient."""
 
     def __init__(self, compute: Compute, needs_grad: Sequence[bool], *, is_last: bool, device: str = "cpu") -> None:
         self.compute, self.needs_grad, self.is_last = compute, needs_grad, is_last
@@ -29,7 +30,8 @@ class Stage:
         self.ready: tuple[list[Tensor], Sequence[Tensor]] | None = None  # inputs and outputs for the backward pass
 
     def forward(self, number: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the forward pass; return the tensors to send up, none on the last stage."""
+        """Run the forward pass of micro-batch `number`. Return the tensors for the stage above; () on the last
+        stage."""
         if self.is_last:
             self.ready = self._with_graph(number, inputs)
             return ()
@@ -43,8 +45,8 @@ class Stage:
             self.ready = self._with_graph(number, inputs)
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Run the backward pass from the gradients of the outputs that need one; return the gradients of the inputs
-        that need one (token ids do not)."""
+        """Run the backward pass of the micro-batch that is ready. `grads`: gradients of the outputs that need one; not
+        used on the last stage. Return the gradients of the inputs that need one (token ids do not)."""
         assert self.ready is not None
         (inputs, outputs), self.ready = self.ready, None
         if self.is_last:
@@ -56,7 +58,7 @@ class Stage:
         return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in found]
 
     def forget(self) -> None:
-        """Forget all micro-batches, which get no backward pass."""
+        """Drop all that is kept for backward passes, after forward passes that have none."""
         self.kept, self.ready = {}, None
 
     def _with_graph(self, number: int, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
@@ -70,8 +72,8 @@ class Stage:
 
     @contextmanager
     def _random_state_of(self, states: list[Tensor]) -> Iterator[None]:
-        """Continue the random numbers from these states within this context; afterwards restore their present
-        states."""
+        """Within this context, draw random numbers from these states. Afterwards restore the states from before the
+        context."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else [], device_type="cuda"):
             torch.set_rng_state(states[0])
             if len(states) > 1:

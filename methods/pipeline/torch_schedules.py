@@ -1,6 +1,6 @@
-"""GPipe and 1F1B by torch.distributed.pipelining: torch's own engine and messages.
+"""GPipe and 1F1B by torch.distributed.pipelining, with torch's own engine and messages.
 
-A stage keeps all that its backward pass needs, unless its modules recompute.
+A stage keeps all that its backward pass needs; only modules that recompute by themselves keep less.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ LOSS = torch.empty((), device="meta")  # stands for the last stage's output, a s
 
 
 class NumberedModule(nn.Module):
-    """A stage's computation for torch, which passes the tensors received but not the micro-batch's number."""
+    """A stage's computation as a module for torch. torch gives it the received tensors but not the micro-batch's
+    number, so NotedStage sets `number` before each pass."""
 
     def __init__(self, compute: Compute) -> None:
         super().__init__()
@@ -48,8 +49,9 @@ class NotedStage(PipelineStage):
 
 class TorchSchedule:
     """torch's GPipe or 1F1B, over micro-batches of one size. `place`: the stage's number, the number of stages, the
-    number of micro-batches. `received`, `sent`: tensors of the shapes and dtypes at the cuts; empty at an end of the
-    pipeline."""
+    number of micro-batches. `received`, `sent`: tensors with the shapes and dtypes of those that the stage receives and
+    sends; `received` is empty on the first stage, `sent` on the last. `group`: the pipeline's ranks; None: all ranks.
+    """
 
     waited_seconds = 0.0  # torch does not tell how long it waits
 
@@ -61,7 +63,7 @@ class TorchSchedule:
             output_args=tuple(map(_like, sent or [LOSS])), group=group or dist.group.WORLD,
         )  # fmt: skip
         self.stage.note = note  # type: ignore[method-assign]
-        # Losses are weighted already, so torch only has to sum the micro-batches' gradients.
+        # The losses are already weighted, so torch must only sum the micro-batches' gradients, not scale them.
         self.schedule = SCHEDULES[schedule](
             self.stage, self.num_micro_batches, loss_fn=lambda found, _: found[0], scale_grads=False
         )

@@ -1,8 +1,9 @@
-"""Messages between neighboring stages: activations up, gradients down, over gloo, each with a tag of its own.
+"""Messages between neighboring stages, over gloo: activations go to the stage above, gradients to the stage below. Each
+tensor has a tag of its own.
 
-Stages choose the order of passes while they run, so neighbors cannot agree on an order of messages beforehand. A thread
-for each direction receives several messages at once, so a stage can ask if one has arrived. Tensors go through the
-host's memory. All ranks know the shapes and dtypes of all messages before training.
+Stages choose the order of passes while they run, so neighbors cannot agree on an order of messages beforehand. For each
+direction a thread receives several messages at once, so that a stage can ask whether the next message has arrived.
+Tensors go through the host's memory. All ranks know the shapes and dtypes of all messages before training.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from torch import Tensor
 
 from methods.pipeline.stage import Spec, empty
 
-IN_FLIGHT = 4  # messages under way in a direction, as in the original
+IN_FLIGHT = 4  # most messages under way in one direction, as in the original Varuna
 TENSORS = 16  # most tensors of a message
 ACTIVATION, GRADIENT = 0, 1
 
 
 class LostPeer(RuntimeError):
-    """Another rank did not come, or has not sent what it should have sent."""
+    """Another rank did not come to the start, or did not send a message in time."""
 
 
 def tag_of(kind: int, number: int, index: int) -> int:
-    """Return the tag of a tensor of a micro-batch's message: no two messages under way have the same."""
+    """Return the tag of one tensor of a message. No two tensors under way between two ranks have the same tag.
+    `number`: the micro-batch's number. `index`: the tensor's place in the message."""
     return (number * TENSORS + index) * 2 + kind
 
 
 class Inbox:
-    """Receives messages of one kind from one rank, in the order of micro-batches."""
+    """Receives messages of one kind (activations or gradients) from one rank, in the order of micro-batches."""
 
     def __init__(self, peer: int, kind: int, limit_seconds: float) -> None:
         self.peer, self.kind, self.limit_seconds = peer, kind, limit_seconds
@@ -48,15 +50,16 @@ class Inbox:
         self.thread.start()
 
     def expect(self, messages: list[tuple[int, list[Spec]]]) -> None:
-        """Receive these messages: pairs of a micro-batch's number and the shapes and dtypes of its tensors."""
+        """Let the thread receive these messages, in this order. A message is described by its micro-batch's number and
+        the shapes and dtypes of its tensors."""
         self.expected.put(messages)
 
     def has_arrived(self) -> bool:
         return not self.arrived.empty()
 
     def take(self) -> list[Tensor]:
-        """Wait for the next message, and return its tensors. Raises LostPeer after the time limit, or the thread's
-        error."""
+        """Wait for the next message, and return its tensors. Raises LostPeer after `limit_seconds`; raises the error of
+        the thread, if the thread failed."""
         began = time.monotonic()
         try:
             found = self.arrived.get(timeout=self.limit_seconds)
@@ -97,7 +100,7 @@ class Inbox:
 
 
 class Outbox:
-    """Sends messages of one kind to one rank."""
+    """Sends messages of one kind (activations or gradients) to one rank."""
 
     def __init__(self, peer: int, kind: int) -> None:
         self.peer, self.kind = peer, kind
@@ -105,7 +108,8 @@ class Outbox:
         self.under_way: deque[list[tuple[Tensor, Any]]] = deque()
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """Send a message; wait for an earlier one if too many are under way."""
+        """Begin to send the message of micro-batch `number`. First, if IN_FLIGHT messages are under way, wait for the
+        earliest."""
         while len(self.under_way) >= IN_FLIGHT:
             self._wait()
         here = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
@@ -126,7 +130,7 @@ class Outbox:
 
 
 class Transport:
-    """A stage's messages: `below` and `above` are the ranks of its neighbors, None at an end of the pipeline."""
+    """All messages of a stage. `below`, `above`: ranks of the neighboring stages; None: there is no such stage."""
 
     def __init__(self, below: int | None, above: int | None, limit_seconds: float) -> None:
         self.activations_in = None if below is None else Inbox(below, ACTIVATION, limit_seconds)
@@ -136,7 +140,7 @@ class Transport:
 
     @property
     def waited_seconds(self) -> float:
-        """Return the seconds in which this stage could only wait for a neighbor."""
+        """Return the seconds for which this stage has waited for messages so far."""
         boxes = (self.activations_in, self.gradients_out, self.gradients_in, self.activations_out)
         return sum(box.waited_seconds for box in boxes if box)
 
@@ -153,9 +157,12 @@ class Transport:
 
 
 def place(limit_seconds: float, device: torch.device) -> tuple[int, int]:
-    """Return this process's rank and the number of ranks, after all ranks that torchrun's variables name have met. A
-    process without these variables is alone. Raises ValueError if the script's own process group cannot send host
-    memory."""
+    """Meet all ranks that torchrun's environment variables name; return this process's rank and the number of ranks. A
+    process without these variables is alone: return (0, 1).
+
+    Raises LostPeer if a rank does not come. Raises ValueError if the script has made a process group by itself that
+    cannot send tensors in host memory.
+    """
     if not dist.is_initialized():
         if "WORLD_SIZE" not in os.environ:
             return 0, 1
@@ -169,7 +176,8 @@ def place(limit_seconds: float, device: torch.device) -> tuple[int, int]:
 
 
 def join(timeout_seconds: float, backend: str = "gloo") -> None:
-    """Meet the other ranks that torchrun's variables name. Raises LostPeer that names the missing ones."""
+    """Make the process group with the other ranks that torchrun's environment variables name. Raises LostPeer, which
+    names the missing ranks, if some do not come within `timeout_seconds`."""
     limit, began = timedelta(seconds=timeout_seconds), time.monotonic()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, limit)
@@ -194,7 +202,8 @@ def leave() -> None:
 
 
 def _store(rank: int, limit: timedelta) -> Any:
-    """Return the store by which the ranks find one another: torchrun's, or else rank 0's."""
+    """Return the store by which the ranks find one another: that of torchrun's agent or, without an agent's store, one
+    that rank 0 opens. Raises LostPeer if it does not answer within `limit`."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_host = rank == 0 and not is_agents
@@ -209,8 +218,8 @@ def _store(rank: int, limit: timedelta) -> Any:
 
 
 def gathered(own: bytes, group: dist.ProcessGroup | None, device: str | torch.device = "cpu") -> list[bytes]:
-    """Return the bytes of each rank of the group, in the ranks' order; without a group only `own`. These are bytes,
-    because torch unpickles the objects that it gathers."""
+    """Return the bytes `own` of each rank of the group, in the ranks' order. Without a group return only this
+    process's. Objects are not gathered, because torch would unpickle them, which can run code."""
     if group is None:
         return [own]
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
