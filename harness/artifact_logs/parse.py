@@ -123,7 +123,7 @@ class RawLog:
     memory_mb: dict[str, float] = field(default_factory=dict)
     timers_ms: list[dict[str, float]] = field(default_factory=list)
     exit_iteration: int | None = None
-    ends: dict[int, str] = field(default_factory=dict)  # by index in ENDS: the line that tells of this early end
+    ends: dict[int, str] = field(default_factory=dict)  # by index in ENDS: the text in the log that tells of this end
 
 
 def read(path: Path) -> RawLog:

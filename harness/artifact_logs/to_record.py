@@ -99,7 +99,7 @@ def _workload(log: RawLog, doubts: list[str]) -> tuple[Workload, list[str]]:
     stated |= {name: scalar(log.arguments[word]) for word, name in FIELDS.items() if word in log.arguments}
     if log.vocab_size:
         stated["vocab_size"] = log.vocab_size
-    if "data_path" in log.arguments:  # without its folders, which could tell a person's name
+    if "data_path" in log.arguments:  # only the file's name: folders could tell a person's name
         stated["corpus"] = re.split(r"[/\\]", log.arguments["data_path"].strip("[]'\" "))[-1]
     if "params_dtype" in log.arguments:
         stated["dtype"] = PRECISIONS.get(log.arguments["params_dtype"], log.arguments["params_dtype"])

@@ -49,10 +49,11 @@ CHOSEN = {  # by option whose value `advise` chooses: the text that --help shows
 @click.pass_context
 def advise(context: click.Context, name: str | None, asked_methods: str, tokens: float | None, results: Path,
            facts: tuple[str, ...], methods_folder: tuple[Path, ...], as_json: bool, **words: Any) -> None:  # fmt: skip
-    """Decide how to train a model on a GPU: method, batch, micro-batches, sequence, disk; the call; what would help.
+    """Decide how to train a model on a GPU: method, batch, micro-batches, sequence length, disk. Print the call that
+    does it.
 
-    Options that are given keep their values; the others are chosen. A host of unknown memory is taken to have 64 GiB.
-    All numbers are computed, except those measured on this machine.
+    Options that are given keep their values; `advise` chooses the others. If a machine's host memory is not known, it
+    is taken to be 64 GiB. All numbers are computed, except those that were measured on this machine.
     """
     folders = tuple(path.resolve() for path in methods_folder)
     asked = Budget(words["device_memory"], words["host_memory"], words["disk_memory"])

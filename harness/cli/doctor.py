@@ -36,7 +36,7 @@ GB = 1e9
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to check and time.")
 @options.results
 def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
-    """Show what this machine has and what is missing, with the command that helps. Free space is that of the disk of
+    """Show what this machine has, what is missing, and the command that installs it. Free space is that of the disk of
     --results. Exit code 7: no method can run."""
     chosen = machine.devices()[0] if device == "auto" else device
     if chosen not in machine.devices():

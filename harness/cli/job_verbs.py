@@ -47,7 +47,7 @@ Examples:
               help="Write the trained weights and their config.json into a new folder, for transformers.")  # fmt: skip
 @place_options
 def run(**words: Any) -> None:
-    """Train by one method, several or all. A job that has a record is not run again (--rerun)."""
+    """Train by one method, several or all. A job that has a record is not run again, unless --rerun is given."""
     _train(words)
 
 
@@ -56,7 +56,7 @@ def run(**words: Any) -> None:
 @click.option("--out", type=FILE, metavar="FILE", help="Write the verdicts as a table in Markdown, methods by models.")
 @place_options
 def sweep(**words: Any) -> None:
-    """Train every combination of the lists given. A job that does not fit is a result, not an error."""
+    """Train every combination of the values given. A job that does not fit is a result, not an error."""
     _train(words, is_sweep=True)
 
 
@@ -64,7 +64,7 @@ def sweep(**words: Any) -> None:
 @job_options
 @click.option("--exact", is_flag=True, help="Add the exact device peak, from a rehearsal on tensors without memory.")
 def plan(exact: bool, **words: Any) -> None:
-    """Show what each method needs, and the largest depth that should fit. Trains nothing, allocates nothing."""
+    """Show what each method needs, and the largest depth that should fit. It trains and allocates nothing."""
     from harness.forecast import plan_table, published_laws
 
     folders, name = _folders(words), words["machine_name"]
@@ -120,10 +120,11 @@ def search(context: click.Context) -> None:
 @job_options
 @click.pass_context
 def largest(context: click.Context, of: str, **words: Any) -> None:
-    """Find the largest size that each method trains in these budgets, and what fails above it. The search's upper limit
-    is the -l, -b or --seq of the size that is searched, if given.
+    """Find the largest size that each method trains in these budgets, and what fails above it. If the option of the
+    searched size (-l, -b or --seq) is given, it is the search's upper limit.
 
-    Every probe is a run with a record: the same call continues an interrupted search, or shows the table.
+    Every probe is a run with a record. So the same call continues an interrupted search, or shows the table of a
+    finished one.
     """
     from harness.jobs.largest_size import FEWEST_STEPS, Probes, find, texts
 
@@ -175,10 +176,10 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
 @options.probe
 @options.as_json
 def case(**words: Any) -> None:
-    """Make a figure of the papers, or all: run what is missing, write the table, draw it.
+    """Make one figure of the papers, or all: run what is missing, write the table, draw the figure.
 
-    Three figures are not the papers' and not in `all`: 8, throughput over the number of ranks; 9, throughput over the
-    batch; and overlap, the copies that run behind compute in one step.
+    Three figures are not from the papers, and `all` leaves them out: 8, throughput over the number of ranks; 9,
+    throughput over the batch; and overlap, the copies that run at the same time as compute in one step.
     """
     from harness.evidence import collect
 
@@ -194,7 +195,7 @@ def case(**words: Any) -> None:
 @options.results
 @options.as_json
 def setup(results: Path, as_json: bool) -> None:
-    """Compile what the methods and the simulated device need, so that no later call waits for it."""
+    """Compile what the methods and the simulated device need, so that no later call waits for a compiler."""
     from harness.cli.demo import set_up
 
     check_writable(results)

@@ -179,7 +179,8 @@ def _fields(context: click.Context, name: str) -> dict[str, Any]:
 
 
 def leave_out_given(context: click.Context) -> None:
-    """Remove from each model's fields, in the values of the options, the fields whose own options the user gives."""
+    """Remove from the fields of each model of --model those that the user sets by an option such as -l, which counts
+    for all models."""
     if "model" in context.params:
         given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
         left_out = given - {*WITHOUT_OPTION}

@@ -94,8 +94,8 @@ def verify(results: Path, against: str | None, machine: str | None, as_json: boo
 def compare(words: tuple[str, ...], results: Path, baseline: str | None, as_json: bool) -> None:
     """Compare the throughput of A and B: each a record, a folder of results, a commit, or METHOD[:option=value,...].
 
-    Exit code 1: A and B cannot be compared. With --baseline also 5: A trains otherwise; 8: A trains the same, but
-    slower.
+    Exit code 1: A and B cannot be compared. With --baseline, also 5: A does not train like the baseline; 8: A trains
+    like the baseline, but slower.
     """
     from harness.evidence import baseline as held_against
     from harness.evidence.compare import run
@@ -141,10 +141,11 @@ def bundle(results: Path, out: Path | None) -> None:
 @options.results
 @options.added
 def add(source: Path, results: Path) -> None:
-    """Add results that others send to one's own. The results are checked, and judged again from their records.
+    """Take in results that others have sent. They are checked, judged again from their records, and kept beside one's
+    own.
 
-    FILE is an archive that `bundle` wrote, FOLDER a folder of results. Exit code 2: a part of the results is wrong, or
-    none is new; nothing was written.
+    FILE is an archive that `bundle` wrote, FOLDER a folder of results. Exit code 2: a file is wrong, or no record is
+    new; then nothing is written.
     """
     from harness.report.add import add as taken
 
@@ -156,7 +157,7 @@ def add(source: Path, results: Path) -> None:
 @click.option("--no-browser", is_flag=True, help="Print the notebook's address, and open no browser.")
 @click.option("--ip", default="localhost", help="Address that Jupyter listens on; in a container: 0.0.0.0.")
 def notebook(no_browser: bool, ip: str) -> None:
-    """Open the notebook of figures and claims in Jupyter, which is first installed into .venv."""
+    """Open the notebook of figures and claims in Jupyter. If Jupyter is missing, it is installed into .venv."""
     jupyter = ROOT / ".venv/bin/jupyter-lab"
     if not jupyter.exists() and not install_extra("notebook"):
         raise ValueError("Jupyter was not installed, see .venv.log; try again, or open notebooks/ae.ipynb elsewhere")

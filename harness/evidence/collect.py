@@ -88,7 +88,7 @@ class Campaign:
         self.numbers, self.used, self.methods = numbers, used, methods or method.names()
         self.sweep = Sweep(results, report=report, probe=probe)
         self.told = claims.load()
-        self.tried: list[tuple[Job, bool]] = []  # jobs that this call has tried; True: by a search
+        self.tried: list[tuple[Job, bool]] = []  # jobs that this call has tried, with True if by a search
         self.finished: list[Record] = []
 
     def run(self, seconds: float) -> None:

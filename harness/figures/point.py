@@ -69,8 +69,8 @@ class FigureRow:
     is_final: bool = True  # False: a largest size whose search has not yet found a size that fails
     is_judged: bool = True  # False: the call that made the run ended before the gate judged the run
     series: str = ""  # name of the row's bar or line, if a method has several
-    group: str = ""  # the row's place on an axis of names, such as a model or a pair of sizes
-    x: float | None = None  # the row's place on an axis of numbers
+    group: str = ""  # the row's place on an axis of names, such as a model; "" without such an axis
+    x: float | None = None  # the row's place on an axis of numbers; None without such an axis
     placement: str = ""  # numbers of layers of each kind, as --placement takes them
     clipping: str = ""
     num_steps: int | None = None  # number of timed steps of all processes together

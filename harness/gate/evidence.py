@@ -122,7 +122,7 @@ def least_device_bytes(job: Job) -> int:
     largest matrix. Several ranks may each take a part of the product. A method that cuts a matrix or a sample needs
     less than this bound."""
     load = job.workload
-    tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)  # batches of inputs and targets, int64
+    tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)  # int64 tokens; inputs and targets are copies
     matrix = load.anatomy.layer_matrix
     product = load.weight_bytes * (math.prod(matrix) + load.seq_len * sum(matrix))
     return tokens + product // job.world_size

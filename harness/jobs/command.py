@@ -1,4 +1,4 @@
-"""The command line that repeats a job."""
+"""Makes the command line that repeats a job."""
 
 from __future__ import annotations
 

@@ -135,8 +135,8 @@ class Probes:
         return next_planned(self._planned, size, self.job.world_size)
 
     def _planned(self, size: int) -> tuple[Job, Plan]:
-        """Return the job and the plan at this size, with the options that the method chooses for the room at this
-        size."""
+        """Return the job and the plan at this size. The method chooses its options for the room at this size. Raises
+        ValueError if this size has no plan."""
         workload = self.axis.grown(size)
         trained = method.create(self.job.method, self.job.options, self.sweep.folders)
         plan = trained.plan(workload, self._room_at(size))
@@ -243,7 +243,7 @@ def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
 
 
 def texts(result: dict[str, Any]) -> dict[str, str]:
-    """Return a row of the table as text for people."""
+    """Return a row of the table as text, by the heads of its columns."""
     mixed = f" (both passes and failures from {result['mixed'][0]} to {result['mixed'][-1]})" if result["mixed"] else ""
     is_deep = result["of"] == LAYERS
     found = params_text(result["num_params"]) if is_deep else str(result["tokens"])

@@ -1,4 +1,4 @@
-"""Progress of a sweep: a bar on a terminal, plain lines elsewhere and in notebooks, or JSON lines for programs."""
+"""Shows the progress of a sweep: a bar on a terminal, plain lines elsewhere, or lines of JSON for programs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MAX_TRIALS = 40
 
 
 class SizeOutcome(NamedTuple):
-    """The end of one probe."""
+    """The end of one probe, which is a run at one size."""
 
     passed: bool
     memory: str = ""  # the memory that was too small, such as device; empty if the probe passed

@@ -43,7 +43,7 @@ START_SECONDS = 120.0
 POLL_SECONDS = 0.5
 # number of the stream in the engine's frames; number by which this module marks the end of all streams
 STDOUT, ENDED = 1, -1
-# By method option that names a folder: its spelling on the command line.
+# Options of methods that name a folder, with their spelling on the command line. The job writes to a folder of WRITTEN.
 WRITTEN, READ = {"disk": "--disk", "checkpoint": "--option checkpoint"}, {"resume": "--resume"}
 SCRATCH = "/tmp"  # the only folder of the image that a job may write to; it is kept in memory
 # Folder that the image closes to the container's user. If a path that the container sees leads through this folder, an

@@ -24,7 +24,7 @@ class MachineChange(NamedTuple):
 class MachineSpan(NamedTuple):
     start: float
     end: float
-    samples_per_second: float  # only samples whose steps are not lost later
+    samples_per_second: float  # counts only samples of steps that are not repeated later
 
 
 def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[MachineChange]:

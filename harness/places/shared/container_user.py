@@ -81,7 +81,7 @@ class Exchange:
     def __init__(self, stem: Path) -> None:
         self.stem, self.outer = stem, stem.with_name(f"{PREFIX}{stem.name}")
         self.folder = self.outer / "results"
-        # why the record was not taken, or ""; names of other files that the job left
+        # `refused`: why the record was not taken, or "". `left`: names of other files that the job left.
         self.refused, self.left = "", list[str]()
         self.path = Path(f"{stem}.txt")
         self.path.touch()

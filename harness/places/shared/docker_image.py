@@ -1,4 +1,4 @@
-"""The verb `image`: build the image that --on docker runs jobs in, save and load it, and open a shell in it."""
+"""The verb `image`: builds the image that --on docker runs jobs in, saves and loads it, and opens a shell in it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def image(context: click.Context) -> None:
               help="Install from the wheels in this folder, without network; pip wheel -w DIR makes them.")  # fmt: skip
 @click.option("--build-arg", "given", multiple=True, metavar="NAME=VALUE", help="Set an ARG of docker/Dockerfile.")
 def build(device: str, name: str | None, base: str | None, wheelhouse: Path | None, given: tuple[str, ...]) -> None:
-    """Build the image from docker/Dockerfile with the pinned dependencies. The build takes some minutes, once."""
+    """Build the image from docker/Dockerfile with the pinned dependencies. The build takes some minutes."""
     client, name = engine(), name or default_image(device)
     values = dict(text.partition("=")[::2] for text in given) | {"DEVICE": device}
     from docker.errors import APIError
