@@ -26,7 +26,7 @@ SHELLS: dict[str, type[ShellComplete]] = {"bash": BashComplete, "zsh": _Zsh}
 @click.argument("shell", type=click.Choice(list(SHELLS)))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print a script by which a shell completes verbs, options and names. For use: eval "$(./run.sh completion bash)"."""
+    """Print a script by which a shell completes verbs, options and names: eval "$(./run.sh completion bash)"."""
     print(SHELLS[shell](context.find_root().command, {}, NAME, VARIABLE).source())
 
 

@@ -27,7 +27,7 @@ from harness.jobs.sweep import Sweep
 from harness.report import page
 from harness.run.prepare import prepare
 
-MOST_BUILD_SECONDS = 20  # the demo leaves out a method that compiles for longer, in seconds
+MOST_BUILD_SECONDS = 20  # seconds; the demo leaves out a method whose compilation takes longer
 QUICK_CASES = (3, 4, 5)  # numbers of cases that search no largest size
 
 

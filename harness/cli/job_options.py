@@ -208,8 +208,7 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
 
 
 def _budget(words: dict[str, Any], device: str = "") -> Budget:
-    """Return the job's budgets: those that options give, and otherwise those of the machine that --machine names, for
-    this device."""
+    """Return the job's budgets for this device: those that options give, else those of the machine that --machine names."""
     budget = (
         named_machines.load(words["machine_name"]).budget_on(device, words["dtype"])
         if words["machine_name"]

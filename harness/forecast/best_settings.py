@@ -12,7 +12,7 @@ from harness.forecast.resources import Forecast, compute_seconds
 
 MOST_TOKENS = 2**18  # most tokens of a step if the batch may be chosen
 NEAR = 0.97  # of the batches with at least this share of the highest speed, the smallest is chosen
-MORE = 1.02  # the number of micro-batches is doubled if this makes the step more than so many times as fast
+MORE = 1.02  # the number of micro-batches is doubled if the step then runs more than MORE times as fast
 WITHOUT_RATES = (4, 2, 1)  # batches to try if no speed can be predicted
 
 

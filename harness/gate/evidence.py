@@ -45,7 +45,7 @@ def flaw(record: Record) -> Flaw | None:
             return Flaw("not-finite", f"the loss is {loss} from step {step} on", {"step": step})
     if len(record.losses) != record.job.steps:
         return Flaw("incomplete", f"{len(record.losses)} of {record.job.steps} steps have a loss")
-    # A step that fp16 skips has a norm that is not finite. other_scales() compares which steps are skipped.
+    # Not in fp16: a step that fp16 skips has a norm that is not finite. other_scales() compares the skipped steps.
     if record.origin == "run" and record.job.workload.dtype != "fp16":
         for step, norm in enumerate(record.grad_norms, start=1):
             if norm is not None and not math.isfinite(norm):
