@@ -208,7 +208,8 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
 
 
 def _budget(words: dict[str, Any], device: str = "") -> Budget:
-    """Return the job's budgets for this device: those that options give, else those of the machine that --machine names."""
+    """Return the job's budgets for this device: those that options give, else those of the machine that --machine
+    names."""
     budget = (
         named_machines.load(words["machine_name"]).budget_on(device, words["dtype"])
         if words["machine_name"]

@@ -77,7 +77,8 @@ def folder_of(text: str, results: Path) -> Path:
 
 
 def select(text: str, results: Path, read: Callable[[Path], list[Record]] = records_of) -> pd.DataFrame:
-    """Return the repeats that a word names: a record's file, a folder, a commit or METHOD[:name=value,...]. A commit or a method names records in `results`. Raises ValueError if there are none."""
+    """Return the repeats that a word names: a record's file, a folder, a commit or METHOD[:name=value,...]. A commit or
+    a method names records in `results`. Raises ValueError if there are none."""
     path = Path(text)
     if path.is_file():
         return _repeats(frame.of([Record.read(path)]))

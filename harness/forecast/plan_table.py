@@ -29,7 +29,8 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
     row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in SIZES}}
     try:
         row["num_params"] = workload.num_params
-        # A plan for a machine with a GPU (page_locks) leaves dropout out: on a GPU, attention with dropout has a
+        # A plan for a machine with a GPU (page_locks) leaves dropout out: on a GPU, attention with dropout has a kernel
+        # of its own, which needs no more memory.
         kept = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
         room = machine.rank_room(dataclasses.replace(job, workload=kept))
         room = dataclasses.replace(room, page_locks=page_locks or room.page_locks)

@@ -241,7 +241,8 @@ def ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
         for name, theirs in reference.tensors.items()
         if record.tensors[name].get("left_out") == theirs.get("left_out")
     }
-    return {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours is not None and theirs}  # type: ignore
+    # type: ignore
+    return {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours is not None and theirs}
 
 
 def some(names: list[str]) -> str:

@@ -72,7 +72,8 @@ def _may(path: Path, bits: int) -> bool:
 
 
 class Exchange:
-    """The exchange folder of one job. The call that runs the job locks the job's log, so that other calls know that it is alive.
+    """The exchange folder of one job. The call that runs the job locks the job's log, so that other calls know that it
+    is alive.
 
     The constructor raises BlockingIOError if another call holds the lock. open() raises Unavailable if USER cannot own
     files in the folder of results.
