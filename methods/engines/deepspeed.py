@@ -32,7 +32,7 @@ FP16 = {  # the same rule as methods/shared/loss_scale.py
 
 
 def engine_config(workload: Workload, adam: str, zero: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for this job."""
+    """Return DeepSpeed's configuration for this job. `adam`: a key of ADAMS. `zero`: the entry zero_optimization."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch_size // num_ranks,
         "gradient_accumulation_steps": 1,
@@ -200,7 +200,7 @@ def build(kernel: str) -> None:
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
     with open(EXTENSIONS / "one_build", "w") as one_build:
         fcntl.flock(one_build, fcntl.LOCK_EX)
-        if is_built(kernel):  # another process has built it meanwhile
+        if is_built(kernel):  # another process has built the kernel while this one waited
             return
         for lock in EXTENSIONS.glob("*/lock"):
             lock.unlink()
@@ -241,8 +241,8 @@ def _compiled_as_one_file() -> Iterator[None]:
 
 
 def _inlined(file: Path, folders: list[str], seen: set[Path]) -> str:
-    """Return the file's text with its includes inserted, if they lie in its own folder or in `folders`. Each file is
-    inserted once, because many have no include guard."""
+    """Return the file's text. Included files that lie in the file's own folder or in `folders` are inserted. Each file
+    is inserted only once, because many have no include guard. `seen`: files inserted so far."""
     seen.add(file)
 
     def included(match: re.Match[str]) -> str:
@@ -328,13 +328,15 @@ def undrawn() -> Iterator[None]:
 
 
 def _groups(engine: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, and those of SuperOffload's second optimizer, which updates on the device."""
+    """Return the parameter groups of the optimizer and, with SuperOffload, of its second optimizer, which updates on
+    the device."""
     backup = getattr(engine.optimizer, "backup_optimizer", None)
     return [*engine.optimizer.param_groups, *(backup.param_groups if backup else [])]
 
 
 def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
-    """Yield the states one at a time: stage 3 gathers each on the device, which has no room for all of them."""
+    """Yield the weight and moments of one parameter at a time. Stage 3 gathers them on the device, which has no room
+    for those of all parameters. Close `needed` at the end."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):

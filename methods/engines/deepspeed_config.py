@@ -20,7 +20,7 @@ BUCKET_PARAMS = 50_000_000
 SUB_GROUP_PARAMS = 100_000_000  # parameters that stage 3 updates at once
 ADAMS = {  # each value of the option `adam`, with the name of this Adam in the fairness table
     "fused": "torch AdamW, fused, host",  # the default: needs no compiler
-    "deepspeed": "DeepSpeedCPUAdam",  # as fast, but must be compiled
+    "deepspeed": "DeepSpeedCPUAdam",  # as fast as `fused`, but must be compiled
     "published": "torch AdamW, op by op",  # as in the published artifact
 }
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
@@ -80,7 +80,7 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
         "stage3_prefetch_bucket_size": workload.layer_params,
         "stage3_param_persistence_threshold": 0,
         "stage3_max_live_parameters": workload.end_params + 2 * workload.layer_params,
-        "stage3_max_reuse_distance": 0,  # the default, 1e9 elements, keeps most of the model on the device
+        "stage3_max_reuse_distance": 0,  # elements; the default, 1e9, would keep most of the model on the device
         "sub_group_size": SUB_GROUP_PARAMS,
         "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
         "offload_param": {"device": "cpu", "pin_memory": on_gpu},
@@ -141,7 +141,7 @@ def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
     gathered = -(-gathered_params(workload) // num_ranks)
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)
     freed = each_page_locked(size, workload, room, num_ranks) if room.page_locks else 0
-    home = {  # on sim 24 (fp32) or 20 (bf16) bytes per parameter
+    home = {  # bytes on the host; on sim their sum is 24 (fp32) or 20 (bf16) bytes per parameter
         "weights": flat_groups(size, workload, room, num_ranks) + 4 * params,
         "gradients": sub_groups * page_locked(4 * SUB_GROUP_PARAMS, room) + page_locked(4 * rest, room),
         "optimizer": 8 * params,

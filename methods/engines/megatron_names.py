@@ -20,8 +20,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # values of model_type
 QKV, FIRST_OF_MLP = "self_attention.linear_qkv", "mlp.linear_fc1"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYERS = "decoder.layers."  # prefix of a layer's tensors in GPTModel; the layer's number follows
-BY_ROWS = ("embedding.word_embeddings", "output_layer", QKV, FIRST_OF_MLP)  # their rows are split over the ranks
-BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")  # the columns of their matrix are split over the ranks
+# Modules that tensor parallel ranks split: by the rows of all tensors, or by the columns of the matrix.
+BY_ROWS = ("embedding.word_embeddings", "output_layer", QKV, FIRST_OF_MLP)
+BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")
 
 Table = dict[str, list[str]]
 # The tables map each module of GPTModel to the harness's modules whose tensors it holds. *_LAYER: the modules of a

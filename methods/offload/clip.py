@@ -88,7 +88,7 @@ class Clip:
         norm = global_norm([norms[place] for place in self.order] if self.order else norms)
         self.total = self.device.ranks.norm(norm)
         if self.unclipped is not None:
-            self.total = self.total * self.unclipped  # a power of two, so no bit is lost
+            self.total = self.total * self.unclipped  # `unclipped` is a power of two here, so no bit is lost
         if self.max_norm:
             self.factor = clip_factor(self.total, self.max_norm)
         if self.unclipped is not None:

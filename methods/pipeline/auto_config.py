@@ -42,7 +42,7 @@ class ConfigRow:
     num_replicas: int
     chunk_size: int
     num_micro_batches: int
-    device_bytes: int  # bytes on the rank that needs most
+    device_bytes: int  # bytes of device memory on the rank that needs the most
     fits: bool
     cuts: tuple[int, ...]
     passes: tuple[dict[str, float], ...]  # seconds of each stage's passes

@@ -27,7 +27,7 @@ ALIVE_SECONDS = 5.0  # seconds between two messages that show the launcher that 
 
 @functools.cache
 def link() -> Link | None:
-    """Return the link; None in a process that no launcher started."""
+    """Return this process's link to its launcher; None in a process that no launcher has started."""
     told = os.environ.get(VARIABLE)
     return Link(**json.loads(told)) if told else None
 

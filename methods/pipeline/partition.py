@@ -13,7 +13,7 @@ from harness.core.rates import Rates
 from harness.forecast.resources import OPTIMIZER_BYTES, pass_seconds
 from methods.shared.memory_needs import saved_boundaries
 
-IN_FLIGHT = 4  # messages of one kind that a rank sends or receives at once
+IN_FLIGHT = 4  # most messages of one kind that a rank sends or receives at once, as in transport.py
 BUCKET_BYTES = 2**25  # bytes of gradients that replicas sum at once
 
 

@@ -33,7 +33,7 @@ class NumberedModule(nn.Module):
 
 
 class NotedStage(PipelineStage):
-    """torch's stage, with its passes noted for a trace."""
+    """torch's stage, which also records its passes for a trace, in the contexts that `note` returns."""
 
     note: Note = staticmethod(unnoted)
 
@@ -74,7 +74,7 @@ class TorchSchedule:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Run forward passes alone."""
+        """Run the forward passes of a step, without backward passes."""
         self.schedule.eval(target=torch.zeros(self.num_micro_batches), return_outputs=False)
 
     def close(self) -> None: ...

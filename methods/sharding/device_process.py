@@ -44,7 +44,7 @@ class Here:
 
     connection = None
     told = 0
-    peaks: dict[str, int] = {}  # noqa: RUF012 the harness reads this process's own peaks
+    peaks: dict[str, int] = {}  # noqa: RUF012 always empty, because the harness itself reads this process's peaks
 
     def __init__(self, worker: Worker, *, is_alone: bool = False) -> None:
         self.worker, self.is_alone = worker, is_alone

@@ -122,7 +122,7 @@ class Report:
 
     summary: dict[str, float]
     timeline: list[Turned]
-    failures: dict[str, str]  # traceback by name of the task
+    failures: dict[str, str]  # the traceback of each task that failed, by the task's name
 
 
 class ModelOrchestrator:

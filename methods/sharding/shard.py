@@ -1,5 +1,5 @@
-"""A model cut into shards: a shard's home in host memory, a slot for one shard on a device, and the copies between
-them.
+"""A model cut into shards. A shard's home is host memory; on a device there are slots for one shard each. This file has
+homes, slots and the copies between them.
 
 A shard is a run of consecutive layers. Its weights, its gradients and its optimizer's states lie in three slabs of
 bytes, and each slab is moved by one copy. A parameter of several shards, such as a tied embedding, lives in the first
@@ -69,7 +69,7 @@ class Shard:
         columns = [(f"{name} {key}", each.shape, each.dtype) for name in kept for key, each in kept[name].items()]
         self.states_at = Layout(columns)
         self.slabs: dict[str, Tensor] = {}  # slabs on the host, one for each part
-        self.sums: set[str] = set()  # parameters to whose gradient later shards add a share, at home
+        self.sums: set[str] = set()  # parameters to whose gradient on the host later shards add their share
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: list[nn.Parameter] = []
         self.optimizer: torch.optim.Optimizer | None = None

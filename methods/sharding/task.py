@@ -168,7 +168,8 @@ class Task:
         return Step(self.loss, self.norm)
 
     def fail(self, text: str) -> None:
-        """End this model's training. Its weights keep the values of its last update."""
+        """End this model's training, and that of its twin. The model's weights keep the values of the last update.
+        `text`: the traceback of the failure."""
         self.failure, self.next_unit, self.passed, self.kept = text, None, (), []
         if self.twin and not self.twin.failure:
             self.twin.fail(text)

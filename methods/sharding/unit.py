@@ -48,7 +48,7 @@ class Unit(NamedTuple):
     # gradients clipped by the shard's norm.
     update: str = "later"
     rehearses: bool = False  # True: the unit copies nothing to the host's slabs
-    part: int | None = None  # half of the batch, 0 or 1, with its own slab of gradients at home; None: the whole batch
+    part: int | None = None  # half of the batch, 0 or 1, with a host slab for its gradients; None: the whole batch
 
 
 class Result(NamedTuple):

@@ -40,9 +40,9 @@ def stored_numel(numel: int) -> int:
 
 
 def writable(disk: str | None) -> Path:
-    """Return the named folder, or the system's temporary one. Raises ValueError if the folder is not writable."""
+    """Return the folder `disk` (None: the system's temporary folder). Raises ValueError if it is not writable."""
     folder = Path(disk or tempfile.gettempdir())
-    try:  # a write, because permissions do not tell whether root can write, or anybody in a network folder
+    try:  # Try a write, because permissions are no sure sign: root ignores them, a network folder may have others.
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:

@@ -27,10 +27,11 @@ from methods.pipeline.launch.folder import Folder, step_line
 from methods.pipeline.launch.machines import MachineLine, Remote, is_here, read_list
 from methods.pipeline.launch.pace import Pace
 
-# Seconds between reads of the list of machines. A change counts when two reads agree: a file may be half written.
+# Seconds between reads of the list of machines. A change counts only when two reads in a row agree, because a single
+# read may find a half-written file.
 POLL_SECONDS = 0.25
 START_SECONDS = 60.0  # longest wait of the first round for agents that are starting; later rounds do not wait
-STOP_SECONDS = 180.0  # most seconds from SIGUSR1 to the end of the ranks, with their checkpoint
+STOP_SECONDS = 180.0  # most seconds that ranks may take from SIGUSR1 to their end, checkpoint included
 END_SECONDS = 10.0  # most seconds that an agent takes to end its ranks when told to end
 RETRY_SECONDS = 30.0  # seconds until a lost machine is tried again; the wait doubles with each try
 MOST_CRASHES = 3  # after so many crashes in a row without progress the job ends
@@ -405,7 +406,7 @@ class Launcher:
             self.say("the script has no handler of SIGUSR1: going on from an earlier checkpoint")
             return None
         if is_lost or (running.is_stopping and not own):
-            return None  # a lost machine has been reported already
+            return None  # the user has already been told of the lost machine
         if own and not killed:
             rank = min(own)
             text = running.errors.get(rank) or f"exit code {own[rank]}"

@@ -126,7 +126,8 @@ class Remote:
         """Make the agent end its ranks and then itself. Kill an agent that still runs after CLOSE_SECONDS."""
         with contextlib.suppress(BrokenPipeError):
             self.orders.close()
-        self.thread.join(CLOSE_SECONDS if self.pid else 0)  # an agent not forked yet ends as soon as it is forked
+        # Without a pid the agent is not forked yet, and will end as soon as it is: do not wait for it.
+        self.thread.join(CLOSE_SECONDS if self.pid else 0)
         if self.thread.is_alive() and self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
