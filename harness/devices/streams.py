@@ -185,6 +185,9 @@ class Device:
         """Page-lock host memory for this process's copies, until the device's context ends. Each process that shares
         the memory must lock it. Raises torch.OutOfMemoryError if not enough memory can be locked."""
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes(), 0))
+        if code:
+            with suppress(RuntimeError):  # CUDA tells the error again at the next launch: take it there, not later
+                torch.zeros((), device=self.name)
         if code == NO_MEMORY:
             raise torch.OutOfMemoryError(f"cannot page-lock {memory.nbytes()} bytes of host memory: CUDA error {code}")
         if code:  # such as 801 (not supported) or 712 (locked already): a smaller model would fail, too

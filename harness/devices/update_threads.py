@@ -55,7 +55,7 @@ class Workers:
             if not self._waiting:
                 return
             # If no gradient has landed yet, take the update that was requested first: its gradient will land first.
-            landed = (update for update in self._waiting if update.landed.query())
+            landed = (update for update in self._waiting if _may_begin(update.landed))
             update = next(landed, None) or min(self._waiting, key=lambda waiting: waiting.number)
             first, left = update.num_taken, update.num_chunks - update.num_taken
             # The first shares of an update are large, because taking a share costs time. The last shares are small, so
@@ -79,3 +79,12 @@ class Workers:
             update.done.set_exception(error)
         elif is_over:
             update.done.set_result(None)
+
+
+def _may_begin(landed: Any) -> bool:
+    """Return whether the gradient has landed, or the device has failed: work() then meets the device's error and hands
+    it to the update's future, on which others wait."""
+    try:
+        return bool(landed.query())
+    except RuntimeError:
+        return True

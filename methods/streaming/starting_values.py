@@ -35,8 +35,12 @@ def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str,
         initialize(pair for state in here for pair in state.to_draw(state.current))
         device = here[0].device
         pool = device.streams.pool(num_update_threads(device.name.type))
-        for kept in [pool.submit(state.keep_drawn, state.current) for state in here]:
-            kept.result()
+
+        def keep(state: LayerState) -> None:
+            with device.streams.use(device.compute):  # the stream that has copied what was drawn
+                state.keep_drawn(state.current)
+
+        list(pool.map(keep, here))
         pool.shutdown()
 
     def begin(state: LayerState, shelf: Shelf) -> Any:

@@ -280,6 +280,7 @@ class UserTraining:
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Continue from the result of state_dict(), of this class or of torch's AdamW. Load the model's own
         state_dict() first."""
+        self._check_stream()
         self.synchronize()
         places = {name: place for place, name in enumerate(self._optimized())}
         for state, parameters in self._parts() if given["state"] else ():
@@ -327,6 +328,7 @@ class UserTraining:
 
     def _take_weights(self, *_: Any) -> None:
         """Take over the weights that load_state_dict() has put into the model's parameters."""
+        self._check_stream()
         if self.user.names.keys() != {id(parameter) for parameter in self.user.model.parameters()}:
             raise ValueError("load_state_dict() replaced the model's parameters; try it without assign=True")
         for state, parameters in self._parts():

@@ -165,6 +165,27 @@ def test_only_a_lack_of_memory_to_lock_is_called_one(
     assert record.status == status and f"CUDA error {code}" in record.reason
 
 
+def test_a_lock_that_is_refused_leaves_no_error_for_the_next_launch(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    def launch(*sizes: Any, **words: Any) -> torch.Tensor:
+        if "device" in words and told:
+            told.clear()
+            raise RuntimeError("CUDA error: out of memory")
+        return zeros(*sizes, **words)
+
+    zeros = torch.zeros
+    cuda.register = lambda address, size, flags: told.append(2) or 2  # type: ignore[method-assign]
+    cuda.install(monkeypatch)
+    monkeypatch.setattr(torch, "zeros", launch)
+    with cuda.running(), Device("cuda", 1) as device:
+        with pytest.raises(torch.OutOfMemoryError, match="cannot page-lock"):
+            device.room(8, torch.float32, host=True)
+        assert len(device.room(8, torch.float32, host=False)) == 8
+
+
 def test_a_process_for_a_gpu_locks_the_homes_that_it_shares_and_takes_the_share_that_its_parent_may(
     gpu: FakeGpu, cuda: FakeCuda
 ) -> None:

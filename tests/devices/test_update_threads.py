@@ -26,6 +26,15 @@ class Landing:
         return self.happened.is_set()
 
 
+class Failed:
+    """An event of a device on which an earlier kernel has failed."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    synchronize = query
+
+
 @pytest.fixture(params=[1, 3])
 def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
     pool = Workers(ThreadPoolExecutor(request.param), request.param)
@@ -125,3 +134,11 @@ def test_an_update_that_fails_says_so_to_who_waits(workers: Workers) -> None:
     with pytest.raises(OSError, match="No space left"):
         workers.update(0, Landing(), 50, fail).result(SECONDS)
     workers.update(0, Landing(), 1, lambda first, last: None).result(SECONDS)
+
+
+def test_an_error_of_the_device_reaches_whoever_waits_for_an_update(one_worker: Workers) -> None:
+    failed = Failed()
+    updates = [one_worker.update(0, failed, 1, lambda first, last: failed.synchronize() and None) for _ in range(3)]
+    for update in updates:
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            update.result(SECONDS)

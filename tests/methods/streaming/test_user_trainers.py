@@ -438,3 +438,20 @@ def test_a_loop_on_another_stream_than_the_trainer_s_is_refused(monkeypatch: pyt
             with cuda.use(cuda.make_stream()), pytest.raises(ValueError, match=told):
                 trainer.step()
             trainer.step()
+            state = trainer.state_dict()
+            with cuda.use(cuda.make_stream()), pytest.raises(ValueError, match=told):
+                trainer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_starting_values_wait_for_the_stream_on_which_the_trainer_is_made(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(1).install(monkeypatch)
+    model = made("llama", dtype)
+    with cuda.running(), cuda.use(cuda.make_stream()):
+        model.to("cuda")
+        optimizer = optimizer_of(list(model.parameters()))
+        with StrongholdTrainer(model, model.layers, optimizer, device="cuda", placement="R2W"):
+            pass
+    assert [*cuda.broken] == []
