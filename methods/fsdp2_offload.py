@@ -63,6 +63,7 @@ class Fsdp2Offload(Method):
         from harness.core.model import whole
         from harness.devices.exchange import leave_others
         from harness.devices.streams import require_device
+        from methods.offload.clip import clip_factor, global_norm, norms_of
         from methods.shared.loss_scale import LossScale
 
         require_device(device, "FSDP2")
@@ -95,12 +96,20 @@ class Fsdp2Offload(Method):
             for step, (inputs, targets) in enumerate(batches, start=1):
                 loss = model(inputs.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank], scale.value)
                 loss.backward()
+                grads = [p.grad.to_local() for _, p in parameters]
                 if scale.is_used:
-                    torch._foreach_div_([p.grad.to_local() for _, p in parameters], scale.value)
-                norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip_norm or float("inf"))
+                    torch._foreach_div_(grads, scale.value)
+                # The reference's GPU sums a norm in a tree: one long sum on the host would be further off than the gate
+                # allows.
+                norm = global_norm(norms_of(grads, in_blocks=on_gpu))
+                if num_ranks > 1:
+                    square = norm.square()
+                    dist.all_reduce(square)
+                    norm = square.sqrt()
+                if workload.clip_norm:
+                    torch._foreach_mul_(grads, clip_factor(norm, workload.clip_norm))
                 for group in optimizer.param_groups:
                     group["lr"] = workload.learning_rate_at(step)
-                norm = norm.full_tensor()
                 is_skipped = scale.overflows(norm)
                 if not is_skipped:
                     optimizer.step()

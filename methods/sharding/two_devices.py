@@ -40,7 +40,7 @@ class First(Task):
             for shard in (shard for shard in self.shards if shard.trained):
                 grads = [shard.at_home(name, "grads") for name in shard.trained]
                 torch._foreach_add_(grads, [shard.at_home(name, "seconds") for name in shard.trained])
-                self.norms |= zip(shard.trained, norms_of(grads), strict=True)
+                self.norms |= zip(shard.trained, norms_of(grads, in_blocks=True), strict=True)
         return super()._join()
 
 

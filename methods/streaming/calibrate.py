@@ -22,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates are timed:
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 32 * 2**20
 SUMMED_BYTES, NUM_SUMS = 32 * 2**20, 8
+UPDATES_AT_ONCE = 16  # updates on the device that are timed together
 SETTINGS = published_settings(1e-4)
 ENOUGH_SECONDS = 1.0  # the call that gives a number is repeated for about this long
 
@@ -186,7 +188,7 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
 
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
     """Return the rates of updates on the device, in parameters a second: of a resident layer, and of a streamed layer
-    in its slot, copy home included.
+    in its slot. UPDATES_AT_ONCE updates are timed together, because the launch of one takes a GPU as long as its work.
     """
     here = LayerState.of_model(device, workload, 0, host=False)
     home = LayerState.of_model(device, workload, 0, host=True, streamed=True)
@@ -195,7 +197,13 @@ def on_device(device: Device, workload: Workload) -> dict[str, float]:
         "on_device": lambda: here.update(SETTINGS, None),
         "streamed": lambda: home.adamw(grads, slot.state, slot.state, home.chunks, step, None),
     }
-    return {name: workload.layer_params / median_seconds(device, update) for name, update in updates.items()}
+
+    def several(update: Callable[[], Any]) -> None:
+        for _ in range(UPDATES_AT_ONCE):
+            update()
+
+    params = UPDATES_AT_ONCE * workload.layer_params
+    return {name: params / median_seconds(device, partial(several, update)) for name, update in updates.items()}
 
 
 def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare: bool = False) -> list[LayerState]:
