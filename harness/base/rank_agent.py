@@ -1,7 +1,9 @@
-"""Starts this machine's ranks, watches them, and ends them, round after round. Imports torch only for the ranks' store.
+"""Starts this machine's ranks, watches them, and ends them together. This is one round; an agent may run several
+rounds.
 
-An agent forks ranks from its own process, which has imported torch, so they start at once. The agent has only one
-thread whenever it forks, so that forking is safe. The system kills ranks whose agent ends.
+An agent forks the ranks from its own process. If it has imported torch before, its ranks need not. The agent has only
+one thread whenever it forks, because a fork of a process with several threads is not safe. If an agent ends, the system
+kills its ranks.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ from typing import Any, NamedTuple, NoReturn
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-GRACE_SECONDS = 1.5  # wait after a rank's failure, in case another rank's end shows that it failed first
-INTERRUPT_SECONDS = 15.0  # wait for interrupted ranks to end by themselves; then they are killed
+GRACE_SECONDS = 1.5  # from a rank's failure until the others are killed; meanwhile their own failures may be seen
+INTERRUPT_SECONDS = 15.0  # seconds from an interrupt until ranks that have not ended by themselves are killed
 Work = Callable[[int], int]  # gets the descriptor of the rank's pipe to the agent, returns the rank's exit code
 
 
 class Rendezvous(NamedTuple):
-    """Where a round's ranks meet: at the store of the first node's agent."""
+    """The place where the ranks of a round meet: the store of the first node's agent, at this address and port."""
 
     address: str = LOOPBACK
-    port: int = 0  # 0: the system chooses one
+    port: int = 0  # 0: the system chooses a port
     node: int = 0  # number of this agent's node
     is_one_machine: bool = True
     run_id: str = "alone"
 
     def variables(self, rank: int, local_rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
-        """Return torchrun's variables for a rank. Ranks on one machine use the loopback network device alone, unless
-        the caller's environment names another device."""
+        """Return the environment variables that torchrun would set for this rank. If all ranks are on one machine, they
+        use only the loopback network device, unless the caller's environment names another device."""
         found = {
             "RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size,
             "GROUP_RANK": self.node, "MASTER_ADDR": self.address, "MASTER_PORT": self.port,
@@ -51,28 +53,30 @@ class Rendezvous(NamedTuple):
 
 
 class Rank:
-    """A process that this agent forked."""
+    """A rank's process, which this agent has forked. `told`: descriptor from which the agent reads what the rank writes
+    into its pipe; -1 after the pipe's end. `end`: pidfd of the process."""
 
     def __init__(self, number: int, pid: int, told: int) -> None:
         self.number, self.pid, self.told = number, pid, told
         self.end = os.pidfd_open(pid)
 
     def signal(self, kind: int) -> None:
-        """Send the signal to the rank and to the processes that it started."""
+        """Send a signal to the rank and to the other processes of its group, which it has started."""
         for send in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
                 send(self.pid, kind)
 
 
 class RankAgent:
-    """The ranks of one round at a time. Subclasses handle the ranks' messages, their exit codes, and signals; a signal
-    itself ends neither the agent nor its ranks. `private`: descriptors that ranks must not hold."""
+    """Runs the ranks of one round at a time. Subclasses decide how to handle the ranks' messages, the ranks' exit codes
+    and signals; SIGINT and SIGTERM by themselves do not end the agent. `private`: descriptors of the agent that its
+    ranks must close."""
 
     def __init__(self, private: Iterable[int] = ()) -> None:
         self.private = list(private)
         self.ranks: dict[int, Rank] = {}
         self.listener: socket.socket | None = None  # socket at which the next round's ranks will meet
-        self.store: Any = None  # torch's store, through which ranks find one another; the store has a thread
+        self.store: Any = None  # torch's store, through which ranks find each other; it runs a thread of the agent
         self.waiting = selectors.DefaultSelector()
         noticed, noticing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.private += [noticed, noticing]
@@ -82,31 +86,34 @@ class RankAgent:
             signal.signal(kind, ignore)
 
     def told(self, rank: int, data: bytes) -> None:
-        """Take the data that a rank wrote into its pipe: whole lines, if the rank writes whole lines of at most 4096
-        bytes."""
+        """Handle data that a rank has written into its pipe. The data are whole lines if the rank writes one whole line
+        of at most 4096 bytes at a time."""
 
     def exited(self, rank: int, code: int) -> None:
-        """Take the exit code of a rank; a rank that this agent killed has the code -9, too."""
+        """Handle the exit code of a rank. A rank that this agent has killed has the exit code -9."""
 
     def signalled(self, kinds: bytes) -> None:
-        """Take the numbers of the signals that arrived."""
+        """Handle signals. `kinds`: the numbers of the signals that arrived, one byte each."""
 
     def watch(self, descriptor: int, then: Callable[[], Any]) -> None:
-        """Call `then` whenever the descriptor has something to read."""
+        """From now on, call `then` in each turn() in which the descriptor has data to read or has been closed at its
+        other end."""
         self.waiting.register(descriptor, selectors.EVENT_READ, then)
 
     def turn(self, seconds: float) -> None:
-        """Wait for events, at most this many seconds, and handle all that arrived."""
+        """Wait for events (data, ends of ranks, signals) at most this many seconds, and handle those that have
+        arrived."""
         for key, _ in self.waiting.select(seconds):
-            if key.fileobj in self.waiting.get_map():  # an earlier handler may have closed this one
+            if key.fileobj in self.waiting.get_map():  # an earlier handler may have closed it
                 key.data()
 
     # ---- A round
 
     def listen(self, address: str = LOOPBACK, port: int = 0) -> tuple[str, int]:
-        """Open the socket at which the next round's ranks meet; return its address and port. The socket listens at this
-        address alone or, if the address is only Slurm's name of a node, at the machine's own name. Port 0 lets the
-        system choose. Raises OSError if this machine cannot listen there."""
+        """Open the socket at which the ranks of the next round will meet; return its address and port. The socket
+        listens at `address` only. If `address` cannot be resolved, because it is only Slurm's name of this node, the
+        machine's own name is used. Port 0: the system chooses a port. Raises OSError if this machine cannot listen
+        there."""
         try:
             family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         except socket.gaierror:
@@ -116,8 +123,8 @@ class RankAgent:
         return address, self.listener.getsockname()[1]
 
     def fork(self, works: Mapping[int, Work]) -> None:
-        """Start a rank for each number, with its work. Then serve the ranks' store if listen() was called here; nothing
-        unpickles the store's bytes."""
+        """Start a rank for each number in `works`; the rank does the number's work. Then, if listen() was called, serve
+        the ranks' store at its socket. The store is safe to serve: nothing unpickles the bytes that it gets."""
         for number, work in works.items():
             told, tells = os.pipe()
             pid = _fork(f"rank {number}", partial(self._work, work, tells, [told]))
@@ -133,12 +140,12 @@ class RankAgent:
             self.store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
 
     def kill(self) -> None:
-        """End the round: kill the remaining ranks and the processes that they started, and close the store."""
+        """End the round: kill the remaining ranks and the processes that these have started, and close the store."""
         for rank in self.ranks.values():
             rank.signal(signal.SIGKILL)
         for rank in [*self.ranks.values()]:
             self._ended(rank)
-        self.store = None  # ends the store's thread
+        self.store = None  # this ends the store's thread
         if self.listener:
             self.listener.close()
             self.listener = None
@@ -152,7 +159,7 @@ class RankAgent:
             rank.told = -1
 
     def _ended(self, rank: Rank) -> None:
-        rank.signal(signal.SIGKILL)  # kills the rank's children; the system reuses no process number before waitpid()
+        rank.signal(signal.SIGKILL)  # for the rank's children; until waitpid() the rank's number cannot be reused
         code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
         while rank.told >= 0:
             self._relay(rank)
@@ -162,9 +169,10 @@ class RankAgent:
         self.exited(rank.number, code)
 
     def _work(self, work: Work, tells: int, others: list[int]) -> NoReturn:
-        """Do a rank's work in this process, which is a new fork, and end it."""
+        """Do a rank's work in this process, which is a new fork, and end this process with the rank's exit code.
+        `tells`: the rank's end of its pipe; `others`: descriptors to close."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.set_wakeup_fd(-1)  # ranks ignore SIGTERM, which reaches all processes: the agent handles it
+        signal.set_wakeup_fd(-1)  # SIGTERM may reach ranks, too; they still ignore it, because the agent handles it
         self.waiting.close()
         if self.listener:
             self.listener.close()
@@ -188,21 +196,23 @@ class RankAgent:
 
 
 class OneRound(RankAgent):
-    """Runs a single round of ranks, until all have ended, or until soon after one has failed. SIGINT and SIGTERM
-    interrupt the round. `hear` takes the ranks' messages."""
+    """Runs one round of ranks. The round ends when all ranks have ended, or GRACE_SECONDS after a rank has failed.
+    SIGINT and SIGTERM interrupt the round. `hear` is called with a rank's number and the data that the rank has
+    written."""
 
     def __init__(self, hear: Callable[[int, bytes], Any], private: Iterable[int] = ()) -> None:
         super().__init__(private)
         self.hear = hear
         self.failed: dict[int, int] = {}
         self.is_interrupted = False
-        self.limit = math.inf  # time at which the remaining ranks are killed
+        self.limit = math.inf  # time.monotonic() at which the remaining ranks are killed
 
     def meet(
         self, work: Callable[[dict[str, str], int], int], num_local: int, world_size: int, there: Rendezvous
     ) -> dict[int, int]:
-        """Run this node's ranks as run() does. `work` gets a rank's variables and its pipe's descriptor; `there`: where
-        the ranks of all nodes meet."""
+        """Run the ranks of this node and return as run() does. `work` gets a rank's environment variables and the
+        descriptor of the rank's pipe. `num_local`: number of ranks of each node; `there`: where the ranks of all nodes
+        meet."""
         if there.node == 0:
             address, port = self.listen(there.address, there.port)
             there = there._replace(address=address, port=port)
@@ -212,9 +222,9 @@ class OneRound(RankAgent):
         })  # fmt: skip
 
     def run(self, works: Mapping[int, Work]) -> dict[int, int]:
-        """Run ranks to their ends. Return the exit codes of the ranks that failed by themselves, before this agent
-        killed or interrupted them, in the order seen."""
-        self.turn(0)  # handle a signal from before the round
+        """Run the ranks until the round ends. Return the exit codes of the ranks that failed by themselves, before this
+        agent killed or interrupted them, in the order in which the agent saw the failures."""
+        self.turn(0)  # handle a signal that came before the round
         if not self.is_interrupted:
             self.fork(works)
         while self.ranks and (left := self.limit - time.monotonic()) > 0:
@@ -224,7 +234,8 @@ class OneRound(RankAgent):
         return failed
 
     def interrupt(self) -> None:
-        """Let the ranks end by themselves, as at Ctrl-C."""
+        """Send SIGINT to the ranks, so that they end by themselves. Ranks that still run after INTERRUPT_SECONDS are
+        killed."""
         if not self.is_interrupted:
             self.is_interrupted, self.limit = True, time.monotonic() + INTERRUPT_SECONDS
             for rank in self.ranks.values():
@@ -248,11 +259,13 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def ignore(number: int, frame: Any) -> None:
-    """A signal handler that does nothing. Programs that this process starts inherit SIG_IGN, but not this handler."""
+    """A signal handler that does nothing. It is used instead of SIG_IGN, because programs that this process starts
+    would inherit SIG_IGN."""
 
 
 def _fork(name: str, work: Callable[[], NoReturn]) -> int:
-    """Fork a child that is killed when this process ends, however it ends; ps and top show its name."""
+    """Fork a child process that does `work`; return its number. The system kills the child when this process ends, even
+    by a signal. The commands ps and top show the child as `name`."""
     parent = os.getpid()
     pid = os.fork()
     if pid:

@@ -1,7 +1,8 @@
-"""Registries: the entries of a kind, such as methods or machines, by name.
+"""Registries. A registry finds the entries of one kind, such as methods or machines, by name.
 
-A new file adds a method, a case, a place, machines or claims. The project's own entries lie in one folder or file;
-entries that a call adds (--methods, --cases, --machines, --claims) are known until the call ends.
+A method, a case, a place, a file of machines or a file of claims is added by a new file; no list has to be changed. The
+project's own entries of a kind lie in one folder or file. A call may add others by --methods, --cases, --machines or
+--claims; these are known until the call ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Name = TypeVar("Name", str, int)
 
 
 class Registry:
-    """The folders or files that hold entries of one kind; `own`: this project's folder or file."""
+    """The folders or files that hold the entries of one kind. `kind`: the word for an entry, such as method; `own`:
+    this project's folder or file."""
 
     def __init__(self, kind: str, own: Path) -> None:
         self.kind, self.own = kind, own
@@ -32,16 +34,16 @@ class Registry:
         return (self.own, *self.added)
 
     def add(self, places: Iterable[Path]) -> None:
-        """Search these folders or files, too, until forget()."""
-        self.added += (place.absolute() for place in places)  # keep links as links
+        """Search these folders or files, too, until forget() is called."""
+        self.added += (place.absolute() for place in places)  # absolute() does not resolve symbolic links
 
     def forget(self) -> None:
         self.added.clear()
 
 
 class FileRegistry(Registry, Generic[Name]):
-    """A registry whose entries are Python files in folders. `name_of` maps a file's name to the entry's name, or to
-    None if the file is no entry."""
+    """A registry whose entries are Python files in folders. `package`: the package of the project's own entries.
+    `name_of` returns, for a file's name without .py, the entry's name, or None if the file is no entry."""
 
     def __init__(self, kind: str, package: ModuleType, name_of: Callable[[str], Name | None]) -> None:
         super().__init__(kind, Path(package.__path__[0]))
@@ -49,13 +51,13 @@ class FileRegistry(Registry, Generic[Name]):
         self.name_of: Callable[[str], Name | None] = name_of
 
     def files(self, folders: Sequence[Path] = ()) -> dict[Name, Path]:
-        """Return the files by entry name, those in `folders` included. Raises ValueError if two files have one name, or
-        a folder is missing."""
+        """Return the file of each entry, by the entry's name. The files in `folders` are included. Raises ValueError if
+        two entries have the same name, or if a folder is missing."""
         return _files(self, (*self.places, *folders))
 
     def module(self, file: Path) -> Any:
-        """Import an entry's file as a module of the package; other files in its folder can then be imported, too.
-        Raises ValueError, one line, if the file does not load."""
+        """Import the file of an entry as a module of the package, and return the module. From then on, other files in
+        the same folder can be imported, too. Raises ValueError, one line, if the import fails."""
         if str(file.parent) not in self.package.__path__:
             self.package.__path__.append(str(file.parent))
         name = f"{self.package.__name__}.{file.stem}"
@@ -64,8 +66,8 @@ class FileRegistry(Registry, Generic[Name]):
         return imported(name, file)
 
     def class_in(self, file: Path, base: type) -> Any:
-        """Return the subclass of `base` that the file defines; None if there is not exactly one, or if it lacks
-        functions that `base` requires. Raises ValueError, one line, if the file does not load."""
+        """Return the subclass of `base` that the file defines. Return None if the file does not define exactly one, or
+        if this class lacks a function that `base` requires. Raises ValueError, one line, if the import fails."""
         module = self.module(file)
         own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
         found = [item for item in own if issubclass(item, base)]
@@ -81,6 +83,6 @@ def _files(registry: FileRegistry[Any], folders: tuple[Path, ...]) -> dict[Any, 
             raise ValueError(f"expected a folder of {kind}s, got {folder}; try --{kind}s FOLDER")
         for path in sorted(folder.resolve().glob("[!_]*.py")):
             name = registry.name_of(path.stem)
-            if name is not None and found.setdefault(name, path) != path:  # two entries of one name
+            if name is not None and found.setdefault(name, path) != path:  # two files give the same name
                 raise ValueError(f"expected one file of {kind} {name}, got {found[name]} and {path}; try another name")
     return found

@@ -1,5 +1,5 @@
-"""Writes a file or a folder whole or not at all. A killed writer leaves a temporary file or folder; a later writer in
-the same place removes it."""
+"""Writes a file or a folder whole or not at all. If a writer is killed, its temporary file or folder stays, and the
+next writer in the same place removes it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ UNFINISHED = ".unfinished"  # ending of a temporary file's name
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Replace the file at once: a reader sees the old file or the new one, even if this process is killed. Raises
-    ValueError if the path is not a file, and OSError with the path if it cannot be written."""
+    """Write the file `path`, or replace it in one moment: a reader sees the whole old file or the whole new one, even
+    if this process is killed. Raises ValueError if `path` is a folder, a link or a device, and OSError that names
+    `path` if it cannot be written."""
     check_replaceable(path)
     _remove_left(path.parent)
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with open(temporary, "xb") as file:
-            with contextlib.suppress(OSError):  # without locks on this file system _remove_left() removes nothing
+            with contextlib.suppress(OSError):  # a file system may have no locks; then _remove_left() removes nothing
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
             file.flush()
@@ -40,13 +41,14 @@ def write_whole(path: Path, data: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Make a new folder whole or not at all: yield a temporary folder beside it, which is renamed at the end. Raises
-    ValueError if the name is taken by anything but an empty folder."""
+    """Make a new folder whole or not at all. Yield a temporary folder beside it, to be filled within the context; at
+    the end the temporary folder is renamed to `folder` or, after an error, removed. Raises ValueError if the name is
+    taken by anything but an empty folder."""
     check_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{glob.escape(folder.name)}.*{UNFINISHED}"):
         with contextlib.suppress(OSError), _locked(left):
-            if any(left.iterdir()):  # the writer of an empty folder may not have locked it yet
+            if any(left.iterdir()):  # an empty folder may have a writer that has not locked it yet
                 shutil.rmtree(left)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
     temporary.mkdir()
@@ -58,12 +60,12 @@ def whole_folder(folder: Path) -> Iterator[Path]:
                     os.fsync(file.fileno())
             temporary.rename(folder)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # gone already, unless something failed
+            shutil.rmtree(temporary, ignore_errors=True)  # it still exists only after an error
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises BlockingIOError if another process holds it."""
+    """Hold the folder's lock within this context. Raises BlockingIOError if another process holds the lock."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,8 +75,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove the temporary files whose writers were killed. A writer locks its file before it writes, so an empty file
-    may belong to a writer that has not locked it yet."""
+    """Remove the temporary files in `folder` whose writers were killed: those that nobody locks. An empty file stays,
+    because its writer, which locks the file before writing, may not have locked it yet."""
     for left in folder.glob(f".*{UNFINISHED}"):
         with contextlib.suppress(OSError), open(left, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,8 +85,8 @@ def _remove_left(folder: Path) -> None:
 
 
 def own_folder(folder: Path) -> Path:
-    """Make a folder whose name the harness chooses, if it is missing. Raises ValueError if the name is a link, which
-    would lead the files elsewhere."""
+    """Make the folder `folder`, whose name the harness has chosen, if it is missing, and return it. Raises ValueError
+    if the name is a symbolic link, because files would then be written elsewhere."""
     if folder.is_symlink():
         raise ValueError(f"{folder}: expected a folder, got a symbolic link; remove it")
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +100,8 @@ def check_new(folder: Path) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise ValueError if this is the name of a device file, a link or a folder, which nobody means to replace."""
+    """Raise ValueError if `path` is a device file, a pipe, a link or a folder. Nobody means to replace these by a
+    file."""
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
