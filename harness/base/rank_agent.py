@@ -25,7 +25,9 @@ from typing import Any, NamedTuple, NoReturn
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-GRACE_SECONDS = 1.5  # from a rank's failure until the others are killed; meanwhile their own failures may be seen
+# Seconds from a rank's failure until the other ranks are killed. In this time another rank may end and so show that it
+# failed first.
+GRACE_SECONDS = 1.5
 INTERRUPT_SECONDS = 15.0  # seconds from an interrupt until ranks that have not ended by themselves are killed
 Work = Callable[[int], int]  # gets the descriptor of the rank's pipe to the agent, returns the rank's exit code
 

@@ -124,7 +124,7 @@ class End:
 
     phase: str
     code: int = 0  # exit code of the process; -N: signal N ended it
-    stopped: str = ""  # the parent's reason to stop the worker: "deadline", "silence", "interrupt"
+    stopped: str = ""  # the parent's reason to stop the worker: "deadline", "silence", "interrupt"; "": not stopped
     seconds: float = 0.0  # time limit of the run
     oom_kills: int = 0  # processes that the kernel killed in the worker's memory group during the run
     owns_group: bool = False  # True: the memory group held this worker alone
@@ -157,7 +157,7 @@ def of_process(end: End) -> Failure:
     name = "signal" if number in set(signal.Signals) else "exit"
     told = f"ended by {signal.Signals(number).name}" if name == "signal" else f"exit {end.code} without a result"
     advice = "its log has what it printed last"
-    if not end.code:  # a worker with a result exits with 0; a crash does not
+    if not end.code:  # code 0 without a record: the method has ended the process
         advice = f"look for sys.exit() and os._exit() in the method's file; {advice}"
     return ended("crash", name, f"{told} at {end.phase}; {advice}", **seen)
 

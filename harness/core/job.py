@@ -1,7 +1,6 @@
 """The values that describe a run: Workload, Budget, Room, Plan and Job. They need no torch and allocate no tensors.
 
-Units: bytes, seconds, parameters. GiB = 2**30, 1 B = 10**9 parameters.
-"""
+Units: bytes, seconds, parameters. GiB = 2**30, 1 B = 10**9 parameters."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ NUM_INNER = 2**29
 class Workload:
     """A model, its optimizer and its data: the training that all methods share.
 
-    Raises ValueError for values that make no model; its one line names the allowed values.
-    """
+    Raises ValueError for values that make no model; its one line names the allowed values."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -162,8 +160,7 @@ class Workload:
         embedding's look-up and elementwise operations do not count.
 
         A recompute that stops before a layer's last matrix product saves 8 D^2 operations for each token and layer;
-        this number includes them. Blocks of tokens are recomputed twice: with the whole layer, then one at a time.
-        """
+        this number includes them. Blocks of tokens are recomputed twice: with the whole layer, then one at a time."""
         return self.num_layers * (4 * self.layer_flops + self.repeated_flops) + self.head_flops_per_step
 
     @property
@@ -243,8 +240,7 @@ class Workload:
 
     @property
     def working_bytes(self) -> int:
-        """Most bytes that a step takes at one time; data kept for every layer is not included. Tests compare this
-        number with memory rehearsals."""
+        """Most bytes that a step takes at one time, beside data kept for every layer; rehearsals test this number."""
         waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # of other micro-batches
         return max(self.head_bytes, self.layer_bytes + waiting) + self.given_bytes
 

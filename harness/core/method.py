@@ -1,8 +1,7 @@
 """The contract of a method, and the functions that find methods: each file directly in a folder of methods is one.
 
 A method is a frozen dataclass in a file of its own name. The file must not import torch or an engine at the top,
-because the parent process loads it only to read its label and to ask for a plan; train() imports such packages.
-"""
+because the parent process loads it only to read its label and to ask for a plan; train() imports such packages."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class Method(ABC):
     A method that trains in several processes has an option world_size, 1 by default. Each process runs train() with
     torchrun's environment variables. It gets the whole batch, trains on its own part of the batch, and yields the loss
     of the whole batch; rank 0 returns the whole tensors. plan() counts the bytes of one rank. A method that trains
-    several models (Job.workloads()) has the option num_models, 1 by default, and may have num_batch_sizes.
-    """
+    several models (Job.workloads()) has the option num_models, 1 by default, and may have num_batch_sizes."""
 
     label: ClassVar[str]  # default: the name of the method's file
     color: ClassVar[str] = "#888888"  # in figures of the runs
@@ -149,8 +147,7 @@ class Method(ABC):
         """Train with settled options on each (inputs, targets) batch, (B, T) token ids on the device.
 
         Yield each step before taking the next batch, because the step's time ends at the yield. Return when every
-        update is done. len(batches) may work, but need not. Raises Unavailable, or torch's OutOfMemoryError.
-        """
+        update is done. len(batches) may work, but need not. Raises Unavailable, or torch's OutOfMemoryError."""
 
     def missing(self, device: str) -> str | None:
         """Describe what the method lacks on this device, such as a package, and how to get it; None: nothing."""

@@ -21,8 +21,7 @@ from harness.core.job import Job
 
 SCHEMA_VERSION = 1
 SPEED = "samples_per_second"
-# The statuses that count as results. When a call asks for a job again, a job with such a status is not run again; a job
-# with any other status is.
+# The statuses that count as results: a job with a result is not run again when a later call asks for the job.
 RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
 STATUSES = (*RESULTS, "timeout", "killed", "crash", "unavailable", "interrupted")
 ONCE_IN_BUDGETS = ("rates", "page_locks")
@@ -93,7 +92,7 @@ class Record:
     predicted: dict[str, Any] = field(default_factory=dict)  # the plan: bytes by memory and kind, least step_seconds
     limits: dict[str, str] = field(default_factory=dict)  # the mechanism that enforces each limit of the budget
     moved_bytes: int = 0  # bytes moved between device and host in all steps, both directions together
-    schedule: ScheduleFacts = field(default_factory=dict)  # if several models trained: num_models, makespan, bound, use
+    schedule: ScheduleFacts = field(default_factory=dict)  # facts of a run of several models or after a checkpoint
     data_sha256: str = ""  # hash of the samples that the run trained on
     kernels: list[str] = field(default_factory=list)  # attention and optimizer kernels that the second step ran
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing_extensions import NotRequired, Required, TypedDict  # noqa: UP035 - typing's, before Python 3.12, pydantic refuses
+from typing_extensions import NotRequired, Required, TypedDict  # noqa: UP035 pydantic refuses typing's before Python 3.12
 
 from harness.base.checked_data import OTHER_FIELDS
 

@@ -180,7 +180,7 @@ def _version(name: str) -> str:
     return " ".join(metadata.version(each) for each in sorted(set(_distributions().get(name, ()))))
 
 
-@functools.cache  # reads the metadata of every installed package
+@functools.cache  # because this call reads the metadata of every installed package
 def _distributions() -> Mapping[str, list[str]]:
     return metadata.packages_distributions()
 

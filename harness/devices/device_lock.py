@@ -104,7 +104,7 @@ def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds
                     fcntl.flock(handle, fcntl.LOCK_EX)
             with _changed(path) as listed:
                 found.number = listed["entered"] = listed["entered"] + 1
-                before = listed["holders"] if found.began_shared else []  # else holders in the list have died
+                before = listed["holders"] if found.began_shared else []  # if alone, the listed holders have died
                 listed["holders"] = [*before, _sign(found.number, told, foreseen_seconds)]
             if shares:
                 # Downgrade the exclusive lock to a shared one. This run holds the queue, so no other run can take the

@@ -103,7 +103,7 @@ class Tracker:
     def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call one operation of torch and book the storages that the operation made. Return its result."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 0.5  # a tensor without bytes has no number
+            return 0.5  # a FakeTensor has no value, so every value that is read is 0.5
         inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         asked = kwargs.get("device")
         to_device = asked is not None and asked.type == NAME

@@ -66,8 +66,7 @@ class CpuStreams:
 
 
 class CudaStream(torch.cuda.Stream):
-    """A stream on whose events a thread waits asleep. A busily waiting thread would take a core from the host's
-    Adam."""
+    """A stream on whose events threads wait asleep: a busily waiting thread would take a core from the host's Adam."""
 
     def record_event(self, event: Any = None) -> Any:
         return super().record_event(event or torch.cuda.Event(blocking=True))
@@ -186,7 +185,7 @@ class Device:
         the memory must lock it. Raises torch.OutOfMemoryError if not enough memory can be locked."""
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes(), 0))
         if code:
-            with suppress(RuntimeError):  # CUDA tells the error again at the next launch: take it there, not later
+            with suppress(RuntimeError):  # CUDA raises the error again at its next call: let this call take it
                 torch.zeros((), device=self.name)
         if code == NO_MEMORY:
             raise torch.OutOfMemoryError(f"cannot page-lock {memory.nbytes()} bytes of host memory: CUDA error {code}")

@@ -35,7 +35,7 @@ class Workers:
         self._pool, self._num_threads = pool, num_threads
         self._lock = threading.Lock()
         self._asked = itertools.count()
-        self._waiting: list[Update] = []  # updates with chunks left, by deadline
+        self._waiting: list[Update] = []  # updates that have chunks left, sorted by deadline
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Future[None]:
         """Let the threads call work(first, last) on ranges of chunks [first, last), so that each chunk is done once.
@@ -66,7 +66,7 @@ class Workers:
                 self._waiting.remove(update)
             is_more = bool(self._waiting)
         if is_more:
-            self._pool.submit(self._take)  # for another thread, or for this one later
+            self._pool.submit(self._take)  # another thread, or this one later, takes the next chunks
         error: Exception | None = None
         try:
             update.work(first, first + share)
@@ -82,8 +82,8 @@ class Workers:
 
 
 def _may_begin(landed: Any) -> bool:
-    """Return whether the gradient has landed, or the device has failed: work() then meets the device's error and hands
-    it to the update's future, on which others wait."""
+    """True if the gradient has landed, or if the device has failed. After a failure work() raises the device's error,
+    and the update's future passes it on to those that wait for the update."""
     try:
         return bool(landed.query())
     except RuntimeError:

@@ -329,8 +329,7 @@ class Watch:
             self.shm_free_bytes = min(free, free if self.shm_free_bytes is None else self.shm_free_bytes)
 
     def _check_time(self) -> None:
-        """Stop a worker that exceeds its time limit or, without --timeout, sends no event for too long; later kill
-        it."""
+        """Stop a worker that exceeds its time limit or, without --timeout, sends no events for too long."""
         now, asked = time.monotonic(), self.job.budget.seconds
         if self.stopped:
             if now - self.signalled > GRACE_SECONDS:

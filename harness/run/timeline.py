@@ -13,7 +13,8 @@ from harness.base.foreign_file import read_json
 from harness.base.whole_file import write_whole
 
 TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # rows of a timeline, from top to bottom
-KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}  # tracks of work that is hidden
+# The kinds of work that may be hidden behind compute, and the tracks of each kind.
+KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}
 US = 1e6  # microseconds in a second; the file's times are in microseconds
 Interval = tuple[float, float]
 

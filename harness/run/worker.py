@@ -3,8 +3,7 @@ over the record.
 
 launch.py, the parent, sends the job on standard input and keeps standard input open. If it closes, the parent has
 ended, and the run ends as interrupted. Standard output is the readable log. Events, one JSON object a line, go to a
-descriptor of their own, so that no output of an engine is mistaken for a measurement.
-"""
+descriptor of their own, so that no output of an engine is mistaken for a measurement."""
 
 from __future__ import annotations
 
@@ -142,8 +141,7 @@ class Run:
         self.enter("build")
 
         def feed() -> Iterator[tuple[Any, Any]]:
-            """Yield the batches. The clock starts at the first batch, which the method takes after it built its
-            model."""
+            """Yield the batches. The clock starts at the first batch, when the method has built its model."""
             for step, batch in enumerate(zip(inputs, targets, strict=True), start=1):
                 if step == 1:
                     taking.end()
@@ -196,7 +194,8 @@ class Run:
 
         try:
             while True:
-                # Kernels are noted in the second step, if it is warm-up, because the first step's time is reported.
+                # Noting kernels slows a step. So they are noted in the second step, and only if it is warm-up: the time
+                # of the first step is reported to the user.
                 if len(self.clock.marks) == 2 <= self.job.warmup:
                     with Kernels() as kernels:
                         step: Step = next(training)
