@@ -30,7 +30,7 @@ DRAWN_AT_ONCE = 2**18  # elements in a block of starting values; a multiple of 1
 
 
 class Layer(nn.Module):
-    """One transformer block: (B, T, D) to (B, T, D)."""
+    """One transformer block, which maps (B, T, D) to (B, T, D)."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()

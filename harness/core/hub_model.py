@@ -281,7 +281,8 @@ def config_to_save(workload: Workload) -> Any:
 
 
 def library() -> Any:
-    """Return transformers. Raises Unavailable with the command that installs it."""
+    """Import the module transformers and return it. If it is missing, raises Unavailable, whose text names the command
+    that installs it."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # configurations are local files, so transformers need not ask a server
     try:
         import transformers

@@ -116,7 +116,7 @@ class Workload:
 
     @property
     def anatomy(self) -> Anatomy:
-        """The parts of the model."""
+        """The parts of the model: tensors by name and shape, and a layer's operations and bytes."""
         return anatomy_of(self)
 
     @property
@@ -129,7 +129,7 @@ class Workload:
 
     @property
     def model_name(self) -> str:
-        """The model's name for people: `Qwen3-8B`; of the published GPT, at any size, `GPT`."""
+        """The model's name for people, such as `Qwen3-8B`; for the published GPT of any size, `GPT`."""
         if self.config is None:
             return "GPT"
         return str(self.model).removesuffix(f"/{hub_config.FILE}").rstrip("/").rpartition("/")[2]
@@ -176,19 +176,19 @@ class Workload:
 
     @property
     def repeated_flops(self) -> float:
-        """Floating-point operations of the second recompute in one layer's backward pass. It recomputes, one at a time,
-        the blocks of tokens that the recompute of the whole layer has left; 0 if the layer has no such blocks."""
+        """Floating-point operations of the second recompute in one layer's backward pass: after the whole layer, each
+        block of tokens is recomputed once more. 0 if the layer does not compute in blocks."""
         blocks = self.anatomy.blocks
         return float(self.batch_size * self.seq_len * blocks.token_flops) if blocks else 0.0
 
     @property
     def head_flops_per_step(self) -> float:
-        """Floating-point operations of the head: logits and both of their gradients."""
+        """Floating-point operations of the head in one step: the logits, and the gradients of its input and matrix."""
         return 6.0 * self.batch_size * self.seq_len * self.vocab_size * self.hidden_size
 
     @property
     def boundary_bytes(self) -> int:
-        """Bytes of one layer's input for the whole batch, kept for its recompute."""
+        """Bytes of one layer's input for the whole batch. The input is kept so that the layer can be recomputed."""
         return self.batch_size * self.seq_len * self.hidden_size * self.weight_bytes
 
     @property

@@ -150,11 +150,11 @@ class Method(ABC):
         update is done. len(batches) may work, but need not. Raises Unavailable, or torch's OutOfMemoryError."""
 
     def missing(self, device: str) -> str | None:
-        """Describe what the method lacks on this device, such as a package, and how to get it; None: nothing."""
+        """Describe what the method lacks on this device, and how to get it; None if the method lacks nothing."""
         return None
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        """Return the options with which a model of `twin_layers` runs the same code as this one of `num_layers`."""
+        """Return the options with which a twin of `twin_layers` layers runs the same code as one of `num_layers`."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     def to_build(self) -> str | None:
@@ -228,7 +228,7 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
 
 
 def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -> None:
-    """Raise ValueError if this method cannot train this workload."""
+    """Raise ValueError if this method cannot train this workload. The text names methods that can."""
 
     def able(ability: str) -> str:
         return ", ".join(name for name, cls in loadable(folders).items() if getattr(cls, ability))
@@ -257,7 +257,7 @@ def having(option: str, folders: tuple[Path, ...] = ()) -> list[str]:
 
 
 def reference(folders: tuple[Path, ...] = ()) -> str:
-    """Return the name of the reference method."""
+    """Return the name of the reference method. Raises ValueError unless exactly one method has is_reference = True."""
     marked = [name for name, cls in loadable(folders).items() if cls.is_reference]
     if len(marked) != 1:
         raise ValueError(f"expected one method with is_reference = True, got {len(marked)}: {', '.join(marked)}")

@@ -33,7 +33,7 @@ class NamedModel:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Return the fields of a Workload."""
+        """The model's sizes, as fields of a Workload."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "about"}
 
     @property
@@ -62,7 +62,7 @@ class ConfiguredModel:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Return the fields of a Workload."""
+        """The model's sizes, name and configuration, as fields of a Workload."""
         return {**hub_config.sizes_of(self.config), "model": self.name, "config": hub_config.text_of(self.config)}
 
 

@@ -120,8 +120,8 @@ def _parsed(data: bytes) -> Contents:
 
 
 def _packages(found: Mapping[Path, Contents]) -> list[str]:
-    """Return the packages outside this project that a closure imports, directly or through a package that is not
-    installed."""
+    """Return the sorted names of the packages outside this project that a closure imports. The imports of a package
+    that is not installed count, too; those of an installed package do not."""
     modules = {name for contents in found.values() for name in contents.modules if not name.startswith(".")}
     names, waiting = set[str](), {name.partition(".")[0] for name in modules}
     while waiting := waiting - names - OWN - sys.stdlib_module_names:

@@ -1,4 +1,4 @@
-"""The exception for a method or model that this machine cannot run."""
+"""The exception that is raised for a method or a model that this machine cannot run."""
 
 
 class Unavailable(Exception):

@@ -116,7 +116,7 @@ class JobAgent(OneRound):
 
 
 def main() -> None:
-    """Entry point of the agent."""
+    """Entry point of the agent's process, which launch.py starts."""
     agent = JobAgent()
     print("\n".join(log_lines.header_lines(agent.job)), flush=True)
     agent.folder.mkdir()
