@@ -99,7 +99,7 @@ class Interval:
     iteration: int
     total: int
     elapsed_ms: float | None
-    loss: float | None  # NaN if a complete line has no loss: so the dialects print a loss that is not finite
+    loss: float | None  # NaN if a complete line has no loss, because the dialects leave out a loss that is not finite
     grad_norm: float | None
 
 

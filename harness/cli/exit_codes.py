@@ -21,10 +21,10 @@ SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}
 
 
 def of_records(records: Sequence[Record], is_sweep: bool) -> int:
-    """Return the one exit code for these jobs. A crash of a run or of its reference is an error. A failed gate is an
-    error if the method is declared exact, or if there is only one job.
+    """Return the one exit code for these jobs. For a single job, every failure is an error.
 
-    `is_sweep`: True: other failures, such as too little memory, are results even if there is only one job.
+    For several jobs, or for a sweep (`is_sweep`), only these are errors: a crash of a run or of its reference, a failed
+    gate of a method that is declared exact, and an interruption. All other failures are results.
     """
     several = is_sweep or len(records) > 1
     codes = {BY_STATUS.get(record.status, OK) for record in records}

@@ -80,7 +80,8 @@ def _same_point(point: pd.Series, points: pd.DataFrame, others: pd.DataFrame) ->
     """Return the newest repeats, among `others`, of a point of the baseline; None if there are none. Runs in the
     baseline's setting are preferred.
 
-    The points must have the same options. If each side has only one point of the method, its options may differ.
+    The points must have the same options. If each side has only one point of the method, the options of the two may
+    differ.
     """
     own, theirs = (side[side["workload"] == point["workload"]] for side in (points, others))
     named = theirs[theirs["name"] == point["name"]]

@@ -62,7 +62,7 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
         try:
             found[profile] = _choose(claim, rows)
         except LookupError as error:
-            # a table without rows lacks all of them, which would tell nothing
+            # a table without rows lacks every row, so its error would tell nothing
             missing = missing or (str(error) if rows else "")
     judged = [_judge(claim, profile, rows) for profile, rows in found.items() if all(is_there(claim, r) for r in rows)]
     if judged:

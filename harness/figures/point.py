@@ -66,7 +66,7 @@ class FigureRow:
     machine: str = ""
     clock: str = ""
     keys: tuple[str, ...] = ()  # keys of the row's records
-    is_final: bool = True  # False: a largest size whose search has not yet found a size that fails
+    is_final: bool = True  # False: the search for this largest size has not yet found a size that fails
     is_judged: bool = True  # False: the call that made the run ended before the gate judged the run
     series: str = ""  # name of the row's bar or line, if a method has several
     group: str = ""  # the row's place on an axis of names, such as a model; "" without such an axis

@@ -19,8 +19,8 @@ from harness.forecast.step import predicted
 
 
 class Accuracy(NamedTuple):
-    """The error of a method's predictions: measured step seconds divided by predicted ones, minus 1. Of `num_runs`
-    runs, the median error and the error of largest size."""
+    """The error of a method's predictions: measured step seconds divided by predicted ones, minus 1. `median`, `worst`:
+    the median error of `num_runs` runs, and the largest one."""
 
     num_runs: int
     median: float
@@ -60,8 +60,8 @@ def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...]
 
 def rates_of(record: Record) -> Rates | None:
     """Return the rates of the machine that made a record; None if they are not known. This machine's rates come from
-    its calibration. Another machine's come from machines.yaml, as those of the published machine do, which made the
-    imported logs."""
+    its calibration, another machine's rates from machines.yaml. Imported logs count as made by the published
+    machine."""
     workload = record.job.workload
     if is_here(record):
         return machine.rates(record.job.device, workload)

@@ -17,7 +17,8 @@ WITHOUT_RATES = (4, 2, 1)  # batches to try if no speed can be predicted
 
 
 class Try(NamedTuple):
-    """A plan, and the predicted time of its step (`step`); None if the machine's rates are not known."""
+    """A plan for a workload. `step`: the predicted time of the plan's step; None if the machine's rates are not
+    known."""
 
     workload: Workload
     options: dict[str, Any]  # the options that the caller gave

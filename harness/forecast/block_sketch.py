@@ -30,10 +30,10 @@ from harness.forecast.sketch import (
     sample_tokens,
 )
 
-# tokens of each block in the narrow layer; the number of its tokens is no multiple, so the last block is shorter
+# tokens of each block in the narrow layer; TOKENS is no multiple of PROVED, so the last block is shorter
 PROVED = 5
 FEW, MANY = 8, 32  # numbers of blocks at which a layer's memory is measured
-LARGER = 16  # each of the MANY blocks has this many times as many tokens, so that the sample is long
+LARGER = 16  # each of the MANY blocks has LARGER times `block_tokens` tokens, so that the sample is long
 
 
 def sketch(workload: Workload, block_tokens: int) -> dict[str, Any] | None:
@@ -81,8 +81,9 @@ def lines(workload: Workload, parts: list[str], block_tokens: int) -> list[tuple
     """Return two lines whose maximum is the layer's memory: for each line, a factor of the bytes of the layer's input,
     and bytes to add.
 
-    The first line is the memory of the MLP's backward pass. The second is that of attention, which runs after it in the
-    backward pass, and needs more if there are many blocks; a block's own memory is negligible beside it.
+    The first line is the memory of the MLP's backward pass. The second line is the memory of the rest of the backward
+    pass, which is attention. With many blocks the second is higher, because one block's memory is small beside
+    attention's.
     """
     length, dtype = sample_tokens(workload), DTYPES[workload.dtype]
     sample = length * workload.hidden_size * dtype.itemsize

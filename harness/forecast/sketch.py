@@ -33,7 +33,7 @@ from harness.devices.memory_rehearsal import without_memory
 HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # sizes of the narrow model
 GRADIENT_TOLERANCE = 1e-5  # largest relative difference between a gradient of the parts and that of the whole
 COUNTED = (64, 128)  # numbers of tokens of the two samples whose operations are counted
-# number of tokens whose activations are measured: so many that their memory is far above that of a weight
+# number of tokens whose activations are measured: so large that a weight's memory is negligible beside theirs
 MEASURED = 2**16
 SAMPLE = 1024  # most tokens of one sample while activations are measured
 SHORT = 256  # the same limit, if attention stores the scores and masks of all pairs of tokens
@@ -247,7 +247,7 @@ def main() -> None:
     sizes = hub_config.sizes_of(config)
     try:
         print(json.dumps(sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))))
-    # some layers read values, which tensors without memory lack: experts do, and raise other errors than Unlike
+    # layers that read values, as experts do, raise other errors, because tensors without memory have no values
     except (AssertionError, RuntimeError, Unlike) as error:
         print(json.dumps({"unlike": (str(error).splitlines() or [type(error).__name__])[0]}))
 

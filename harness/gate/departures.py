@@ -125,7 +125,7 @@ def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
 
 
 def first_loss_beyond(record: Record, other: Record) -> str:
-    """Return, as text, the first loss that is beyond tolerance from another method's; empty if there is none."""
+    """Return, as text, the first loss that differs from another method's by more than allowed; empty if none does."""
     tolerance = LOSS_TOLERANCE[evidence.kernels(record)]
     for step, ours, theirs, difference in evidence.loss_differences(record, other):
         if not difference <= tolerance:

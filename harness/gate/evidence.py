@@ -22,8 +22,9 @@ LEAST = 1e-7  # smallest relative difference that counts: one rounding in fp32
 ROUNDING = 2**-24 / 4
 # largest relative difference of the norms of bit-equal gradients that is allowed; engines differ by up to 1.2e-7
 SUMMED = 1e-6
-# Half the distance from 1 to the next larger float. A step of less than this upwards does not change a weight of 1. A
-# step downwards would need half of this, but AdamW's step is often less than half its rate.
+# Half the distance from 1 to the next larger float. A step of less than this upwards does not change a weight of 1.
+# Downwards, half of this is enough, but AdamW's step is often less than half its rate, and then leaves the weight as it
+# is.
 SMALLEST_STEP = 2**-24
 Moment = Literal["exp_avg", "exp_avg_sq"]
 MOMENTS: dict[str, Moment] = {"first moments": "exp_avg", "second moments": "exp_avg_sq"}
@@ -185,8 +186,8 @@ def loss_differences(record: Record, other: Record) -> list[tuple[int, float, fl
 
 
 def differences(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
-    """Return the relative difference of each step's two values. It is 0 if a log lacks a value, and if neither value is
-    finite: in fp16, both trainings then skip the step, whose norm is infinite or NaN by the order of a sum."""
+    """Return the relative difference of each step's two values. It is 0 if a log lacks a value, or if neither value is
+    finite. In fp16 both trainings skip such a step; the order of a sum decides whether its norm is infinite or NaN."""
 
     def difference(a: float | None, b: float | None) -> float:
         if a is None or b is None or a == b or not (math.isfinite(a) or math.isfinite(b)):

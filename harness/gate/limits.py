@@ -64,7 +64,7 @@ NAMING = 2.0  # in a failed probe, the first difference beyond this multiple of 
 # a fault whose first difference is below FAINT * NAMING times the floor may have begun at an earlier step
 # (results/LOG.md)
 FAINT = 20.0
-FIRST = 5  # the first FIRST steps share one floor, because at a single step two roundings may agree by chance
+FIRST = 5  # number of first steps that share one floor: at a single step, two roundings may agree by chance
 # Largest relative error of a norm, divided by the number of elements to the power 1.5. On a CPU the reference's norm is
 # one fp32 sum of squares. For normally distributed elements the sum's error is a twentieth of this; it is larger for
 # elements that differ more (results/LOG.md).

@@ -155,8 +155,8 @@ def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs)
 
 
 def _budget(job: Job, extent: Extent) -> Budget:
-    """Return the job's budget, with as much time for each step, and without a simulated slow link, which does not
-    change the training."""
+    """Return a budget that gives each step as much time as the job's. A simulated slow link is left out, because it
+    does not change the training."""
     budget = dataclasses.replace(job.budget, link_bytes_per_second=None) if job.device == "sim" else job.budget
     if budget.seconds and job.steps < extent.steps:
         return dataclasses.replace(budget, seconds=math.ceil(budget.seconds * extent.steps / job.steps))

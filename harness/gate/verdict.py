@@ -36,10 +36,10 @@ def judge(
     """Return the verdict on a run, without its probe, which with_probe() adds.
 
     `reference`: the record of the same workload trained by the reference; for a run by the reference, `record` itself.
-    `twins`: given if the reference does not fit: the records of this method and of the reference at the largest depth
-    that fits; `peers` are then other methods' records of the same workload. `undropped`: given if the method drops
-    other elements: the reference's record without dropout, since the change that dropout causes measures how far the
-    run may differ.
+    If the reference does not fit, `twins` are the records of this method and of the reference at the largest depth at
+    which it fits, and `peers` are other methods' records of the same workload. If the method drops other elements,
+    `undropped` is the reference's record without dropout: the change that dropout causes measures how far the run may
+    differ.
     """
     if record.status != "ok":
         return Gate("untested", "not-finished", f"ended as {record.status}: nothing to compare")

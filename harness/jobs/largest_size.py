@@ -106,7 +106,7 @@ class Probes:
         return max(1, self.axis.number(dataclasses.replace(self.job.workload, **asked)))
 
     def guess(self) -> int:
-        """Return the largest size whose plan fits, beside the bytes that a run should take beyond the plan."""
+        """Return the largest size that fits, counting its plan and the bytes that its run should take beyond it."""
 
         def fits(size: int) -> bool:
             if size < self.least:

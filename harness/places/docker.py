@@ -274,7 +274,7 @@ class Running:
             raise Unavailable(told(error)) from error
 
     def follow(self, order: dict[str, Any]) -> None:
-        """Send the order to the container and read its events until it has ended, or must be ended by end()."""
+        """Send the order to the container and read its events, until it has ended or end() must end it."""
         self.socket._sock.sendall((json.dumps(order) + "\n").encode())
         frames: queue.Queue[tuple[int, bytes]] = queue.Queue()
         threading.Thread(target=self._read, args=(frames,), daemon=True).start()

@@ -218,7 +218,8 @@ class Kubernetes(Place):
             raise
 
     def _delete(self, job: PodJob, report: Report) -> None:
-        """Delete a job's objects. If Kubernetes does not delete them, report the command by which the user can."""
+        """Delete a job's objects. If Kubernetes does not delete them, report the command by which the user can delete
+        them."""
         try:
             if job.name:
                 job.is_deleted = True

@@ -266,7 +266,7 @@ def states_of(ids: list[str]) -> dict[str, SlurmState]:
         done = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
         jobs = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines()]
         told = {job["JobId"]: {**job, "State": job["JobState"]} for job in jobs if "JobId" in job}
-        if done.returncode == 0:  # if it succeeds, a job that it does not list has ended and was forgotten
+        if done.returncode == 0:  # scontrol succeeded, so a job that it does not list has ended and was forgotten
             forgotten = SlurmState("FORGOTTEN")
     found = {}
     for number in ids:

@@ -176,8 +176,8 @@ def sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]
 
 
 def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[PageSection]:
-    """Yield every figure of these records, one case after another. `wanted`: a profile whose figures alone are yielded;
-    None: all. Raises ValueError if there is no figure of the wanted profile."""
+    """Yield every figure of these records, one case after another. `wanted`: the only profile whose figures are
+    yielded; None: all profiles. Raises ValueError if there is no figure of the wanted profile."""
     records = [entry.record for entry in entries]
     there, traced = list(tables(records, results)), list(traces(records, results))
     names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _ in traced)))
@@ -266,7 +266,7 @@ def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[st
 
 
 def lasting(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return those facts of a machine, or of its software, that are the same for all runs."""
+    """Return those facts of a machine, or of its software, that do not change from run to run."""
     return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
 
 

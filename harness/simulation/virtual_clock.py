@@ -151,7 +151,7 @@ class VirtualTime:
 
 class DeviceLink:
     """The link between devices. It carries each exchange in the first gap that is long enough. Exchanges are added in
-    the program's order, in which a later one may be ready earlier."""
+    the order of the program; an exchange that is added later may be ready earlier."""
 
     def __init__(self) -> None:
         self.busy: list[tuple[float, float]] = []  # pairs of start and end of the exchanges, in the order of time

@@ -132,7 +132,8 @@ class Memories:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors with elements in memory that an argument or a result is or, if it is a list, holds."""
+    """Return the tensors in an argument or a result, which may be a list, without empty tensors and those that have no
+    memory."""
     leaves = value if isinstance(value, (list, tuple)) else [value]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_meta]
 

@@ -38,7 +38,7 @@ ORDERED = "ordered"  # phase of a job whose worker has not yet reported
 
 
 class Place(ABC):
-    """A place outside this process's machine that runs jobs."""
+    """A place that runs jobs outside this process, such as a container engine or a cluster."""
 
     # True: the place can run several jobs at once, so launch() should get them together
     is_parallel: ClassVar[bool] = False

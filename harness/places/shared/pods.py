@@ -143,7 +143,7 @@ class PodJob:
         self.gone: set[str] = set()
         self.logs: dict[str, PodLog] = {}
         self.records: dict[int, Record] = {}
-        self.said: dict[int, str] = {}  # by node: the last output of the pod that is not an event
+        self.said: dict[int, str] = {}  # by node: the end of the pod's output, without events
         self.end: failures.Failure | None = None
         self.is_deleted = False
         self.began = time.monotonic()
