@@ -54,8 +54,8 @@ def interrupt_here() -> None:
 
 
 def ask(module: str, arguments: Any) -> Any:
-    """Run the module with these arguments and return its answer. Raises ValueError if the module fails or prints no
-    answer; the text holds the last line of its error output."""
+    """Run the module with these arguments and return its answer. Raises ValueError if the module fails, with the last
+    line of its error output, or if it prints no answer."""
     code, output, errors = _run(module, arguments, subprocess.PIPE, subprocess.PIPE)
     if code:
         raise ValueError(f"{module} failed: {(errors.strip().splitlines() or ['no error output'])[-1]}")

@@ -1,9 +1,9 @@
-"""Starts this machine's ranks, watches them, and ends them together. This is one round; an agent may run several
-rounds.
+"""Starts this machine's ranks, watches them, and ends them together, in one round or in several rounds one after
+another.
 
-An agent forks the ranks from its own process. If it has imported torch before, its ranks need not. The agent has only
-one thread whenever it forks, because a fork of a process with several threads is not safe. If an agent ends, the system
-kills its ranks.
+An agent forks the ranks from its own process, so a module that the agent has imported, such as torch, is there in its
+ranks at once. Whenever the agent forks, it has only one thread, because a fork of a process with several threads is not
+safe. If the agent ends, the system kills its ranks.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class RankAgent:
             rank.told = -1
 
     def _ended(self, rank: Rank) -> None:
-        rank.signal(signal.SIGKILL)  # for the rank's children; until waitpid() the rank's number cannot be reused
+        rank.signal(signal.SIGKILL)  # kills the rank's children, too; its number is not reused before waitpid()
         code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
         while rank.told >= 0:
             self._relay(rank)

@@ -1,7 +1,7 @@
 """The GPT that every method trains: two ends that share the token embedding, and a list of equal layers.
 
-The published runs' model: pre-LN decoder, learned positions, fused QKV, exact GELU, tied head. The starting values of a
-tensor depend only on the seed and the tensor's name, so a layer can be made without the other layers, in any order.
+It is the published runs' model: a pre-LN decoder with learned positions, fused QKV, exact GELU and a tied head. The
+starting values of a tensor depend only on the seed and the tensor's name, so layers can be made one by one.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary."""
 

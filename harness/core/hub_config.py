@@ -46,7 +46,7 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
     the text is empty. Raises ValueError if the file cannot be read, or as checked_config() does."""
     file = path / FILE if path.is_dir() else path
     try:
-        whole = read_json(file.resolve())  # files in the Hub's cache are symbolic links
+        whole = read_json(file.resolve())  # files in the Hub's cache are symbolic links, which read_json() refuses
     except (OSError, ValueError) as error:
         told = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot read {file}: {told}; expected a model's {FILE}, as Hugging Face has it") from error

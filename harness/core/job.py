@@ -322,7 +322,7 @@ class Plan:
     step_seconds: float | None = None  # lower bound of a step's seconds by the machine's rates; None: not computed
     binds: str = ""  # name of the resource that sets the bound step_seconds
     updates_on_host: bool = True  # True: the host updates the parameters whose optimizer state it keeps
-    stages: dict[str, int] = field(default_factory=dict)  # device bytes of each pipeline stage; `device` is the largest
+    stages: dict[str, int] = field(default_factory=dict)  # device bytes by pipeline stage; `device` is for the largest
 
     def __post_init__(self) -> None:
         for memory in (self.device, self.host, self.disk):
@@ -440,8 +440,8 @@ class Job:
 
 
 def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
-    """Return the workloads of several models, each with its own pair of a learning rate and a batch size. Each rate is
-    half of the previous rate, and each size is half of the previous size; after NUM_RATES rates the rates repeat."""
+    """Return the workloads of several models: all pairs of a learning rate and one of `num_batch_sizes` batch sizes.
+    Both rates and sizes are halved from one to the next; after NUM_RATES rates the rates repeat."""
     rows = [divmod(number, num_batch_sizes) for number in range(num_models)]
     sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
     return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]

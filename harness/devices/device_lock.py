@@ -187,7 +187,8 @@ def _tell(path: Path, job: Job, report: Report) -> None:
 
 
 def _takes(handle: int, kind: int) -> bool:
-    """Take the lock of this kind if that needs no waiting. Return True if the lock was taken."""
+    """Take the lock (kind: LOCK_EX, exclusive, or LOCK_SH, shared) if no other process prevents it; do not wait. Return
+    True if the lock was taken."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:

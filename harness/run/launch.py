@@ -135,10 +135,10 @@ class Watch:
         self.executed: list[str] = []  # files that the worker executed; the worker tells them after training
         self.record: Record | None = None  # the worker's record, to which complete() adds this process's facts
         self.started = time.time()
-        self.began = self.last_event = self.signalled = time.monotonic()  # clock that nobody sets
+        self.began = self.last_event = self.signalled = time.monotonic()  # nobody can set this clock
         self.stopped = ""  # why this process stopped the worker, a word of failures.End.stopped; "" if it did not
         self.interrupted = False
-        self.broken: BrokenPipeError | None = None  # set when `report` found its reader gone
+        self.broken: BrokenPipeError | None = None  # what `report` raised, if its reader is gone
         self.shm_free_bytes: int | None = None
         self.surroundings = machine.surroundings(job.device)
         self.source, self.listed_code = method.source_hash(job.method, folders), method.listed(job.method, folders)
