@@ -57,8 +57,7 @@ def to_record(log: RawLog, name: str) -> Record:
         interval_steps=interval_steps, started=float(log.name["unix"]),
         losses=[each.loss if each else None for each in grid],  # type: ignore[misc]
         grad_norms=[each.grad_norm for each in intervals if each.grad_norm is not None],
-        # type: ignore[misc]
-        step_seconds=[each.elapsed_ms / 1000 if each and each.elapsed_ms else None for each in grid],
+        step_seconds=[each.elapsed_ms / 1000 if each and each.elapsed_ms else None for each in grid],  # type: ignore[misc]
         peaks={key: int(log.memory_mb[word] * 2**20) for key, word in mebibytes.items()
                if 0 < log.memory_mb.get(word, 0) < LARGEST_MB},
         evidence={**evidence, **_raw(log, name, intervals), **_parameters(log, workload), "unsaid": unsaid,

@@ -242,8 +242,7 @@ def ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
         for name, theirs in reference.tensors.items()
         if record.tensors[name].get("left_out") == theirs.get("left_out")
     }
-    # type: ignore
-    return {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours is not None and theirs}
+    return {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours is not None and theirs}  # type: ignore
 
 
 def some(names: list[str]) -> str:
