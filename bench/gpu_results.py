@@ -48,7 +48,9 @@ def unpack(archive: Path, root: Path) -> int:
             missing = [member for member in packed if not (root / member.name).exists()]
             for name in (member.name for member in missing):
                 if not name.startswith(("results/", ".venv/adam/")) or ".." in Path(name).parts:
-                    raise ValueError(f"{archive}: expected an archive of results alone, got one with {name}")
+                    raise ValueError(
+                        f"{archive}: expected an archive that bench/gpu.py wrote, got one with the file {name}"
+                    )
             packed.extractall(root, missing, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ValueError(f"{archive} cannot be unpacked: {error}") from error

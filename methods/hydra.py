@@ -81,12 +81,16 @@ class Hydra(Method):
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.num_batch_sizes < 1 or workload.batch_size % 2 ** (self.num_batch_sizes - 1):
             raise ValueError(
-                f"num_batch_sizes={self.num_batch_sizes}: cannot halve the batch size {workload.batch_size} that often"
+                f"num_batch_sizes: expected 1, and at most 1 more for each time that batch size {workload.batch_size}"
+                f" halves, got {self.num_batch_sizes}"
             )
         key_of(self.policy)
         asked = self.shard_layers
         if self.partitioner == "presharded" and asked is None:
-            raise ValueError("partitioner=presharded needs shard_layers, the layers per shard")
+            raise ValueError(
+                "partitioner=presharded needs shard_layers, the number of layers of a shard; try --option"
+                " shard_layers=1"
+            )
         if asked is not None and not 1 <= asked <= workload.num_layers:
             raise ValueError(f"shard_layers: expected 1 to {workload.num_layers}, got {asked}")
         device_bytes = room.device_bytes

@@ -68,7 +68,7 @@ class MegatronLM(Method):
             raise ValueError(f"pipeline_parallel: {told}{_try_ranks(shared * stages)}")
         if workload.num_layers % stages:
             nearest = " or ".join(map(str, multiples(workload.num_layers, stages)))
-            told = f"expected a divisor of num_layers {workload.num_layers}, got {stages}; try -l {nearest}"
+            told = f"expected a divisor of the {workload.num_layers} layers, got {stages}; try -l {nearest}"
             raise ValueError(f"pipeline_parallel: {told}")
         sizes = megatron_names.sizes_of(workload)
         divided = {
@@ -85,7 +85,7 @@ class MegatronLM(Method):
         if self.sequence_parallel and shared == 1:
             raise ValueError("sequence_parallel: expected tensor_parallel above 1, got 1; try tensor_parallel=2")
         if workload.dropout and ranks > 1:
-            raise ValueError("dropout and --ranks exclude each other: ranks would drop other elements than one process")
+            raise ValueError("dropout and --ranks exclude each other: ranks would drop other elements; try --dropout 0")
         return ranks // (shared * stages)
 
     def _stage_bytes(self, part: Workload, stage: int, num_pipelines: int) -> dict[str, int]:

@@ -175,11 +175,13 @@ class VarunaMethod(Method):
             )
         if self.schedule == "1f1b" and samples // chunk_size < num_stages:
             raise ValueError(
-                f"1f1b: expected at least {num_stages} micro-batches, the number of stages, got"
+                f"schedule=1f1b: expected at least {num_stages} micro-batches, the number of stages, got"
                 f" {samples // chunk_size}; try a smaller chunk_size, or schedule=varuna"
             )
         if workload.dropout and (self.world_size > 1 or samples > chunk_size):
-            raise ValueError("dropout: expected 0 with several ranks or micro-batches: they would drop other elements")
+            raise ValueError(
+                "--dropout: expected 0 with several ranks or micro-batches: they would drop other elements"
+            )
 
     def _plan(self, workload: Workload, row: ConfigRow) -> Plan:
         """Plan the memory of the rank that needs most memory in this configuration."""

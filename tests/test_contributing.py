@@ -162,7 +162,7 @@ def test_a_case_finds_a_machine_of_a_file_and_names_both(tmp_path: Path) -> None
             "a: expected a positive size with KiB, MiB, GiB, TiB, KB, MB, GB, TB, got '9.0'; try 32GiB",
         ),
         ("a: {devicememory: 9GiB}", "a: "),
-        ("v100-vm: {device_memory: 9GiB}", "expected one entry v100-vm, got "),
+        ("v100-vm: {device_memory: 9GiB}", "expected one entry named v100-vm, got "),
         ("../a: {device_memory: 9GiB}", "expected a name of letters, digits, ._- and spaces, got '../a'"),
         ("- a", "does not load"),
         ("[" * 100, "does not load"),
@@ -192,8 +192,8 @@ def test_a_case_whose_jobs_would_end_the_process_is_told_in_a_line(tmp_path: Pat
 def test_a_case_without_runs_tells_what_to_run_first(tmp_path: Path) -> None:
     (tmp_path / "case10.py").write_text(CASE)
     done = run("case", "10", "--extract", "--cases", tmp_path, "--results", tmp_path)
-    told = f"error: case 10: expected --profile NAME of its own runs, got none; try ./run.sh case 10 --cases {tmp_path}"
-    assert done.returncode == 2 and done.stderr.startswith(told) and len(done.stderr.splitlines()) == 1
+    told = "error: case 10: expected --profile, because this case draws only its own runs; try ./run.sh case 10 --cases"
+    assert done.returncode == 2 and done.stderr.startswith(f"{told} {tmp_path}") and len(done.stderr.splitlines()) == 1
 
 
 def test_a_case_that_picks_is_a_table_of_runs_made_by_hand(tmp_path: Path) -> None:

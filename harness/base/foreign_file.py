@@ -64,7 +64,7 @@ def parsed_json(text: str) -> Any:
     except RecursionError:
         data = None
     if data is None or not _is_limited(data):
-        raise ValueError(f"expected JSON of at most {MOST_DEPTH} nested levels, got more, or null")
+        raise ValueError(f"expected JSON of at most {MOST_DEPTH} nested levels, got more levels, or null")
     return writable(data) if SURROGATE.search(text) else data
 
 

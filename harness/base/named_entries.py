@@ -46,7 +46,9 @@ def places(files: Iterable[Path], example: str) -> dict[str, Path]:
         for name in entries(file, example):
             if found.setdefault(name, file) != file:
                 told = " ".join(name.split())
-                raise ValueError(f"expected one entry {told}, got one in {found[name]} and one in {file}; rename one")
+                raise ValueError(
+                    f"expected one entry named {told}, got one in {found[name]} and one in {file}; rename one"
+                )
     return found
 
 

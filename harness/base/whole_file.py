@@ -96,7 +96,7 @@ def own_folder(folder: Path) -> Path:
 def check_new(folder: Path) -> None:
     """Raise ValueError if the folder's name is taken by anything but an empty folder."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
-        raise ValueError(f"{folder}: expected a new or empty folder, got a name that is taken; try another name")
+        raise ValueError(f"{folder}: expected a new or empty folder, got a file, a link or a full folder; try another")
 
 
 def check_replaceable(path: Path) -> None:

@@ -66,7 +66,7 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
     dtype = words["dtype"] if "dtype" in given else place.dtype
     found = workloads({**words, "dtype": dtype})
     if len(found) > 1 or len(words["window_size"] or []) > 1:
-        raise ValueError("expected one model and size, got several; try ./run.sh plan for a list")
+        raise ValueError("expected one model and size, got several; try ./run.sh plan, which takes lists")
     window = words["window_size"]
     own = {"window_size": window[0]} if window else {}
     own |= {"disk": words["disk"]} if words["disk"] else {}

@@ -40,7 +40,7 @@ def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
     --results. Exit code 7: no method can run."""
     chosen = machine.devices()[0] if device == "auto" else device
     if chosen not in machine.devices():
-        raise ValueError(f"no {chosen} device here: try --device auto or {machine.devices()[0]}")
+        raise ValueError(f"--device: expected auto or {machine.devices()[0]} on this machine, got {chosen}")
     workload = Workload(**sizes)
     for name, text in (*hardware(results), *software(), *methods(chosen)):
         print(f"{name:20}{text}")

@@ -61,11 +61,11 @@ workload_options = options.together(
                  help="Folder of a Hugging Face model, whose weights training starts from; default: drawn by --seed."),
 )  # fmt: skip
 size_options = options.together(
-    click.option("-w", "window_size", type=Numbers(), help="Layers in the window; default: planned from the budgets."),
-    click.option("--disk", metavar="DIR", help="Folder for layers that are kept on the disk."),
-    click.option("--device-memory", type=Bytes(), help="Budget of device memory."),
-    click.option("--host-memory", type=Bytes(), help="Budget of host memory."),
-    click.option("--disk-memory", type=Bytes(), help="Budget of disk space."),
+    click.option("-w", "window_size", type=Numbers(), help="Number of layers in the window; default: planned."),
+    click.option("--disk", metavar="DIR", help="Folder for states that are kept on the disk."),
+    click.option("--device-memory", type=Bytes(), help="Budget of device memory; default: all of it."),
+    click.option("--host-memory", type=Bytes(), help="Budget of host memory; default: all of it."),
+    click.option("--disk-memory", type=Bytes(), help="Budget of disk space; default: all free space."),
 )
 
 
@@ -80,19 +80,22 @@ job_options = options.together(
     click.option("-m", "method_names", metavar="METHOD", shell_complete=_methods,
                  help="One method, several (a,b), all, or published: the SC22 artifact's five."),
     click.option("--as", "as_artifact", type=click.Choice(["sc22"]), is_eager=True, callback=take_settings,
-                 help="sc22: the SC22 artifact's window 4, 50 steps, dropout 0.1; -m all: its five methods."),
+                 help="sc22: set the SC22 artifact's window 4, 50 steps, dropout 0.1; -m all is its five methods."),
     workload_options,
     size_options,
-    click.option("--placement", metavar="RUNS", help="Kinds of layers, bottom first: R2W5 is 2 resident, 5 windowed."),
+    click.option("--placement", metavar="RUNS",
+                 help="Kinds of layers, bottom first: R2W5 means 2 resident layers, then 5 windowed ones."),
     click.option("--steps", type=int, default=20, help="Training steps, warm-up included."),
     click.option("--warmup", type=int,
-                 help="First steps, which the median leaves out; default: 5, fewer if --steps is below 6."),
+                 help="Number of first steps that medians leave out; default: 5, fewer if --steps is below 6."),
     click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the method."),
     click.option("--models", "num_models", type=int,
                  help="Number of models that a method trains in turns (default: 1)."),
-    click.option("--devices", "num_devices", type=int, help="Devices that --models share; on a CPU each is a process."),
-    click.option("--double-buffer", type=bool, help="Fetch the next shard while one computes (default: on)."),
-    click.option("--hybrid", type=bool, help="Split the longest model's batch over idle devices (default: on)."),
+    click.option("--devices", "num_devices", type=int,
+                 help="Number of devices that the models of --models share; on a CPU each device is a process."),
+    click.option("--double-buffer", type=bool, help="Fetch the next shard while a shard computes (default: on)."),
+    click.option("--hybrid", type=bool,
+                 help="Split a model's batches over two devices if devices outnumber models (default: on)."),
     click.option("--ranks", "world_size", type=int, help="Number of processes that train one model together."),
     click.option("--resume", metavar="FOLDER", help="Continue from the newest checkpoint in this folder."),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto",
@@ -179,7 +182,7 @@ def workloads(words: dict[str, Any]) -> list[Workload]:
 
 def _names(words: dict[str, Any], folders: tuple[Path, ...]) -> list[str]:
     if not words["method_names"]:
-        raise ValueError(f"-m is missing: try one of all, {', '.join(method.names(folders))}")
+        raise ValueError(f"-m: expected a method, got none; try all, or one of {', '.join(method.names(folders))}")
     published = case.load(1).methods  # the artifact's methods
     if words["method_names"] == "all" and words.get("as_artifact"):
         return list(published)
@@ -201,7 +204,7 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
     if elsewhere and device == "cuda" and not machine.gpu() and budget.device_bytes is None:
         raise ValueError("expected the memory of the other machine's GPU, got none: try --device-memory 80GiB")
     if device not in there and not elsewhere:
-        raise ValueError(f"no {device} device here: try --device {' or '.join(there)}")
+        raise ValueError(f"--device: expected {' or '.join(there)} on this machine, got {device}")
     if words["link"] and device != "sim":
         raise ValueError(f"--link: expected --device sim, got {device}, whose link is real; leave --link out")
     return device

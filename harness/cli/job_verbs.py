@@ -110,13 +110,15 @@ def _published_room(name: str, asked: Budget) -> Room:
 def search(context: click.Context) -> None:
     """Find the largest size that trains here, by real runs."""
     if context.invoked_subcommand is None:
-        raise ValueError("search: expected largest, got nothing; try ./run.sh search largest -m METHOD")
+        raise ValueError("search: expected the verb largest, got none; try ./run.sh search largest -m METHOD")
 
 
 @search.command(cls=WithMethods, context_settings={"default_map": PROBE})
 @click.option("--of", type=click.Choice(size_axis.OF), default=size_axis.LAYERS,
               help="Size to search: layers, samples per step, tokens per sample, or tokens per step.")  # fmt: skip
-@click.option("--repeats", type=click.IntRange(1), default=1, help="Runs of the largest size found, and of the next.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=1, help="Runs of the largest size found, and of the next size."
+)
 @job_options
 @click.pass_context
 def largest(context: click.Context, of: str, **words: Any) -> None:
@@ -244,7 +246,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         jobs = [dataclasses.replace(jobs[0], save=str(words["save"].resolve()))]
     if words.get("out"):
         if verdict_table.columns(asked) is None:
-            raise ValueError("--out: expected one width, batch and sequence for a table of models, got several")
+            raise ValueError("--out: expected models of different layers or width as columns, got two alike")
         check_writable(words["out"].resolve().parent, "--out")
     place = place_of(words, jobs[0].device)
     for load in dict.fromkeys(job.workload for job in jobs):

@@ -59,7 +59,7 @@ def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> Non
         records.append(record)
         print(import_logs.line(record) + ("" if is_new else " [recorded before]"))
     if not records and not skipped:
-        raise ValueError(f"no log in {', '.join(map(readable, logs))}: try files, or folders of log_*.txt")
+        raise ValueError(f"no log in {', '.join(map(readable, logs))}: try log files, or folders with log_*.txt")
     sys.exit(CHECK_FAILED if skipped else 0)
 
 
@@ -71,7 +71,7 @@ def readable(path: Path) -> str:
 @click.command()
 @options.results
 @options.added
-@click.option("--against", type=click.Choice(["published"]), help="Judge the original's published numbers.")
+@click.option("--against", type=click.Choice(["published"]), help="Judge the numbers that the original published.")
 @options.machine_of_records
 @options.as_json
 def verify(results: Path, against: str | None, machine: str | None, as_json: bool) -> None:
@@ -160,7 +160,9 @@ def notebook(no_browser: bool, ip: str) -> None:
     """Open the notebook of figures and claims in Jupyter. If Jupyter is missing, it is installed into .venv."""
     jupyter = ROOT / ".venv/bin/jupyter-lab"
     if not jupyter.exists() and not install_extra("notebook"):
-        raise ValueError("Jupyter was not installed, see .venv.log; try again, or open notebooks/ae.ipynb elsewhere")
+        raise ValueError(
+            "Jupyter could not be installed (see .venv.log); try again, or open notebooks/ae.ipynb elsewhere"
+        )
     words = [f"--ServerApp.ip={ip}", *["--no-browser"] * no_browser, *["--allow-root"] * (os.getuid() == 0)]
     os.execv(jupyter, [str(jupyter), str(ROOT / "notebooks/ae.ipynb"), *words])
 

@@ -80,7 +80,7 @@ def corpus(workload: Workload) -> Sampler:
     prefix = str(corpus_files(str(workload.corpus))[0]).removesuffix(".bin")
     if not Path(prefix).name:
         told = f"expected the prefix of PREFIX.bin and PREFIX.idx, got {workload.corpus!r}"
-        raise ValueError(f"{told}; leave --data out for a seeded stream")
+        raise ValueError(f"{told}; leave --data out for tokens drawn by --seed")
     tokens = _open_tokens(prefix)
     places = len(tokens) - workload.seq_len
     if places < 1:
@@ -113,7 +113,9 @@ def _open_tokens(prefix: str) -> np.ndarray:
             raise ValueError(f"{prefix}.idx: expected a Megatron index; try --data with the prefix of a .bin/.idx pair")
         version, code, count = struct.unpack("<QBQ", head[len(INDEX_MAGIC) :])
         if version != 1 or code not in INDEX_DTYPES:
-            raise ValueError(f"{prefix}.idx: expected version 1 with integers, got version {version} and dtype {code}")
+            raise ValueError(
+                f"{prefix}.idx: expected version 1 and integer tokens, got version {version} and dtype {code}"
+            )
         dtype = np.dtype(INDEX_DTYPES[code])
         size = Path(f"{prefix}.bin").stat().st_size
         if not size:

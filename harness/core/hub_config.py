@@ -110,11 +110,11 @@ def check_samples(config: dict[str, Any], seq_len: int) -> None:
     its positions."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is not None and window < seq_len:
-        raise ValueError(f"expected samples of at most {window} tokens, the model's sliding window, got {seq_len};"
+        raise ValueError(f"--seq: expected at most {window}, the tokens of the model's sliding window, got {seq_len};"
                          f" try --seq {window}")  # fmt: skip
     most = config.get("max_position_embeddings")
     if most is not None and most < seq_len:
-        raise ValueError(f"expected samples of at most {most} tokens, the model's positions, got {seq_len}; try"
+        raise ValueError(f"--seq: expected at most {most}, the number of the model's positions, got {seq_len}; try"
                          f" --seq {most}")  # fmt: skip
 
 

@@ -76,7 +76,7 @@ class Workload:
         for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
             check_count(name, getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST)
         if not 0 <= self.seed < 2**63:
-            raise ValueError(f"the seed must be from 0 to below 2**63, not {self.seed}")
+            raise ValueError(f"--seed: expected 0 to 2**63 - 1, got {self.seed}")
         if self.config is not None:
             self._check_config(self.config)
         elif self.weights is not None:
@@ -85,7 +85,8 @@ class Workload:
             below = self.hidden_size // self.num_heads * self.num_heads
             nearest = " or ".join(str(size) for size in (below, below + self.num_heads) if size)
             raise ValueError(
-                f"hidden size {self.hidden_size} is not divisible by {self.num_heads} heads: try {nearest}, or --heads"
+                f"hidden size {self.hidden_size} is not divisible by {self.num_heads} heads: try -h {nearest}, or other"
+                " --heads"
             )
         if self.batch_size % self.micro_batches:
             counts = ", ".join(str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
@@ -93,16 +94,17 @@ class Workload:
             raise ValueError(f"--micro-batches: {told}")
         if self.dropout and self.micro_batches > 1:
             raise ValueError(
-                "dropout and micro-batches exclude each other: micro-batches drop other elements than a batch"
+                "dropout and micro-batches exclude each other, because micro-batches drop other elements than a whole"
+                " batch; try --dropout 0, or --micro-batches 1"
             )
         if self.dtype not in ("fp32", "bf16", "fp16"):
-            raise ValueError(f"dtype must be fp32, bf16 or fp16, not {self.dtype!r}")
+            raise ValueError(f"--dtype: expected fp32, bf16 or fp16, got {self.dtype!r}")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be from 0 to below 1, not {self.dropout}")
+            raise ValueError(f"--dropout: expected from 0 to below 1, got {self.dropout}")
         if not 0 <= self.clip_norm < math.inf:
-            raise ValueError(f"clip must be 0 (off) or a positive norm, not {self.clip_norm}")
+            raise ValueError(f"--clip: expected 0 (off) or a positive norm, got {self.clip_norm}")
         if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"the learning rate must be positive, not {self.learning_rate}")
+            raise ValueError(f"--lr: expected a positive number, got {self.learning_rate}")
         for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 must give the job one key
             object.__setattr__(self, name, float(getattr(self, name)))
 
@@ -110,7 +112,7 @@ class Workload:
         config = hub_config.parsed(text)
         hub_config.check_samples(config, self.seq_len)
         if (heads := hub_config.sizes_of(config)["num_heads"]) != self.num_heads:
-            raise ValueError(f"the model has {heads} heads, not {self.num_heads}: leave --heads out")
+            raise ValueError(f"--heads: expected {heads}, as the model has, got {self.num_heads}; leave --heads out")
         if self.dropout:
             raise ValueError("--dropout: expected 0 for a model with a config.json: leave --dropout out")
 
@@ -399,12 +401,12 @@ class Job:
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
         if not 0 <= self.warmup < self.steps:
-            raise ValueError(f"warm-up must be from 0 to {self.steps - 1} of {self.steps} steps, not {self.warmup}")
+            raise ValueError(f"--warmup: expected 0 to {self.steps - 1} for {self.steps} steps, got {self.warmup}")
         for name, value in self.options.items():
             if not isinstance(value, int | float | str | None):
                 raise ValueError(f"expected options as numbers, texts or None, got {value!r:.80} for {name}")
             if isinstance(value, int) and abs(value) > MOST:
-                raise ValueError(f"option {name} must be at most {MOST}")
+                raise ValueError(f"option {name}: expected -{MOST} to {MOST}, got a number outside")
 
     @property
     def world_size(self) -> int:

@@ -253,7 +253,7 @@ def rank_room(job: Job) -> Room:
     """Return the room that the plan of each of the job's ranks has if all ranks are on this machine. Raises ValueError
     if the job asks for several ranks or devices on sim."""
     if job.world_size > 1 and job.device == "sim":
-        raise ValueError("several ranks train on cpu or cuda, not on sim: leave --ranks or --device-memory out")
+        raise ValueError("--ranks: expected 1 on sim (--device-memory on a CPU); leave --ranks or --device-memory out")
     if job.options.get("num_devices", 1) > 1 and job.device == "sim":
         raise ValueError(
             "sim (--device-memory on a CPU) is one device: leave --devices out, or add --device cpu, whose devices are"

@@ -84,7 +84,7 @@ def start(budget: Budget, pinned_bytes: int | None = None) -> dict[str, str]:
     if is_built():
         started, by = Compiled(budget, pinned_bytes), "sim's allocators"
     elif budget.link_bytes_per_second:
-        raise Unavailable("a simulated link needs the compiled device sim: apt-get install g++")
+        raise Unavailable("--link needs the compiled device sim: try apt-get install g++, then the same call")
     else:
         from harness.devices.memory_account import Tracker
 

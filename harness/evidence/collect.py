@@ -226,7 +226,7 @@ def main(
     used = case.profile_of(profile, machine, records[-1].machine if only and records else None)
     out = out or results / "figures"
     if where and (not only or profile or machine):
-        raise ValueError("--where: expected --extract or --draw, and neither --profile nor --machine")
+        raise ValueError("--where: expected --extract or --draw with it, and neither --profile nor --machine")
     if not only:
         used.check_machine()
     if number == overlap.NAME:  # this case makes its runs itself

@@ -53,7 +53,8 @@ def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> 
     its, chosen = case.load(number), dict(map(_choice, where))
     if not its.picks:
         raise ValueError(
-            f"case {number}: expected --profile NAME of its own runs, got none; try {case.call(number)} first"
+            f"case {number}: expected --profile, because this case draws only its own runs; try {case.call(number)}"
+            " first"
         )
     found = frame.of(records)
     found = found[found["method"].isin(its.methods) & found["is_result"]]

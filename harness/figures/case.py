@@ -232,7 +232,7 @@ def table(number: int, used: CaseProfile, records: Sequence[Record], results: Pa
         raise ValueError(f"no record of profile {used.name} here; try {call(number, used.name)} first")
     windows = {row.window_size for row in found if row.status == "ok" and row.window_size}
     if len(windows) > 1 and its.axis != "window_size":
-        raise ValueError(f"case {number}: expected one window size, got {', '.join(map(str, sorted(windows)))}")
+        raise ValueError(f"case {number}: expected runs of one window size, got {', '.join(map(str, sorted(windows)))}")
     if results:
         found = [*found, *its.beside(found, used, results)]
     return [*found, *its.simulated(found)]

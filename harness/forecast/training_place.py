@@ -73,7 +73,7 @@ def named_place(name: str, asked: Budget, facts: dict[str, Any] | None = None) -
         try:
             entry = named_machines.load(name)
         except ValueError as error:
-            told = f"give its numbers: --device-memory 24GB {numbers()}; or those that ./run.sh rates prints on it"
+            told = f"give the GPU's numbers: --device-memory 24GB {numbers()}; or what ./run.sh rates prints there"
             raise ValueError(f"{error}; or {told}, with --machines FILE") from error
         about = f"{entry.about}; {', '.join(given)} of the call" if given else entry.about
         return TrainingPlace(name, about, "cuda", asked, replace(entry, facts=(entry.facts or {}) | given))

@@ -85,7 +85,7 @@ class Docker(Place):
 
     cli_options: ClassVar = {
         "image": click.option(
-            "--image", metavar="NAME", help="Image for --on docker; default: the one of ./run.sh image build."
+            "--image", metavar="NAME", help="Image for --on docker; default: what ./run.sh image build makes."
         )
     }
 

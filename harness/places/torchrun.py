@@ -138,7 +138,9 @@ def accepted(address: str, port: int, count: int) -> list[Peer]:
             try:
                 connection = listener.accept()[0]
             except OSError as error:
-                raise Unavailable(f"expected {count} other nodes in {WAIT_SECONDS:g} s, got {len(found)}") from error
+                raise Unavailable(
+                    f"expected {count} other nodes to connect within {WAIT_SECONDS:g} s, got {len(found)}"
+                ) from error
             connection.settimeout(HELLO_SECONDS)
             peer = Peer(connection)
             told = peer.hear()

@@ -135,7 +135,9 @@ class Checkpoints:
             return
         state = _of(f"optimizer.{name}.", there)
         if type(self.optimizer) in FUSED[:2] and state and state.keys() - {"max_exp_avg_sq"} != ADAMS:
-            raise ValueError(f"{name}: expected states {', '.join(sorted(ADAMS))}, got {', '.join(sorted(state))}")
+            raise ValueError(
+                f"{name}: expected optimizer states {', '.join(sorted(ADAMS))}, got {', '.join(sorted(state))}"
+            )
         here = _kind(master)
         for key, kind in state.items():
             is_number = _kind(kind) == (torch.Size(), torch.float32)

@@ -110,7 +110,7 @@ def _num_bytes(kind: Any) -> int:
     if isinstance(kind, BytesStorageMetadata):
         return 0
     if not isinstance(kind, TensorStorageMetadata) or not isinstance(kind.properties.dtype, torch.dtype):
-        raise ValueError(f"expected tensors in its table, got a {type(kind).__name__}")
+        raise ValueError(f"expected only tensors in the checkpoint's table, got a {type(kind).__name__}")
     if not all(isinstance(size, int) and size >= 0 for size in kind.size):
         raise ValueError(f"expected sizes from 0 in a tensor's shape, got {tuple(kind.size)}")
     return math.prod(kind.size) * kind.properties.dtype.itemsize

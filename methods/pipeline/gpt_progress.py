@@ -28,7 +28,9 @@ class GptProgress(Progress):
     def __post_init__(self) -> None:
         lengths = {len(each) for each in (self.loss, self.grad_norm, self.loss_scales, self.skipped)}
         if len(lengths) > 1:
-            raise ValueError(f"expected equally many losses, norms, loss scales and skips, got {sorted(lengths)}")
+            raise ValueError(
+                f"expected equally many losses, norms, loss scales and skips, got {sorted(lengths)} of them"
+            )
         if any(is_skipped and scale is None for is_skipped, scale in zip(self.skipped, self.loss_scales, strict=True)):
             raise ValueError("expected a loss scale for each skipped step, got None")
         if not re.fullmatch("[0-9a-f]*", self.source):

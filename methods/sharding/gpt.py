@@ -82,7 +82,9 @@ def device_names(device: str, number: int) -> list[str]:
     if device == "sim":
         raise Unavailable("sim is one device: use --devices 1, or --device cpu, whose devices are processes")
     if device == "cuda" and torch.cuda.device_count() < number:
-        raise Unavailable(f"num_devices={number}: this machine has {torch.cuda.device_count()} GPUs")
+        raise Unavailable(
+            f"--devices: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got {number}"
+        )
     return [f"cuda:{index}" if device == "cuda" else device for index in range(number)]
 
 

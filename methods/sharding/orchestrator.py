@@ -65,9 +65,9 @@ class ModelTask:
 
     def __post_init__(self) -> None:
         if self.clipping not in ("global", "shard"):
-            raise ValueError(f"{self.name}: clipping is global or shard, not {self.clipping!r}")
+            raise ValueError(f"{self.name}: clipping: expected global or shard, got {self.clipping!r}")
         if self.epochs < 1:
-            raise ValueError(f"{self.name}: epochs must be at least 1, not {self.epochs}")
+            raise ValueError(f"{self.name}: epochs: expected at least 1, got {self.epochs}")
         if not hasattr(self.dataloader, "__len__"):
             raise ValueError(f"{self.name}: expected a dataloader with a length, which scheduling needs, got none")
         self.layers = ordered_layers(self.name, self.model)
@@ -80,7 +80,7 @@ class ModelTask:
             rest = iter(self.dataloader)
             self.begun = next(rest, None), rest
         if self.begun[0] is None:
-            raise ValueError(f"{self.name}: its dataloader is empty")
+            raise ValueError(f"{self.name}: expected batches from the dataloader, got none")
         return self.begun[0]
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
@@ -151,7 +151,7 @@ class ModelOrchestrator:
         if not devices:
             raise ValueError("no devices: name at least one, such as cpu or cuda:0")
         if intermediates not in INTERMEDIATES:
-            raise ValueError(f"intermediates are {' or '.join(INTERMEDIATES)}, not {intermediates!r}")
+            raise ValueError(f"intermediates: expected {' or '.join(INTERMEDIATES)}, got {intermediates!r}")
         key_of(policy)
         self.verbose = 1
         self.tasks, self.devices, self.policy, self.hybrid = list(tasks), list(devices), policy, hybrid

@@ -34,7 +34,7 @@ POLICIES: dict[str, Key] = {
 def key_of(policy: str) -> Key:
     """Return the key function of the policy of this name. Raises ValueError for an unknown name."""
     if policy not in POLICIES:
-        raise ValueError(f"no policy {policy!r}: choose one of {', '.join(POLICIES)}")
+        raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
     return POLICIES[policy]
 
 
@@ -67,9 +67,9 @@ def whole_models(chains: Chains) -> list[list[float]]:
 
 def _check(chains: Chains, num_devices: int) -> None:
     if num_devices < 1:
-        raise ValueError(f"num_devices must be at least 1, not {num_devices}")
+        raise ValueError(f"num_devices: expected at least 1, got {num_devices}")
     if not any(len(chain) for chain in chains):
         raise ValueError("no tasks: a schedule needs at least one model with at least one unit")
     shortest = min(min(chain) for chain in chains if len(chain))
     if not shortest > 0:
-        raise ValueError(f"the time of a unit must be positive, not {shortest}")
+        raise ValueError(f"expected positive times of units, got {shortest}")

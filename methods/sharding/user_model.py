@@ -41,7 +41,9 @@ def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
             " one of these"
         )
     if any(id(parameter) not in inside for parameter in model.parameters()):
-        raise ValueError(f"{name}: {type(model).__name__} has parameters outside of its list of layers")
+        raise ValueError(
+            f"{name}: {type(model).__name__} has parameters outside of its list of layers; move them into a layer"
+        )
     for index, layer in enumerate(found):
         for module in layer.modules():
             if getattr(module, "track_running_stats", False):

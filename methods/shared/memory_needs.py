@@ -46,7 +46,7 @@ def writable(disk: str | None) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise ValueError(f"cannot write to the folder {folder}: name another with --disk DIR") from error
+        raise ValueError(f"cannot write to the folder {folder}; try another with --disk DIR") from error
 
 
 def block_numel(dtype: str) -> int:

@@ -1,5 +1,6 @@
-"""Chooses a placement: the fastest by the machine's rates or, without rates, the one with the most resident layers.
-Chooses the homes of ends and boundaries, too, also for L2L. torch is not imported.
+"""Chooses a placement: the fastest placement by the machine's rates or, without rates, the placement with the most
+resident layers. Also chooses the homes of ends and boundaries, for STRONGHOLD and for L2L. This file does not import
+torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ DEFAULT_WINDOW = 3  # one slot computes, one loads, one empties; more slots gain
 
 @dataclass(frozen=True)
 class PlacementChoice:
-    """A workload, its memories, and STRONGHOLD's options; plan() chooses the options that are None."""
+    """A workload, the memories for it, and STRONGHOLD's options. plan() chooses a value for each option that is
+    None."""
 
     workload: Sizes
     room: Room
@@ -47,15 +49,15 @@ class PlacementChoice:
     world_size: int = 1
 
     def plan(self) -> Plan:
-        """Return the plan with the widest window, up to the default one, for which the memories suffice; within this
-        window, with the fastest placement or, without rates, the placement with the most resident layers. Updates wait
-        for the norm unless `clipping` says otherwise, because a clipped step discards speculative updates. with_homes()
-        chooses the homes of ends and boundaries. Raises ValueError for options that contradict each other or the
-        workload."""
+        """Return the plan with the widest window, at most DEFAULT_WINDOW, with which some placement fits the memories.
+        With this window the plan has the fastest placement or, without rates, the placement with the most resident
+        layers. Updates wait for the norm unless `clipping` says otherwise, because a clipped step discards speculative
+        updates. with_homes() chooses the homes of ends and boundaries. Raises ValueError for options that contradict
+        each other, or that the workload does not allow."""
         if self.disk:
             writable(self.disk)
         if self.clipping not in (None, *CLIPPINGS):
-            raise ValueError(f"no clipping {self.clipping!r}: choose one of {', '.join(CLIPPINGS)}")
+            raise ValueError(f"clipping: expected one of {', '.join(CLIPPINGS)}, got {self.clipping!r}")
         if self.world_size > 1:
             return self._of_a_rank()
         ends_may_move = isinstance(self.workload, Workload)
@@ -73,7 +75,7 @@ class PlacementChoice:
     def _of_a_rank(self) -> Plan:
         """Return the plan of one of several ranks, whose placement has the kinds R and W only. The placement is chosen
         without rates, because the linear program has no rows for exchanges between ranks. Raises ValueError for other
-        kinds and for options that several ranks do not support."""
+        kinds of layers, and for options that several ranks do not support."""
         assert isinstance(self.workload, Workload)
         ranks = f"with --ranks {self.world_size}"
         if self.clipping == "speculate":
@@ -90,7 +92,8 @@ class PlacementChoice:
         return replace(plan, options={**plan.options, "world_size": self.world_size})
 
     def _windows(self) -> Iterator[int]:
-        """Return the window sizes to try, the widest first."""
+        """Yield the window sizes to try, the widest first. Raises ValueError if the window that was asked for is too
+        wide or too narrow."""
         num_layers = self.workload.num_layers
         default = range(min(DEFAULT_WINDOW, num_layers), 0, -1)
         for window in default if self.window_size is None else [self.window_size]:
@@ -108,16 +111,16 @@ class PlacementChoice:
 
     def _fastest_in(self, window: int, clipping: str | None) -> Plan | None:
         workload, room = self.workload, self.room
-        assert isinstance(workload, Workload)  # a user's model has no known FLOPs, so no forecast
+        assert isinstance(workload, Workload)  # a user's model has no known FLOPs, so its room has no rates
 
         def plan_of(load: Workload, counts: Counts) -> Plan:
-            """Return the plan for these numbers of layers. The order of layers below the top does not change the bytes;
-            the top layer is as in arranged()."""
+            """Return the plan for these numbers of layers. The bytes do not depend on the order of the layers, except
+            for the top layer, which has the same kind as in arranged()."""
             return self._needs("".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"), window, clipping, load)
 
         ends = self.ends or "device"
         counts = choose(workload, room, plan_of, "RPWS", clipping, ends)
-        if counts is None and self.disk and clipping != "speculate":  # only if the host cannot hold all states
+        if counts is None and self.disk and clipping != "speculate":  # the host cannot hold all states: try the disk
             counts = choose(workload, room, plan_of, "RPWSD", clipping, ends)
         if counts is None:
             return None
@@ -125,7 +128,7 @@ class PlacementChoice:
 
     def _most_resident(self) -> Plan:
         """Return the plan of the first pair from _fillings() that fits. States go to the disk only if no pair fits
-        without it. If none fits at all, return the plan of the narrowest window."""
+        without the disk. If no pair fits with the disk either, return the plan of the narrowest window."""
         room, clipping, fillings = self.room, self.clipping or "deferred", list(self._fillings())
         on_disk = ((window, self._to_disk(window, kinds)) for window, kinds in (fillings if self.disk else ()))
         for window, kinds in itertools.chain(fillings, on_disk):
@@ -158,8 +161,9 @@ class PlacementChoice:
             yield window, self._filled(window, "S")
 
     def _filled(self, window: int, letter: str) -> str:
-        """Return a letter for each layer, with as many resident bottom layers as the device has room for, beside other
-        layers of kind `letter`. No layer is resident if the device's memory is unknown."""
+        """Return a letter for each layer, with as many resident bottom layers as the device has room for, or as
+        `resident_layers` asks for. The other layers are of kind `letter`. If the device's memory is unknown and nothing
+        is asked for, no layer is resident."""
         device_bytes, num_layers = self.room.device_bytes or 0, self.workload.num_layers
         resident = self.resident_layers
 
@@ -210,8 +214,8 @@ class PlacementChoice:
 def one_layer_plan(
     workload: Workload, room: Room, ends: str | None, activations: str | None, num_ranks: int
 ) -> Plan:  # fmt: skip
-    """Return L2L's plan: the layers take turns in one slot; with_homes() chooses the homes of ends and boundaries.
-    Raises ValueError for an unknown home."""
+    """Return L2L's plan, in which the layers take turns in one slot. with_homes() chooses those homes of ends and
+    boundaries that are None. Raises ValueError for an unknown home."""
     part = rank_part(workload, num_ranks)
 
     def plan_at(ends: str | None, activations: str | None) -> Plan:
@@ -231,12 +235,12 @@ def with_homes(
     plan_at: Callable[[str | None, str | None], Plan], room: Room, ends: str | None, activations: str | None, *,
     ends_may_move: bool,
 ) -> Plan:  # fmt: skip
-    """Return the plan of plan_at() for the chosen homes of ends and boundaries. Homes that were asked for are kept; the
-    others are on the device if the plan then fits. If it does not, the ends, the boundaries or both go to the host:
-    whichever fits, and of those the fastest by the forecast. Hosted ends delay a step, which begins with the embedding
-    and waits for the embedding's update. Hosted boundaries are bytes that cross the link while the device computes. If
-    nothing fits, the plan has all on the host that may be there, unless only the host lacks room; `tried` names the
-    other homes."""
+    """Return the plan of plan_at() for the chosen homes of ends and boundaries. Homes that were asked for are kept. The
+    other homes are the device if the plan then fits. If it does not fit, the ends, the boundaries or both go to the
+    host: of these three plans, the fastest plan that fits, by the forecast. Hosted ends delay a step, which begins with
+    the embedding and waits for the embedding's update. Boundaries on the host cross the link while the device computes.
+    If no plan fits, the plan has on the host all that may be there, unless only the host lacks room; the plan's `tried`
+    names the other homes."""
     plan = plan_at(ends, activations)
     lacks = plan.lacks(room)
     if room.device_bytes is None or not lacks:
@@ -255,5 +259,5 @@ def with_homes(
 
 
 def _told(ends: str | None, activations: str | None) -> dict[str, str]:
-    """Return the homes that were asked for, or chosen on the host, as options of a plan."""
+    """Return, as options of a plan, the homes that are not None: those asked for, and the host where it was chosen."""
     return {name: home for name, home in (("ends", ends), ("activations", activations)) if home}

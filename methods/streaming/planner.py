@@ -1,9 +1,9 @@
-"""Finds the fastest placement for a machine's rates and memories, by a linear program over the numbers of layers of
-each kind.
+"""Finds the fastest placement for a machine's rates and memories. A linear program chooses how many layers of each kind
+the placement has.
 
-A step takes at least as long as each of these resources is busy: the device, each direction of the link and both
-together, the host's memory and cores, the disk. A row is one resource's busy time, linear in the number of layers of
-each kind:
+A step takes at least as long as its busiest resource. The resources are the device, each direction of the link and both
+together, the host's memory, the host's cores and the disk. A row is the busy time of one resource, and is linear in the
+number of layers of each kind:
 
     R resident   all of it on the device, updated there
     P parked     weights on the device, states on the host, updated there
@@ -40,14 +40,15 @@ from methods.shared.memory_needs import state_bytes, stored_numel
 from methods.streaming.placement import spread
 
 KINDS = "RPWSDQ"
-BACKWARD, FORWARD = 0, 1  # the two pools of time with deferred updates; else all rows are in the first
-SLACK = 0.02  # share of the step time that is given up for fewer copies; less than the error of the rates
+BACKWARD, FORWARD = 0, 1  # two pools of time, for deferred updates; otherwise one pool, 0
+SLACK = 0.02  # share of the step time given up for fewer copies; below the rates' error
 Counts = Mapping[str, float]  # number of layers of each kind, or bytes of each memory
 PlanOf = Callable[[Workload, dict[str, int]], Plan]  # returns the plan for these numbers of layers of each kind
 
 
 class Row(NamedTuple):
-    """The seconds that a resource is busy in one pool of time: a constant, and seconds for each layer of a kind."""
+    """The seconds for which a resource is busy in one pool of time: a constant number, and for each kind the seconds of
+    one layer."""
 
     name: str
     pool: int
@@ -59,15 +60,17 @@ class Row(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """The bytes that cross the link for each parameter of a layer, in each pool of time, in and out."""
+    """The bytes that cross the link for each parameter of a layer, into the device and out of it. Each pair has the
+    bytes of both pools of time."""
 
     inbound: tuple[float, float]
     outbound: tuple[float, float]
 
 
 def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
-    """Return the bytes that cross the link for each parameter of a layer of each kind. A gradient is as large as its
-    weight. A deferred update on the device fetches the gradient again."""
+    """Return the bytes that cross the link for each parameter of a layer of each kind. A gradient has as many bytes as
+    its weight. A deferred update on the device fetches the gradient again. Without deferred updates all bytes are in
+    the first pool."""
     at_home = state_bytes(workload)
     size, rest = at_home["weights"], at_home["optimizer"]
     sent, fetched = size if clipping else 0, size if clipping == "deferred" else 0
@@ -115,9 +118,9 @@ def rows(
 
 
 def _with_hosted_ends(found: list[Row], workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
-    """Return the rows with the work of ends on the host, as for parked layers, and with a row for the embedding. Its
-    gradient is known last and its weights are needed first: the device has no pass to make while the embedding is
-    updated."""
+    """Return the rows with the work of ends on the host added, as for parked layers, and with a row for the embedding.
+    The embedding's gradient is known last and its weights are needed first, so the device has no pass to make while the
+    embedding is updated."""
     compute = found[0]  # the device's passes in the last pool, which ends on the host do not lengthen
     parked = rows(workload, rates, clipping if clipping == "deferred" else None)  # ends are not updated ahead
     share = workload.end_params / workload.layer_params
@@ -132,15 +135,15 @@ def _with_hosted_ends(found: list[Row], workload: Workload, rates: Rates, clippi
 
 
 def stored_bytes(workload: Workload) -> int:
-    """Return the bytes of a layer on the disk (master and moments), which are read and written once a step."""
+    """Return the bytes of a layer on the disk: its master and moments. A step reads them once and writes them once."""
     return state_bytes(workload)["optimizer"] * stored_numel(workload.layer_params)
 
 
 def _link_rows(
     workload: Workload, rates: Rates, clipping: str | None, pool: int, per_update: float, always: Counts
 ) -> list[Row]:
-    """Return the rows of the link and of the host's memory in one pool of time. `always`: bytes that cross, whichever
-    kinds the layers have."""
+    """Return the rows of the link and of the host's memory in one pool of time. `per_update`: bytes of host memory that
+    an update touches for each parameter. `always`: by row, bytes that do not depend on the kinds of layers."""
     table, params = carried(workload, clipping), workload.layer_params
     inbound = {kind: params * each.inbound[pool] for kind, each in table.items()}
     outbound = {kind: params * each.outbound[pool] for kind, each in table.items()}
@@ -161,7 +164,7 @@ def _link_rows(
 
 
 def forecast(found: list[Row], counts: Counts) -> Forecast:
-    """Return the lower bound of the step time for these numbers of layers."""
+    """Return the lower bound of the step time for these numbers of layers, and the names of the rows that set it."""
     pools = {row.pool for row in found}
     longest = [max((row for row in found if row.pool == pool), key=lambda row: row.total(counts)) for pool in pools]
     binds = " then ".join(dict.fromkeys(row.name for row in longest))
@@ -172,8 +175,9 @@ def least_seconds(
     workload: Workload, rates: Rates, needs: Mapping[str, Counts], free: Counts, *, clipping: str | None, kinds: str,
     boundaries: int = 0, ends: str = "device",
 ) -> tuple[float, dict[str, float]] | None:  # fmt: skip
-    """Return the lower bound of the step time over all placements, and the numbers of layers of each kind with the
-    fewest copied bytes among those within SLACK of the bound. None if no placement fits or scipy is missing.
+    """Return the lower bound of the step time over all placements, in seconds, and the numbers of layers of each kind.
+    Of all numbers within SLACK of the bound these copy the fewest bytes. Return None if no placement fits or scipy is
+    missing.
 
     `needs`: bytes of a layer, by memory and kind; `free`: bytes that are left for layers, by memory; `boundaries`: as
     in rows().
@@ -210,8 +214,8 @@ def least_seconds(
 def choose(
     workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None, ends: str = "device"
 ) -> dict[str, int] | None:
-    """Return the numbers of layers of each kind: of all numbers that fit and whose step by the rates is within SLACK of
-    the shortest, those with the fewest copied bytes. None if no placement fits."""
+    """Return the numbers of layers of each kind. Of all numbers that fit, and whose step by the rates is within SLACK
+    of the shortest step, these copy the fewest bytes. Return None if no placement fits."""
     assert room.rates is not None
     boundaries = hosted_boundaries(plan_of(workload, {**dict.fromkeys(kinds, 0), "R": workload.num_layers}))
     found = rows(workload, room.rates, clipping, boundaries, ends)
@@ -255,8 +259,8 @@ def hosted_boundaries(plan: Plan) -> int:
 
 
 def may_fit(num_layers: int, needs: Mapping[str, Counts], free: Counts) -> bool:
-    """Return False only if no placement fits, because even the least bytes that a layer needs, in one memory or in two
-    together, are too many.
+    """Return False only if it is certain that no placement fits: even the least bytes that a layer needs in one memory,
+    or in a weighted sum of two memories, are too many. If True, a placement may still not fit.
 
     For models that hardly fit, this check saves 95 of 100 linear programs (results/LOG.md).
     """
@@ -292,11 +296,11 @@ def _linear(
 def arranged(counts: Counts, clipping: str | None = "deferred") -> str:
     """Return a letter for each layer, bottom first.
 
-    Resident layers are at the bottom, so that layers updated on the host are needed late. Streamed layers are spread
-    among the others: their states then load the link as steadily as the others' updates load the host. Unless updates
-    are deferred, most resident layers are spread, too: the link carries states while resident layers compute. One of
-    the other layers is on top: its gradient comes home soon after the turn from forward to backward pass, so that the
-    host soon has an update to make.
+    Resident layers are at the bottom, so that the layers above them, which the host updates, are needed late in the
+    next step. Streamed layers are spread among the others: the streamed layers' states then load the link as steadily
+    as the other layers' updates load the host. Unless updates are deferred, most resident layers are spread, too: the
+    link carries states while resident layers compute. One of the other layers is on top: its gradient comes home soon
+    after the turn from forward to backward pass, so that the host soon has an update to make.
     """
     resident, streamed = (int(counts.get(kind, 0)) for kind in "RS")
     rest = spread("".join(kind * int(counts.get(kind, 0)) for kind in "PWD"), "S", streamed)
@@ -305,7 +309,7 @@ def arranged(counts: Counts, clipping: str | None = "deferred") -> str:
 
 
 def with_forecast(plan: Plan, workload: Workload, rates: Rates, counts: Counts) -> Plan:
-    """Return the plan with the lower bound of its step time."""
+    """Return the plan with the lower bound of its step time, and the names of the resources that set this bound."""
     options = plan.options
     found = rows(workload, rates, options.get("clipping"), hosted_boundaries(plan), options.get("ends", "device"))
     bound = forecast(found, counts)

@@ -28,7 +28,9 @@ class UserModel:
         paths = {id(module): path for path, module in model.named_modules()}
         for place, module in enumerate(self.modules):
             if id(module) not in paths:
-                raise ValueError(f"layer {place} ({type(module).__name__}) is not a part of the model")
+                raise ValueError(
+                    f"layer {place} ({type(module).__name__}) is not a part of the model; try layers of this model"
+                )
         self.prefixes = [f"{paths[id(module)]}." for module in self.modules]
         _check_layers(self.modules, self.prefixes)
         # A parameter that is also used outside of one layer stays on the device, where autograd sums its gradients.
@@ -96,7 +98,9 @@ class UserModel:
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [parameter for part in (self.rest, *self.own) for parameter in part]
         if lacks := [self.names[id(each)] for each in trained if id(each) not in known]:
-            raise ValueError(f"the optimizer lacks {len(lacks)} parameters, such as {lacks[0]}; add each, or freeze it")
+            raise ValueError(
+                f"the optimizer lacks {len(lacks)} parameters, such as {lacks[0]}; add them, or freeze them"
+            )
         if known - self.names.keys():
             raise ValueError("the optimizer has parameters that are not the model's")
         for group in optimizer.param_groups:

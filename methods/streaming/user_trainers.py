@@ -1,4 +1,5 @@
-"""STRONGHOLD and L2L for a user's own script: methods.stronghold has StrongholdTrainer, methods.l2l has L2LTrainer.
+"""The trainers that run STRONGHOLD and L2L in a user's own script. Import StrongholdTrainer from methods.stronghold,
+and L2LTrainer from methods.l2l.
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     trainer = StrongholdTrainer(model, model.model.layers, optimizer, max_norm=1.0, placement="R4W")
@@ -39,7 +40,7 @@ from methods.streaming.user_model import give
 from methods.streaming.user_training import Parts, UserTraining
 from methods.streaming.window import Window
 
-SMALL_BYTES = 512  # bytes that the device's allocator takes for one number, such as a norm
+SMALL_BYTES = 512  # bytes that the device's allocator takes for a tensor of one number, such as a norm
 NUM_SMALL = 64
 
 
@@ -73,7 +74,10 @@ class WindowStream:
 
     def finish(self, settings: Settings) -> Step:
         if self.rule.asked is not DEFERRED and settings != self.rule.settings:
-            raise ValueError("step: expected the optimizer's settings of the backward pass, got others")
+            raise ValueError(
+                "step: expected the optimizer's settings as in the backward pass, got others; try to change them after"
+                " step()"
+            )
         self.rule.settings = settings
         self.rule.finish()
         self.window.refill()
@@ -164,12 +168,13 @@ class TrialStream:
 
 
 class L2LTrainer(UserTraining):
-    """L2L: one layer at a time on the device. Several backward passes may add up their gradients before a step.
+    """L2L: one layer at a time on the device. Several backward passes may sum their gradients before a step.
 
     `layers`: the model's layers, in the order in which it calls them. `optimizer`: an AdamW, whose groups and settings
     apply; a schedule may change them. `max_norm`: limit of the norm of all gradients together; 0 or None: no clipping.
     `device`: default: cuda if there is a GPU, else cpu. `activations`: the memory where the layers' inputs wait for the
-    backward pass, device or host; default: device. Raises ValueError, one line, if the model cannot be trained so.
+    backward pass, device or host; default: device. Raises ValueError, with a message of one line, if the model cannot
+    be trained in this way.
     """
 
     def __init__(
@@ -185,13 +190,13 @@ class L2LTrainer(UserTraining):
 class StrongholdTrainer(UserTraining):
     """STRONGHOLD: layers slide through a window, or stay where a placement says (docs/methods-and-placements.md).
 
-    Takes L2LTrainer's arguments, and these. `device_memory`, `host_memory`: limits in bytes; the trainer chooses the
-    placement with the most resident layers within these limits and, if none fits otherwise, host for `activations`.
-    `example`: a function that returns the loss of the largest batch; the trainer calls it in a trial pass for each
-    memory of the inputs that it tries. `placement`, `window_size`: given rather than chosen. Without any of these
-    arguments every layer is windowed. `accumulates`: several backward passes add up their gradients before a step, so
-    no update begins before step(). `clipping`: deferred or speculate. `disk`: the folder for layers that a placement
-    puts on the disk.
+    Takes L2LTrainer's arguments, and these. `device_memory`, `host_memory`: limits in bytes. Within these limits the
+    trainer chooses the placement with the most resident layers; if no placement fits, it chooses host for `activations`
+    and tries again. `example`: a function that returns the loss of the largest batch; the trainer calls this function
+    in a trial pass for each choice of `activations` that it tries. `placement`, `window_size`: take these values, and
+    choose nothing. Without any of these arguments every layer is windowed. `accumulates`: True: several backward passes
+    sum their gradients before a step, so no update begins before step(). `clipping`: deferred or speculate. `disk`: the
+    folder for layers that a placement puts on the disk.
     """
 
     def __init__(
@@ -205,11 +210,16 @@ class StrongholdTrainer(UserTraining):
         build_kernel()
         layers = list(layers)
         if accumulates and clipping == "speculate":
-            raise ValueError("accumulates=True and clipping='speculate' exclude each other: updates wait for step()")
+            raise ValueError(
+                "accumulates=True and clipping='speculate' exclude each other: updates wait for step(); try 'deferred'"
+            )
         if clipping not in (None, *CLIPPINGS):
             raise ValueError(f"clipping: expected {' or '.join(CLIPPINGS)}, got {clipping!r}")
         if (device_memory or host_memory) and (example is None or not device_memory):
-            raise ValueError("memory limits need device_memory, and example=, which returns a batch's loss")
+            raise ValueError(
+                "expected device_memory and example= (a function that returns a batch's loss) for memory limits; try"
+                " both"
+            )
         if device_memory and example:
             room, too_large = Room(device_memory, host_memory), Plan({"activations": device_memory + 1})
 

@@ -1,4 +1,5 @@
-"""STRONGHOLD's schedule under the virtual clock, and the bound of its placement, on named machines.
+"""Times STRONGHOLD's schedule on named machines under the virtual clock, and computes the lower bound of its
+placement's step time.
 
 The method's own code trains a scale model of the published shape (hidden 2048, 16 heads, sequence 1024, batch 4); the
 virtual clock charges every op by the machine's rates (virtual_clock.py). Nothing here was measured.
@@ -26,7 +27,7 @@ NAME = "stronghold"
 DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}
 CLIP_NORMS: dict[str | None, float] = {None: 0.0, "deferred": 1.0, "speculate": 1e9}  # 1e9: never clipped
 MODEL_HIDDEN_SIZE = 32
-STEPS = 4  # several, because the first starts on an idle machine
+STEPS = 4  # more than one, because the first step starts on an idle machine
 
 
 class ScheduledStep(NamedTuple):
@@ -36,7 +37,7 @@ class ScheduledStep(NamedTuple):
     bound: float
     binds: str
     schedule: float
-    resident: float  # step with all layers resident, on a device of unlimited memory
+    resident: float  # seconds of a step with all layers resident, in unlimited memory
     run: VirtualRun
 
     @property
@@ -48,15 +49,15 @@ class ScheduledStep(NamedTuple):
 def point(
     machine: str, num_layers: int, clipping: str | None, sample: int | None = None, activations: str | None = None
 ) -> ScheduledStep | str:  # fmt: skip
-    """Plan and time one size; return the reason if the size does not fit. `sample`: tokens of the only sample of a
-    step, in place of the published batch, of whose boundaries the scale model has too few bytes; `activations`: as the
-    option."""
+    """Plan and time one size; if the size does not fit, return the reason as text. `sample`: number of tokens of a
+    step's only sample, in place of the published batch; for that batch, boundaries in the scale model would have too
+    few bytes. `activations`: as STRONGHOLD's option."""
     workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=CLIP_NORMS[clipping])
     workload = dataclasses.replace(workload, batch_size=1, seq_len=sample) if sample else workload
     there = named_machines.load(machine)
     assert there.room.rates is not None
     rates = virtual_rates(workload, there.room.rates)
-    # No memory is allocated here, so no reserve is needed.
+    # The plan may use all of the device's memory, because nothing is allocated on it here.
     room = dataclasses.replace(there.room, device_bytes=there.device_bytes, rates=rates)
     plan = method.create(NAME, {"clipping": clipping, "activations": activations}).plan(workload, room)
     shortfall = plan.shortfall(room)
@@ -84,8 +85,9 @@ def scale_model(workload: Workload) -> Workload:
 def model_machine(
     workload: Workload, rates: Rates, counts: Counts, found: list[Row], ends: str = "device"
 ) -> VirtualMachine:
-    """Return the machine on which the scale model takes as long as the workload does with these rates. The time of all
-    host memory traffic, copies included, is charged to the updates. `found`: the planner's rows."""
+    """Return the machine on which the scale model takes as long as the workload does with these rates. All time of the
+    host memory's traffic, copies included, counts as time of the host's updates. `counts`: layers of each kind;
+    `found`: the planner's rows."""
     model = scale_model(workload)
     params = model.layer_params / workload.layer_params
     on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
@@ -101,20 +103,21 @@ def model_machine(
 
 
 def executed_flops(workload: Workload) -> float:
-    """Return the FLOPs of a step. The recompute stops before a layer's last matrix product, because no gradient needs
-    it."""
+    """Return the FLOPs of a step. A layer's recompute stops before the last matrix product, because no gradient needs
+    its result."""
     tokens = workload.batch_size * workload.seq_len
     return workload.flops_per_step - workload.num_layers * 8 * tokens * workload.hidden_size**2
 
 
 def virtual_rates(workload: Workload, rates: Rates) -> Rates:
-    """Return the rates with compute divided between the passes by their FLOPs, as the virtual clock divides it."""
+    """Return the rates with another forward_share: the share of the forward pass in all FLOPs, by which the virtual
+    clock divides compute."""
     forward = workload.num_layers * workload.layer_flops + workload.head_flops_per_step / 3
     return dataclasses.replace(rates, forward_share=forward / executed_flops(workload))
 
 
 def trace(machine: str, num_layers: int, clipping: str | None, folder: Path) -> None:
-    """Write the timeline of one size, if this size fits."""
+    """Write the timeline of one size into the folder. If the size does not fit, print the reason."""
     found = point(machine, num_layers, clipping)
     if isinstance(found, str):
         print(f"{machine}, {num_layers} layers: {found}")

@@ -100,7 +100,7 @@ def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> Non
 @click.option("--gpus-per-vm", type=int, default=1, help="Number of devices in each machine.")
 @click.option("--batch", "batch_size", type=int, required=True, help="Samples per step, over all replicas.")
 @click.option(
-    "--memory", "capacity", type=Bytes(), help="Memory of each device; default: that in the profile, or of --machine."
+    "--memory", "capacity", type=Bytes(), help="Memory of each device; default: the profile's, or that of --machine."
 )
 @model
 @rates
@@ -277,7 +277,7 @@ def _rates(words: dict[str, Any]) -> Rates:
     name = words["machine_name"]
     found = named_machines.load(name).rates(words["dtype"]) if name else None
     if found is None:
-        raise ValueError("--machine: expected a machine with rates, which time a GPT's passes, got none")
+        raise ValueError("--machine: expected a machine whose rates give a GPT's times, got none")
     return found
 
 

@@ -157,7 +157,7 @@ def test_what_is_no_index_is_told_so(tmp_path: Path, content: bytes) -> None:
 
 def test_index_of_floats_is_told_by_its_code(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [1] * 50, 6, "f")
-    assert told_of(prefix) == f"{prefix}.idx: expected version 1 with integers, got version 1 and dtype 6"
+    assert told_of(prefix) == f"{prefix}.idx: expected version 1 and integer tokens, got version 1 and dtype 6"
 
 
 def test_empty_corpus_is_told_so(tmp_path: Path) -> None:

@@ -195,16 +195,16 @@ def test_key_depends_on_its_context() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"hidden_size": 250}, "hidden size 250 is not divisible by 16 heads: try 240 or 256"),
-        ({"hidden_size": 8}, "hidden size 8 is not divisible by 16 heads: try 16, or"),
+        ({"hidden_size": 250}, "hidden size 250 is not divisible by 16 heads: try -h 240 or 256"),
+        ({"hidden_size": 8}, "hidden size 8 is not divisible by 16 heads: try -h 16, or"),
         ({"num_layers": 0}, "num_layers must be at least 1, not 0"),
         ({"batch_size": -1}, "batch_size must be at least 1, not -1"),
-        ({"dtype": "fp64"}, "dtype must be fp32, bf16 or fp16, not 'fp64'"),
-        ({"dropout": 1.0}, "dropout must be from 0 to below 1, not 1.0"),
-        ({"dropout": math.nan}, "dropout must be from 0 to below 1, not nan"),
-        ({"clip_norm": -1.0}, "clip must be 0 (off) or a positive norm, not -1.0"),
-        ({"clip_norm": math.inf}, "clip must be 0 (off) or a positive norm, not inf"),
-        ({"learning_rate": 0.0}, "the learning rate must be positive, not 0.0"),
+        ({"dtype": "fp64"}, "--dtype: expected fp32, bf16 or fp16, got 'fp64'"),
+        ({"dropout": 1.0}, "--dropout: expected from 0 to below 1, got 1.0"),
+        ({"dropout": math.nan}, "--dropout: expected from 0 to below 1, got nan"),
+        ({"clip_norm": -1.0}, "--clip: expected 0 (off) or a positive norm, got -1.0"),
+        ({"clip_norm": math.inf}, "--clip: expected 0 (off) or a positive norm, got inf"),
+        ({"learning_rate": 0.0}, "--lr: expected a positive number, got 0.0"),
     ],
 )
 def test_impossible_workload_is_refused_naming_what_is_allowed(changes: dict[str, Any], told: str) -> None:
@@ -224,8 +224,8 @@ def test_budget_of_nothing_is_refused(name: str) -> None:
     ("changes", "told"),
     [
         ({"steps": 0}, "steps must be at least 1, not 0"),
-        ({"steps": 5, "warmup": 5}, "warm-up must be from 0 to 4 of 5 steps, not 5"),
-        ({"warmup": -1}, "warm-up must be from 0 to 19 of 20 steps, not -1"),
+        ({"steps": 5, "warmup": 5}, "--warmup: expected 0 to 4 for 5 steps, got 5"),
+        ({"warmup": -1}, "--warmup: expected 0 to 19 for 20 steps, got -1"),
     ],
 )
 def test_job_without_a_timed_step_is_refused(changes: dict[str, int], told: str) -> None:

@@ -172,7 +172,7 @@ def test_records_of_another_profile_are_not_taken() -> None:
 def test_a_table_of_two_windows_is_refused(tmp_path: Path) -> None:
     """A window of 3 layers is one of 2 where there are but 2 layers."""
     mixed = dataclasses.replace(DEMO, window=3)
-    with pytest.raises(ValueError, match="case 2: expected one window size, got 2, 3"):
+    with pytest.raises(ValueError, match="case 2: expected runs of one window size, got 2, 3"):
         case_files.extract(2, mixed, [*demo_records(mixed)], tmp_path)
 
 

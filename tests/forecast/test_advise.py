@@ -331,7 +331,7 @@ def test_the_door_decides_first_and_then_shows_all() -> None:
     ("words", "said"),
     [
         ("--gpu rtx4099", "did you mean rtx4090?"),
-        ("--gpu rx1", "or give its numbers: --device-memory 24GB --fact gpu_tflops=80"),
+        ("--gpu rx1", "or give the GPU's numbers: --device-memory 24GB --fact gpu_tflops=80"),
         ("--gpu rx1 --fact gpu_tflops=80", "expected the facts link_gb_per_second, host_adam_gparams_per_second"),
         ("--gpu rtx4090 --fact gpu_tflop=80", "unknown fact 'gpu_tflop': did you mean gpu_tflops?"),
         ("--fact gpu_tflops=80", "--fact: expected --gpu NAME"),

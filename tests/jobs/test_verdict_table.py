@@ -56,4 +56,4 @@ def test_a_sweep_over_models_writes_what_each_method_made_of_each(tmp_path: Path
 
 def test_a_table_of_several_sizes_is_refused_before_anything_runs(tmp_path: Path) -> None:
     ended = cli.run("sweep", "-m", "l2l", "-b", "1,2", "-l", "2", "-h", "32", "--out", tmp_path / "table.md")
-    assert ended.returncode == 2 and "--out: expected one width, batch and sequence" in ended.stderr
+    assert ended.returncode == 2 and "--out: expected models of different layers or width" in ended.stderr

@@ -133,7 +133,7 @@ def test_megatrons_ranks_train_as_the_reference_does(options: dict, dtype: str, 
         ({"world_size": 2, "sequence_parallel": True}, "sequence_parallel: expected tensor_parallel above 1, got 1"),
         ({"world_size": 3}, "a batch of 2 samples splits over 1, 2 ranks, not over 3; try -b 3"),
         ({"world_size": 3, "pipeline_parallel": 2}, "pipeline_parallel: expected a divisor of --ranks 3, got 2; try"),
-        ({"world_size": 2, "pipeline_parallel": 2}, "a divisor of num_layers 3, got 2; try -l 2 or 4"),
+        ({"world_size": 2, "pipeline_parallel": 2}, "a divisor of the 3 layers, got 2; try -l 2 or 4"),
         (
             {"world_size": 6, "tensor_parallel": 2, "pipeline_parallel": 2},
             "--ranks divided by tensor_parallel.*, got 2",
@@ -262,7 +262,7 @@ def test_no_folder_for_nvme_is_one_line_and_exit_2(tmp_path: Path) -> None:
     words = ["-m", "zero-infinity-nvme", "-l", "2", "--disk", str(tmp_path / "none"), "--results", str(tmp_path / "r")]
     done = cli.run(*words)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "name another with --disk DIR" in done.stderr and not (tmp_path / "r").exists()
+    assert "try another with --disk DIR" in done.stderr and not (tmp_path / "r").exists()
 
 
 @pytest.mark.heavy

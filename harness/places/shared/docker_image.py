@@ -20,7 +20,7 @@ from harness.places.shared import container_user
 
 # color codes, by which the engine marks text that a step of the build printed to standard error
 COLOR = re.compile(r"\x1b\[\d+m")
-device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch build.")
+device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch's device.")
 name_option = click.option(
     "--image", "name", metavar="NAME", help="Name of the image; default: the name that --on docker uses."
 )
@@ -40,7 +40,7 @@ def image(context: click.Context) -> None:
 @click.option(
     "--base",
     metavar="IMAGE",
-    help="Base image, a Debian with Python 3.11 or newer; default: that of docker/Dockerfile.",
+    help="Base image, a Debian with Python 3.11 or newer; default: the base image in docker/Dockerfile.",
 )
 @click.option("--wheelhouse", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Install from the wheels in this folder, without network; pip wheel -w DIR makes them.")  # fmt: skip

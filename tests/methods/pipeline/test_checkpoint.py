@@ -114,8 +114,8 @@ TAMPERED: dict[str, dict[str, Any]] = {
         MOMENT: torch.zeros(64, 64, dtype=torch.float64)
     },
     "exp_avg of layer.1: expected float32 of shape (64, 64), got no tensor": {MOMENT: "hello"},
-    "layer.1: expected states exp_avg, exp_avg_sq, step, got evil": {"optimizer.layer.1.evil": torch.zeros(3)},
-    "layer.1: expected states exp_avg, exp_avg_sq, step, got exp_avg_sq, step": {MOMENT: None},
+    "expected optimizer states exp_avg, exp_avg_sq, step, got evil": {"optimizer.layer.1.evil": torch.zeros(3)},
+    "layer.1: expected optimizer states exp_avg, exp_avg_sq, step, got exp_avg_sq, step": {MOMENT: None},
     "option betas of layer.1: expected a value like (0.9, 0.999), got 'x'": {OPTIONS: json.dumps({"betas": "x"})},
     "Expecting ',' delimiter": {OPTIONS: "[1"},
     "'list' object has no attribute 'items'": {OPTIONS: "[1]"},

@@ -243,11 +243,11 @@ def test_one_model_on_two_devices_is_trained_on_halves_to_within_rounding() -> N
     [
         ({"shard_layers": 13}, "shard_layers: expected 1 to 12, got 13"),
         ({"num_models": 0}, "num_models: expected at least 1, got 0"),
-        ({"num_batch_sizes": 4}, "cannot halve the batch size 4 that often"),
+        ({"num_batch_sizes": 4}, "at most 1 more for each time that batch size 4 halves, got 4"),
         ({"num_devices": 0}, "num_devices: expected at least 1, got 0"),
         ({"partitioner": "pilot"}, "expected exact or presharded, got 'pilot'"),
         ({"partitioner": "presharded"}, "presharded needs shard_layers"),
-        ({"policy": "longest"}, "no policy 'longest': choose one of lrtf, srtf, fifo, random"),
+        ({"policy": "longest"}, "policy: expected one of lrtf, srtf, fifo, random, got 'longest'"),
         ({"intermediates": "kept"}, "expected checkpointed or saved, got 'kept'"),
     ],
 )

@@ -248,8 +248,8 @@ class Scalar(nn.Module):
     [
         ({"model": Scalar()}, "Scalar has no ordered layers"),
         ({"model": nn.Sequential(nn.BatchNorm1d(6))}, r"layer 0 \(BatchNorm1d\) keeps running statistics"),
-        ({"epochs": 0}, "epochs must be at least 1"),
-        ({"clipping": "none"}, "clipping is global or shard"),
+        ({"epochs": 0}, "epochs: expected at least 1"),
+        ({"clipping": "none"}, "clipping: expected global or shard"),
         ({"dataloader": iter(())}, "expected a dataloader with a length"),
         ({"shards": [3, 4]}, r"expected shards of its 6 layers, got \[3, 4\]"),
     ],
@@ -263,7 +263,7 @@ def test_a_task_that_makes_no_sense_is_refused_in_one_line(change: dict[str, Any
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ({"policy": "longest"}, "no policy 'longest'"),
+        ({"policy": "longest"}, "policy: expected one of lrtf"),
         ({"devices": []}, "no devices"),
         ({"devices": ["cpu", "cuda:99"]}, "GPUs that torch sees, got cuda:99; try cpu"),
         ({"intermediates": "kept"}, "checkpointed or saved"),

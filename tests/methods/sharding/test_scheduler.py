@@ -139,9 +139,9 @@ def test_ten_thousand_models_on_a_thousand_devices_take_seconds_to_simulate() ->
     ("chains", "num_devices", "policy", "text"),
     [
         ([], 1, "lrtf", "no tasks"),
-        ([[1]], 0, "lrtf", "num_devices must be at least 1, not 0"),
-        ([[1, 0]], 1, "lrtf", "must be positive, not 0"),
-        ([[1]], 1, "longest", "no policy 'longest': choose one of lrtf, srtf, fifo, random"),
+        ([[1]], 0, "lrtf", "num_devices: expected at least 1, got 0"),
+        ([[1, 0]], 1, "lrtf", "expected positive times of units, got 0"),
+        ([[1]], 1, "longest", "policy: expected one of lrtf, srtf, fifo, random, got 'longest'"),
     ],
 )
 def test_nonsense_is_answered_in_one_line(chains: list[list[float]], num_devices: int, policy: str, text: str) -> None:

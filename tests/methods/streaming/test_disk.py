@@ -225,5 +225,5 @@ def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp
 @pytest.mark.parametrize("folder", ["/nowhere", "/proc"])
 def test_a_folder_that_cannot_be_written_is_one_line(folder: str) -> None:
     stronghold = create("stronghold", {"placement": "W1D1", "disk": folder})
-    with pytest.raises(ValueError, match="name another with --disk DIR"):
+    with pytest.raises(ValueError, match="try another with --disk DIR"):
         stronghold.plan(tiny(), Room())

@@ -78,7 +78,7 @@ def test_a_bad_placement_is_one_line(text: str, said: str) -> None:
     ("options", "said"),
     [
         ({"placement": "R2W3", "resident_layers": 1}, "differ: leave one out"),
-        ({"clipping": "sometimes"}, "choose one of deferred, speculate"),
+        ({"clipping": "sometimes"}, "clipping: expected one of deferred, speculate"),
     ],
 )
 def test_options_that_contradict_are_one_line(options: dict[str, Any], said: str) -> None:

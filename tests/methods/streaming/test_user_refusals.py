@@ -75,13 +75,13 @@ def stepped() -> torch.optim.AdamW:
     [
         ("expected torch.optim.AdamW, got SGD", {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)}),
         (
-            "parameters, such as embed.weight; add each",
+            "parameters, such as embed.weight; add them",
             {"optimizer": torch.optim.AdamW([nn.Parameter(torch.zeros(2))])},
         ),
         ("an optimizer before its first step", {"optimizer": stepped()}),
         ("exclude each other", {"accumulates": True, "clipping": "speculate"}),
         ("clipping: expected deferred or speculate, got 'never'", {"clipping": "never"}),
-        ("memory limits need device_memory, and example=", {"host_memory": 2**30}),
+        ("expected device_memory and example=", {"host_memory": 2**30}),
         ("a device with its own memory, got cpu", {"device_memory": 2**30, "example": lambda: torch.zeros(())}),
         ("window_size: expected 1 to 5, got 6", {"window_size": 6}),
         ("expected the model's 5 layers, got 4", {"placement": "R2W2"}),
@@ -173,7 +173,7 @@ def test_a_step_needs_a_backward_pass_and_settings_that_stay() -> None:
             trainer.step()
         model(*batch).backward()
         optimizer.param_groups[0]["lr"] = 1.0
-        with pytest.raises(ValueError, match="expected the optimizer's settings of the backward pass"):
+        with pytest.raises(ValueError, match="expected the optimizer's settings as in the backward pass"):
             trainer.step()
 
 

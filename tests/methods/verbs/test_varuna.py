@@ -144,7 +144,7 @@ def test_a_model_by_its_config_is_measured_and_foretold(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "told"), [
     ("simulate --stages 2 --micro-batches 2 --schedule ours", "expected varuna or 1f1b or gpipe, got 'ours'"),
     ("simulate --stages 5 --micro-batches 2 --machine h200 -l 4", "--stages: expected at most 4"),
-    ("simulate --stages 2 --micro-batches 2 -l 4", "--machine: expected a machine with rates"),
+    ("simulate --stages 2 --micro-batches 2 -l 4", "--machine: expected a machine whose rates"),
     ("simulate --stages 2 --micro-batches 2 --send nan", "'--send': expected a finite number, got nan"),
     ("simulate --stages 1000000 --micro-batches 1000", "expected at most 100000000 stages times micro-batches"),
     ("profile", "expected -l and -h, or --model NAME"),
