@@ -93,7 +93,7 @@ def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], d
         try:
             if not path.is_file():
                 raise NotALog("not a file")
-            # checked as a record is when it is read from a file
+            # from_dict() checks the record, as if it were read from a file
             records[path] = Record.from_dict(to_record(read(path), path.name).to_dict())
         except (OSError, ValueError) as error:
             complaints[path] = str(getattr(error, "strerror", None) or error)

@@ -57,7 +57,7 @@ class Extent(NamedTuple):
     steps: int = STEPS
 
     def __bool__(self) -> bool:
-        """True if there is a probe, which has at least one layer."""
+        """True if there is a probe: a probe has at least one layer."""
         return self.layers > 0
 
     def or_more(self, other: Extent) -> Extent:

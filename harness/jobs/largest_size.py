@@ -25,7 +25,7 @@ from harness.jobs.sweep import Sweep
 
 BEYOND_PLAN = 4  # the search tries sizes up to this many times the guess, and at least up to FEWEST_BEYOND
 FEWEST_BEYOND = 64
-BUDGETED = {"pinned": "host", "shm": "host"}  # by kind of memory: the kind whose budget also counts it
+BUDGETED = {"pinned": "host", "shm": "host"}  # kinds of memory that the budget of another kind also counts
 FEWEST_STEPS = 5  # fewest steps of a probe: by then the optimizer's state exists, and memory use no longer grows
 
 

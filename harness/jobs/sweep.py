@@ -191,7 +191,7 @@ class Sweep:
         return path
 
     def _made_meanwhile(self, job: Job, key: str) -> Path | None:
-        """Return the path of a result that another call wrote since this one read the folder; None if none."""
+        """Return the path of a result that another call wrote after this call read the folder; None: no such result."""
         if self.rerun:
             return None
         for path in sorted(set(self.results.glob("log_*.json")) - set(self.records)):

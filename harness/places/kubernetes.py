@@ -116,7 +116,7 @@ def files_named(job: Job) -> list[str]:
 
 
 class Kubernetes(Place):
-    """The place --on kubernetes, with these options. Connecting raises Unavailable if no cluster can be reached."""
+    """The place --on kubernetes, with these options. `cluster` raises Unavailable if no cluster can be reached."""
 
     is_parallel = True
     cli_options: ClassVar = {
