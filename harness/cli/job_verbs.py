@@ -279,7 +279,8 @@ def _resolved(job: Job, folders: tuple[Path, ...]) -> Job | str:
 
 
 def _show_verdicts(asked: list[Job], outcomes: list[verdict_table.Outcome], words: dict[str, Any]) -> None:
-    """Print the verdicts as a table, methods by models, and write it to the file of --out. Do nothing if two models have the same layers and width."""
+    """Print the verdicts as a table, methods by models, and write it to the file of --out. Do nothing if two models
+    have the same layers and width."""
     if (models := verdict_table.columns(asked)) is None:
         return
     heads, rows = ["method", *models.values()], verdict_table.rows(asked, outcomes)
