@@ -65,7 +65,8 @@ def print_table(
     columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None, *, numbers: Iterable[str] = (),
     widths: Mapping[str, int] | None = None, has_lines: bool = False,
 ) -> None:  # fmt: skip
-    """Print a table of rows under the names of its columns. It is as wide as the terminal, or WIDTH without one.
+    """Print a table of rows under the names of its columns. The table is as wide as the terminal; without a terminal it
+    is WIDTH characters wide.
 
     `numbers`: names of the columns that are aligned to the right. `widths`: for a column's name, the most characters of
     a line in it. `has_lines`: True draws lines between the rows, and also folds cells of the first column that are too

@@ -27,7 +27,7 @@ def read_text(path: Path) -> str:
 
 def read_bytes(path: Path) -> bytes:
     """Return the bytes of a regular file. Raises OSError if `path` is anything else, such as a symbolic link or a pipe,
-    or if the file has more than MOST_BYTES bytes. This call never waits for the writer of a pipe."""
+    or if the file has more than MOST_BYTES bytes. If `path` is a pipe, this function does not wait for its writer."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -57,8 +57,9 @@ def read_json(path: Path) -> Any:
 
 
 def parsed_json(text: str) -> Any:
-    """Return the data of a JSON text. Raises ValueError if the text is not JSON or is null, if it is nested too deep,
-    or if a number is not finite or is too long. Surrogates in texts become escapes."""
+    """Return the data of a JSON text. Raises ValueError if the text is not JSON or is null, if its data are nested more
+    than MOST_DEPTH levels deep, or if a number is not finite or an integer has more than MOST_DIGITS digits. Surrogates
+    in texts become escapes."""
     try:
         data = json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_no_number)
     except RecursionError:

@@ -46,7 +46,7 @@ _server: Server | None = None
 
 
 class Forked:
-    """The caller's handle of a process that the server forks. It has a part of the interface of subprocess.Popen."""
+    """The caller's handle of a process that the server forks: a part of the interface of subprocess.Popen."""
 
     def __init__(self, stdin: IO[str], control: socket.socket) -> None:
         self.stdin, self._control = stdin, control

@@ -19,9 +19,9 @@ FEW = 20  # most names that a message lists
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
-    """Return a hint such as `did you mean gpt2? `, which ends with a space. It lists at most `most` known names that
-    are similar to `name`. If none is similar, it lists the known names that contain `name` as a part between hyphens;
-    if there is none, either, the hint is empty. Capital and small letters count as equal."""
+    """Return a hint such as `did you mean gpt2? `, which ends with a space. The hint lists at most `most` known names
+    that are similar to `name`. If no name is similar, the hint lists the known names that contain `name` as a part
+    between hyphens. If there are no such names, the hint is empty. Capital and small letters count as equal."""
     small = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), small, n=most, cutoff=0.4)
     near = [small[each] for each in near] or [small[each] for each in small if name.lower() in each.split("-")]
@@ -73,6 +73,6 @@ def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: s
 
 @functools.lru_cache
 def _parsed(file: Path, written: int) -> dict[str, Any]:
-    """Return the parsed file. It is cached, because parsing takes longer than computing a plan. `written`, the file's
-    time of change in nanoseconds, makes a changed file be parsed again."""
+    """Return the parsed file. The result is cached, because parsing takes longer than computing a plan. `written`, the
+    file's time of change in nanoseconds, makes a changed file be parsed again."""
     return checked(dict[str, Any], read_yaml(file) or {})

@@ -78,7 +78,7 @@ class RankAgent:
         self.private = list(private)
         self.ranks: dict[int, Rank] = {}
         self.listener: socket.socket | None = None  # socket at which the next round's ranks will meet
-        self.store: Any = None  # torch's store, through which ranks find each other; it runs a thread of the agent
+        self.store: Any = None  # torch's store, through which ranks find each other; the store runs a thread here
         self.waiting = selectors.DefaultSelector()
         noticed, noticing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.private += [noticed, noticing]
@@ -174,7 +174,7 @@ class RankAgent:
         """Do a rank's work in this process, which is a new fork, and end this process with the rank's exit code.
         `tells`: the rank's end of its pipe; `others`: descriptors to close."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.set_wakeup_fd(-1)  # SIGTERM may reach ranks, too; they still ignore it, because the agent handles it
+        signal.set_wakeup_fd(-1)  # ranks go on ignoring SIGTERM, which may reach all processes; the agent handles it
         self.waiting.close()
         if self.listener:
             self.listener.close()
@@ -261,8 +261,8 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def ignore(number: int, frame: Any) -> None:
-    """A signal handler that does nothing. It is used instead of SIG_IGN, because programs that this process starts
-    would inherit SIG_IGN."""
+    """A signal handler that does nothing. SIG_IGN is not used, because programs that this process starts would inherit
+    SIG_IGN."""
 
 
 def _fork(name: str, work: Callable[[], NoReturn]) -> int:

@@ -60,7 +60,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
                     os.fsync(file.fileno())
             temporary.rename(folder)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # it still exists only after an error
+            shutil.rmtree(temporary, ignore_errors=True)  # after an error the folder still exists
 
 
 @contextlib.contextmanager
@@ -75,8 +75,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove the temporary files in `folder` whose writers were killed: those that nobody locks. An empty file stays,
-    because its writer, which locks the file before writing, may not have locked it yet."""
+    """Remove the temporary files in `folder` whose writers were killed: files that no process locks. An empty file
+    stays, because its writer, which locks the file before writing, may not have locked it yet."""
     for left in folder.glob(f".*{UNFINISHED}"):
         with contextlib.suppress(OSError), open(left, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

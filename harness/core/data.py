@@ -43,7 +43,7 @@ def sha256(tokens: np.ndarray) -> str:
 
 
 def corpus_hash(workload: Workload, num_samples: int) -> str:
-    """Return a hash of a corpus. It covers the sampled_hash() of both files, and at most MOST_HASHED of the
+    """Return a hash of a corpus. The hash covers the sampled_hash() of both files, and at most MOST_HASHED of the
     `num_samples` samples that the training reads, at equal distances."""
     digest = hashlib.sha256(" ".join(map(sampled_hash, corpus_files(str(workload.corpus)))).encode())
     with contextlib.suppress(ValueError):  # the corpus cannot be read: the run will say why
@@ -55,7 +55,7 @@ def corpus_hash(workload: Workload, num_samples: int) -> str:
 
 def synthetic(workload: Workload) -> Sampler:
     """Return a function that makes sample i of the synthetic stream: T + 1 token ids. Half of the tokens are the
-    successor of the token before them; the other half are drawn by Zipf's law. Such a stream can be learned, so it
+    successor of the token before them; the other tokens are drawn by Zipf's law. Such a stream can be learned, so it
     shows a broken optimizer. Uniform tokens could not: their loss stays at ln V, whatever the optimizer does."""
     ids = min(workload.vocab_size, MAX_TOKEN) if workload.config is None else workload.vocab_size
     cumulative = np.cumsum(1.0 / np.arange(1, ids + 1))
@@ -134,7 +134,7 @@ def _open_tokens(prefix: str) -> np.ndarray:
 
 
 def _uniform(seed: int, index: int, count: int) -> np.ndarray:
-    """Return `count` uniform numbers in [0, 1). They are made from raw words of the counter-based Philox generator,
-    because no numpy release changes these words."""
+    """Return `count` uniform numbers in [0, 1), made from raw words of the counter-based Philox generator: no release
+    of numpy changes these words."""
     words = np.random.Philox(key=seed, counter=[0, 0, 0, index]).random_raw(count)
     return (words >> np.uint64(11)) * 2.0**-53

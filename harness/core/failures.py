@@ -197,7 +197,7 @@ def _kernel_kill(end: End, text: str, /, **evidence: Any) -> Failure:
 def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
     """Return the exception and its causes, innermost first, each with a flag. The flag is True for the exception itself
     and for explicit causes (`raise ... from`). It is False for an exception that was only being handled when another
-    was raised."""
+    exception was raised."""
     found: dict[int, tuple[BaseException, bool]] = {}
 
     def visit(item: BaseException | None, is_explicit: bool) -> None:

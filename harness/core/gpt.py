@@ -104,8 +104,8 @@ class Head(Ends):
 
 
 class HeadLoss(torch.autograd.Function):
-    """The mean cross-entropy of a linear head. It is computed in blocks of tokens, because the logits of all tokens
-    together would be the largest tensor of most models.
+    """The mean cross-entropy of a linear head, computed in blocks of tokens, because the logits of all tokens together
+    would be the largest tensor of most models.
 
     Each block's gradients are computed right after the block's loss, so no logits are computed twice. The gradients are
     scaled before they are rounded to fp16; without the scale most gradients would be rounded to zero. x: (N, D), hidden
@@ -171,7 +171,7 @@ class GPT(nn.Module):
         return self.ends.embed(inputs)
 
     def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        """Return the loss of embedded tokens, (B, T, D); its gradient is multiplied by `scale`."""
+        """Return the loss of embedded tokens, (B, T, D). The loss's gradient is multiplied by `scale`."""
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return self.ends.loss(x, targets, scale)

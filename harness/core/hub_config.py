@@ -74,8 +74,8 @@ def checked_config(config: Any, source: str) -> dict[str, Any]:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part for texts of the configuration or, if there is none, the whole configuration. Its fields get
-    their usual names, and the sizes that it leaves out are added."""
+    """Return the part for texts of the configuration or, if there is none, the whole configuration. Fields get their
+    usual names (USUAL), and sizes that are left out get their values (UNSAID)."""
     part = config.get(TEXT_PART)
     config = part if isinstance(part, dict) and isinstance(part.get("model_type"), str) else config
     usual = {USUAL.get(name, name): value for name, value in config.items()}

@@ -84,7 +84,7 @@ class HubModel(KeepsBuffers):
         yield from sorted(found, key=lambda pair: id(pair[1]) in own)
 
     def forward(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        """Return the mean cross-entropy of (B, T) token ids; its gradient is multiplied by `scale`."""
+        """Return the mean cross-entropy of (B, T) token ids. The loss's gradient is multiplied by `scale`."""
         return _head_loss(self, _base(self)(input_ids=inputs, use_cache=False)[0], targets, scale)
 
     def embed(self, inputs: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class HubModel(KeepsBuffers):
         return embedded
 
     def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        """Return the mean cross-entropy of embedded tokens, (B, T, D); its gradient is multiplied by `scale`."""
+        """Return the mean cross-entropy of embedded tokens, (B, T, D). The loss's gradient is multiplied by `scale`."""
         return _head_loss(self, _base(self)(inputs_embeds=x, use_cache=False)[0], targets, scale)
 
 
@@ -119,7 +119,7 @@ class HubEnds(KeepsBuffers):
         return embedded
 
     def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        """Return the mean cross-entropy over all tokens, in fp32; its gradient is multiplied by `scale`."""
+        """Return the mean cross-entropy over all tokens, in fp32. The loss's gradient is multiplied by `scale`."""
         return _head_loss(self, self.normalized(x), targets, scale)
 
     @torch.no_grad()
@@ -162,7 +162,7 @@ class HubHead(HubEnds):
 
 
 def hub_layer(workload: Workload, index: int) -> nn.Module:
-    """Return layer `index`, which maps (B, T, D) to (B, T, D). Its parameters have no memory."""
+    """Return layer `index`, which maps (B, T, D) to (B, T, D). The layer's parameters have no memory."""
     parts = parts_of(workload)
     with unset_fake_temporarily():
         layer: nn.Module = copy.deepcopy(parts.layers[index])
@@ -219,7 +219,7 @@ class StandIn(nn.Module):
 
     def __init__(self, layer: nn.Module, heard: list[dict[str, Any]]) -> None:
         super().__init__()
-        object.__setattr__(self, "layer", layer)  # not as a child: its parameters stay out
+        object.__setattr__(self, "layer", layer)  # no child module: `layer` keeps its parameters
         self.heard = heard
 
     def __getattr__(self, name: str) -> Any:
@@ -246,8 +246,8 @@ class NoPositions(nn.Module):
 
 
 def made(text: str, dtype: torch.dtype) -> Any:
-    """Return transformers' model of a configuration. Its buffers have memory and values, its parameters have none.
-    Raises Unlike if the model cannot be trained here."""
+    """Return transformers' model of a configuration. The model's buffers have memory and values; its parameters have no
+    memory. Raises Unlike if the model cannot be trained here."""
     with torch.device("meta"):
         causal = theirs(json.loads(text), dtype)
     _compute_buffers(causal)
@@ -298,8 +298,8 @@ def parts_of(workload: Workload) -> HubParts:
 
 
 def _set_blocks(workload: Workload, layers: Iterable[nn.Module], base: nn.Module | None = None) -> None:
-    """Make `layers` compute long samples in blocks of tokens. If `base` is given, the norm after its last layer does
-    so, too. Nothing changes if the workload's samples are short."""
+    """Make `layers` compute long samples in blocks of tokens and, if `base` is given, also the norm after its last
+    layer. Nothing changes if the workload's samples are short."""
     if not (at_once := workload.block_tokens) or (blocks := workload.anatomy.blocks) is None:
         return
     most = job.NUM_INNER // hub_config.inner_size(str(workload.config), workload.hidden_size)
@@ -336,7 +336,7 @@ def _base(module: Any) -> Any:
 
 def _head_loss(module: Any, hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
     """Return the mean cross-entropy of the linear head on normalized hidden states (B, T, D) and target token ids
-    (B, T). Its gradient is multiplied by `scale`."""
+    (B, T). The loss's gradient is multiplied by `scale`."""
     rows, head = hidden.flatten(0, 1), _head(module)
     bend = bend_of(_base(module).config)
     mean: Tensor = HeadLoss.apply(rows, head, targets.flatten(), scale, bend)  # type: ignore[no-untyped-call]

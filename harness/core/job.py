@@ -51,7 +51,7 @@ NUM_INNER = 2**29
 class Workload:
     """A model, its optimizer and its data: the training that all methods share.
 
-    Raises ValueError for values that make no model; its one line names the allowed values."""
+    Raises ValueError for values that make no model; the error's line names the allowed values."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -287,7 +287,7 @@ class Budget:
                 object.__setattr__(self, name, float(value))  # 1 and 1.0 must give the job one key
 
     def share(self, num_ranks: int) -> Budget:
-        """Return the budget of one of several ranks on one machine: they share the host's bytes, not the device's."""
+        """Return the budget of one of several ranks on one machine. Ranks share the host, but not a device."""
         return dataclasses.replace(self, host_bytes=self.host_bytes and self.host_bytes // num_ranks)
 
     @property
@@ -442,8 +442,8 @@ class Job:
 
 
 def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
-    """Return the workloads of several models: all pairs of a learning rate and one of `num_batch_sizes` batch sizes.
-    Both rates and sizes are halved from one to the next; after NUM_RATES rates the rates repeat."""
+    """Return the workloads of several models: pairs of a learning rate and one of `num_batch_sizes` batch sizes. Rates
+    and sizes are each halved from one to the next; after NUM_RATES rates the rates repeat."""
     rows = [divmod(number, num_batch_sizes) for number in range(num_models)]
     sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
     return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]

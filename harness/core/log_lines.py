@@ -1,5 +1,5 @@
-"""The lines of a run's readable log. They have the form of the published artifact's lines, so the artifact's scripts
-can read the log."""
+"""The lines of a run's readable log, in the form of the published artifact's lines, so that the artifact's scripts can
+read the log."""
 
 from __future__ import annotations
 

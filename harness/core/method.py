@@ -95,9 +95,9 @@ class Method(ABC):
     A method is a frozen dataclass; its fields are its options.
 
     A method that trains in several processes has an option world_size, 1 by default. Each process runs train() with
-    torchrun's environment variables. It gets the whole batch, trains on its own part of the batch, and yields the loss
-    of the whole batch; rank 0 returns the whole tensors. plan() counts the bytes of one rank. A method that trains
-    several models (Job.workloads()) has the option num_models, 1 by default, and may have num_batch_sizes."""
+    torchrun's environment variables. A process gets the whole batch, trains on its own part of the batch, and yields
+    the loss of the whole batch; rank 0 returns the whole tensors. plan() counts the bytes of one rank. A method that
+    trains several models (Job.workloads()) has the option num_models, 1 by default, and may have num_batch_sizes."""
 
     label: ClassVar[str]  # default: the name of the method's file
     color: ClassVar[str] = "#888888"  # in figures of the runs
@@ -162,7 +162,7 @@ class Method(ABC):
         return None
 
     def build(self) -> None:  # noqa: B027 most methods have nothing to compile
-        """Compile what the method needs. The harness calls this once before the runs, in a process of its own."""
+        """Compile what the method needs. The harness calls build() once before the runs, in a process of its own."""
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         """Return the method's row in the fairness table: implementation, model, attention, optimizer, precision,

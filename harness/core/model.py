@@ -27,7 +27,7 @@ def whole(workload: Workload) -> Model:
 
 
 def empty(workload: Workload, device: str) -> Model:
-    """Return the whole model in the workload's dtype on a device. Its values are not yet set."""
+    """Return the whole model in the workload's dtype on a device. The values of its parameters are not yet set."""
     return whole(workload).to_empty(device=device)
 
 

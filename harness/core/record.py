@@ -315,7 +315,8 @@ def _age(record: Record, now: float) -> float:
 
 def new_stem(folder: Path, job: Job) -> Path:
     """Reserve a file name of the published pattern by creating an empty .txt log; return its path without .txt. The
-    name contains the second: if it is taken, the next second is tried. Its ws is the option window_size, or 0."""
+    name contains the second: if a name is taken, the next second is tried. The part ws is the option window_size, or
+    0."""
     now = int(time.time())
     for second in range(now, now + 1000):
         # A suffix is appended as text: with_suffix() would cut the name at the dot that it contains.

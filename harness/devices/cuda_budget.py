@@ -18,8 +18,8 @@ RESERVE_BYTES, RESERVE_PARTS = 256 * 2**20, 32
 # Bytes of NCCL's communicators in each rank, if there are several ranks. Not measured; enough for two communicators.
 COMMUNICATORS_BYTES = 512 * 2**20
 LEAST_TENSOR_BYTES = 256 * 2**20
-# If a process leads the processes of several GPUs: the bytes that the leading process takes on the first GPU. Not
-# measured; they are for the context, a workspace of cuBLAS and the tokens of the batches.
+# If a process leads the processes of several GPUs: the bytes that the leading process takes on the first GPU for its
+# context, a workspace of cuBLAS and the tokens of the batches; not measured.
 LEADING_BYTES = CONTEXT_BYTES + 64 * 2**20
 
 

@@ -77,10 +77,10 @@ def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: floa
     `report` with text that names the processes that hold the device. `foreseen_seconds`: how long this run is expected
     to take, for other calls that wait.
 
-    A timed run holds its devices alone. An untimed run shares them, with two exceptions. It holds a GPU alone, because
-    processes cannot divide the GPU's memory, and it holds a device alone if another user owns the list of holders,
-    which this run then cannot change. All calls lock their devices in the same order, so no two calls wait for each
-    other.
+    A timed run holds its devices alone. An untimed run shares its devices, with two exceptions. It holds a GPU alone,
+    because processes cannot divide the GPU's memory. It holds a device alone if another user owns the device's list of
+    holders, because this run then cannot change the list. All calls lock their devices in the same order, so no two
+    calls wait for each other.
     """
     with contextlib.ExitStack() as stack:
         yield Turn([

@@ -97,7 +97,7 @@ class Tracker:
             self.peaks = dict(self.in_use)
 
     def lift(self) -> None:
-        """End the budgets; from now on the peaks do not change. This is called after training."""
+        """End the budgets after training. From now on the peaks do not change."""
         self._is_lifted = True
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -110,7 +110,8 @@ class Tracker:
         if to_device:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
-        # device="cpu" does not count, because autograd asks for it, too, for tensors that it takes for the CPU's.
+        # An asked device="cpu" does not count: autograd asks for the CPU also for tensors that are booked on the
+        # device.
         to_host = getattr(self.thread, "to_host", False)
         on_device = to_device or (not to_host and any(self._memory_of(storage) == "device" for storage in inputs))
         self.thread.inside = True

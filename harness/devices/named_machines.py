@@ -32,8 +32,8 @@ ACHIEVED_FLOPS = {"fp32": 0.7, "bf16": 0.5, "fp16": 0.5}
 ACHIEVED_MEMORY, ACHIEVED_LINK = 0.7, 0.75
 # NCCL sends 370 of the 450 GB/s of NVLink 4, as one of its authors says (GitHub, NVIDIA/nccl-tests, number 212).
 ACHIEVED_NVLINK = 0.8
-# The disk's rates that are assumed for a machine without facts of its disk, because an unknown rate would count as
-# infinite. They are those of an NVMe disk on four lanes of PCIe 3.0, whose peak is 3.9 GB/s.
+# For a machine without facts of its disk the rates of an NVMe disk on four lanes of PCIe 3.0 are assumed (peak: 3.9
+# GB/s), because an unknown rate would count as infinite.
 ASSUMED_DISK = {"disk_read_gb_per_second": 3.0, "disk_write_gb_per_second": 2.0}
 
 
@@ -81,8 +81,8 @@ class Machine:
     datasheet: Datasheet | None = None
 
     def rates(self, dtype: str) -> Rates | None:
-        """Return the machine's rates for training in this dtype; None if too few facts are known. If there is a
-        datasheet, the fact gpu_tflops counts only if it was measured in this dtype."""
+        """Return the machine's rates for training in this dtype; None if a fact of rates.NEEDED is unknown. If there is
+        a datasheet, the fact gpu_tflops counts only if it was measured in this dtype."""
         facts = ASSUMED_DISK | (self.facts or {})
         if self.datasheet is None:
             return of_facts(facts)

@@ -17,8 +17,9 @@ from typing import Any
 
 class Update:
     """An update in `num_chunks` chunks. `landed`: the event that the gradient has arrived on the host. work(first,
-    last) updates chunks [first, last); it waits for `landed`, so threads prefer updates whose event has happened.
-    `number`: the updates' order of request; `deadline`: a lower number is needed earlier."""
+    last) updates chunks [first, last); work() waits for `landed`, so threads prefer updates whose event has happened.
+    `number` counts updates in the order of their requests. `deadline`: the update with the lowest deadline is needed
+    first."""
 
     def __init__(
         self, number: int, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]

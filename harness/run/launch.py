@@ -138,7 +138,7 @@ class Watch:
         self.began = self.last_event = self.signalled = time.monotonic()  # nobody can set this clock
         self.stopped = ""  # why this process stopped the worker, a word of failures.End.stopped; "" if it did not
         self.interrupted = False
-        self.broken: BrokenPipeError | None = None  # what `report` raised, if its reader is gone
+        self.broken: BrokenPipeError | None = None  # raised by `report`, if its reader is gone
         self.shm_free_bytes: int | None = None
         self.surroundings = machine.surroundings(job.device)
         self.source, self.listed_code = method.source_hash(job.method, folders), method.listed(job.method, folders)
@@ -183,8 +183,8 @@ class Watch:
         )  # fmt: skip
 
     def follow(self) -> None:
-        """Read the worker's events and sample its memory until the worker has ended. Raises KeyboardInterrupt or
-        BrokenPipeError afterwards if either came meanwhile."""
+        """Read the worker's events and sample its memory until the worker has ended. If Ctrl-C or a BrokenPipeError
+        came meanwhile, it is raised again at the end."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.pipe, selectors.EVENT_READ)
             while True:

@@ -13,7 +13,7 @@ from harness.core.job import Job
 from harness.devices import cgroup, sim
 from harness.run.launch import Report
 
-_tried: set[tuple[str, tuple[Path, ...]]] = set()  # builds that this process has tried; it tries each build once
+_tried: set[tuple[str, tuple[Path, ...]]] = set()  # builds that this process has tried; none is tried twice
 
 
 def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:

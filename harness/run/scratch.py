@@ -28,7 +28,7 @@ def make() -> tuple[Path, int]:
 
 
 def remove_left() -> None:
-    """Remove the temporary folders that killed runs of this user have left: those whose lock no process holds."""
+    """Remove the temporary folders that killed runs of this user have left: folders whose lock no process holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # the folder is in use, or belongs to another user
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

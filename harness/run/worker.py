@@ -384,7 +384,7 @@ def main() -> None:
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, interrupt_once)
     order = json.loads(sys.stdin.readline())
-    # This process holds the devices' locks until it ends. A child must not inherit them, because it may live longer.
+    # This process holds the devices' locks until it ends. A child, which may live longer, must not inherit the locks.
     for lock in order["locks"]:
         os.set_inheritable(lock, False)
         os.register_at_fork(after_in_child=functools.partial(os.close, lock))
