@@ -91,7 +91,9 @@ def _other_angles(model: Any, **changes: Any) -> None:
     for module in _rotary(model):
         config = copy.deepcopy(module.config)
         own = config.rope_parameters
-        by_kind = all(isinstance(each, dict) for each in own.values())  # True: each kind of attention has its own
+        by_kind = all(
+            isinstance(each, dict) for each in own.values()
+        )  # True: own parameters for each kind of attention
         config.rope_parameters = (
             {kind: {**each, **changes} for kind, each in own.items()} if by_kind else {**own, **changes}
         )
@@ -194,7 +196,7 @@ def _rows_of_parts(model: Any) -> None:
 
 
 def _swapped_rows(model: Any) -> None:
-    """Swap the rows of keys and values in the fused projection."""
+    """Swap the rows of keys with the rows of values in the fused projection of queries, keys and values."""
     import torch
 
     for attention in _attentions(model):
@@ -211,7 +213,7 @@ def _swapped_halves(model: Any) -> None:
 
 
 def _normalized_before(model: Any) -> None:
-    """Normalize the inputs of attention and MLP instead of their outputs."""
+    """Let each layer normalize the inputs of attention and MLP instead of the outputs."""
     for layer in model.layers:
         for part, norm in (
             (layer.self_attn, layer.post_attention_layernorm),
@@ -228,7 +230,7 @@ def _normalized_before(model: Any) -> None:
 
 
 def _weights_from_zero(model: Any) -> None:
-    """Multiply by a norm's weight instead of by the weight plus 1."""
+    """Let norms multiply by their weight instead of by the weight plus 1."""
     for norm in model.modules():
         if hasattr(norm, "_norm"):
             norm.forward = lambda x, norm=norm: (norm._norm(x.float()) * norm.weight.float()).type_as(x)
@@ -263,7 +265,7 @@ def _with(value: Any, *names: str) -> Breaks:
 
 
 def _torch_norms(model: Any) -> None:
-    """Round after the product with a norm's weight instead of before and after."""
+    """Let norms round only after the product with their weight, instead of before and after the product."""
     import torch
 
     for norm in model.modules():

@@ -99,7 +99,7 @@ def job(method: str, size: Workload, **options: Any) -> Job:
     "chosen",
     multiple=True,
     metavar="NAME",
-    help="Run only the case of this name, as the output prints it; may be repeated.",
+    help="Run only the case that the output prints under this name; may be repeated.",
 )
 def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
     """Train all cases, or only the cases named in `chosen`; print each case's multiple, and write all multiples to the

@@ -164,7 +164,7 @@ class Outcome(NamedTuple):
     def is_named(self, way: str) -> bool:
         verdict = self.verdicts[way]
         said = f"{verdict.reason} {verdict.evidence.get('step')}" if verdict.reason == "later" else verdict.reason
-        # Faults that RIGHT lacks, those of conventions, show in the forward pass.
+        # Convention faults have no entry in RIGHT: all of them show in the forward pass.
         return said in RIGHT.get(self.case.fault, FORWARD)
 
 

@@ -55,7 +55,7 @@ class Scale(NamedTuple):
     device: str  # device on which facts and rates are measured
     layer: str
     job: str  # further options of each job: device, time limit and host memory
-    capped: str  # option that limits device memory in most steps; `whole`: the option in the other steps
+    capped: str  # option of most steps, which limits device memory; `whole`: that of the other steps
     whole: str
     steps: dict[str, str]  # options by dtype; bf16 takes more steps: a GPU's clock rises in the first second
     small: int

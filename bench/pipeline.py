@@ -73,7 +73,7 @@ def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, 
         dist.barrier()
         seconds.append(time.perf_counter() - began)
     dist.destroy_process_group()
-    return seconds[1:]  # without the first step, in which ranks still wait until all have started
+    return seconds[1:]  # without the first step, which includes the start of the ranks
 
 
 def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float) -> Any:

@@ -21,7 +21,7 @@ from methods.pipeline.launch.folder import read_lines
 
 SCRIPT = ROOT / "cases" / "_paced_gpt.py"
 SMALL = ("--blocks", "3", "--width", "32", "--tokens", "16")
-FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # least seconds of a step, for PACE_FILE; SLOWEST while machines come
+FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # least seconds of a step; SLOWEST: while machines come
 BATCH_SIZE, CHUNK_SIZE, CHECKPOINT_EVERY = 12, 2, 10
 LIMIT_SECONDS = 240.0
 # The causes of a change, in this order: a machine is killed; the launcher is killed; the list of machines is edited; a

@@ -50,7 +50,7 @@ STEPS, CHANGES = 40, (_morphs.Change(8, 1), _morphs.Change(16, 2))
 # The trace: 355 M parameters on up to 12 machines of one V100 each, batch 256.
 MODEL, MACHINES, BATCH, HOURS, THERE_HOURS, SEED = "varuna-355m", 12, 256, 60.0, 24.0, 7
 V100, V100_BYTES, NETWORK = Rates(30e12), 16 * 2**30, 1.25e9
-MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # assumed times from a change of machines to the next step
+MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # assumed seconds from a change of machines to the next step
 SIMULATED = FigureRow(
     METRIC, OURS, 0, 0, None, None, valid=True, status="ok", origin="simulated", clock="virtual"
 )  # fmt: skip

@@ -210,7 +210,7 @@ class Hydra(Method):
     def _moved_bytes(self, workload: Workload, num_params: int, num_shards: int) -> int:
         """Return the bytes moved in a step, for shards of equal size. Forward and backward pass fetch all weights. With
         clipping, updates fetch weights and gradients. A shard that is still in a slot is not fetched again."""
-        hits = 1 + self.double_buffer  # shards still in a slot when the backward pass, or the updates, begin
+        hits = 1 + self.double_buffer  # shards in a slot when the backward pass begins, and when updates begin
         fetched = max(0, 2 * num_shards - hits)
         home = 1
         if workload.clip_norm:

@@ -225,7 +225,7 @@ model = together(
 )  # fmt: skip
 num_heads = click.option("--heads", "num_heads", type=int, default=16, help="Attention heads per layer.")
 seq_len = click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample.")
-dtype = click.option("--dtype", default="fp32", help="fp32, or mixed precision with bf16 or fp16.")
+dtype = click.option("--dtype", default="fp32", help="Number format: fp32, or mixed precision with bf16 or fp16.")
 
 
 class Numbers(click.ParamType):

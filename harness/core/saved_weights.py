@@ -50,7 +50,7 @@ class SavedWeights:
                 yield state
             if self.missing:
                 told = f"expected all weights of the model to save, got none of {min(self.missing)}"
-                raise ValueError(f"{told} and {len(self.missing) - 1} others")
+                raise ValueError(f"{told}, one of {len(self.missing)} that are missing")
             self._write()
             self._finish()
 

@@ -61,7 +61,7 @@ def one_of_those(there: Callable[[], Collection]) -> AfterValidator:
 def has_one_of(*names: str) -> Any:
     def check(expected: Any) -> Any:
         if sum(getattr(expected, name) is not None for name in names) != 1:
-            raise ValueError(f"expected exactly one of the fields {', '.join(names)}")
+            raise ValueError(f"expected exactly one of the fields {', '.join(names)}, got none or several")
         return expected
 
     return model_validator(mode="after")(check)

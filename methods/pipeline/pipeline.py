@@ -262,11 +262,12 @@ class Varuna(nn.Module):
         for group in optimizer.param_groups:
             if any(id(weight) not in mine for weight in group["params"]):
                 raise ValueError(
-                    "set_optimizer: expected an optimizer of this model's parameters(), made after Varuna()"
+                    "set_optimizer: expected an optimizer of this model's parameters(), made after Varuna(), got"
+                    " another"
                 )
             group["params"] = [mine[id(weight)] for weight in group["params"]]
         if optimizer.state:
-            raise ValueError("set_optimizer: expected an optimizer before its first step")
+            raise ValueError("set_optimizer: expected an optimizer before its first step, got one that has stepped")
         if isinstance(loss_scale, LossScale):
             self.scale = loss_scale
         elif self.fp16:

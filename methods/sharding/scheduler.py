@@ -69,7 +69,7 @@ def _check(chains: Chains, num_devices: int) -> None:
     if num_devices < 1:
         raise ValueError(f"num_devices: expected at least 1, got {num_devices}")
     if not any(len(chain) for chain in chains):
-        raise ValueError("no tasks: a schedule needs at least one model with at least one unit")
+        raise ValueError("no tasks: expected at least one model with at least one unit")
     shortest = min(min(chain) for chain in chains if len(chain))
     if not shortest > 0:
         raise ValueError(f"expected positive times of units, got {shortest}")

@@ -58,8 +58,8 @@ def named(folder: Path) -> Iterator[None]:
 
 
 class Disk:
-    """The states of all layers on the disk, a file for each kind of state, with the buffers of the host. `numel`: the
-    elements of the largest layer. `dtype`: the weights' dtype."""
+    """The files and host buffers for the states of all layers on the disk: one file for each kind of state. `numel`:
+    the elements of the largest layer. `dtype`: the weights' dtype."""
 
     def __init__(self, device: Device, folder: Path, num_layers: int, numel: int, dtype: str) -> None:
         self.device, self.folder, self.dtypes = device, folder, kept_dtypes(dtype)

@@ -108,8 +108,8 @@ class HostedEnds(BothEnds):
     weights and the gradient of the larger part.
 
     An untied head takes the embedding's slot after the look-up, whose backward pass needs no weights. The head's
-    gradient goes home during the layers' backward passes. `waits`: True: wait for every copy and every update, and do
-    not fetch the next step's embedding ahead.
+    gradient goes home during the layers' backward passes. If `waits`, the device waits for every copy and every update,
+    and the next step's embedding is not fetched ahead.
     """
 
     is_hosted = True

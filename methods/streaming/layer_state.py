@@ -336,8 +336,8 @@ def _state(weights: Tensor, kept: list[Tensor]) -> State:
 
 
 def _room_for_state(device: Device, numel: int, dtype: torch.dtype, kept: list[torch.dtype], *, host: bool) -> State:
-    """Return a state with zeroed slabs for the weights and for the parts of the optimizer's state with the dtypes in
-    `kept`. Parts that are on the disk get no memory."""
+    """Return a state of zeroed slabs: one for the weights, and one for each part of the optimizer's state, with the
+    dtypes in `kept`. If `kept` is empty, those parts are on the disk and get no memory."""
     weights = device.room(numel, dtype, host=host)
     rooms = [device.room(numel, each, host=host) for each in kept]
     return _state(weights, rooms or [torch.empty(0), torch.empty(0)])

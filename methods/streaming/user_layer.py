@@ -40,7 +40,8 @@ class UserLayer(Placeholders):
         self.users, self.shared = list(own), list(shared)  # in lists, which a module does not register
         owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
-        self.sites: list[tuple[Any, str, str | int]] = []  # module, name there, name or index here
+        # Where the layer uses a parameter: the module, the name there, and the name in `own` or the index in `shared`.
+        self.sites: list[tuple[Any, str, str | int]] = []
         for module in layer.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:

@@ -81,7 +81,9 @@ class UserModel:
             if parameter.is_meta:
                 raise ValueError(f"parameter {name}: expected values, got the meta device; initialize it first")
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-                raise ValueError(f"parameter {name}: expected no gradient hooks: streaming does not call hooks")
+                raise ValueError(
+                    f"parameter {name}: expected no gradient hooks, got some: streaming does not call hooks"
+                )
         dtypes = {parameter.dtype: self.names[id(parameter)] for parameter in (*streamed, *self.rest)}
         names = {dtype: name for name, dtype in DTYPES.items()}
         if len(dtypes) != 1 or not dtypes.keys() <= names.keys():
@@ -94,7 +96,9 @@ class UserModel:
         if type(optimizer) is not torch.optim.AdamW:
             raise ValueError(f"expected torch.optim.AdamW, got {type(optimizer).__name__}: updates are made by AdamW")
         if optimizer.state:
-            raise ValueError("expected an optimizer before its first step; try load_state_dict() of the trainer")
+            raise ValueError(
+                "expected an optimizer before its first step, got one with states; try the trainer's load_state_dict()"
+            )
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [parameter for part in (self.rest, *self.own) for parameter in part]
         if lacks := [self.names[id(each)] for each in trained if id(each) not in known]:
@@ -102,10 +106,10 @@ class UserModel:
                 f"the optimizer lacks {len(lacks)} parameters, such as {lacks[0]}; add them, or freeze them"
             )
         if known - self.names.keys():
-            raise ValueError("the optimizer has parameters that are not the model's")
+            raise ValueError("the optimizer has parameters that are not the model's; make it of model.parameters()")
         for group in optimizer.param_groups:
             if asked := [name for name in UNUSED if group.get(name)]:
-                raise ValueError(f"expected AdamW without {asked[0]}")
+                raise ValueError(f"expected AdamW without {asked[0]}; leave this option out")
 
 
 def _check_layers(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> None:
@@ -115,13 +119,15 @@ def _check_layers(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> None
     for module, prefix in zip(modules, prefixes, strict=True):
         for inner in module.modules():
             if uses[id(inner)] > int(inner is module):
-                raise ValueError(f"layer {prefix[:-1]} is listed twice, or contains another layer of the list")
+                raise ValueError(
+                    f"layer {prefix[:-1]} is listed twice, or contains another layer of the list; list each layer once"
+                )
             if getattr(inner, "track_running_stats", False) or getattr(inner, "sparse", False):
                 what = "sparse gradients" if getattr(inner, "sparse", False) else "running statistics"
                 told = f"expected no {what}, which break recompute"
                 raise ValueError(f"layer {prefix[:-1]} ({type(inner).__name__}): {told}")
         if not any(True for _ in module.parameters()):
-            raise ValueError(f"layer {prefix[:-1]} has no parameters")
+            raise ValueError(f"layer {prefix[:-1]} has no parameters; leave it out of the list")
 
 
 def _outside(model: nn.Module, layers: Sequence[nn.Module]) -> set[int]:

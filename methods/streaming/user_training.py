@@ -225,9 +225,13 @@ class UserTraining:
         """
         self._check_stream()
         if self.is_up or not self.num_backward:
-            raise ValueError("step: expected a backward pass through all layers before step()")
+            raise ValueError(
+                "step: expected a backward pass through all layers before step(), got none, or a part of one"
+            )
         if self.user.optimizer.state:
-            raise ValueError("step: expected trainer.step() alone, got a step of the optimizer itself")
+            raise ValueError(
+                "step: expected trainer.step() alone, got optimizer.step(), too; leave optimizer.step() out"
+            )
         self._check_gradients(self.ends, self.user.rest)
         ended = self.stream.finish(self.user.settings())
         assert ended.grad_norm is not None

@@ -52,7 +52,7 @@ rates = options.together(
         "--machine",
         "machine_name",
         type=options.MachineName(),
-        help="Compute a model's times from the rates of this machine of machines.yaml.",
+        help="Compute a model's times from the rates that machines.yaml has for this machine.",
     ),
     options.machines,
     click.option("--network", type=Bytes(), help="Bytes per second between two stages."),
