@@ -130,7 +130,7 @@ def _open_tokens(prefix: str) -> np.ndarray:
             raise ValueError(f"{prefix}.bin: {told}")
         return tokens
     except OSError as error:
-        raise ValueError(f"cannot read the corpus {error.filename}: {error.strerror}") from error
+        raise ValueError(f"cannot read the corpus {error.filename}: {error.strerror}; try another --data") from error
 
 
 def _uniform(seed: int, index: int, count: int) -> np.ndarray:

@@ -282,7 +282,7 @@ class Budget:
         for name in ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"the budget's {name} must be positive and finite, not {value}")
+                raise ValueError(f"budget: expected a positive and finite {name}, got {value}")
             if value is not None and not name.endswith("_bytes"):
                 object.__setattr__(self, name, float(value))  # 1 and 1.0 must give the job one key
 
@@ -451,8 +451,8 @@ def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[W
 
 def check_count(name: str, value: int, most: int = MOST) -> None:
     if not 1 <= value <= most:
-        limit = f"least 1, not {value}" if value < 1 else f"most {most}"
-        raise ValueError(f"{name} must be at {limit}")
+        limit = f"least 1, got {value}" if value < 1 else f"most {most}"
+        raise ValueError(f"{name}: expected at {limit}")
 
 
 def params_text(num_params: int) -> str:

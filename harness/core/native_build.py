@@ -65,7 +65,7 @@ class Library:
         Unavailable if there is no compiler or compiling fails."""
         compiler, path = find(), self.path
         if not compiler:
-            raise Unavailable(f"{self.what} needs a C++ compiler ({', '.join(COMPILERS)}): apt-get install g++")
+            raise Unavailable(f"{self.what} needs a C++ compiler ({', '.join(COMPILERS)}): try apt-get install g++")
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob("*.building"):
             if not Path(f"/proc/{left.name.split('.')[0]}").exists():

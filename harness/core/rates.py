@@ -64,9 +64,9 @@ class Rates:
                 continue
             least, most = LIMITS if item.name.endswith("per_second") else SHARES
             if not least <= value <= most:
-                raise ValueError(f"a machine's {item.name} must be from {least:g} to {most:g}, not {value:g}")
+                raise ValueError(f"a machine's {item.name}: expected {least:g} to {most:g}, got {value:g}")
         if not (self.forward_share < 1 and max(self.duplex_share, self.disk_duplex_share) <= 1):
-            raise ValueError("forward_share must be below 1, duplex_share and disk_duplex_share at most 1")
+            raise ValueError("expected forward_share below 1, duplex_share and disk_duplex_share at most 1, got more")
 
     @property
     def duplex_bytes_per_second(self) -> float:

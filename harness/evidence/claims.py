@@ -220,7 +220,9 @@ class Claim:
     @model_validator(mode="after")
     def _has_its_machine(self) -> Claim:
         if isinstance(self.expected, Value) and self.machines != (PAPER_MACHINE,):
-            raise ValueError(f"machines: expected [{PAPER_MACHINE}], the only machine whose values are judged")
+            raise ValueError(
+                f"machines: expected [{PAPER_MACHINE}], the only machine whose values are judged, got others"
+            )
         return self
 
     @property

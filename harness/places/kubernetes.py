@@ -102,9 +102,9 @@ def import_client() -> None:
     if importlib.util.find_spec("kubernetes"):
         return
     if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
-        raise Unavailable("--on kubernetes needs the package kubernetes: pip install kubernetes")
+        raise Unavailable("--on kubernetes needs the package kubernetes: try pip install kubernetes")
     if not install_extra("kubernetes"):
-        raise Unavailable("--on kubernetes needs the package kubernetes, which was not installed: see .venv.log")
+        raise Unavailable("--on kubernetes needs the package kubernetes, which could not be installed: see .venv.log")
 
 
 def files_named(job: Job) -> list[str]:

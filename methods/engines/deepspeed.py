@@ -206,7 +206,7 @@ def build(kernel: str) -> None:
             lock.unlink()
         builder = get_accelerator().create_op_builder(KERNELS[kernel][0])
         if not builder.is_compatible(verbose=True):
-            raise Unavailable(f"DeepSpeed cannot build {kernel} here: apt-get install g++ libaio-dev")
+            raise Unavailable(f"DeepSpeed cannot build {kernel} here: try apt-get install g++ libaio-dev")
         header = Path(__file__).parent / "deepspeed_headers/torch/extension.h"  # uses fewer of torch's headers
         os.environ["CPATH"] = os.pathsep.join(filter(None, [str(header.parents[1]), os.environ.get("CPATH")]))
         with _compiled_as_one_file():

@@ -40,7 +40,7 @@ def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[s
     for name, other in pairs:
         for each in (name, other):
             if each not in whole:
-                raise ValueError(f"shared_weights: the model has no parameter {each}")
+                raise ValueError(f"shared_weights: the model has no parameter {each}; try a name of named_parameters()")
             if each not in stages:
                 raise ValueError(f"shared_weights: no stage uses {each}")
         if whole[name].shape != whole[other].shape:

@@ -72,7 +72,9 @@ class ModelTask:
             raise ValueError(f"{self.name}: expected a dataloader with a length, which scheduling needs, got none")
         self.layers = ordered_layers(self.name, self.model)
         if self.shards is not None and (sum(self.shards) != len(self.layers) or min(self.shards) < 1):
-            raise ValueError(f"{self.name}: expected shards of its {len(self.layers)} layers, got {list(self.shards)}")
+            raise ValueError(
+                f"{self.name}: expected shards that sum to {len(self.layers)} layers, got {list(self.shards)}"
+            )
 
     def first_batch(self) -> tuple[Any, Any]:
         """Return the first batch; batches() will still yield it. Raises ValueError if the dataloader is empty."""

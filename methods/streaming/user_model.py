@@ -94,7 +94,9 @@ class UserModel:
     def _check_optimizer(self) -> None:
         optimizer = self.optimizer
         if type(optimizer) is not torch.optim.AdamW:
-            raise ValueError(f"expected torch.optim.AdamW, got {type(optimizer).__name__}: updates are made by AdamW")
+            raise ValueError(
+                f"expected torch.optim.AdamW, got {type(optimizer).__name__}: streaming makes only AdamW's updates"
+            )
         if optimizer.state:
             raise ValueError(
                 "expected an optimizer before its first step, got one with states; try the trainer's load_state_dict()"

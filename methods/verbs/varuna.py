@@ -81,7 +81,7 @@ def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> Non
     stages and of all-reduces. To measure a model of your own, use the Python class Profiler.
     """
     if not _names_model(words):
-        raise ValueError("expected -l and -h, or --model NAME")
+        raise ValueError("expected -l and -h, or --model NAME, got neither")
     workload = _workload(words)
     check_writable(folder, "--out")
     order = {"workload": asdict(workload), "sizes": sizes, "folder": str(folder.resolve())}

@@ -125,5 +125,5 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("text", OTHERS)
 def test_another_file_is_no_archive(text: str, tmp_path: Path) -> None:
     OTHERS[text](tmp_path / "b.tar.gz")
-    with pytest.raises(ValueError, match=r"expected (a whole|an) archive of ./run.sh bundle"):
+    with pytest.raises(ValueError, match=r"expected (a whole|an) archive written by ./run.sh bundle"):
         read(tmp_path / "b.tar.gz")

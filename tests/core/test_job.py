@@ -197,8 +197,8 @@ def test_key_depends_on_its_context() -> None:
     [
         ({"hidden_size": 250}, "hidden size 250 is not divisible by 16 heads: try -h 240 or 256"),
         ({"hidden_size": 8}, "hidden size 8 is not divisible by 16 heads: try -h 16, or"),
-        ({"num_layers": 0}, "num_layers must be at least 1, not 0"),
-        ({"batch_size": -1}, "batch_size must be at least 1, not -1"),
+        ({"num_layers": 0}, "num_layers: expected at least 1, got 0"),
+        ({"batch_size": -1}, "batch_size: expected at least 1, got -1"),
         ({"dtype": "fp64"}, "--dtype: expected fp32, bf16 or fp16, got 'fp64'"),
         ({"dropout": 1.0}, "--dropout: expected from 0 to below 1, got 1.0"),
         ({"dropout": math.nan}, "--dropout: expected from 0 to below 1, got nan"),
@@ -216,14 +216,14 @@ def test_impossible_workload_is_refused_naming_what_is_allowed(changes: dict[str
 
 @pytest.mark.parametrize("name", [name for name in names(Budget) if name not in OF_PLANS])
 def test_budget_of_nothing_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"budget's {name} must be positive and finite, not 0"):
+    with pytest.raises(ValueError, match=f"budget: expected a positive and finite {name}, got 0"):
         Budget(**{name: 0})
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"steps": 0}, "steps must be at least 1, not 0"),
+        ({"steps": 0}, "steps: expected at least 1, got 0"),
         ({"steps": 5, "warmup": 5}, "--warmup: expected 0 to 4 for 5 steps, got 5"),
         ({"warmup": -1}, "--warmup: expected 0 to 19 for 20 steps, got -1"),
     ],

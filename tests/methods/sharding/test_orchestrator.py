@@ -251,7 +251,7 @@ class Scalar(nn.Module):
         ({"epochs": 0}, "epochs: expected at least 1"),
         ({"clipping": "none"}, "clipping: expected global or shard"),
         ({"dataloader": iter(())}, "expected a dataloader with a length"),
-        ({"shards": [3, 4]}, r"expected shards of its 6 layers, got \[3, 4\]"),
+        ({"shards": [3, 4]}, r"expected shards that sum to 6 layers, got \[3, 4\]"),
     ],
 )
 def test_a_task_that_makes_no_sense_is_refused_in_one_line(change: dict[str, Any], text: str) -> None:
