@@ -190,7 +190,7 @@ def test_facts_without_a_rate_that_is_needed_make_none(missing: str) -> None:
      {"duplex_share": 1e-300}],
 )  # fmt: skip
 def test_rates_of_no_machine_are_refused(rates: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="expected .*, got"):
+    with pytest.raises(ValueError, match=r"expected .*, got"):
         Rates(**{"device_flops_per_second": 1e12, **rates})
 
 
