@@ -53,7 +53,9 @@ def run(**words: Any) -> None:
 
 @click.command(cls=WithMethods, epilog=EXAMPLES)
 @job_options
-@click.option("--out", type=FILE, metavar="FILE", help="Write the verdicts as a table in Markdown, methods by models.")
+@click.option(
+    "--out", type=FILE, metavar="FILE", help="Write a table in Markdown: a verdict for each method and model."
+)
 @place_options
 def sweep(**words: Any) -> None:
     """Train every combination of the values given. A job that does not fit is a result, not an error."""
@@ -160,10 +162,12 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
 
 @click.command()
 @click.argument("number", metavar="N|overlap|all")
-@click.option("--profile", metavar="NAME", help="Scale: demo (minutes on a CPU), quick, paper, or fit (this machine).")
-@click.option("--machine", type=options.MachineName(), help="Take the memories of this machine of machines.yaml.")
-@click.option("--budget", "seconds", type=Duration(), help="Time for missing runs; runs beyond it are only listed.")
-@click.option("--repeats", type=click.IntRange(1), help="Runs of each job; a confidence interval needs three.")
+@click.option(
+    "--profile", metavar="NAME", help="Scale of the runs: demo (minutes), quick, paper, or fit (this machine)."
+)
+@click.option("--machine", type=options.MachineName(), help="Use the memories of this machine in machines.yaml.")
+@click.option("--budget", "seconds", type=Duration(), help="Most time for missing runs; the other runs are listed.")
+@click.option("--repeats", type=click.IntRange(1), help="Number of runs of each job; a confidence interval needs 3.")
 @options.results
 @options.added
 @click.option("--out", type=FOLDER, help="Folder of tables and figures; default: RESULTS/figures.")
@@ -173,7 +177,7 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
     "--where",
     multiple=True,
     metavar="NAME=VALUE",
-    help="With --extract or --draw: use only records whose NAME is VALUE.",
+    help="With --extract or --draw: use only records whose field NAME is VALUE.",
 )
 @options.probe
 @options.as_json

@@ -65,7 +65,9 @@ probe = together(
     click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict states this."),
     click.option("--probe-layers", type=Layers(), metavar="N|all", help=f"Layers of the probe (default: {LAYERS})."),
     click.option(
-        "--probe-steps", type=click.IntRange(STEPS, MOST_STEPS), help=f"Steps of the probe (default: {STEPS})."
+        "--probe-steps",
+        type=click.IntRange(STEPS, MOST_STEPS),
+        help=f"Number of steps of the probe (default: {STEPS}).",
     ),
 )
 

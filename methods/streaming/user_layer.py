@@ -31,8 +31,9 @@ class Placeholders(nn.Module):
 
 
 class UserLayer(Placeholders):
-    """One layer of a user's model. `own`: parameters of this layer alone. `shared`: parameters that the rest of the
-    model uses, too; the layer takes them as further tensors, after those that the model passes."""
+    """One layer of a user's model. `own`: parameters that only this layer uses. `shared`: parameters that the rest of
+    the model uses, too. The layer takes the shared parameters as further tensors, after the tensors that the model
+    passes."""
 
     def __init__(self, layer: nn.Module, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]) -> None:
         super().__init__(own)
@@ -49,7 +50,7 @@ class UserLayer(Placeholders):
                     self.sites.append((module, name, others[id(parameter)] if ours is None else ours))
 
     def take(self, args: tuple[Any, ...], words: Mapping[str, Any]) -> Passed:
-        """Return the tensors among a call's arguments, and the shared parameters; keep the structure of the arguments
+        """Return the tensors among a call's arguments, then the shared parameters. Keep the structure of the arguments
         for forward()."""
         leaves, self.taken = tree_flatten((args, dict(words)))
         self.leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]

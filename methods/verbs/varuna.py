@@ -55,7 +55,7 @@ rates = options.together(
         help="Compute a model's times from the rates that machines.yaml has for this machine.",
     ),
     options.machines,
-    click.option("--network", type=Bytes(), help="Bytes per second between two stages."),
+    click.option("--network", type=Bytes(), help="Speed of the link between two stages, in bytes per second."),
 )
 
 
@@ -169,8 +169,12 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
 @click.option(
     "--micro-batches", "num_micro_batches", type=click.IntRange(1), required=True, help="Micro-batches of each replica."
 )
-@click.option("--replicas", "num_replicas", type=click.IntRange(1), default=1, help="Pipelines that share a batch.")
-@click.option("--schedule", "schedules", default=",".join(SCHEDULES), help="Schedules, separated by commas.")
+@click.option(
+    "--replicas", "num_replicas", type=click.IntRange(1), default=1, help="Number of pipelines that share a batch."
+)
+@click.option(
+    "--schedule", "schedules", default=",".join(SCHEDULES), help="Schedules to simulate, separated by commas."
+)
 @click.option("--passes", type=(SECONDS, SECONDS, SECONDS),
               help="Seconds of a stage's forward pass, recompute and backward pass.  [default: 1 1 2]")  # fmt: skip
 @click.option("--send", type=SECONDS, help="Seconds of a message between stages.  [default: 0]")
@@ -191,7 +195,7 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
 )
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the random jitter.")
 @model
-@click.option("--chunk-size", type=click.IntRange(1), default=1, help="Samples per micro-batch of a model.")
+@click.option("--chunk-size", type=click.IntRange(1), default=1, help="With a model: samples per micro-batch.")
 @rates
 @click.option("--out", type=FILE, metavar="FILE", help="Draw a timeline of the stages to FILE.pdf and FILE.png.")
 @options.as_json
