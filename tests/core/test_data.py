@@ -139,13 +139,14 @@ def told_of(prefix: str | Path) -> str:
 
 
 def test_missing_index_is_told_by_its_path(tmp_path: Path) -> None:
-    assert told_of(tmp_path / "none") == f"cannot read the corpus {tmp_path}/none.idx: No such file or directory"
+    told = f"cannot read the corpus {tmp_path}/none.idx: No such file or directory; try another --data"
+    assert told_of(tmp_path / "none") == told
 
 
 def test_missing_tokens_are_told_by_their_path(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [1], 8, "H")
     (tmp_path / "text.bin").unlink()
-    assert told_of(prefix) == f"cannot read the corpus {prefix}.bin: No such file or directory"
+    assert told_of(prefix) == f"cannot read the corpus {prefix}.bin: No such file or directory; try another --data"
 
 
 @pytest.mark.parametrize("content", [b"", b"MMIDIDX\x00\x00\x01", b"some other file, long enough to be an index"])

@@ -49,8 +49,8 @@ MUTANTS = {
     ),
     "uses last step's weights once": (
         "methods/stronghold.py",
-        "window.refill()  # with",
-        "[each.fetch(window.slots[each]) for each in window.lowest[step == 3 :]]  # with",
+        "window.refill()  # fetches",
+        "[each.fetch(window.slots[each]) for each in window.lowest[step == 3 :]]  # fetches",
         "later",
     ),
 }

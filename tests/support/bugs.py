@@ -320,7 +320,7 @@ LOUD_BUGS = [
     Bug(
         "window_refilled_before_the_updates_are_queued",
         STRONGHOLD,
-        "rule.finish()  # updates that have waited for the norm start here\n                window.refill()",
+        "rule.finish()  # starts the updates that have waited for the norm\n                window.refill()",
         "window.refill()\n                rule.finish()",
         "layers.1.weights",
     ),
