@@ -33,7 +33,9 @@ WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, bat
 @click.option("--results", type=click.Path(path_type=Path))
 @click.option("-m", "chosen", multiple=True, help="Run this method and the reference; default: all methods.")
 @click.option(
-    "--against", default=method.reference(), help="Divide step times by this method's, a name or value of -m."
+    "--against",
+    default=method.reference(),
+    help="Method by whose step times the others are divided: a name, or a value given to -m.",
 )
 def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...], against: str) -> None:
     reference = method.reference()

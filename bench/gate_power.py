@@ -49,8 +49,8 @@ NARROW = {"num_layers": SIZE.num_layers, "hidden_size": SIZE.hidden_size, "vocab
 FOLDERS = (Path(__file__).parent / "faults", probe.METHODS)
 DTYPES = ("fp32", "bf16", "fp16")
 SEEDS = (1234, 7)
-# Ways to judge a record: with the tolerances for a CPU, with the tolerances for CUDA, by bits, and by its own training
-# without the probe.
+# Ways to judge a record: within the tolerances for a CPU, within those for CUDA, bit by bit, or without the probe, from
+# what the record's own training shows.
 WAYS = ("cpu", "cuda", "bits", "without the probe")
 METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("resident", {}, {"micro_batches": 2}),

@@ -110,14 +110,16 @@ added = together(
     click.option("--methods", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
                  callback=_adds_to("harness.core.method"), help="Add a folder of methods."),
     click.option("--cases", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
-                 callback=_adds_to("harness.figures.case"), help="Add a folder of cases."),
+                 callback=_adds_to("harness.figures.case"), help="Add a folder of cases, which define figures."),
     click.option("--claims", type=Named(path_type=Path), multiple=True, expose_value=False,
                  callback=_adds_to("harness.evidence.claims"),
                  help="File or folder of claims; default: claims/ of this project."),
     machines,
 )  # fmt: skip
 machine_of_records = click.option(
-    "--machine", metavar="NAME", help="Read only records of machines whose name contains NAME; the paper's is v100-vm."
+    "--machine",
+    metavar="NAME",
+    help="Use only records of machines whose name contains NAME, such as v100-vm, the paper's machine.",
 )
 
 

@@ -1,4 +1,5 @@
-"""Reads limits and counts of kills of the kernel's memory groups (cgroups, v1 and v2), and makes a group for a worker.
+"""Reads the limits of the kernel's memory groups (cgroups, v1 and v2) and how many processes the kernel killed in each
+group; also makes a group for a worker.
 
 Groups form a tree. A process is under the limits of its own group and of all groups above its own group. In a container
 the visible tree may begin at the container's own group, and is often read-only.

@@ -194,7 +194,8 @@ class Device:
         self._page_locked.append(memory)
 
     def unlock_room(self, slab: Tensor) -> None:
-        """Unlock a slab that room() made on the host, after all queued work. Then the slab may be dropped."""
+        """Wait for all work queued on the device, then unlock a slab that room() made on the host. Afterwards the slab
+        may be dropped."""
         found = [memory for memory in self._page_locked if memory.data_ptr() == slab.data_ptr()]
         self._page_locked[:] = [memory for memory in self._page_locked if memory.data_ptr() != slab.data_ptr()]
         unlock(found, self.name)

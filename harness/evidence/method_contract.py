@@ -168,8 +168,8 @@ def _trained(subject: Subject, dtype: str) -> Record:
 
 
 def _judged(subject: Subject, record: Record) -> str:
-    """Check that the training equals the reference's or, if the method declares that its training differs, that it
-    does. Return the gate's text. Raises Broken."""
+    """Check that the gate's verdict is the one that the method declares: passed, or failed if the method declares
+    another training than the reference's. Return the gate's text. Raises Broken if it is the other verdict."""
     gate = record.gate
     if gate.passed != record.is_exact:
         is_of_a_gradient = gate.reason == "gradient" and record.job.workload.dtype == "fp32"

@@ -82,7 +82,7 @@ class Limits(NamedTuple):
     tensors: dict[str, dict[str, float]]  # by compared fact, then by the tensor's name
     medians: dict[str, float]
     told: str = "{:.1e} allowed"
-    faint: float = 0.0  # multiple of a limit; a first difference below this multiple may have begun at an earlier step
+    faint: float = 0.0  # a factor: a departure below `faint` times its limit may have its cause in an earlier step
 
     def times(self, factor: float) -> Limits:
         return Limits(

@@ -180,9 +180,9 @@ def memory_of(record: Record) -> str:
 
 
 def measured(record: Record) -> dict[str, int]:
-    """Return the peak bytes of the device's and the host's memory, counted as the budgets count them. The host's peak
-    counts only tensors if the device accounts for them, as sim does. Otherwise the host's peak is that of the whole
-    process or, with several ranks, the average of the ranks."""
+    """Return the peak bytes of the device's and the host's memory, counted as the budgets count them. Where the device
+    keeps a count of the host's tensors, as sim does, the host's peak is that count. Otherwise it is the peak of the
+    whole process or, with several ranks, the average of the ranks' peaks."""
     peaks = record.peaks
     sizes = {
         "device": peaks.get("device_reserved") or peaks.get("device_allocated", 0),

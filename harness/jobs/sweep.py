@@ -109,7 +109,7 @@ class Sweep:
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
     def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
-        """Run together the jobs that have no record and should fit; leave a single such job to run()."""
+        """Run at once all jobs that have no record and whose plans fit. Leave a single such job to run()."""
         missing = {self.key(job): job for job in jobs if resolve(job, self.folders)[2] is None}
         pairs = [(job, key) for key, job in missing.items() if not self._known(key)]
         if len(pairs) < 2:

@@ -71,8 +71,8 @@ def keep_(state: State, values: Tensor) -> None:
         return
     low, high = _halves(values)
     state.master.copy_(low)
-    # `rest` becomes the high half that joined() would find without a mark, minus the true high half. It is -1 where a
-    # mark is needed.
+    # joined() finds the high half from the weights and the low half's top bit. `rest` becomes this high half minus the
+    # true one: where it is -1, the sign bit of exp_avg_sq is set as a mark, for which joined() adds 1.
     rest = state.master.bitwise_right_shift(15)
     rest.add_(state.weights.view(torch.int16)).sub_(high)
     _halves(state.exp_avg_sq.abs_())[1].bitwise_or_(rest.eq_(-1).bitwise_left_shift_(15))

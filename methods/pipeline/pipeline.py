@@ -368,8 +368,8 @@ class Varuna(nn.Module):
         for index, (tensor, expected) in enumerate(zip(found, self._sent[number], strict=True)):
             if (tensor.shape, tensor.dtype) != expected:
                 raise ValueError(
-                    f"expected {_told(expected)} at the cut above stage {self.stage} (tensor {index}) of micro-batch"
-                    f" {number}, got {_told((tensor.shape, tensor.dtype))}; try to pad all batches to one shape"
+                    f"micro-batch {number}: expected tensor {index} that stage {self.stage} sends to be"
+                    f" {_told(expected)}, got {_told((tensor.shape, tensor.dtype))}; try to pad all batches to one shape"
                 )
         return found
 

@@ -67,8 +67,8 @@ class ResidentLayer:
 
 
 class Hosted:
-    """P, W, D: a layer whose weights are fetched into a slot, and that the host's threads update. A layer of kind D
-    keeps the rest of its state on the disk."""
+    """A layer of kind P, W or D: its weights are fetched into a slot, and the host's threads update it. A layer of
+    kind D keeps its master weights and moments on the disk."""
 
     slot: Slot
 

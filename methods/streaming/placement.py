@@ -174,7 +174,7 @@ def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> li
     """Return the number of parameters of each part of the ends if their home is the host; else an empty list. Raises
     ValueError for an unknown home, and for the host with several ranks."""
     if home not in (None, *HOMES):
-        raise ValueError(f"ends: expected {' or '.join(HOMES)}, got {home!r}; try --option ends=host")
+        raise ValueError(f"ends: expected {' or '.join(HOMES)}, got {home!r}; try --option ends=device")
     if home == "host" and num_ranks > 1:
         raise ValueError(f"ends: expected device with --ranks {num_ranks}, got host; try --option ends=device")
     return workload.anatomy.end_parts if home == "host" else []
@@ -184,7 +184,7 @@ def home_of_boundaries(asked: str | None) -> str:
     """Return the memory that keeps boundaries for the backward pass, "device" or "host"; if `asked` is None, "device".
     Raises ValueError for any other name."""
     if asked not in (None, *HOMES):
-        raise ValueError(f"activations: expected {' or '.join(HOMES)}, got {asked!r}; try activations=host")
+        raise ValueError(f"activations: expected {' or '.join(HOMES)}, got {asked!r}; try --option activations=host")
     return asked or "device"
 
 

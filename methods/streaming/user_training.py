@@ -208,8 +208,8 @@ class UserTraining:
         for name, parameter in zip(state.layout.names, parameters, strict=True):
             if state.module.get_parameter(name).grad is None:
                 raise ValueError(
-                    "expected a gradient of every parameter with requires_grad=True in each backward pass, got none of"
-                    f" {self.user.names[id(parameter)]}"
+                    "expected each backward pass to give a gradient to every parameter with requires_grad=True, got"
+                    f" no gradient for {self.user.names[id(parameter)]}"
                 )
 
     # ---- A step

@@ -315,7 +315,7 @@ def test_shapes_that_change_are_named_by_every_process_or_where_they_are_sent(tr
         "step: expected input_ids of (8,) for each sample, as in the first batch, got (5,); try to pad"
     )
     assert at_the_cut == (
-        "expected (4, 8, 16) float32 at the cut above stage 0 (tensor 0) of micro-batch 0, got (4, 5, 16) float32; try"
+        "micro-batch 0: expected tensor 0 that stage 0 sends to be (4, 8, 16) float32, got (4, 5, 16) float32; try"
         " to pad all batches to one shape"
     )
 
