@@ -321,8 +321,8 @@ class Plan:
     )  # bytes that a rank sends in a step, by kind: gathers, sums, messages
     options: dict[str, Any] = field(default_factory=dict)
     tried: str = ""  # if the plan does not fit: text that tells which other options do not fit, either
-    step_seconds: float | None = None  # lower bound of a step's seconds by the machine's rates; None: not computed
-    binds: str = ""  # name of the resource that sets the bound step_seconds
+    step_seconds: float | None = None  # seconds of a step by the machine's rates, or a lower bound; None: not computed
+    binds: str = ""  # name of the resource that sets step_seconds
     updates_on_host: bool = True  # True: the host updates the parameters whose optimizer state it keeps
     stages: dict[str, int] = field(default_factory=dict)  # device bytes by pipeline stage; `device` is for the largest
 

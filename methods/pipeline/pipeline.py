@@ -367,9 +367,10 @@ class Varuna(nn.Module):
             return (loss if LOSS_SCALE in part.inputs else loss * inputs[LOSS_SCALE],)
         for index, (tensor, expected) in enumerate(zip(found, self._sent[number], strict=True)):
             if (tensor.shape, tensor.dtype) != expected:
+                got = _told((tensor.shape, tensor.dtype))
                 raise ValueError(
                     f"micro-batch {number}: expected tensor {index} that stage {self.stage} sends to be"
-                    f" {_told(expected)}, got {_told((tensor.shape, tensor.dtype))}; try to pad all batches to one shape"
+                    f" {_told(expected)}, got {got}; try to pad all batches to one shape"
                 )
         return found
 

@@ -40,7 +40,8 @@ def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str,
             with device.streams.use(device.compute):  # the stream that has copied what was drawn
                 state.keep_drawn(state.current)
 
-        list(pool.map(keep, here))
+        for kept in [pool.submit(keep, state) for state in here]:
+            kept.result()
         pool.shutdown()
 
     def begin(state: LayerState, shelf: Shelf) -> Any:
