@@ -14,7 +14,7 @@ from typing import Any
 from harness.core import hub_config
 from harness.core.job import Workload
 
-Breaks = Callable[[Any], None]  # plants the fault in a HubModel
+Breaks = Callable[[Any], None]  # a function that plants the fault in a HubModel
 
 
 def of(workload: Workload) -> dict[str, Breaks]:
@@ -52,7 +52,7 @@ def of(workload: Workload) -> dict[str, Breaks]:
 
 
 def _all(model: Any, *names: str) -> Iterator[Any]:
-    """Yield the modules of all layers that have one of these names."""
+    """Yield all modules of the layers whose own name is one of `names`."""
     return (module for path, module in model.named_modules() if path.rpartition(".")[2] in names)
 
 
@@ -72,7 +72,8 @@ def _interleaved(model: Any) -> None:
 
 
 def _let_call(attention: Any, name: str, other: Callable[[Any], Any]) -> None:
-    """While the module `attention` computes, replace the function `name` of its source file by other(function)."""
+    """While the module `attention` computes, replace the function `name` of the module's source file by
+    other(function)."""
     code, forward = sys.modules[type(attention).__module__], attention.forward
 
     def changed(*args: Any, **words: Any) -> Any:
@@ -93,7 +94,7 @@ def _other_angles(model: Any, **changes: Any) -> None:
         own = config.rope_parameters
         by_kind = all(
             isinstance(each, dict) for each in own.values()
-        )  # True: own parameters for each kind of attention
+        )  # True: each kind of attention has parameters of its own
         config.rope_parameters = (
             {kind: {**each, **changes} for kind, each in own.items()} if by_kind else {**own, **changes}
         )

@@ -59,8 +59,8 @@ def harness_step_seconds(workload: Workload, steps: int) -> list[float]:
 
 
 def compare(title: str, ours, theirs, rounds: int) -> None:
-    """Measure `ours` and `theirs` in turns, and print the ratio of both. A measurement is one run's median step time,
-    in seconds, after three warm-up steps.
+    """Measure `ours` and `theirs` in turns, and print the ratio ours / theirs. A measurement is one run's median step
+    time, in seconds, after three warm-up steps.
     """
     pairs = []
     for _ in range(rounds):

@@ -49,8 +49,8 @@ NARROW = {"num_layers": SIZE.num_layers, "hidden_size": SIZE.hidden_size, "vocab
 FOLDERS = (Path(__file__).parent / "faults", probe.METHODS)
 DTYPES = ("fp32", "bf16", "fp16")
 SEEDS = (1234, 7)
-# Ways to judge a record: within the tolerances for a CPU, within those for CUDA, bit by bit, or without the probe, from
-# what the record's own training shows.
+# Ways to judge a record: with the tolerances for a CPU, with the tolerances for CUDA, by bits, and by the record alone:
+# with the tolerances for a CPU and without the gate's probe.
 WAYS = ("cpu", "cuda", "bits", "without the probe")
 METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("resident", {}, {"micro_batches": 2}),
@@ -214,8 +214,8 @@ def honest_cases(
 
 
 def is_trainable(case: PowerCase) -> bool:
-    """True if the case's jobs are valid and its method can plan them. A placement in METHODS may fit only one number of
-    layers."""
+    """True if the case's jobs are valid and its method can plan them. Some cases cannot be planned: METHODS has an
+    entry whose placement fits only one number of layers."""
     with contextlib.suppress(ValueError):
         return all(
             method.create(job.method, job.options, FOLDERS).plan(job.workload, job.budget.room) for job in case.jobs()
@@ -259,7 +259,7 @@ def _as(record: Record, device: str, bit_exact: bool) -> Record:
 
 def figures(outcomes: Iterable[Outcome], promised: set[str]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return, by dtype and way of judging, five counts: of faults, of faults seen, of faults named rightly, of honest
-    runs, and of honest runs that failed. Also return the faults unseen, the faults misnamed, and the honest runs that
+    runs, and of honest runs that failed. Also return the unseen faults, the misnamed faults, and the honest runs that
     failed, each by name.
 
     `promised`: names of the honest runs whose methods promise the reference's bits.

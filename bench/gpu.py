@@ -55,7 +55,7 @@ class Scale(NamedTuple):
     device: str  # device on which facts and rates are measured
     layer: str
     job: str  # further options of each job: device, time limit and host memory
-    capped: str  # option of most steps, which limits device memory; `whole`: that of the other steps
+    capped: str  # option of most steps that limits device memory; `whole`: this option of other steps
     whole: str
     steps: dict[str, str]  # options by dtype; bf16 takes more steps: a GPU's clock rises in the first second
     small: int
@@ -89,8 +89,8 @@ DEMO = Scale(
 
 
 class GpuStep(NamedTuple):
-    """A command, its time limit in seconds, and the files on which its result depends. The files that these import
-    count, too."""
+    """A command, its time limit in seconds, and the files on which its result depends. The files that these files
+    import count, too."""
 
     title: str
     seconds: float
@@ -119,7 +119,7 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
         title, files = f"{title}, {depth} layers, {dtype}", [known[name] for name in {"resident", *names.split(",")}]
         return harness(title, seconds, f"run {sizes} {more} {probe}", *traced, files=sorted(files))
 
-    def several(depth: int, dtype: str) -> GpuStep:  # refuses each method whose plan does not fit
+    def several(depth: int, dtype: str) -> GpuStep:  # the command refuses each method whose plan does not fit
         return train("all methods", ",".join(scale.methods), depth, dtype, seconds=400)
 
     def probes(depth: int, dtype: str) -> GpuStep:
@@ -216,8 +216,8 @@ class GpuCall:
 
 
 def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
-    """Run the command; return its exit code, or None if it reached its limit of `seconds`. At the limit it gets SIGINT
-    and, if it does not end within GRACE_SECONDS, SIGKILL."""
+    """Run the command; return its exit code, or None if it reached its limit of `seconds`. At the limit the command
+    gets SIGINT and, if it does not end within GRACE_SECONDS, SIGKILL."""
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
     try:
         return process.wait(seconds)

@@ -34,7 +34,7 @@ WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 40 --
 KINDS = [("parent", signal.SIGKILL), ("worker", signal.SIGKILL), ("both", signal.SIGKILL), ("parent", signal.SIGTERM),
          ("parent", signal.SIGHUP), ("both", signal.SIGHUP)]  # fmt: skip
 LAST_SECONDS = 0.2
-END_SECONDS = 90.0  # within this time a worker whose parent died writes its record or is killed
+END_SECONDS = 90.0  # seconds within which a worker whose parent died writes its record or is killed
 
 
 class Call:

@@ -143,7 +143,7 @@ def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches:
 
 
 def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
-    """Return the seconds of each step of a GPT on this rank. `options`: of the method varuna."""
+    """Return the seconds of each step of a GPT on this rank. `options`: options of the method varuna."""
     import torch
 
     from harness.core.method import create

@@ -1,7 +1,7 @@
 """Figure 6a: how large a model does each method train in the same memories?
 
 A search by real runs finds the largest depth (number of layers) that trains. A cross in the figure marks the smallest
-depth above the largest that failed. The profile `paper` also tries the published sizes.
+larger depth that failed. The profile `paper` also tries the published sizes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LargestModel(Case):
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return up to two rows per method: the largest size that trained, then the next larger size that failed. A
-        size counts as trained without the gate only if no size of the method passed the gate.
+        size that trained without passing the gate counts only if no size of the method passed the gate.
         """
         found = []
         for name in self.methods:

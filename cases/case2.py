@@ -60,8 +60,8 @@ class SpeedAtLargestSizes(Case):
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return each baseline's row at its largest depth that trained, and STRONGHOLD's row at the same depth. Runs
-        that passed the gate count before others. An imported log counts with its speed even if its run ended early, as
-        did the paper's run of L2L.
+        that passed the gate are preferred to other runs. An imported log counts with its speed even if its run ended
+        early, as did the paper's run of L2L.
         """
         found = []
         for name in BASELINES:

@@ -28,7 +28,7 @@ class SpeedAtOneSize(Case):
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return the rows at the depth at which most methods were run; if several depths have equally many, at the
-        largest of them."""
+        largest of these depths."""
         methods = {
             depth: {row.method for row in rows if row.num_layers == depth} for depth in {row.num_layers for row in rows}
         }

@@ -38,7 +38,7 @@ class StepTimeByWindow(Case):
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return the rows at the depth that was run with most window sizes; if several depths have equally many, at the
-        largest of them."""
+        largest of these depths."""
         windows = {
             depth: {row.window_size for row in rows if row.num_layers == depth}
             for depth in {row.num_layers for row in rows}

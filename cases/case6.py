@@ -29,7 +29,7 @@ METRIC = "samples_per_second"
 RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # number of learning rates, by profile
 NUM_BATCH_SIZES = 2  # batch sizes for each learning rate: the profile's and half of it
 DEVICE_SHARE = 16  # host memory divided by device memory
-IN_DEMO = {"depth": 3, "host": 2}  # depth: layers per model, too many for the device; host: factor on host memory
+IN_DEMO = {"depth": 3, "host": 2}  # depth: layers per model, too many for the device; host: multiplies host memory
 DEVICES = (1, 2, 4, 8, 16, 32, 100, 316, 1000)
 MANY = 4000  # a number of models that keeps a thousand devices busy
 SIMULATED = FigureRow("speed_up", OURS, 0, 0, None, None, valid=True, origin="simulated", clock="virtual")

@@ -39,8 +39,8 @@ METRIC = "step_seconds"
 OURS = "varuna"
 RUNS = {"demo": (1,), "quick": (1, 2, 4), "paper": (1, 2, 4), "fit": (1, 2, 4)}  # numbers of micro-batches, by profile
 RANKS = {"cpu": 2, "cuda": 1}
-# A simulated forward pass takes 1 s. SENDS: seconds of a message. JITTER: standard deviation of a message's time over
-# its mean.
+# A simulated forward pass takes 1 s. SENDS: seconds of a message. JITTER: relative standard deviation of a message's
+# time.
 STAGES, MICRO_BATCHES, JITTER = 9, 64, 0.3
 SENDS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CLAIMED_SEND = 0.5

@@ -34,7 +34,7 @@ class Fsdp2Offload(Method):
         # States and the batch are split over the ranks. Gathered weights, and their gradients, are whole on each rank.
         params = -(-workload.num_params // self.world_size)
         size = workload.weight_bytes
-        at_once = workload.end_params + 2 * workload.layer_params  # gathered: both ends, one layer and the next
+        at_once = workload.end_params + 2 * workload.layer_params  # gathered: embedding, head, one layer and the next
         home = each_page_locked(4, workload, room, self.world_size)
         gathered = gathered_params(workload)
         sent = {"gathers": size * gathered, "sums": 4 * workload.num_params}  # gradients are summed in fp32
@@ -99,8 +99,8 @@ class Fsdp2Offload(Method):
                 grads = [p.grad.to_local() for _, p in parameters]
                 if scale.is_used:
                     torch._foreach_div_(grads, scale.value)
-                # The reference's GPU sums a norm in a tree: one long sum on the host would be further off than the gate
-                # allows.
+                # The reference's GPU sums a norm in a tree: one long sum on the host would differ from it by more than
+                # the gate allows.
                 norm = global_norm(norms_of(grads, in_blocks=on_gpu))
                 if num_ranks > 1:
                     square = norm.square()

@@ -27,7 +27,7 @@ from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe, page_locked, saved_boundaries
 
-ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes that a scalar takes on a device; scalars beside the norms
+ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes that a scalar takes on a device; number of scalars beside the norms
 MOST_TURNS = 2000  # a record keeps at most this many units of the timeline, the latest ones
 CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
 
@@ -44,10 +44,10 @@ def __getattr__(name: str) -> object:
 @dataclass(frozen=True)
 class Hydra(Method):
     shard_layers: int | None = None  # layers of a shard, embedding and head counted as one each; None: as many as fit
-    double_buffer: bool = True  # True: a second slot, for the next shard
+    double_buffer: bool = True  # True: the device has a second slot, for the next shard
     intermediates: str = "checkpointed"  # checkpointed: recompute layers; saved: send activations to the host
-    num_models: int = 1  # learning rates, one model each; the first is the workload's
-    num_batch_sizes: int = 1  # batch sizes for each learning rate: the workload's, half of it, ...
+    num_models: int = 1  # number of learning rates, one model each; the first rate is the workload's
+    num_batch_sizes: int = 1  # number of batch sizes for each learning rate: the workload's, half of it, ...
     num_devices: int = 1  # number of GPUs, or of processes on a CPU
     hybrid: bool = True  # True: split the first model's batches over two devices if devices outnumber models
     partitioner: str = "exact"  # exact: halve shards that do not fit in a rehearsal; presharded: keep them
@@ -138,7 +138,7 @@ class Hydra(Method):
             if is_shared:
                 found = gpt.device_names(device, self.num_devices)
                 devices = start_processes(found, models, options, stack, torch.get_num_threads())
-            else:  # is_alone False: wait for each unit, because the policy needs its measured time
+            else:  # if is_alone is False, the host waits for each unit: the policy needs the unit's time
                 devices = [Here(Worker(gpu, models, **options), is_alone=is_alone)]
             splits: list[tuple[int, int]] = []
             if self.partitioner == "exact" and device != "cpu":
@@ -210,7 +210,7 @@ class Hydra(Method):
     def _moved_bytes(self, workload: Workload, num_params: int, num_shards: int) -> int:
         """Return the bytes moved in a step, for shards of equal size. Forward and backward pass fetch all weights. With
         clipping, updates fetch weights and gradients. A shard that is still in a slot is not fetched again."""
-        hits = 1 + self.double_buffer  # shards in a slot when the backward pass begins, and when updates begin
+        hits = 1 + self.double_buffer  # number of shards in slots when the backward pass begins, and when updates begin
         fetched = max(0, 2 * num_shards - hits)
         home = 1
         if workload.clip_norm:

@@ -3,7 +3,7 @@ several.
 
 GPTModel has its own layers, gradient buffers, and an optimizer with fp32 main weights; every layer is recomputed. All
 of this is upstream code, with two exceptions: attention is torch's fused kernel, and on a CPU engines/megatron.py
-answers the code's questions about CUDA.
+redirects the code's calls of CUDA.
 
 `tensor_parallel` ranks form a group that shares each matrix. `pipeline_parallel` such groups are the stages of a
 pipeline; each stage has equally many layers, and micro-batches flow through the stages by megatron-core's schedule
@@ -347,8 +347,8 @@ def _named(method: MegatronLM, workload: Workload, model):
 
 
 def _tensors(method: MegatronLM, workload: Workload):
-    """Yield, for each tensor of the whole GPTModel, its name, its stage, and by name the shapes of those harness
-    tensors that make it up. A tied embedding counts as the first stage's."""
+    """Yield, for each tensor of the whole GPTModel, its name, its stage, and the names and shapes of the harness's
+    tensors that it holds. A tied embedding counts as the first stage's."""
     anatomy = workload.anatomy
     for name, ours in megatron_names.end_tensors(workload).items():
         yield name, _stage_of_end(method, name), {each: anatomy.ends[each] for each in ours}
@@ -362,7 +362,7 @@ def _tensors(method: MegatronLM, workload: Workload):
 
 def _states(method: MegatronLM, workload: Workload, model, optimizer):
     """Yield the harness's tensors on rank 0, which receives them from all stages. Other ranks yield nothing, but must
-    iterate to the end, because they send."""
+    iterate to the end, because they send their tensors meanwhile."""
     import torch
     import torch.distributed as dist
 

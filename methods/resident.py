@@ -111,8 +111,8 @@ class ReferenceModel:
 
 def _backward(model: Model, inputs: Tensor, targets: Tensor, num_parts: int, scale: float) -> Tensor:
     """Return the mean loss over micro-batches, detached. Leave the sum of all micro-batches' gradients in the
-    parameters. A tied embedding's gradients are summed in the order of layer-by-layer training: first the head's of all
-    micro-batches, then the look-up's."""
+    parameters. A tied embedding's gradients are summed in the order of layer-by-layer training: first the head's
+    gradients of all micro-batches, then the look-up's."""
     import torch
 
     if num_parts == 1:

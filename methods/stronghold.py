@@ -70,7 +70,7 @@ class Stronghold(Method):
 
     def as_timed(self, job: Job, grad_norms: Sequence[float | None]) -> Stronghold:
         """Return this method. If it speculates, but most timed steps followed a clipped step, return it with deferred
-        updates, because such steps do not speculate."""
+        updates, because a step after a clipped one does not speculate."""
         limit = job.workload.clip_norm or math.inf
         before = grad_norms[max(0, job.warmup - 1) : -1]  # the norms of the steps before the timed ones
         clipped = [norm is None or not math.isfinite(norm) or norm > limit for norm in before]

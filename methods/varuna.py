@@ -56,7 +56,7 @@ class VarunaMethod(Method):
     peer_seconds: int = 1800  # most seconds to wait for another rank
     checkpoint: str | None = None  # folder to write checkpoints to while training goes on; None: write none
     checkpoint_every: int = 10  # steps between two checkpoints
-    resume: str | None = None  # folder to resume from, of any stages and replicas; None: begin anew
+    resume: str | None = None  # folder of checkpoints, of any stages and replicas, to resume from; None: begin anew
 
     label = "Varuna"
     verbs = "methods.verbs.varuna"

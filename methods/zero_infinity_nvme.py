@@ -30,7 +30,7 @@ NUM_BUFFERS = 8  # buffers for parameters
 class ZeroInfinityNvme(DeepSpeedMethod):
     disk: str | None = None  # folder of weights and states; None: the system's temporary folder
     pipelined: bool | None = None  # True: read and write during the update; None: True if buffers fit on the host
-    reentrant: bool = True  # recompute by torch's older way; the newer is wrong with DeepSpeed 0.19.8
+    reentrant: bool = True  # True: recompute by torch's older way; the newer way is wrong with DeepSpeed 0.19.8
     world_size: int = 1  # ranks
 
     label = "ZeRO-Infinity (NVMe)"

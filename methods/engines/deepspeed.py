@@ -58,9 +58,10 @@ def train(
 ) -> Training:  # fmt: skip
     """Train with the engine of deepspeed.initialize(); each rank trains on its part of every batch.
 
-    `adam`: a key of ADAMS. `zero`: the entry zero_optimization of the configuration. `extra`: further entries of it.
-    `reentrant`: use torch's older recompute. `needed`: a context that stays open until all trained tensors have been
-    read, because they are made one by one. Raises Unavailable if deepspeed or a kernel that `adam` needs is missing.
+    `adam`: a key of ADAMS. `zero`: the configuration's entry zero_optimization. `extra`: the configuration's further
+    entries. `reentrant`: use torch's older recompute. `needed`: a context that stays open until all trained tensors
+    have been read, because each tensor is made only when it is read. Raises Unavailable if deepspeed or a kernel that
+    `adam` needs is missing.
     """
     if adam == "deepspeed" and not is_built("cpu_adam"):
         raise Unavailable(lacks_to_build("cpu_adam") or "DeepSpeed's cpu_adam is not compiled: ./run.sh setup")
@@ -100,8 +101,8 @@ def train(
 
 
 def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
-    """Import deepspeed, configured for this device and for torchrun's ranks. Without CUDA, turn off its shared-memory
-    communication, which would have to be compiled. Raises Unavailable if deepspeed is missing.
+    """Import deepspeed and configure it for this device and for torchrun's ranks. Without CUDA, turn off DeepSpeed's
+    shared-memory communication, which would have to be compiled. Raises Unavailable if deepspeed is missing.
     """
     if num_ranks == 1:
         with socket.socket() as free:
@@ -130,8 +131,8 @@ def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
 
 
 def _load_built(*kernels: str) -> None:
-    """Load those of the named kernels that are compiled. Otherwise DeepSpeed would start ninja in every run to check
-    them."""
+    """Load those of the named kernels that have been compiled. Without this call DeepSpeed would start ninja in every
+    run to check the kernels."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.cpp_extension import _import_module_from_library
@@ -178,8 +179,8 @@ def superoffload_worker(tasks: Any, results: Any, config: Any, max_grad_numel: i
 
 
 def _fetch_superoffloads_states(optimizer: Any) -> None:
-    """Put SuperOffload's optimizer states where ZeRO stage 3 looks for states. They come from SuperOffload's process,
-    which updates on the host, and from its second optimizer, which updates on the device."""
+    """Put SuperOffload's optimizer states where ZeRO stage 3 looks for states. The states come from SuperOffload's
+    process, which updates on the host, and from its second optimizer, which updates on the device."""
     process = optimizer.superoffload_cpu_optimizer
     process.param_queue.put(None)
     found = process.result_queue.get()
@@ -242,7 +243,7 @@ def _compiled_as_one_file() -> Iterator[None]:
 
 def _inlined(file: Path, folders: list[str], seen: set[Path]) -> str:
     """Return the file's text. Included files that lie in the file's own folder or in `folders` are inserted. Each file
-    is inserted only once, because many have no include guard. `seen`: files inserted so far."""
+    is inserted only once, because many files have no include guard. `seen`: files inserted so far."""
     seen.add(file)
 
     def included(match: re.Match[str]) -> str:
@@ -275,7 +276,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
         model = whole(workload).to_empty(device="cpu")  # zero.Init cannot make this model, but can partition it
         assert isinstance(model, HubModel)
         model.recompute(reentrant=reentrant)
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # the configuration decides the dtype, as below
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # the dtype is the configuration's
     elif is_partitioned:
         # The configuration gives the dtype; Init's argument `dtype` is not used, because it turns fp32 into bf16 on a
         # CPU.
@@ -309,7 +310,8 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
         optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)
     if workload.dtype != "fp32":
-        # The fp32 main weights exist only now. Set them to the starting values before rounding to the dtype.
+        # DeepSpeed has made the fp32 main weights only now, from weights rounded to the dtype. Set them to the starting
+        # values.
         for parameter, value in drawn():
             start(parameter, value)
             safe_set_full_fp32_param(parameter, value)
@@ -335,13 +337,13 @@ def _groups(engine: Any) -> list[dict[str, Any]]:
 
 
 def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
-    """Yield the weight and moments of one parameter at a time. Stage 3 gathers them on the device, which has no room
-    for those of all parameters. Close `needed` at the end."""
+    """Yield the weight and moments of one parameter at a time. Stage 3 gathers these tensors on the device, which has
+    no room for the tensors of all parameters. At the end close the context `needed`."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         # Stage 2 links parameters to moments after the first group's step, when the second group has no moments yet.
-        # Link them again.
+        # Link all parameters again.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     if hasattr(engine.optimizer, "superoffload_cpu_optimizer"):

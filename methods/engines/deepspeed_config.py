@@ -1,6 +1,6 @@
 """Settings, memory plans and compiled kernels of the DeepSpeed methods. Needs only the standard library.
 
-DeepSpeed can bind ranks to cores. This is not used, because a single rank needs all cores of the machine.
+DeepSpeed can bind ranks to cores. The harness does not let it, because a single rank needs all cores of the machine.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def group_params(workload: Workload) -> tuple[int, int]:
 
 def sub_groups(workload: Workload) -> list[int]:
     """Return the number of parameters in each of stage 3's sub-groups, in stage 3's order. A sub-group takes whole
-    tensors until it has at least SUB_GROUP_PARAMS."""
+    tensors until it has at least SUB_GROUP_PARAMS parameters."""
     tensors = [*workload.anatomy.ends.values(), *(workload.num_layers * [*workload.anatomy.layer.values()])]
     found = []
     for has_vectors in (False, True):
@@ -120,8 +120,8 @@ def sub_groups(workload: Workload) -> list[int]:
 
 
 def flat_groups(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
-    """Return the bytes of two page-locked tensors on a rank, one for each of the optimizer's groups. Each holds the
-    rank's part of the group. `size`: bytes of an element."""
+    """Return the bytes of two page-locked tensors on a rank, one for each of the optimizer's groups. Each tensor holds
+    the rank's part of its group. `size`: bytes of an element."""
     return sum(page_locked(size * -(-params // num_ranks), room) for params in group_params(workload))
 
 
@@ -134,9 +134,9 @@ def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str
 
 
 def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
-    """Return the plan of stage 3. Page-locked memory holds a rank's part of the weights, its gradients by groups of
-    SUB_GROUP_PARAMS, and a buffer in which all gradients accumulate. It also holds the memory that the weights took
-    before they were partitioned: torch's cache keeps this memory after it is freed."""
+    """Return the plan of stage 3. Page-locked memory holds a rank's part of the weights, this part's gradients in
+    groups of SUB_GROUP_PARAMS parameters, and a buffer in which all gradients accumulate. It also holds the memory that
+    the weights took before they were partitioned: torch's cache keeps this memory after it is freed."""
     params, size = -(-workload.num_params // num_ranks), workload.weight_bytes
     gathered = -(-gathered_params(workload) // num_ranks)
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)

@@ -34,7 +34,7 @@ with warnings.catch_warnings():
 
 
 def joined(name: str, ours: Sequence[Tensor], sizes: Sizes) -> Tensor:
-    """Return the tensor `name` of GPTModel, whole, made of the tensors of the harness that it holds (`ours`).
+    """Join the harness's tensors `ours` into GPTModel's tensor `name`; return it whole, not split over ranks.
 
     In GPTModel the rows of the fused QKV are ordered by groups of heads: each group's queries, then its key, then its
     value. In the harness all queries come first, then all keys, then all values; for the GPT they are one tensor. In
@@ -76,8 +76,8 @@ def shard_of(name: str, whole: Tensor) -> Tensor:
 
 
 def whole_of(name: str, shard: Tensor) -> Tensor:
-    """Return a whole tensor of GPTModel, or one of its optimizer states, from all ranks' parts. All ranks must call
-    this."""
+    """Join all ranks' parts of a tensor of GPTModel, or of its optimizer state, and return the whole. All ranks must
+    call this."""
     num_parts, dim = parallel_state.get_tensor_model_parallel_world_size(), shared_dim(name)
     if num_parts == 1 or dim is None:
         return shard
@@ -210,9 +210,9 @@ class FusedAttention(MegatronModule):
 
 
 class _OtherForCuda(TorchFunctionMode):
-    """Redirects Megatron's calls of CUDA to `device`: with device='cuda' a tensor is made on `device`, .cuda() returns
-    the tensor as it is, and .type() returns the name of a torch.cuda type. Megatron makes these calls in
-    param_and_grad_buffer.py:806, optimizer.py:473 and 671, clip_grads.py:90 and 167."""
+    """Redirects Megatron's calls of CUDA to `device`: a tensor that Megatron makes with device='cuda' is made on
+    `device`, .cuda() returns the tensor as it is, and .type() returns the name of a torch.cuda type. Megatron makes
+    these calls in param_and_grad_buffer.py:806, optimizer.py:473 and 671, clip_grads.py:90 and 167."""
 
     def __init__(self, device: str) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # values of model_type
 QKV, FIRST_OF_MLP = "self_attention.linear_qkv", "mlp.linear_fc1"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYERS = "decoder.layers."  # prefix of a layer's tensors in GPTModel; the layer's number follows
-# Modules that tensor parallel ranks split: by the rows of all tensors, or by the columns of the matrix.
+# BY_ROWS: modules whose tensors are split by rows over tensor parallel ranks. BY_COLUMNS: the matrix, by columns.
 BY_ROWS = ("embedding.word_embeddings", "output_layer", QKV, FIRST_OF_MLP)
 BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")
 

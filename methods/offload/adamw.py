@@ -59,8 +59,8 @@ class AdamStep(NamedTuple):
 
 
 def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
-    """Split the tensors of a slab, in order, into runs of at most `max_numel` elements (at least VECTOR). A tensor is
-    cut only at multiples of VECTOR elements from its start."""
+    """Split the tensors of a slab, in order, into runs of at most `max_numel` elements, or VECTOR elements if that is
+    more. A tensor is cut only at multiples of VECTOR elements from its start."""
     max_numel = max(VECTOR, max_numel // VECTOR * VECTOR)
     found: list[list[Piece]] = []
     room = 0
@@ -131,7 +131,7 @@ def takes_one_pass(state: State, device: str) -> bool:
 
 
 def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor) -> None:
-    """Update the state in place by torch's fused kernel. First multiply `grads`, in fp32, by `factor` in place."""
+    """Update the state in place by torch's fused kernel. First multiply `grads` (fp32), in place, by `factor`."""
     if factor is not None:
         grads.mul_(factor)
     values = joined(state)

@@ -70,8 +70,8 @@ def run(
 
     The gradients are multiplied by `scale` and by `factor`, a tensor of one element (None: 1). A state has these slabs,
     in this order: weights, the fp32 master or its low half (only in mixed precision), exp_avg, exp_avg_sq. `table` has
-    three numbers for each piece of a tensor: start, stop, and 1 if it has weight decay. Among simultaneous calls with
-    the same number of threads the one with the lowest deadline goes first. The GIL is released during the step.
+    three numbers for each piece of a tensor: start, stop, and 1 if the piece has weight decay. Among simultaneous calls
+    with the same number of threads the one with the lowest deadline goes first. The GIL is released during the step.
     """
     library, scaled_by = load(), scale if factor is None else scale * float(factor)
     assert library is not None

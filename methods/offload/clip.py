@@ -47,8 +47,8 @@ class Clip:
 
     Norms are added layer by layer, in the order of the backward pass. If there is neither a limit nor a loss scale, no
     factor is computed and nothing waits for one. `max_norm`: the limit; 0: no limit. `scale`: the loss scale; None: no
-    scale is used. `order`: for each parameter of the model, the index of its norm in the list of all norms, which
-    begins with those added last; None: this list is in the order of the model's parameters."""
+    scale is used. `order`: for each parameter of the model, the index of its norm in the list of all norms, in which
+    the norms added last come first; None: this list is in the order of the model's parameters."""
 
     def __init__(
         self, device: Device, max_norm: float, scale: LossScale | None = None, order: Sequence[int] | None = None
@@ -57,7 +57,7 @@ class Clip:
         # The factor of a step that is not clipped; None means 1.
         self.unclipped = 1 / scale.value if scale and scale.is_used else None
         self.norms: list[list[Tensor]] = []
-        self.squares: list[Tensor] = []  # the squared norm after each layer; kept while copies may read it
+        self.squares: list[Tensor] = []  # the squared norm after each layer; kept, because a copy may still read it
         self.factor: Tensor | None = None
         self.host_factor: Tensor | None = None
         self.landed: Any = None
@@ -66,8 +66,8 @@ class Clip:
         self.norms.append(norms)
 
     def is_within(self) -> Callable[[], bool]:
-        """Queue a copy to the host of the norm of all layers added so far. Return a function that waits for this copy
-        and returns whether the norm is finite and within the limit.
+        """Compute the norm of all layers added so far, and queue its copy to the host. Return a function that waits for
+        this copy and returns whether the norm is finite and within the limit.
 
         The norm grows with each further layer. Once it exceeds the limit, an update that speculated on no clipping is
         useless."""
@@ -102,7 +102,7 @@ class Clip:
             self.host_factor, self.landed = self._send(self.factor)
 
     def on_host(self) -> Tensor | None:
-        """Wait for the copy of the factor on the host and return it; None if there is no factor."""
+        """Wait for the factor's copy on the host and return this copy; None if there is no factor."""
         if self.host_factor is not None:
             self.landed.synchronize()
         return self.host_factor

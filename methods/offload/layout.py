@@ -32,7 +32,7 @@ class Layout:
         for name, shape, dtype in tensors:
             size, unit = (shape.numel() * dtype.itemsize, 1) if dtype else (shape.numel(), 4)
             self.places[name] = SlabPlace(self.numel, self.numel + size, shape, dtype)
-            self.numel += aligned(size, ALIGNMENT // unit)  # so that each tensor is aligned like an fp32 allocation
+            self.numel += aligned(size, ALIGNMENT // unit)  # rounded up: each tensor aligned like an fp32 allocation
 
     @property
     def names(self) -> list[str]:

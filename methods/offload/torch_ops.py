@@ -30,7 +30,7 @@ def reserve(file: Tensor, num_bytes: int) -> None:
     try:
         os.posix_fallocate(file.tolist()[0], 0, num_bytes)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # from file systems that cannot reserve space
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # file systems that cannot reserve space raise these
             error.strerror = f"{error.strerror}: {gib(num_bytes)} of states"
             raise
 

@@ -4,9 +4,9 @@ by the rules of the schedule. Does not import torch.
     num_stages, chunk_size, step_seconds = AutoConfig(16, 4, 512, "profile").get_min()
 
 Sections are the parts of a model between its CutPoints; they are grouped into stages by their time. The predicted time
-of a step has three parts: the passes in the schedule's order, with every message as slow as at the slowest cut; the
-longest sum of gradients over replicas; and the longest update. If a single process made the profile, it has no times of
-messages and sums; these then count as 0 s.
+of a step has three parts: the passes in the schedule's order, where every message takes as long as a message at the
+slowest cut; the longest sum of gradients over replicas; and the longest update. If a single process made the profile,
+it has no times of messages and sums; these then count as 0 s.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ class AutoConfig:
         return replace(found, step_seconds=predict([found])[0]) if self.costs.is_timed else found
 
     def why_not(self) -> str:
-        """Return, in one line, why no configuration fits: the memory that the configuration with the least need lacks,
-        and what to try."""
+        """Return, in one line, why no configuration fits: how much memory is missing for the configuration that needs
+        the least, and what to try."""
         least, capacity = self.least(), self.capacity or 0
         tries = ["more devices" if least.num_stages == self.num_gpus else "more CutPoints"]
         tries += ["smaller micro-batches"] * (least.chunk_size > min(row.chunk_size for row in self._rows))
@@ -194,8 +194,8 @@ class AutoConfig:
         )
 
     def table(self) -> list[ConfigRow]:
-        """Return all configurations, the fastest first. Configurations that do not fit come last, those with the least
-        memory first."""
+        """Return all configurations, the fastest first. Configurations that do not fit come last, those that need the
+        least memory first."""
         each = zip(self._rows, predict(self._rows), strict=True)
         rows = [replace(row, step_seconds=seconds) for row, seconds in each]
         return sorted(
@@ -249,14 +249,15 @@ def _seconds_and_size(row: ConfigRow) -> tuple[float, int]:
 
 
 def _is_below(seconds: float, best: ConfigRow) -> bool:
-    """Return whether a configuration can be better than `best`, if all that is known is that its step takes at least
-    `seconds`."""
+    """Return whether a configuration whose step takes at least `seconds`, perhaps more, can still be better than
+    `best`."""
     return float(f"{seconds:.9g}") <= _seconds_and_size(best)[0]
 
 
 def _shape(row: ConfigRow) -> tuple[int, int]:
     """Return a sort key for use without times; the row with the largest key is chosen. It has the most stages and then
-    the smallest micro-batches. With a single stage it has the largest, because small ones would gain nothing."""
+    the smallest micro-batches. Among rows with a single stage, the one with the largest micro-batches is chosen,
+    because small ones would gain nothing."""
     return row.num_stages, -row.chunk_size if row.num_stages > 1 else row.chunk_size
 
 

@@ -41,9 +41,9 @@ def read(folder: str | Path, step: int | None = None) -> dict[str, Any]:
 class Checkpoints:
     """Writes this rank's share of each checkpoint, and reads the values of this rank's stage.
 
-    `masters`: the stage's weights in fp32, by name. `optimizer`: has their states and options. `names`: names of the
-    weights that this stage writes, in the same order on all its replicas. `place`: stage, replica, number of replicas.
-    `other_names`: for each name of a shared weight, its other name. All ranks must make this object together.
+    `masters`: the stage's weights in fp32, by name. `optimizer`: holds the masters' states and options. `names`: names
+    of the weights that this stage writes, in the same order on all its replicas. `place`: stage, replica, number of
+    replicas. `other_names`: for each name of a shared weight, its other name. All ranks must make this object together.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Checkpoints:
 
     def save(self, folder: str | Path, step: int, progress: Mapping[str, Any]) -> Future:
         """Copy the state now; a thread writes the copy while training goes on. The checkpoint is on disk when the
-        returned future is done. First wait for the last checkpoint."""
+        returned future is done. First wait until the last checkpoint is on disk."""
         self.wait()
         path = folder_of(folder, step)
         if self.is_first:
@@ -79,14 +79,15 @@ class Checkpoints:
         return self.under_way
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on disk. Raises the error of writing, if there was one."""
+        """Wait until the last checkpoint is on disk. Raises an error if it could not be written."""
         if self.under_way is not None:
             pending, self.under_way = self.under_way, None
             pending.result()
 
     def load(self, folder: str | Path, form: type[T], step: int | None = None) -> tuple[int, T]:
         """Read this stage's values into the masters and the optimizer. Return the checkpoint's step, and the progress
-        that save() was given, as an object of class `form`. `step`: None: the newest complete checkpoint.
+        that save() was given, as an object of class `form`. `step`: the checkpoint's step; None: the newest complete
+        checkpoint.
 
         Raises ValueError, with nothing changed, if the checkpoint is of another model or was not written by this class.
         """
@@ -128,9 +129,9 @@ class Checkpoints:
         return found | {f"options.{name}": json.dumps(options)}
 
     def _check_state(self, name: str, master: nn.Parameter, there: Mapping[str, Any]) -> None:
-        """Raise ValueError if a state in the checkpoint has neither the weight's shape and dtype nor is a single fp32
-        number. torch's fused update accesses as many elements of a state as the weight has, so it would read beyond the
-        end of a smaller state."""
+        """Raise ValueError unless each of the weight's states in the checkpoint has the weight's shape and dtype, or is
+        a single fp32 number. torch's fused update accesses as many elements of a state as the weight has, so it would
+        read beyond the end of a smaller state."""
         if type(self.optimizer) not in FUSED:
             return
         state = _of(f"optimizer.{name}.", there)
@@ -156,7 +157,8 @@ class Checkpoints:
 
     def _take_state(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> None:
         if state := _of(f"optimizer.{name}.", found):
-            # The state "step" goes where torch's optimizers keep it: on the device if they are fused, else on the host.
+            # The state "step" goes where torch's optimizers keep it: on the device if the optimizer is fused, else on
+            # the host.
             self.optimizer.state[master] = {key: self._placed(value, master) for key, value in state.items()}
 
     def _placed(self, value: Any, master: nn.Parameter) -> Any:

@@ -22,8 +22,8 @@ def complete_steps(folder: str | Path) -> list[int]:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of the checkpoint in the folder `path`. Return None if folder_of() would give no such name, for
-    example for the copy of a checkpoint."""
+    """Return the step of the checkpoint in the folder `path`. Return None if folder_of() would never give a folder this
+    name, for example for the copy of a checkpoint."""
     name = path.name.removeprefix(PREFIX)
     return int(name) if name.isascii() and name.isdigit() and path == folder_of(path.parent, int(name)) else None
 

@@ -1,8 +1,8 @@
 """Reads torch's distributed checkpoints without running anything that is in them.
 
 torch pickles a checkpoint's table of contents and all values that are not tensors, and torch's reader runs code that
-such a pickle contains. This reader allows a table only the classes of which tables consist, and loads other values only
-if they are plain.
+such a pickle contains. This reader refuses a table that contains other classes than torch's tables do. It refuses other
+values unless they are plain.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def table(data: bytes) -> Metadata:
 
 def metadata(path: Path) -> Metadata:
     """Return the table of contents of the checkpoint in this folder. Raises ValueError if there is no valid table, or
-    if the files are too small for it."""
+    if the files hold fewer bytes than the table says."""
     try:
         found = table(read_bytes(path / COMPLETE))
         told, there = sum(map(_num_bytes, found.state_dict_metadata.values())), sum(map(_size, path.iterdir()))

@@ -44,7 +44,7 @@ def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
 
 def _complete(path: Path, tables: list[bytes]) -> bytes:
     """Join the tables of all ranks' files and write the whole table. It is written after all files, because it marks
-    the checkpoint as complete. Return nothing, as bytes for _together()."""
+    the checkpoint as complete. Return b"", because _together() expects bytes."""
     whole, results = Metadata({}, planner_data={}), list[WriteResult]()
     for found in map(table, tables):
         whole.state_dict_metadata |= found.state_dict_metadata

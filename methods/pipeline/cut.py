@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from methods.pipeline.grouping import group
 from methods.pipeline.stage import Spec, spec_of
 
-LOSS_SCALE = "loss_scale"  # name of a forward pass's optional argument: the factor of the loss's gradient
+LOSS_SCALE = "loss_scale"  # an optional argument of a model's forward pass: factor of the loss's gradient
 
 
 class CutPoint(nn.Module):

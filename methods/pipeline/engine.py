@@ -27,8 +27,8 @@ def unnoted(work: str, number: int) -> AbstractContextManager[None]:
 
 class Engine:
     """Runs the passes and messages of one stage. `order`: the stage's passes in order. `received`: for each
-    micro-batch, shapes and dtypes of the tensors from the stage below. `returned`: those of the gradients from the
-    stage above. `is_opportunistic`: True: a forward pass may go before a recompute."""
+    micro-batch, shapes and dtypes of the tensors from the stage below. `returned`: shapes and dtypes of the gradients
+    from the stage above. `is_opportunistic`: True: a forward pass may run before a recompute whose gradient is late."""
 
     def __init__(
         self, stage: Stage, transport: Transport, order: Sequence[Pass], received: Sequence[list[Spec]],
@@ -79,7 +79,7 @@ class Engine:
 
     def _goes_first(self) -> bool:
         """Return whether the next forward pass should run before the next recompute: the input of the forward pass has
-        arrived, the gradient for the recompute has not."""
+        arrived, but the gradient for the recompute has not."""
         above, below = self.transport.gradients_in, self.transport.activations_in
         if not self.is_opportunistic or above is None or above.has_arrived():
             return False

@@ -16,7 +16,8 @@ from methods.pipeline.pipeline import Progress
 
 @dataclass(frozen=True)
 class GptProgress(Progress):
-    """Progress, and the further notes in the checkpoints of such a job. The lists hold one value for each step."""
+    """Progress, and the further notes in the checkpoints of a job of `-m varuna`. The lists hold one value for each
+    step."""
 
     workload: dict[str, Any]
     loss: list[float]

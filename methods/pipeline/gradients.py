@@ -31,7 +31,7 @@ class Groups:
     ranks."""
 
     def __init__(self, ranks: RankMap, rank: int, shared: Sequence[Shared], limit_seconds: float) -> None:
-        self.limit = timedelta(seconds=limit_seconds)  # given to each group, which else has torch's default limit
+        self.limit = timedelta(seconds=limit_seconds)  # given to each group in place of torch's default limit
         self.stage, self.replica = ranks.place_of(rank)
         self.ranks, self.rank = ranks, rank
         self.replicas = self._mine([list(replicas) for replicas in ranks.ranks])
@@ -76,8 +76,8 @@ class Gradients:
         self.num_names = len(names)
 
     def reduce(self, loss: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Sum the gradients over all ranks that have the weights, and divide them by `scale`, the loss scale. Leave
-        them in the masters. Return the loss of the global batch and the gradient norm.
+        """Sum the gradients over all ranks that have the weights, and divide them by `scale`, the loss scale. Leave the
+        results in the masters' gradients. Return the loss of the global batch and the gradient norm.
 
         loss: (), the sum over the micro-batches of this rank; 0 on all stages but the last.
         """
@@ -122,7 +122,7 @@ class Gradients:
     def _norm(self, loss: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the loss of the global batch and the gradient norm. Both come from one vector, which is summed over
         stages: the gradient norm of each weight, in the model's order, and the loss. Each element is zero on all stages
-        but one. `is_finite`: False: the weight's norm counts as infinite."""
+        but one. `is_finite`: False for a weight: its norm counts as infinite; None: all are finite."""
         grads = self._counted_gradients()
         whole = torch.zeros(self.num_names + 1, device=loss.device)
         if grads:

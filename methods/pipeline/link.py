@@ -34,8 +34,8 @@ def link() -> Link | None:
 
 class Link:
     """A rank's end of the link. `descriptor`: file descriptor of the pipe to the agent. `folder`: folder of the
-    checkpoints. `checkpoint_every`: most steps to repeat after a rank has died; None: the script saves by itself.
-    `cuts`: the CutPoints that the launcher chose; None: the model chooses them."""
+    checkpoints. `checkpoint_every`: most steps that are trained again after a rank has died; None: the script saves by
+    itself. `cuts`: the CutPoints that the launcher chose; None: the model chooses them."""
 
     def __init__(
         self, descriptor: int, folder: str, checkpoint_every: int | None, cuts: list[int] | None, rank: int, round: int

@@ -41,7 +41,8 @@ def measure(order: dict[str, Any]) -> None:
     profiler.initialize(get_batch)
     profile = profiler.profile_all(get_batch, order["sizes"], out_folder=order["folder"])
     if profiler.rank == 0:
-        # In bf16 a rank keeps an fp32 master of each weight and needs the same bytes as in fp16: mark both as fp16.
+        # In bf16 a rank keeps an fp32 master of each weight and needs the same bytes as in fp16: the profile calls both
+        # fp16.
         dataclasses.replace(profile, fp16=workload.dtype != "fp32").write(order["folder"])
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -118,7 +118,7 @@ def stage_bytes(
     embedding = size * max(map(math.prod, anatomy.embedding.values()))
     head = part.head_bytes if stage.is_last else 0
     if schedule == "varuna" or num_stages == 1:
-        # A stage keeps its inputs for all micro-batches, and all that the backward pass of a single one needs.
+        # A stage keeps its inputs for all micro-batches, and all that the backward pass of a single micro-batch needs.
         saved = math.ceil(per_layer * stage.num_layers) * boundary
         inputs = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
         layer = part.layer_bytes - math.floor(per_layer) * boundary if stage.num_layers else 0

@@ -353,7 +353,7 @@ class Varuna(nn.Module):
         """Run micro-batch `number` through this stage; return the tensors to send or, on the last stage, the loss.
 
         The loss is multiplied by the loss scale and by the micro-batch's share of the global batch. A model whose
-        forward pass takes `loss_scale` applies this product itself, before fp16 rounds the gradient to zero.
+        forward pass takes `loss_scale` applies this product itself, before the gradient can be rounded to zero in fp16.
         """
         if self._link:
             self._link.alive()
@@ -380,8 +380,8 @@ class Varuna(nn.Module):
         """Save a checkpoint: copy the state now, and write the copy while training goes on. All processes must call
         this after an update. The checkpoint is on disk when the returned future is done.
 
-        `folder`: None: the launcher's folder. `step`: the checkpoint's number; None: the number of steps taken.
-        `notes`: values of the script's own to store, of types that JSON has.
+        `folder`: folder of the checkpoints; None: the launcher's. `step`: the checkpoint's step; None: the number of
+        steps taken. `notes`: values of the script's own to store, of types that JSON has.
         """
         step = self.num_steps if step is None else step
         if folder is None and self._link:
@@ -405,9 +405,9 @@ class Varuna(nn.Module):
         self, folder: str | Path | None = None, step: int | None = None, form: type[Progress] = Progress
     ) -> int:
         """Load a complete checkpoint and return its step. The checkpoint may have been saved with other numbers of
-        stages and replicas. `folder`: None: the launcher's folder. `step`: None: the newest. `form`: class of the
-        attribute `progress`, into which the checkpoint's progress is read: Progress, or a subclass with a field for
-        each note.
+        stages and replicas. `folder`: folder of the checkpoints; None: the launcher's. `step`: the checkpoint's step;
+        None: the newest. `form`: class of the attribute `progress`, into which the checkpoint's progress is read:
+        Progress, or a subclass with a field for each note.
         """
         chosen, progress = self._checkpoints.load(self._folder(folder), form, step)
         if folder is None and self._link:

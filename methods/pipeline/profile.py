@@ -64,8 +64,8 @@ class Section(NotNegative):
 
 @dataclass(frozen=True)
 class Message(NotNegative):
-    """A message from a rank to its neighbor, timed while both ranks compute. `is_one_machine`: both ranks are on one
-    machine."""
+    """A message from a rank to its neighbor, timed while both ranks compute. `is_one_machine`: True: both ranks are on
+    one machine."""
 
     is_one_machine: bool
     num_bytes: int
@@ -74,7 +74,8 @@ class Message(NotNegative):
 
 @dataclass(frozen=True)
 class Sum(NotNegative):
-    """An all-reduce over `num_ranks` ranks, timed while all other groups of so many ranks run one, too."""
+    """An all-reduce over `num_ranks` ranks, timed while all other groups of `num_ranks` ranks run an all-reduce,
+    too."""
 
     num_ranks: int
     num_bytes: int
@@ -132,7 +133,7 @@ class Profile:
             sections, own = self.sections[start:end], costs[start:end]
             num_params, is_last = sum(section.num_params for section in sections), end == len(costs)
             # A stage keeps the tensors that it has received for all micro-batches. The last stage completes each
-            # micro-batch at once, so it keeps those of one.
+            # micro-batch at once, so it keeps the tensors of a single one.
             received = costs[start - 1].activation_bytes * (1 if is_last else num_micro_batches) if number else 0
             summed = min(BUCKET_BYTES, GRADIENT_BYTES * num_params) if num_replicas > 1 else 0
             state = STATE_BYTES["fp16" if self.fp16 else "fp32"] * num_params

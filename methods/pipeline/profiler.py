@@ -81,8 +81,8 @@ class Profiler:
         self.sections: list[Part] = []
 
     def initialize(self, get_batch: Callable[[int], Inputs]) -> None:
-        """Cut the model at all of its CutPoints. `get_batch`: returns a batch of a number of samples. Raises ValueError
-        if the model cannot be cut."""
+        """Cut the model at all of its CutPoints. `get_batch`: returns a batch with the given number of samples. Raises
+        ValueError if the model cannot be cut."""
         graph = traced(self.model.train(), get_batch(1))
         self.sections = cut(self.model, graph, range(num_cuts(graph)))
 
@@ -203,7 +203,8 @@ class Profiler:
         return torch.randn(like.shape, dtype=like.dtype, device=self.device).requires_grad_(like.requires_grad)
 
     def _timed(self, module: nn.Module, values: Values) -> list[float]:
-        """Return the seconds of a forward pass, of the copy of its output, of a recompute and of a backward pass."""
+        """Return the seconds of a forward pass, of the copy of its output to the host and back, of a recompute and of a
+        backward pass."""
         with torch.no_grad():
             found, forward = self._clocked(module, *values.received, *values.inputs)
             _, copy = self._clocked(self._copies, [] if values.grads is None else found)
@@ -234,7 +235,7 @@ class Profiler:
 
     def _update_seconds(self, module: nn.Module) -> float:
         """Return the seconds of an optimizer's update of the section. The second step is timed, because the first one
-        makes the optimizer's state. Copies of the weights are updated.
+        makes the optimizer's state. The update changes copies of the weights, not the weights.
         """
         copies = [nn.Parameter(weight.detach().float().clone()) for weight in module.parameters()]
         if not copies:
@@ -249,9 +250,8 @@ class Profiler:
         return [tensor.to("cpu").contiguous().to(self.device) for tensor in tensors]
 
     def _measured_bytes(self, module: nn.Module, values: Values) -> tuple[int, int, int]:
-        """Return three numbers of bytes: those that a forward pass saves, the peak during forward and backward pass,
-        and those of the output. The gradients of the weights exist before and do not count; the gradient of the input
-        counts.
+        """Return the bytes that a forward pass saves, the peak bytes during forward and backward pass, and the bytes of
+        the output. The weights' gradients exist already and do not count; the input's gradient counts.
         """
         for tensor in values.received:
             tensor.grad = None
@@ -282,8 +282,8 @@ class Profiler:
         return list(map(json.loads, gathered(json.dumps(own).encode(), group, self.device)))
 
     def _crowding(self) -> tuple[float, int, float | None]:
-        """Return the profile's fields `crowding`, `num_ranks` and `num_served`. `num_ranks` are the ranks on the
-        machine of rank 0."""
+        """Return the profile's fields `crowding`, `num_ranks` and `num_served`. `num_ranks`: number of ranks on rank
+        0's machine."""
         hosts = self._gathered(socket.gethostname())
         crowded, alone = (sum(each) for each in zip(*self._gathered((self._crowded, self._alone)), strict=True))
         num_served = len(os.sched_getaffinity(0)) / torch.get_num_threads() if self.device.type == "cpu" else None
@@ -323,8 +323,8 @@ class Profiler:
         return seconds
 
     def _sums(self, num_bytes: int) -> list[Sum]:
-        """Time all-reduces of `num_bytes` and of an eighth of it, over 2, 4, 8, ... ranks and over all ranks. The ranks
-        of a group are as far apart as the replicas of a stage would be.
+        """Time all-reduces of `num_bytes` and of `num_bytes` / 8, over 2, 4, 8, ... ranks and over all ranks. The
+        numbers of a group's ranks are as far apart as the rank numbers of a stage's replicas would be.
         """
         found = []
         for num_ranks in sorted({self.world_size, *(2**power for power in range(1, self.world_size.bit_length()))}):

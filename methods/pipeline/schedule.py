@@ -5,7 +5,7 @@ needs; and the backward pass B. In each schedule every stage runs its forward pa
 its backward passes in the same order.
 
 - gpipe: all forward passes, then all backward passes.
-- 1f1b: stage s of P begins with P - s forward passes; then backward and forward passes alternate.
+- 1f1b: stage s of P stages begins with P - s forward passes; then backward and forward passes alternate.
 - varuna: by rules on a clock of slots; F and R take one slot, B takes two. A free stage prefers B to R, and R to F. R
   begins when the stage above has done half of its B, so that R ends when the gradient arrives. The last stage needs no
   R: it keeps all that its F computed, and runs B at once.
@@ -43,7 +43,7 @@ Pipeline = tuple[Sequence[Mapping[str, float]], int, float | Sequence[float]]
 
 def lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[Line]:
     """Return each pipeline as a Line, the form in which the event core simulates it. `is_opportunistic`: True: in
-    `varuna`, a forward pass may go before a recompute whose gradient is late."""
+    `varuna`, a forward pass may run before a recompute whose gradient is late."""
     every_order = units(schedule, [(len(seconds), number) for seconds, number, _ in pipelines])
     is_varuna = schedule == "varuna"  # in torch's schedules R is part of the backward pass: it waits for the gradient
     return [
@@ -70,8 +70,8 @@ def orders(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[tupl
 
 
 def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
-    """Return an array for each pipeline in `shapes`, which are pairs of the numbers of stages and of micro-batches. A
-    row of the array has one stage's passes F, R and B in order. Raises ValueError for an unknown schedule."""
+    """Return an array for each pipeline. `shapes`: each pipeline's number of stages and number of micro-batches. A row
+    of the array has one stage's passes F, R and B in order. Raises ValueError for an unknown schedule."""
     import numpy as np
 
     if schedule == "varuna":

@@ -30,7 +30,7 @@ def counted_names(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> list[st
 def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[str, str]]) -> list[Shared]:
     """Return the given pairs of names with their stages. Raises ValueError if a name is unknown or used by no stage, if
     the two shapes differ, if a parameter is used on both sides of a cut but is in no pair, or if more than two stages
-    use it."""
+    use a parameter."""
     whole = dict(model.named_parameters(remove_duplicate=False))
     stages: dict[str, list[int]] = {}
     for number, part in enumerate(parts):

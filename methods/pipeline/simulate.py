@@ -41,7 +41,8 @@ class Network:
 @dataclass(frozen=True)
 class PipelineRun:
     """The times of a step. `starts`, `ends`: seconds at which the first replica's passes start and end, with the axes
-    (kinds F R B, stages, micro-batches); NaN for a pass that does not exist. They are None if units were not kept."""
+    (kinds F R B, stages, micro-batches); NaN for a pass that does not exist. `starts` and `ends` are None if units were
+    not kept."""
 
     step_seconds: float
     bubble: float  # share of the stages' time, until the last pass ends, in which they run no pass
@@ -54,9 +55,9 @@ def simulate(
     num_replicas: int = 1, is_opportunistic: bool = True, pass_jitter: float = 0.0, seed: int = 0,
     keeps_units: bool = False,
 ) -> PipelineRun:  # fmt: skip
-    """Simulate one step. `seconds`: for each stage, the seconds of its passes F, R and B. `network`: None: messages
-    take no time. `is_opportunistic`: as in lines(). `pass_jitter`: relative standard deviation of a pass's time.
-    `keeps_units`: True: keep the start and end of each pass."""
+    """Simulate one step. `seconds`: for each stage, the seconds of its passes F, R and B. `network`: times of messages;
+    None: messages take no time. `is_opportunistic`: as in lines(). `pass_jitter`: relative standard deviation of a
+    pass's time. `keeps_units`: True: keep the start and end of each pass."""
     import numpy as np
 
     network = network or Network()

@@ -1,7 +1,8 @@
 """One rank's stage of a pipeline: the passes of single micro-batches.
 
-A forward pass keeps only the stage's inputs and the random state. The recompute repeats it with the same random numbers
-and keeps what the backward pass needs. The last stage runs its backward pass at once, without a recompute.
+A forward pass keeps only the stage's inputs and the random state. The recompute repeats the forward pass with the same
+random numbers and keeps what the backward pass needs. The last stage runs its backward pass at once, without a
+recompute.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Stage:
         return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in found]
 
     def forget(self) -> None:
-        """Drop all that is kept for backward passes, after forward passes that have none."""
+        """Drop all that is kept for backward passes. Call this after forward passes that no backward pass follows."""
         self.kept, self.ready = {}, None
 
     def _with_graph(self, number: int, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:

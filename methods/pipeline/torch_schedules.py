@@ -21,8 +21,8 @@ LOSS = torch.empty((), device="meta")  # stands for the last stage's output, a s
 
 
 class NumberedModule(nn.Module):
-    """A stage's computation as a module for torch. torch gives it the received tensors but not the micro-batch's
-    number, so NotedStage sets `number` before each pass."""
+    """A stage's computation as a module for torch. torch gives the module the received tensors but not the
+    micro-batch's number, so NotedStage sets `number` before each pass."""
 
     def __init__(self, compute: Compute) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class NotedStage(PipelineStage):
 
 class TorchSchedule:
     """torch's GPipe or 1F1B, over micro-batches of one size. `place`: the stage's number, the number of stages, the
-    number of micro-batches. `received`, `sent`: tensors with the shapes and dtypes of those that the stage receives and
-    sends; `received` is empty on the first stage, `sent` on the last. `group`: the pipeline's ranks; None: all ranks.
+    number of micro-batches. `received`, `sent`: tensors with the shapes and dtypes that the stage receives and sends;
+    `received` is empty on the first stage, `sent` on the last. `group`: the pipeline's ranks; None: all ranks.
     """
 
     waited_seconds = 0.0  # torch does not tell how long it waits

@@ -109,7 +109,7 @@ class Outbox:
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Begin to send the message of micro-batch `number`. First, if IN_FLIGHT messages are under way, wait for the
-        earliest."""
+        earliest of these messages."""
         while len(self.under_way) >= IN_FLIGHT:
             self._wait()
         here = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
@@ -202,8 +202,8 @@ def leave() -> None:
 
 
 def _store(rank: int, limit: timedelta) -> Any:
-    """Return the store by which the ranks find one another: that of torchrun's agent or, without an agent's store, one
-    that rank 0 opens. Raises LostPeer if it does not answer within `limit`."""
+    """Return the store by which the ranks find one another: the store of torchrun's agent or, without such a store, one
+    that rank 0 opens. Raises LostPeer if the store does not answer within `limit`."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_host = rank == 0 and not is_agents
@@ -218,8 +218,8 @@ def _store(rank: int, limit: timedelta) -> Any:
 
 
 def gathered(own: bytes, group: dist.ProcessGroup | None, device: str | torch.device = "cpu") -> list[bytes]:
-    """Return the bytes `own` of each rank of the group, in the ranks' order. Without a group return only this
-    process's. Objects are not gathered, because torch would unpickle them, which can run code."""
+    """Return the bytes `own` of each rank of the group, in the ranks' order. Without a group return only this process's
+    bytes. Objects are not gathered, because torch would unpickle them, which can run code."""
     if group is None:
         return [own]
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]

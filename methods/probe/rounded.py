@@ -1,7 +1,7 @@
 """Trains the reference with other roundings. The gate's probe measures how far these runs are from the plain reference;
 such distances are honest rounding.
 
-Found by the probe alone (harness/gate/probe.py); the models take turns, step by step.
+Only the probe (harness/gate/probe.py) finds this method. The models take turns, step by step.
 """
 
 from __future__ import annotations

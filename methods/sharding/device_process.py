@@ -39,8 +39,8 @@ class UnitFailure(NamedTuple):
 
 
 class Here:
-    """The device of this process. `is_alone`: True if it trains a single model. Then units are queued without waiting
-    for the device, and a unit's failure is raised, unless device memory ran out."""
+    """The device of this process. `is_alone`: True if the device trains a single model. In this case units are queued
+    without waiting for the device, and a unit's failure is raised, unless device memory ran out."""
 
     connection = None
     told = 0
@@ -83,7 +83,7 @@ class Elsewhere:
         self.moved_bytes, self.peaks = 0, dict[str, int]()  # the process's values at its last reply
 
     def ready(self) -> None:
-        """Wait until the process has made its worker. Raises RuntimeError with the traceback if that failed."""
+        """Wait until the process has made its worker. Raises RuntimeError with the traceback if making it failed."""
         failure, _ = self.reply()
         if failure:
             raise RuntimeError(failure.text)
@@ -122,7 +122,7 @@ def start_processes(
 
 
 def shares(names: Sequence[str]) -> list[float]:
-    """Return, for each device, the share of its memory that its process may take, at most 1.0.
+    """Return, for each device, the share of the device's memory that the device's process may take, at most 1.0.
 
     This is the share that this process may take; on this process's own GPU the memory that this process needs is
     subtracted. If this process has no CUDA context, return 1.0 for each device: asking torch would make a context.

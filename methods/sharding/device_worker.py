@@ -256,8 +256,8 @@ class Worker:
         slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
 
     def _forward_saved(self) -> Result:
-        """Run the forward pass and keep autograd's graph for the backward pass: the graph in this process, the tensors
-        that it saves on the host."""
+        """Run the forward pass and keep autograd's graph for the backward pass: the graph stays in this process, and
+        the tensors that the graph saves go to the host."""
         inputs: list[Tensor | None] = []
         anchor = torch.zeros((), device=self.device.name, requires_grad=True)
         with torch.enable_grad(), self._saving(), self._span():
@@ -324,7 +324,7 @@ def call(layer: nn.Module, x: Tensors) -> Tensors:
 
 
 def leaves(x: Tensors) -> Tensors:
-    """Return the same tensors as leaves of a new autograd graph. Those of floating point will get gradients."""
+    """Return the same tensors as leaves of a new autograd graph. Floating-point tensors will get gradients."""
     return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
 
 

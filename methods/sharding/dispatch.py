@@ -37,8 +37,8 @@ class Turned(NamedTuple):
 class Dispatcher:
     """Runs tasks on devices by a policy, and keeps a timeline of all units.
 
-    `most_ahead`: rounds that a model may be ahead of the slowest model. `splits`: shards halved before, as pairs of
-    model and index of the shard.
+    `most_ahead`: rounds that a model may be ahead of the slowest model. `splits`: shards that are halved already, as
+    pairs of model and index of the shard.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Dispatcher:
         return {"predicted_makespan_seconds": simulate(chains, num_devices, self.policy).makespan}
 
     def shares(self) -> list[float]:
-        """Return, for each model, the share of all devices' time since the run began that its units took."""
+        """Return, for each model, the time of its units as a share of all devices' time since the run began."""
         spent = [0.0] * len({task.model for task in self.tasks})
         for turned in self.timeline:
             spent[turned.model] += turned.end - turned.start

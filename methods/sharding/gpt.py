@@ -78,7 +78,7 @@ def random_state(workload: Workload, device: str) -> Any:
 
 
 def device_names(device: str, number: int) -> list[str]:
-    """Return torch's names of `number` devices. Raises Unavailable if there are fewer, or for sim."""
+    """Return torch's names of `number` devices. Raises Unavailable if there are fewer devices, or for sim."""
     if device == "sim":
         raise Unavailable("sim is one device: use --devices 1, or --device cpu, whose devices are processes")
     if device == "cuda" and torch.cuda.device_count() < number:

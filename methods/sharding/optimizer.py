@@ -15,9 +15,9 @@ MASTER = "master"  # key of the fp32 weights of mixed precision, which are kept 
 
 
 def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], *, mixed: bool) -> dict[str, States]:
-    """Return the states that the optimizer keeps for each weight, as meta tensors, which have no memory. They are found
-    by a step on the meta device. `mixed`: True: add an fp32 master. Raises ValueError if the optimizer keeps values
-    that are not tensors.
+    """Return the states that the optimizer keeps for each weight, as meta tensors, which have no memory. The states are
+    found by a step on the meta device. `mixed`: True: add an fp32 master. Raises ValueError if the optimizer keeps
+    values that are not tensors.
     """
     if not weights:
         return {}

@@ -209,9 +209,9 @@ class ModelOrchestrator:
         return found
 
     def _longest(self) -> int | None:
-        """Return the index of the model whose batches are halved: the model that trains longest, by its bytes of
-        weights times its batches. Return None without `hybrid`, if there are not more devices than models, or if every
-        model clips shard by shard."""
+        """Return the index of the model whose batches are halved: the model that trains longest, judged by its bytes of
+        weights times its number of batches. Return None without `hybrid`, if there are not more devices than models, or
+        if every model clips shard by shard."""
         if not self.hybrid or len(self.tasks) >= len(self.devices):
             return None
         able = [number for number, task in enumerate(self.tasks) if task.update != "clipped"]
@@ -235,8 +235,8 @@ class ModelOrchestrator:
         alone = [[shard_sizes(shard) for shard in shards] for shards in singles]
 
         def runs(*rooms: int) -> list[list[int]]:
-            """Return, for each model, the number of layers of each shard. `rooms`: each model's most bytes of a
-            shard."""
+            """Return, for each model, the number of layers of each shard. `rooms`: for each model, the most bytes that
+            a shard may take."""
             rows = zip(self.tasks, alone, rooms, strict=True)
             return [list(task.shards) if task.shards else longest_runs(layers, room) for task, layers, room in rows]
 

@@ -1,8 +1,8 @@
 """Rehearses training: two minibatches, whose updates are dropped, show whether the training fits the device.
 
-Two are needed because the optimizer makes its states in the first minibatch and has them from the start in the second.
-Shards that run out of memory are halved for good, and the rehearsal is repeated. On tensors without memory the same
-rehearsal predicts the peak in bytes.
+Two minibatches are needed because the optimizer makes its states in the first minibatch and has them from the start in
+the second. Shards that run out of memory are halved for good, and the rehearsal is repeated. On tensors without memory
+the same rehearsal predicts the peak in bytes.
 """
 
 from __future__ import annotations

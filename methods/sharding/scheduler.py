@@ -21,8 +21,8 @@ from harness.simulation.event_core import Key, PoolUnit, run_pool
 
 Chains = Sequence[Sequence[float]]  # for each model the times of its units, in their order
 
-# A free device takes the waiting model with the smallest key. Among models with equal keys it takes the one that waits
-# longest.
+# A free device takes the waiting model with the smallest key. Among models with equal keys it takes the model that has
+# waited longest.
 POLICIES: dict[str, Key] = {
     "lrtf": lambda remaining, arrival, draw: -remaining,
     "srtf": lambda remaining, arrival, draw: remaining,
@@ -52,8 +52,8 @@ def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int =
 
 
 def lower_bound(chains: Chains, num_devices: int) -> float:
-    """Return a makespan that no schedule can beat: the larger of two times. One is the time of all units over the
-    number of devices; the other is the time of the longest chain, run without a pause.
+    """Return a makespan that no schedule can beat: the larger of two times. One is the time of all units, divided by
+    the number of devices; the other is the time of the longest chain, run without a pause.
     """
     _check(chains, num_devices)
     times = [sum(chain) for chain in chains]

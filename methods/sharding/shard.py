@@ -120,7 +120,8 @@ class Shard:
 
     def step(self, slab: Tensor, factor: Tensor | None, learning_rate: float | None, *, is_first: bool) -> None:
         """Take one optimizer step, while the shard is bound to a slot. `slab`: the slot's slab of states. `factor`:
-        what the gradients are multiplied by; None: 1. `learning_rate`: None: the rate that the optimizer has.
+        number by which the gradients are multiplied; None: 1. `learning_rate`: the step's rate; None: the rate that the
+        optimizer has.
 
         torch's own optimizer takes the step, on parameters of the model's shapes, so the result has the bits of a
         training without shards.
@@ -196,9 +197,9 @@ def _part(whole: Shard, layers: list[NamedLayer], lenders: dict[str, Shard]) -> 
 
 
 def settle(shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None, *, in_halves: bool = False) -> None:
-    """Allocate the shards' slabs on the host. `room`: a function that returns a zeroed slab of a number of bytes; None:
-    all slabs lie in one block of memory that processes share. `in_halves`: True: also allocate a slab "seconds", for
-    the gradients of the second half of each batch.
+    """Allocate the shards' slabs on the host. `room`: a function that returns a zeroed slab of the given number of
+    bytes; None: all slabs lie in one block of memory that processes share. `in_halves`: True: also allocate a slab
+    "seconds", for the gradients of the second half of each batch.
     """
     parts = (*PARTS, "seconds") if in_halves else PARTS
     sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in parts]
@@ -225,7 +226,8 @@ class ShardSlot:
         return self.shard is shard and self.version.own == version.own
 
     def prefetch(self, shard: Shard, version: Version, parts: set[str]) -> None:
-        """Queue copies of those of `parts` that the slot lacks. The copies begin after the slot's last use."""
+        """Queue the copies of the parts of the shard that the slot lacks. The copies begin after the slot's last
+        use."""
         if not self.holds(shard, version):
             self.shard, self.version, self.valid = shard, version, set()
         if self.version.borrowed != version.borrowed:

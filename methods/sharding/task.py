@@ -130,8 +130,8 @@ class Task:
         )  # fmt: skip
 
     def advance(self, result: Result, seconds: float) -> Step | None:
-        """Take the result of the unit that has run, and its seconds; make the next unit. After the minibatch's last
-        unit return the step instead, otherwise None. The next minibatch begins with start()."""
+        """Take the result of the unit that has run, and its seconds; make the next unit and return None. After the
+        minibatch's last unit return the step instead. The next minibatch begins with start()."""
         kind, index = self.script[self.position]
         shard, self.seconds[kind, index] = self.shards[index], seconds
         self.position += 1
@@ -153,7 +153,7 @@ class Task:
 
     def _join(self) -> Step | None:
         """Compute the global gradient norm, summed in the model's order, and the clip factor for the updates. Called
-        after the minibatch's last backward unit. Return as advance().
+        after the minibatch's last backward unit. Return what advance() returns.
         """
         self.norm = global_norm([self.norms[name] for name in self.names if name in self.norms])
         self.factor = clip_factor(self.norm, self.max_norm) if self.max_norm else None

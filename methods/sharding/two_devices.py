@@ -30,8 +30,8 @@ class First(Task):
         super().begin(inputs, targets, part)
 
     def _join(self) -> Step | None:
-        """If the second half still runs, wait for it: return None. Otherwise sum the losses of both halves and, on the
-        host, their gradients."""
+        """If the second half still runs, return None: it calls this method again at its end. Otherwise sum the losses
+        of both halves and, on the host, their gradients."""
         if self.twin.next_unit is not None:
             self.next_unit = None
             return None

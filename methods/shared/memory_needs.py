@@ -12,12 +12,12 @@ from harness.forecast.resources import OPTIMIZER_BYTES
 
 CHUNK = 2**18  # elements of a layer that a host thread updates at once: few, so that all threads end together
 BLOCK = 2**23  # elements that a device updates at once in fp16; their gradients are first copied to fp32
-# Temporary bytes per element of an update by torch's kernels. Both dtypes take 4 for an fp32 copy of the gradient. bf16
-# also takes 4 for the master, which is joined from its two halves, and 2 for the bits that mark ties.
+# Temporary bytes per element of an update by torch's kernels. Both dtypes take 4 bytes for an fp32 copy of the
+# gradient. bf16 also takes 4 for the master, which is joined from its two halves, and 2 for the bits that mark ties.
 UPDATE_COPIES = {"bf16": 10, "fp16": 4}
 
 SAVED_BOUNDARIES = 17.2  # ratio: bytes that autograd saves for a layer of the GPT / bytes of the layer's input
-VECTOR = 16  # elements: torch's AdamW gives a slab the same bits whole and cut at multiples of VECTOR
+VECTOR = 16  # elements: torch's AdamW gives the same bits whether or not a slab is cut at multiples of VECTOR
 ALIGNMENT = 64  # bytes: every tensor of a slab starts at a multiple of ALIGNMENT, as a tensor allocated alone does
 NUM_BUFFERS = 3  # host buffers for states kept on the disk: one is being read, one updated, one written
 
@@ -42,7 +42,7 @@ def stored_numel(numel: int) -> int:
 def writable(disk: str | None) -> Path:
     """Return the folder `disk` (None: the system's temporary folder). Raises ValueError if it is not writable."""
     folder = Path(disk or tempfile.gettempdir())
-    try:  # Try a write, because permissions are no sure sign: root ignores them, a network folder may have others.
+    try:  # Try a write, because permissions are no sure sign: root ignores permissions, a network folder may hide them.
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:

@@ -50,7 +50,7 @@ def _add(rounding: Rounding) -> Rounding:
 
 
 def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that makes a rounding of a function. In this rounding the decorated function replaces the
+    """Return a decorator that turns a function into a rounding. In this rounding the decorated function replaces the
     function `name` of torch.nn.functional, and gets the original function as its first argument."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +183,7 @@ def _split(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tenso
 
 def _scale(words: dict[str, Any]) -> float | None:
     """Return the scale among the keyword arguments of torch's attention; None: 1 / sqrt(head size). Raises ValueError
-    if they have a mask, because only causal attention is computed here."""
+    if the arguments have a mask, because only causal attention is computed here."""
     if words.get("attn_mask") is not None:
         raise ValueError("expected causal attention, got a mask: leave this rounding out")
     return words.get("scale")

@@ -25,5 +25,5 @@ class Terms(NamedTuple):
     @property
     def waits_for_norm(self) -> bool:
         """True if no update may start during a backward pass, because clipping or fp16 needs the norm of all gradients
-        first, or because further backward passes add to them."""
+        first, or because further backward passes add to the gradients."""
         return self.clip_norm > 0 or self.dtype == "fp16" or self.accumulates

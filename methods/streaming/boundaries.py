@@ -61,8 +61,9 @@ class Boundary:
             self._grow(num_bytes)
 
     def keep(self, xs: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Copy the inputs that travel into the slot, and queue the copy home. Return all inputs; the inputs that travel
-        are now views of the slot. With gradients off no backward pass follows, so nothing is kept."""
+        """Copy the inputs that travel into the slot, and queue their copy to the host. Return all inputs; the inputs
+        that travel are now views of the slot. If torch's gradients are off, no backward pass follows, so nothing is
+        kept."""
         if not torch.is_grad_enabled():
             return xs
         sizes = (-(-each.nbytes // ALIGNED) * ALIGNED for x in xs for each in x if _travels(each))
@@ -94,8 +95,8 @@ class Boundary:
             self.below.come_back()
 
     def come_back(self) -> None:
-        """Queue the copy of the inputs from home into the slot. The inputs are complete at home: the compute stream
-        waited for that before it reused the slot."""
+        """Queue the copy of the inputs from home into the slot. The inputs have reached home: the compute stream waited
+        for their copy before it reused the slot."""
         assert self.kept is not None
         free, pairs = self.device.compute.record_event(), [(self.kept, self.home[: len(self.kept)])]
         self.returned = self.slot.copied = copy(self.device, "inbound", "boundary", self.of, [free], pairs)

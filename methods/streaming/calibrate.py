@@ -1,8 +1,8 @@
 """Measures, in a process of its own, the rates that the planner uses: of compute, copies, updates, the disk and
 exchanges between devices.
 
-The process reads one JSON object (workload, device, folder) from standard input, and writes one with the raw numbers
-and the rates to standard output. It times the code that trains: the model's layer, harness/devices/streams.py,
+The process reads one JSON object (workload, device, folder) from standard input, and writes another, with the raw
+numbers and the rates, to standard output. It times the code that trains: the model's layer, harness/devices/streams.py,
 layer_state.py.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
@@ -56,7 +56,7 @@ BLOCK_BYTES = 32 * 2**20
 SUMMED_BYTES, NUM_SUMS = 32 * 2**20, 8
 UPDATES_AT_ONCE = 16  # updates on the device that are timed together
 SETTINGS = published_settings(1e-4)
-ENOUGH_SECONDS = 1.0  # the call that gives a number is repeated for about this long
+ENOUGH_SECONDS = 1.0  # each timed call is repeated for about so many seconds
 
 
 def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def copies(device: Device) -> dict[str, float]:
 
 
 def rooms(device: Device, num_bytes: int) -> list[torch.Tensor]:
-    """Return four slabs of so many bytes: two on the host, then two on the device."""
+    """Return four slabs of `num_bytes` each: two on the host, then two on the device."""
     return [device.room(num_bytes // 4, torch.float32, host=host) for host in (True, True, False, False)]
 
 
@@ -188,7 +188,8 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
 
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
     """Return the rates of updates on the device, in parameters a second: of a resident layer, and of a streamed layer
-    in its slot. UPDATES_AT_ONCE updates are timed together, because the launch of one takes a GPU as long as its work.
+    in its slot. UPDATES_AT_ONCE updates are timed together, because launching one update on a GPU takes as long as the
+    update itself.
     """
     here = LayerState.of_model(device, workload, 0, host=False)
     home = LayerState.of_model(device, workload, 0, host=True, streamed=True)

@@ -142,9 +142,9 @@ class PlacementChoice:
         """Yield pairs of a window size and a letter for each layer, the preferred pair first.
 
         Resident layers save host memory, and a narrow window leaves room for more of them. The last pairs have the
-        kinds that need the least memory: resident layers alone, which need no slots, if device and host are one memory;
-        then streamed layers, which keep no gradient on the host if no update waits for the norm, and whose updates in
-        mixed precision make no temporary copies there.
+        kinds that need the least memory. If device and host are one memory, resident layers alone come first, because
+        they need no slots. Then come streamed layers: they keep no gradient on the host if no update waits for the
+        norm, and their updates in mixed precision make no temporary copies there.
         """
         num_layers, resident = self.workload.num_layers, self.resident_layers
         if resident is not None and not 0 <= resident <= num_layers:
@@ -236,11 +236,11 @@ def with_homes(
     ends_may_move: bool,
 ) -> Plan:  # fmt: skip
     """Return the plan of plan_at() for the chosen homes of ends and boundaries. Homes that were asked for are kept. The
-    other homes are the device if the plan then fits. If it does not fit, the ends, the boundaries or both go to the
-    host: of these three plans, the fastest plan that fits, by the forecast. Hosted ends delay a step, which begins with
-    the embedding and waits for the embedding's update. Boundaries on the host cross the link while the device computes.
-    If no plan fits, the plan has on the host all that may be there, unless only the host lacks room; the plan's `tried`
-    names the other homes."""
+    other homes are the device if the plan then fits. If it does not fit, up to three plans move the ends, the
+    boundaries or both to the host: take the one that fits and is fastest by the forecast. Hosted ends delay a step,
+    which begins with the embedding and waits for the embedding's update. Boundaries on the host cross the link while
+    the device computes. If no plan fits, return the plan that moves all that may move or, if only the host lacks room,
+    the plan that moves nothing. This plan's `tried` names the other homes."""
     plan = plan_at(ends, activations)
     lacks = plan.lacks(room)
     if room.device_bytes is None or not lacks:

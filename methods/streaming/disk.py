@@ -70,7 +70,7 @@ class Disk:
             for _ in range(min(NUM_BUFFERS, num_layers))
         ]
         self.writer = device.threads(1)
-        # A buffer is written back while the others are read and updated.
+        # A buffer is written back while the other buffers are read and updated.
         self.visitors = device.threads(max(1, len(self.buffers) - 1))
         self.visits: list[Any] = [None] * len(self.buffers)  # each buffer's last visit; None: no visit yet
         self.turns = itertools.cycle(range(len(self.buffers)))
@@ -80,14 +80,14 @@ class Shelf:
     """One layer's place in the files."""
 
     def __init__(self, disk: Disk, place: int) -> None:
-        self.disk, self.prefix = disk, ""  # prefix: of the names of the layer's tensors
+        self.disk, self.prefix = disk, ""  # prefix: how the names of the layer's tensors begin
         sizes = (disk.numel * dtype.itemsize for dtype in disk.dtypes)
         self.state = [file.at(place * size) for file, size in zip(disk.files, sizes, strict=True)]
         self.last: Any = None  # what visit() returned last; None: no visit yet
 
     def visit(self, update: Callable[[list[Tensor]], Any]) -> Any:
-        """Queue a visit: read the state, call update(), wait for the future that it returns, and write the state back.
-        Return a future that ends with the update; its result is a future that ends with the writing."""
+        """Queue a visit: read the state, call update(), wait for the future that update() returns, and write the state
+        back. Return a future that ends with the update; its result is a future that ends with the writing."""
         disk, turn = self.disk, next(self.disk.turns)
         buffer, before = disk.buffers[turn], {self.last, disk.visits[turn]} - {None}
 

@@ -62,8 +62,8 @@ class BothEnds:
         return [(x.detach().requires_grad_(),) for x in embedded]
 
     def loss(self, xs: list[Passed], targets: Tensor, scale: float) -> tuple[Tensor, list[Passed]]:
-        """Return the mean loss of the whole batch, detached, and the gradients of the last layer's outputs, times the
-        loss scale."""
+        """Return the mean loss of the whole batch, detached, and the gradients of the last layer's outputs. Only the
+        gradients are multiplied by the loss scale."""
         module: Any = self.head.module
         with self.device.span("compute", "loss", self.head.prefix):
             self.head.collect_gradients(self.slab)
@@ -123,7 +123,8 @@ class HostedEnds(BothEnds):
         self.num_parts = workload.micro_batches
         draw(self.states, workload)
         largest = max(self.states, key=lambda state: state.layout.numel)
-        # A separate thread fetches the ends, as it does parked layers, because the next step begins with the embedding.
+        # A separate thread fetches the ends, as it fetches parked layers, because the next step begins with the
+        # embedding.
         self.slot, self.gradients = Slot(largest, device.returner), GradientRoom(largest)
         self.slab = self.gradients.slab
 

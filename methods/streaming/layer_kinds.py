@@ -35,9 +35,9 @@ from methods.streaming.starting_values import draw
 
 
 class ResidentLayer:
-    """R: a layer wholly on the device, which updates it. If updates wait for the norm, the layer keeps its gradient
-    until the norm is known. Otherwise its gradient is in one of `rooms`; the layer is updated at once, and the next
-    layer takes the room."""
+    """A layer of kind R: it is wholly on the device, which updates it. If updates wait for the norm, the layer keeps
+    its gradient until the norm is known. Otherwise its gradient is in one of `rooms`; the layer is updated at once, and
+    the next layer takes the room."""
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
         self.state, self.rooms = state, rooms
@@ -113,8 +113,8 @@ class Hosted:
 
 
 class Streamed:
-    """S: a layer whose state is fetched into the slot, where the device updates it. An update that waits for the norm
-    (`due`) is made before the layer's next forward pass; otherwise the update follows the backward pass
+    """A layer of kind S: its state is fetched into the slot, where the device updates it. An update that waits for the
+    norm (`due`) is made before the layer's next forward pass; otherwise the update follows the backward pass
     (`has_state`)."""
 
     slot: Slot

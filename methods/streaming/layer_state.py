@@ -51,7 +51,7 @@ class LayerState:
     have the training's dtype. `deadline`: the update with the lowest deadline runs first; None: layers have their
     deadlines in the order in which they are made, the order of the forward pass.
 
-    `spare`: make a second state, into which a speculative update writes before the clip factor is known; a commit
+    `spare`: True: make a second state, into which a speculative update writes before the clip factor is known; a commit
     exchanges both states. `streamed` layers live on the host and are updated on the device, in a slot. Without
     `has_gradient` the home has no memory for the gradient: the device updates the layer right after its backward pass.
     With a `shelf` the optimizer's state is on the disk, at that shelf. `groups`: by a parameter's name, the index of
@@ -222,16 +222,16 @@ class LayerState:
                 (ranks.sum_part if self.is_shared else ranks.sum)(self.collected[: self.whole_numel])
 
     def update(self, settings: Settings, factor: Factor, grads: Tensor | None = None) -> None:
-        """Update in place with the gradient in `grads`, times the clip factor. If `grads` is None, take the gradient at
-        home."""
+        """Update in place with the gradient in `grads`, multiplied by the clip factor. If `grads` is None, take the
+        gradient at home."""
         grads = self.grads if grads is None else grads
         with self.device.span(self.updater, "update", self.prefix):
             self.adamw(grads, self.current, self.current, self.chunks, self.next_step(settings), factor)
 
     def update_when_landed(self, settings: Settings, clip: Clip) -> None:
         """Queue the update on the host's threads. The update starts when the gradient and the clip factor have arrived;
-        only the layer's next prefetch waits for its end. If the factor is 1 and a speculative update is complete,
-        commit it instead."""
+        only the layer's next prefetch waits for the update's end. If the factor is 1 and a speculative update is
+        complete, commit it instead."""
         landed, spare, ahead = self.landed, self.spare, self.speculation
         step = ahead.step if ahead else self.next_step(settings)
 
@@ -242,7 +242,7 @@ class LayerState:
                 if ahead is not None and spare is not None:
                     ahead.done.result()
                     if not ahead.skipped and clip.is_one():
-                        self.current, self.spare = spare, state  # every chunk's call sets the same two
+                        self.current, self.spare = spare, state  # every chunk's call sets the same two states
                         return
                 with self.device.span("update", "update", self.prefix):
                     self.adamw(self.grads, state, state, self.chunks[first:last], step, factor)

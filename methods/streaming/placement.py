@@ -192,11 +192,11 @@ def placed_plan(
     workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred", num_ranks: int = 1,
     activations: str = "device", hosted_ends: Sequence[int] = (),
 ) -> Plan:  # fmt: skip
-    """Return the plan of layers of these kinds. `workload`: that of one rank; with several ranks, each rank keeps its
-    part of every layer that is not resident. `clipping`: "deferred" or "speculate"; None: updates do not wait for the
-    norm. `activations`: the memory that keeps the layers' inputs for the backward pass. `hosted_ends`: parameters of
-    the parts of embedding and head that live on the host; empty: both are on the device. Raises ValueError if some
-    rank's part of a layer would hold nothing but padding.
+    """Return the plan of layers of these kinds. `workload`: the workload of one rank; with several ranks, each rank
+    keeps its part of every layer that is not resident. `clipping`: "deferred" or "speculate"; None: updates do not wait
+    for the norm. `activations`: the memory that keeps the layers' inputs for the backward pass. `hosted_ends`:
+    parameters of the parts of embedding and head that live on the host; empty: both are on the device. Raises
+    ValueError if some rank's part of a layer would hold nothing but padding.
 
     The weights of a travelling layer are fetched twice a step, but only once if the layer is still in a slot when the
     backward pass begins. The gradient goes home once; the gradient of a layer of kind S only if its update may have to
@@ -273,8 +273,8 @@ def placed_plan(
 
 
 def _activations(workload: Sizes, num_kept: int) -> tuple[int, int, int]:
-    """Return three numbers of bytes: of a layer's inputs, of a step's small tensors, and of all activations at their
-    peak, if the device keeps the inputs of `num_kept` layers."""
+    """Return the bytes of a layer's inputs, of a step's small tensors, and of all activations at their peak, if the
+    device keeps the inputs of `num_kept` layers."""
     if isinstance(workload, UserSizes):  # at an update all measured activations may still be in memory
         return workload.activations, 0, workload.activations
     # While one micro-batch computes, the other micro-batches wait in memory. At the loss each of them keeps its output

@@ -41,7 +41,7 @@ from methods.streaming.placement import spread
 
 KINDS = "RPWSDQ"
 BACKWARD, FORWARD = 0, 1  # two pools of time, for deferred updates; otherwise one pool, 0
-SLACK = 0.02  # share of the step time given up for fewer copies; below the rates' error
+SLACK = 0.02  # share of the step time given up for fewer copies; less than the rates' error
 Counts = Mapping[str, float]  # number of layers of each kind, or bytes of each memory
 PlanOf = Callable[[Workload, dict[str, int]], Plan]  # returns the plan for these numbers of layers of each kind
 
@@ -220,7 +220,7 @@ def choose(
     boundaries = hosted_boundaries(plan_of(workload, {**dict.fromkeys(kinds, 0), "R": workload.num_layers}))
     found = rows(workload, room.rates, clipping, boundaries, ends)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
-    optional = kinds.replace("R", "")  # try with and without each: a kind's buffers cost memory even for one layer
+    optional = kinds.replace("R", "")  # try with and without each kind: its buffers cost memory even for one layer
     for used in itertools.chain.from_iterable(itertools.combinations(optional, n) for n in range(len(optional) + 1)):
         for some in _whole(workload, room, plan_of, "R" + "".join(used), clipping, boundaries, ends):
             counts = dict.fromkeys(kinds, 0) | some

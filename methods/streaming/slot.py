@@ -22,8 +22,8 @@ from methods.streaming.layer_state import LayerState, Passed
 
 class Slot:
     """Room on the device for one layer's weights. A `whole` slot also holds the rest of the state and a gradient, so
-    that the device can update the layer. `numel`: elements of the largest layer that the slot will hold; None: those of
-    `layer`."""
+    that the device can update the layer. `numel`: elements of the largest layer that the slot will hold; None: `layer`
+    is the largest."""
 
     def __init__(self, layer: LayerState, copier: Any = None, *, whole: bool = False, numel: int | None = None) -> None:
         self.device, self.copier = layer.device, copier or layer.device.copier
@@ -101,11 +101,11 @@ class Slot:
 
 class GradientRoom:
     """Room on the device for one layer's gradient on its way home. `numel`: elements of the largest layer that will use
-    this room; default: those of `layer`."""
+    this room; None: `layer` is the largest."""
 
     def __init__(self, layer: LayerState, numel: int | None = None) -> None:
         self.device, self.slab = layer.device, _room(layer, layer.current.weights, numel)
-        self.drained: Any = None  # event: the last gradient has left this room; None: none was sent
+        self.drained: Any = None  # event: the last gradient has left this room; None: no gradient was sent
 
     def backward(self, layer: LayerState, dys: list[Passed]) -> list[Passed]:
         """Run a layer's backward pass, and leave the parameters' gradients in this room. If the layer `adds` to earlier
@@ -134,6 +134,6 @@ class GradientRoom:
 
 def _room(layer: LayerState, slab: Tensor, numel: int | None) -> Tensor:
     """Return room on the device for a whole slab, although the home may have only a rank's part. `numel`: elements of
-    the slab; None: those of the layer."""
+    the slab; None: those of `layer`."""
     whole = shared_numel(numel, layer.device.ranks.num_ranks) if numel else layer.whole_numel
     return layer.device.room(whole, slab.dtype, host=False)

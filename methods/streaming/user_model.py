@@ -66,8 +66,8 @@ class UserModel:
         return [AdamSettings(*map(float, row)) for row in rows]
 
     def _order(self) -> list[int]:
-        """Return, for each of the model's parameters, its index in a list of the rest's parameters and then all
-        layers', bottom first."""
+        """Return, for each of the model's parameters, its index in a list that has first the parameters of the rest of
+        the model, then those of all layers, bottom first."""
         ours = [id(each) for part in (self.rest, *self.own) for each in part]
         places = {key: place for place, key in enumerate(ours)}
         return [places[key] for key in self.names if key in places]

@@ -228,7 +228,7 @@ class StrongholdTrainer(UserTraining):
                 try:
                     sizes = measured(model, layers, optimizer, max_norm, device, example, home, accumulates=accumulates)
                 except torch.OutOfMemoryError:
-                    if home == "host" or activations:  # nothing else is to be tried
+                    if home == "host" or activations:  # no other home is left to try
                         raise
                     return too_large
                 given = PlacementChoice(

@@ -62,7 +62,7 @@ class Parts(NamedTuple):
     device: Device
     layers: LayerSource
     ends: LayerState
-    order: Sequence[int]  # of the gradient norms, as in Clip
+    order: Sequence[int]  # order of the gradient norms, as in Clip
 
 
 class LayerTurn(torch.autograd.Function):
@@ -345,7 +345,7 @@ class UserTraining:
     def _set_up(
         self, make: Callable[[Parts], LayerStream], *, bare: bool = False, boundaries: str = "device"
     ) -> None:  # fmt: skip
-        """Place the layers, with their boundaries in the memory `boundaries`, and replace their forward(). If this
+        """Place the layers, with their boundaries in the memory `boundaries`, and replace their forward(). If placing
         fails, for example because the host's memory cannot be page-locked, restore the layers and unlock the memory, so
         that the user may try a smaller training.
         """

@@ -42,7 +42,7 @@ class ScheduledStep(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the lower bound of the step time over the time that the schedule takes."""
+        """Return the ratio: lower bound of the step time / time that the schedule takes."""
         return self.bound / self.schedule
 
 
@@ -75,8 +75,8 @@ def point(
 
 
 def scale_model(workload: Workload) -> Workload:
-    """Return a shape small enough to train on a CPU: as deep, and with the same ratios of FLOPs and bytes between
-    layers and ends."""
+    """Return a shape small enough to train on a CPU: as deep as the workload, and with the same ratios of FLOPs and
+    bytes between layers and ends."""
     scale = MODEL_HIDDEN_SIZE / workload.hidden_size
     ends: Any = {"seq_len": round(workload.seq_len * scale), "vocab_size": round(workload.vocab_size * scale)}
     return dataclasses.replace(workload, hidden_size=MODEL_HIDDEN_SIZE, num_heads=2, batch_size=1, **ends)

@@ -25,7 +25,7 @@ class Window:
         self.slots: dict[Layer, Slot] = {
             layer: layer.new_slot(largest.get(layer)) for layer in away.values() if layer not in self.below
         }
-        self.lowest = [layer for layer in away.values() if layer in self.slots]  # have a slot at a step's begin
+        self.lowest = [layer for layer in away.values() if layer in self.slots]  # these have a slot when a step begins
         self.rule, self.layers = rule, layers
 
     def refill(self) -> None:

@@ -51,8 +51,8 @@ def _read(text: str, place: str, needed: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def step_line(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the record's line for a step. `told`: the report of each rank, by the rank's number. The samples are the
-    sum over the first stage's ranks, which alone report them."""
+    """Return the record's line for a step. `told`: the report of each rank, by the rank's number. The number of samples
+    is the sum over the first stage's ranks, because only these ranks report samples."""
     owners = [event for event in told.values() if "data" in event]
     data = sum(event["data"] for event in owners) % 2**48
     kept = ("step", "loss", "grad_norm", "overflow", "learning_rate", "updates", "loss_scale", "seconds")

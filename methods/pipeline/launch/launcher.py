@@ -45,8 +45,8 @@ CONSEQUENCE = re.compile(LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connec
 @dataclass(frozen=True)
 class LaunchJob:
     """A job to launch. `arguments`: the script's own arguments. `code_dir`: working folder of the ranks.
-    `checkpoint_every`: most steps to repeat after a rank has died; None: the script saves its checkpoints by itself.
-    `stall_seconds`: the job ends after so long without progress."""
+    `checkpoint_every`: most steps that are trained again after a rank has died; None: the script saves its checkpoints
+    by itself. `stall_seconds`: the job ends after so long without progress."""
 
     machine_list: Path
     script: str
@@ -73,7 +73,7 @@ class Round:
     codes: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # reports by step and rank
-    saved: dict[int, set[int]] = field(default_factory=dict)  # by step: ranks whose script saved its state there
+    saved: dict[int, set[int]] = field(default_factory=dict)  # by step: ranks whose script saved this step's state
     is_seated: bool = False  # True: the ranks run and can receive signals
     is_stopping: bool = False  # True: the ranks have agreed to stop
     asked_to_stop: float | None = None
@@ -89,7 +89,7 @@ class Launcher:
         self.listed: list[MachineLine] = read_list(job.machine_list)
         self.seen: list[MachineLine] | None = None
         self.polled = self.pruned = 0.0
-        self.retry: dict[MachineLine, tuple[float, float]] = {}  # lost machines: time of the next try, seconds after it
+        self.retry: dict[MachineLine, tuple[float, float]] = {}  # of lost machines: time of the next try, wait after it
         self.round: Round | None = None
         self.num_rounds = 0
         self.crashes, self.furthest = 0, folder.last_step()
@@ -298,7 +298,8 @@ class Launcher:
     # ---- What agents and ranks tell
 
     def _take(self, seconds: float) -> None:
-        """Wait at most `seconds` for a report of an agent. Handle it, and all further reports that are there."""
+        """Wait at most `seconds` for a report of an agent. Handle this report, and all further reports that have
+        arrived."""
         with contextlib.suppress(queue.Empty):
             self._hear(*self.told.get(timeout=seconds))
             while True:
@@ -453,8 +454,8 @@ class Launcher:
         return INTERRUPTED
 
     def _tell_unsaved(self) -> None:
-        """Warn if the ranks ended at SIGUSR1 without a checkpoint of their last step. Then the script's handler saved
-        nothing, or saved the state by itself and did not call saved()."""
+        """Warn if the ranks ended at SIGUSR1 without a checkpoint of their last step. In this case the script's handler
+        saved nothing, or saved the state by itself and did not call saved()."""
         saved = max(self.folder.saved_steps(), default=0)
         if saved < self.furthest:
             lost = f"the steps after {saved} are trained again"

@@ -114,7 +114,7 @@ class Remote:
         self.send(order)
 
     def send(self, order: dict[str, Any]) -> None:
-        """Send an order. Does not raise if the agent has ended, because the reading thread reports that."""
+        """Send an order. Does not raise if the agent has ended, because the reading thread reports the agent's end."""
         with contextlib.suppress(BrokenPipeError):
             self.orders.write(json.dumps(order) + "\n")
             self.orders.flush()
@@ -126,7 +126,7 @@ class Remote:
         """Make the agent end its ranks and then itself. Kill an agent that still runs after CLOSE_SECONDS."""
         with contextlib.suppress(BrokenPipeError):
             self.orders.close()
-        # Without a pid the agent is not forked yet, and will end as soon as it is: do not wait for it.
+        # Without a pid the agent is not forked yet, and will end as soon as it is forked: do not wait for its end.
         self.thread.join(CLOSE_SECONDS if self.pid else 0)
         if self.thread.is_alive() and self.pid:
             with contextlib.suppress(ProcessLookupError):
