@@ -33,8 +33,9 @@ def import_logs(
 ) -> Iterator[tuple[Record, bool]]:
     """Yield the judged record of each log, and True if the record is new in `results`.
 
-    `skipped`: called with each file that is no log, and the reason. `reference`: the method to judge by; None: one that
-    keeps all on the device. Raises ValueError if no log is of the method `reference`.
+    `skipped`: called with each file that is no log, and the reason. `reference`: name of the method whose logs the
+    others are compared with; None: a method that keeps everything on the device. Raises ValueError if no log is of the
+    named method.
     """
     chosen: dict[Path, list[Path]] = {}
     for path in _find(asked):
@@ -58,8 +59,8 @@ def import_logs(
 def references(records: Iterable[Record], asked: str | None = None) -> list[str]:
     """Return the methods that may be the reference for a folder's logs, best first.
 
-    If `asked` is given, it is the only one. Otherwise they are the methods whose plan keeps everything on the device,
-    this project's own reference first.
+    `asked`: the only method to return; None: return all methods whose plan keeps everything on the device, this
+    project's own reference first.
     """
     if asked is not None:
         return [asked]
@@ -70,7 +71,7 @@ def references(records: Iterable[Record], asked: str | None = None) -> list[str]
 
 
 def _find(asked: Iterable[Path]) -> list[Path]:
-    """Return, each once, the files that were named, and the possible logs in the folders that were named."""
+    """Return the files in `asked` and, for each folder in `asked`, the possible logs in it; each path only once."""
     found: dict[Path, None] = {}
     for path in asked:
         if path.is_dir():
@@ -113,8 +114,8 @@ def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> 
 
 
 def _free(results: Path, record: Record, log: Path) -> Path:
-    """Return the path of a file that does not exist, named by the published pattern. The time in the name is moved on
-    by a second until the name is free."""
+    """Return a path that follows the published pattern and is free. The time in its name is the record's start, plus as
+    many seconds as are needed to make the name free."""
     for second in itertools.count(int(record.started)):
         stem = log_stem(record.job, record.evidence["named_window"], second)
         taken = [results / f"{stem}{suffix}" for suffix in (".json", *SUFFIXES)]

@@ -34,8 +34,9 @@ LEAST_TELLING_FALL = 0.01
 def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate]:
     """Return a verdict on each log of one folder. `references`: methods that may be the reference, best first.
 
-    If a record has no reference at its own depth, it is also compared with two kinds of records: those of its method at
-    a depth that has a reference, and those of its own size by methods that agree with the reference at such a depth.
+    A record without a reference at its own depth is also compared with records of its method at a depth that has a
+    reference, and with records of its own size by other methods. These methods must agree with the reference at some
+    depth.
     """
     anchors = [record for name in references for record in records if record.job.method == name]
     judged = [(record, _judge(record, anchors)) for record in records]
@@ -43,8 +44,8 @@ def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate
 
 
 def learned(record: Record) -> float:
-    """Return the fall of the loss from the first interval to the last. It is 0 if the curve is incomplete, not finite
-    or not falling."""
+    """Return the fall of the loss from the first interval to the last. The fall is 0 if the curve is incomplete, not
+    finite or not falling."""
     return max(0.0, record.losses[0] - record.losses[-1]) if _own_conditions(record) is None else 0.0
 
 
@@ -86,8 +87,8 @@ def _judge(record: Record, anchors: list[Record]) -> Gate:
 
 
 def _flaw(anchor: Record) -> str:
-    """Return, as text, why a log cannot be the reference. The log must have failed its own conditions, or its loss must
-    not fall."""
+    """Return, as text, why a log cannot be the reference: it fails its own conditions or, if it meets them, its loss
+    does not fall. The caller has found that one of these is so."""
     own, losses = _own_conditions(anchor), anchor.losses
     return own.text if own else f"its logged losses do not fall: from {losses[0]:.4g} to {losses[-1]:.4g}"
 
@@ -127,13 +128,13 @@ def compare(record: Record, other: Record) -> Gate:
 
 
 def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> Gate:
-    """Return the verdict on a record, which is `gate` if the record has a reference at its own depth. If not, the
-    record's twins at other depths, and the records of its size by other methods, are used to judge it, too."""
+    """Return the verdict on a record. If the record has a reference at its own depth, the verdict is `gate`. If not,
+    the record's twins at other depths and the records of its size by other methods can change the verdict."""
     if "reference_layers" not in gate.evidence or _is_at_depth(record, gate):
         return gate
     twins = [(twin, verdict) for twin, verdict in judged if twin is not record and _is_twin(record, twin)]
     for twin, verdict in twins:
-        # judged by its own values alone, such as an infinite loss
+        # True: the twin was judged by its own values alone, for example by an infinite loss
         of_itself = "reference_layers" not in verdict.evidence
         if gate.verdict != "failed" and verdict.verdict == "failed" and (of_itself or _is_at_depth(twin, verdict)):
             text = f"its twin at {twin.job.workload.num_layers} layers: {verdict.text}"

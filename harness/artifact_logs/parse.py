@@ -1,8 +1,8 @@
 """Reads the raw values of one log, either of this project or of the published artifact, whose five methods print
 different lines (dialects).
 
-One reader serves all dialects. They print lines of the same forms, and differ only in which of these lines they print.
-The reader skips lines that are cut, garbled, unknown or binary. to_record.py interprets what is missing.
+One reader serves all dialects, because all use the same forms of lines; a dialect only leaves out some of the forms.
+The reader skips lines that are cut, garbled, unknown or binary. to_record.py decides what a missing value means.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NAME = re.compile(
     r"log_(?P<method>[A-Za-z0-9.+-]+)_l-(?P<num_layers>\d{1,9})_hs?-(?P<hidden_size>\d{1,9})_bs?-(?P<batch_size>\d{1,9})"
     r"_ws?-(?P<window>\d{1,9})(?:_(?P<day>\d{4}-\d\d-\d\d)(?:\.(?P<unix>\d{1,12}))?)?\.(?:txt|log)"
 )
-# COLOR and PREFIX match what terminals and launchers add to a line: colors; or a time, a rank or a host, such as
-# "[2024-01-02 03:04:05] worker-0:".
+# COLOR matches the codes for colors that programs put into a line. PREFIX matches the time, rank or host that launchers
+# put before a line, such as "[2024-01-02 03:04:05] worker-0:".
 COLOR = re.compile(r"\x1b\[[\d;]{0,20}m")
 PREFIX = re.compile(r"(?:\[[\d :.,/TZ+-]{8,40}\] ?|\[\w{1,20}\d\]: |(?:[A-Za-z][\w.-]{0,40})?\d: )*")
 ARGUMENT = re.compile(r"^ {2}(\w+) \.+ (.+)$")
@@ -66,8 +66,8 @@ END_SIGNS = (
     "memory", "Memory", "ALLOC_FAILED", "line ", "return code", "Killed", "Terminated", "Interrupt", "Error",
     "Exception", "Unavailable", "can not create", "exitcode", "oom",
 )  # fmt: skip
-# Ways in which a run ended early, the most specific first: a status, the pattern of a line that tells of it, and what
-# the line means if it does not say so itself.
+# Ways in which a run can end early, the most specific first. Each has a status, the pattern of a log line that shows
+# this end, and an explanation, which is empty if the line explains itself.
 ENDS = (
     ("oom-device", re.compile(r"(?:CUDA|sim device|CUDA error:) out of memory|ALLOC_FAILED"), ""),
     ("oom-host", re.compile(r"can't allocate memory|Cannot allocate memory|^MemoryError|sim (?:host|pinned) out of "
@@ -176,7 +176,8 @@ def _take(log: RawLog, line: str) -> None:
 
 
 def _take_number(log: RawLog, line: str) -> None:
-    """Take the single values of a line into the log. A line has several if two processes wrote at once."""
+    """Add to the log the values that stand alone on a line. If two processes wrote at once, a line has several of
+    them."""
     if match := EXACT_PARAMETERS.search(line):
         log.parameters.append(int(match[1]))
     for name, pattern in METRICS.items():
@@ -205,7 +206,7 @@ def _interval(iteration: int, total: int, rest: str) -> Interval:
 
 
 def _fields(text: str) -> dict[str, float]:
-    """Return the numbers in a text of pairs `name: number`, which bars separate, by name."""
+    """Return, by name, the numbers in a text such as `name: number | name: number`."""
     matches = (FIELD.fullmatch(part.strip()) for part in text.split("|"))
     return {match[1]: value for match in matches if match and (value := number(match[2])) is not None}
 

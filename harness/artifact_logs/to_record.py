@@ -1,8 +1,8 @@
-"""Turns a raw log into a record. The job comes from the log's name and lines, the end of the run from the lines about
-it. Every number stays as the log prints it.
+"""Turns a raw log into a record. The job comes from the log's name and lines, the run's status from the lines that tell
+how the run ended. Every number stays as the log prints it.
 
-Name and lines may disagree, and lines may be missing. The record's evidence lists the decisions in such cases under
-`doubts`, and the workload's fields that the log does not tell under `unsaid`.
+The log's name and its lines may disagree, and lines may be missing. The record's evidence lists the decisions in such
+cases under `doubts`, and the workload's fields that the log does not tell under `unsaid`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FLOPS_PER_PARAMETER = 8  # operations for each parameter and token in the artifa
 
 
 def to_record(log: RawLog, name: str) -> Record:
-    """Return the log as a record that is not yet judged. Raises NotALog if its sizes or its iterations make no
+    """Return the log as a record that is not yet judged. Raises NotALog if the log's sizes or iterations make no
     sense."""
     doubts = _contradictions(log)
     workload, unsaid = _workload(log, doubts)
@@ -79,7 +79,7 @@ def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
 
 
 def _contradictions(log: RawLog) -> list[str]:
-    """Return a text for the method and each size for which the log's lines and its name differ."""
+    """Return a text for each fact (the method or a size) on which the log's name and its lines disagree."""
     workload = log.own.get("workload", {})
     told = {size: next((log.arguments[word] for word in words if word in log.arguments), workload.get(size))
             for size, words in SIZES.items()}  # fmt: skip

@@ -1,5 +1,5 @@
-"""Writes the text that `advise` prints: the decision in one sentence, the next calls, the reasons for the decision,
-changes that would change it, and a row for every method."""
+"""Writes the text that `advise` prints: the decision in one sentence, the next calls, its reasons, the changes that
+would lead to another decision, and a row for every method."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def show(decided: dict[str, Any]) -> None:
 
 
 def show_rows(made: Decision, tokens: float | None) -> None:
-    """Print a table of every method with its best settings, the chosen row first; for each other method, the reason why
-    it was not chosen. `tokens`: None leaves the column of hours out."""
+    """Print a table with a row for every method at its best settings, the chosen one first. Every other row tells why
+    it was not chosen. `tokens`: number of tokens to train; None leaves out the column of hours."""
     numbers = [each for each in NUMBERS if tokens or each != "hours"]
     columns = ["method", "batch", *numbers, "binds", "beside it", "measured here"]
     told = [row for row in made.rows if "error" not in row]

@@ -31,13 +31,13 @@ def completion(context: click.Context, shell: str) -> None:
 
 
 def is_asked_for() -> bool:
-    """True if a shell made this call at a Tab, to complete a word."""
+    """True if a shell made this call to complete a word, because the user pressed Tab."""
     return VARIABLE in os.environ
 
 
 def answer(door: click.Command) -> None:
-    """Print the words by which the shell can complete the word at the Tab. `door`: the command whose verbs and options
-    these are."""
+    """Print the possible completions of the word that the user has begun. `door`: the command whose verbs and options
+    are proposed."""
     shell = os.environ[VARIABLE].removesuffix("_complete")
     if shell in SHELLS:
         print(SHELLS[shell](door, {}, NAME, VARIABLE).complete())

@@ -60,7 +60,7 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
     """Run the demo; return the records of all its runs, whether made now or earlier. The quick demo has two methods and
     three figures.
 
-    Only methods that promise the reference's bits are probed, because a probe of another method takes minutes.
+    The gate probes only methods that are declared bit-exact, because the probe of any other method takes minutes.
     """
     started = time.monotonic()
     names = case3.QUICK if is_quick else method.names()
@@ -69,7 +69,7 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
         print(f"left out: {name}: {why}", file=sys.stderr)
     names = [name for name in names if name not in without]
     set_up(results, as_json, names)
-    used = case.profile_of("demo", None)  # only now, because the link's speed depends on whether sim is compiled
+    used = case.profile_of("demo", None)  # made after set_up(): its link's speed depends on whether sim is compiled
     with reporter(as_json) as tell:
         finished = []
         for job in [] if is_quick else jobs(used, names):

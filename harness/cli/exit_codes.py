@@ -36,8 +36,8 @@ def of_records(records: Sequence[Record], is_sweep: bool) -> int:
 
 
 def of_baseline(held: Sequence[Held], missing: Sequence[str]) -> int:
-    """Return the exit code of `compare --baseline`. A point that trains differently from the baseline counts first.
-    Then a point counts that is missing or could not be compared, then a slower point."""
+    """Return the exit code of `compare --baseline`. The worst finding decides: first a point that trains differently
+    from the baseline, then a point that is missing or could not be compared, then a slower point."""
     if any(one.trains_otherwise for one in held):
         return GATE_FAILED
     if missing or not held or not all(one.is_compared for one in held):

@@ -1,6 +1,7 @@
 """The options of a job, and the jobs that their values describe.
 
-The options -m -l -h -b -w are spelled as in the published artifact: -h is the hidden size, so help is --help.
+The options -m -l -h -b -w are spelled as in the published artifact: -h is the hidden size, so only --help shows the
+help.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ SETTINGS = {"sc22": {"window_size": "4", "steps": "50", "dropout": "0.1"}}
 
 
 def take_settings(context: click.Context, _: click.Parameter, name: str | None) -> str | None:
-    """Callback of --as, which click calls before it reads other options: make the artifact's settings their
-    defaults."""
+    """Callback of --as: make the artifact's settings the defaults of the other options. click calls it before it reads
+    these."""
     context.default_map = {**(context.default_map or {}), **SETTINGS.get(name or "", {})}
     return name
 
@@ -145,9 +146,9 @@ class WithMethods(click.Command):
 
 
 def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
-    """Return a job for every combination of the values. The method changes slowest, the window fastest. A method gets
-    only those options that it has. Raises ValueError for an option that no method has, except -w, which published calls
-    give to all methods."""
+    """Return a job for every combination of the values. Along the list, the method changes slowest, the window fastest.
+    A method gets only those options that it has. Raises ValueError for an option that no method has, except -w, which
+    published calls give to all methods."""
     names = _names(words, folders)
     given = dict(parse_option(text) for text in words["options"])
     device = _device(words, _budget(words))
@@ -212,8 +213,8 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
 
 
 def _budget(words: dict[str, Any], device: str = "") -> Budget:
-    """Return the job's budgets for this device: those that options give, else those of the machine that --machine
-    names."""
+    """Return the job's budgets for this device. An option such as --host-memory sets its budget; every other budget is
+    that of the machine that --machine names, if any."""
     budget = (
         named_machines.load(words["machine_name"]).budget_on(device, words["dtype"])
         if words["machine_name"]

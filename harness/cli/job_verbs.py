@@ -301,7 +301,8 @@ def _show_verdicts(asked: list[Job], outcomes: list[verdict_table.Outcome], word
 
 
 def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[Path, ...]) -> None:
-    """Print what would be submitted to the place to run these jobs. Raises ValueError if the place submits no text."""
+    """Print the text that would be submitted to the place to run these jobs. Raises ValueError if no place was named,
+    or if the place submits no text."""
     if place is None:
         raise ValueError(no_draft())
     runs = Sweep(results, folders, place=place)

@@ -101,7 +101,7 @@ for verb in (*job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, comple
 
 
 def main() -> None:
-    """Run the call, and exit with its code. It is the verb's own code, 2 for wrong usage, or 130 if Ctrl-C, SIGTERM or
+    """Run the call, and exit with its code. The code is the verb's own, 2 for wrong usage, or 130 if Ctrl-C, SIGTERM or
     a closed pipe interrupted the call."""
     if completion.is_asked_for():
         completion.answer(door)
@@ -116,7 +116,7 @@ def main() -> None:
 
 def _run() -> None:
     try:
-        # not click's main(), which exits with 1 if a pipe is closed
+        # click's own main() is not used here, because it exits with 1 if a pipe is closed
         with door.make_context("./run.sh", sys.argv[1:]) as context:
             door.invoke(context)
         sys.stdout.flush()
@@ -153,5 +153,5 @@ def _run() -> None:
 
 
 def _fail(line: str, code: int) -> None:
-    print(line.replace("\n", "\\n"), file=sys.stderr)  # an argument or a name may contain line ends
+    print(line.replace("\n", "\\n"), file=sys.stderr)  # keeps one line: an argument may contain line ends
     sys.exit(code)

@@ -88,8 +88,8 @@ methods = click.option(
 
 
 def _adds_to(module: str) -> Any:
-    """Return a callback for an option, which adds the option's folders or files to the registry of this module until
-    the call ends."""
+    """Return a callback for an option, which adds the option's folders or files to the registry of `module` until the
+    call ends."""
 
     def callback(context: click.Context, _: Any, places: tuple[Path, ...]) -> None:
         if places:
@@ -183,8 +183,8 @@ def _fields(context: click.Context, name: str) -> dict[str, Any]:
 
 
 def leave_out_given(context: click.Context) -> None:
-    """Remove from the fields of each model of --model those that the user sets by an option such as -l, which counts
-    for all models."""
+    """Remove, from each model of --model, the fields that the user sets by an option such as -l: that option sets the
+    field for all models."""
     if "model" in context.params:
         given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
         left_out = given - {*WITHOUT_OPTION}

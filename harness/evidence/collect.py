@@ -1,8 +1,8 @@
 """The verb `case`: makes the missing runs of one figure or of all, writes tables, draws figures.
 
 Before each run, the missing runs are planned again from the records and the time left, so an interrupted call loses
-nothing. If time is short, runs of the methods with most claims go first, and among these the quickest runs. The time of
-a run and of its reference is a rough estimate from the bytes and operations of its plan.
+nothing. If time is short, runs are chosen by the number of claims about their method, most claims first; of runs with
+equal numbers, the quickest goes first. A run's time is a rough estimate from the bytes and operations of its plan.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ PROBES = 5  # number of runs that a search is assumed to need
 
 @dataclass
 class PlannedRun:
-    """A job with its repeats, or a search for the largest size. The job of a search has the depth that should fit by
-    plan."""
+    """A job with its repeats, or a search for the largest size. A search's job has the largest depth whose plan
+    fits."""
 
     cases: list[int]
     job: Job
     plan: Plan
     is_search: bool
-    missing: int  # number of runs that are still missing
+    missing: int  # number of runs without a record yet
     is_guess: bool = False  # True: the job's size is a guess, because the search that gives it is not over
     num_claims: int = 0  # number of the cases' claims that name the job's method
     # seconds of the method's probe; counted only in the method's first run with missing records
@@ -88,7 +88,7 @@ class Campaign:
         self.numbers, self.used, self.methods = numbers, used, methods or method.names()
         self.sweep = Sweep(results, report=report, probe=probe)
         self.told = claims.load()
-        self.tried: list[tuple[Job, bool]] = []  # jobs that this call has tried, with True if by a search
+        self.tried: list[tuple[Job, bool]] = []  # each job that this call tried, and True if by a search
         self.finished: list[Record] = []
 
     def run(self, seconds: float) -> None:
@@ -108,8 +108,8 @@ class Campaign:
     def points(self, seconds: float = math.inf) -> list[PlannedRun]:
         """Return every planned run of the cases, whether it is recorded or missing.
 
-        `is_taken` tells which runs fit into `seconds`. Runs of the methods with most claims are taken first, and among
-        these the quickest runs.
+        `is_taken` tells which runs fit into `seconds`. Runs are taken by the number of claims about their method, most
+        claims first; of runs with equal numbers, the quickest is taken first.
         """
         found: list[PlannedRun] = []
         for number in self.numbers:
@@ -162,8 +162,8 @@ class Campaign:
         return max(0, wanted - len(done))
 
     def _repeats(self, job: Job) -> int:
-        """Return the number of processes that this job needs: one to find a size, the profile's repeats to measure a
-        time."""
+        """Return the number of processes that this job needs: the profile's repeats if the job measures a time, 1 if it
+        only finds a size."""
         profiles = (each for number in self.numbers for each in case.load(number).profiles(self.used))
         lengths = {(each.steps, each.warmup) for each in profiles}
         return self.used.repeats if (job.steps, job.warmup) in lengths else 1
@@ -171,8 +171,8 @@ class Campaign:
     def _missing_of_search(self, job: Job, records: list[Record]) -> int:
         """Return the number of runs that a search still needs.
 
-        It is 0 if records show the largest depth that trained, and that the next depth failed, or if this call has
-        already searched. Otherwise it is PROBES, an estimate: find() decides which runs are needed.
+        The number is 0 if the records show that one depth trained and the next one failed, or if this call has already
+        searched. In all other cases it is PROBES, an estimate, because find() decides which runs are needed.
         """
         best, failed = measurements.largest(job.method, records)
         depths = [part[-1].job.workload.num_layers for part in (best, failed) if part]
@@ -251,7 +251,7 @@ def make(
     methods: Sequence[str] | None = None, probe: Extent | None = None,
 ) -> list[Record]:  # fmt: skip
     """Make the missing runs of the cases; then write tables and draw figures. Return the records of the runs that were
-    made. `methods`: only their runs are made; None: all methods."""
+    made. `methods`: names of the methods whose runs are made; None: all."""
     with reporter(as_json) as report:
         finished = _measure(Campaign(numbers, used, results, report, methods, probe), seconds, as_json)
         for each in numbers:
@@ -282,7 +282,8 @@ def _write(
 ) -> None:  # fmt: skip
     """Write the table and the figure of a case, from the records of a profile or, if `used` is None, from any records.
 
-    If there is no record, raise ValueError if this is the only case (`is_one`), and print a line otherwise.
+    A case without a record raises ValueError if it is the only one that was asked for (`is_one`). If several were asked
+    for, a line is printed instead.
     """
     try:
         path = Path(f"{case_files.stem(number, used.name if used else any_runs.NAME, out)}.csv")
@@ -301,11 +302,11 @@ def _write(
 
 
 def _write_added(number: int, used: CaseProfile, results: Path, out: Path, only: str | None) -> None:
-    """Write a table and a figure for each folder of records that others sent in. Each folder's files are in a subfolder
-    of `out` with its name."""
+    """Write a table and a figure for each folder of records that others sent in. Each folder's files are written to a
+    subfolder of `out` that has the folder's name."""
     for folder in added_folders(results):
         records = records_of(folder)
-        with contextlib.suppress(ValueError):  # these results have no record of this case
+        with contextlib.suppress(ValueError):  # ValueError: the folder has no record of this case
             path = case_files.extract(number, used, records, out / folder.name, folder)
             made = [] if only == "extract" else case_files.draw(number, path)
             told = f"case {number}, sent in, on {machine_of(records[-1])}: {', '.join(map(str, [path, *made]))}"

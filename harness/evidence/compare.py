@@ -37,8 +37,8 @@ Pair = tuple[list[Record], list[Record]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of repeats of A with repeats of B. `ratio`: A's throughput divided by B's; None if one of them has
-    none."""
+    """A comparison of two sides, A and B, each with the records of one job's repeats. `ratio`: A's throughput divided
+    by B's; None if a side has no throughput."""
 
     a: list[Record]
     b: list[Record]
@@ -71,7 +71,8 @@ def run(a: str, b: str, results: Path, as_json: bool) -> bool:
 
 
 def folder_of(text: str, results: Path) -> Path:
-    """Return the folder of the records that a word names: the file's folder, the folder itself, or else `results`."""
+    """Return the folder of the records that a word names: the folder of a named file, a named folder itself or, for any
+    other word, `results`."""
     path = Path(text)
     return path.parent if path.is_file() else path if path.is_dir() else results
 
@@ -113,8 +114,9 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
 
 
 def _of_commit(text: str, found: pd.DataFrame, results: Path) -> pd.DataFrame:
-    """Return the runs of this commit. If the text ends with +, they were made in a checkout with further changes,
-    otherwise in one without. Raises ValueError unless exactly one recorded commit begins with the text."""
+    """Return the runs of the commit that the text names. A + at its end selects the runs of a checkout with further
+    changes; without a +, the runs of the unchanged commit are selected. Raises ValueError unless exactly one recorded
+    commit begins with the text."""
     commits = found["commit"].fillna("").astype(str)
     wanted = commits.map(lambda commit: _is_commit(text, commit))
     if commits[wanted].nunique() != 1:
@@ -124,8 +126,8 @@ def _of_commit(text: str, found: pd.DataFrame, results: Path) -> pd.DataFrame:
 
 
 def _is_commit(text: str, recorded: str) -> bool:
-    """True if both texts name one commit: one begins with the other's digits (records hold 12), and both or neither end
-    with +."""
+    """True if both texts name the same commit: the digits of one begin with the digits of the other (records hold 12),
+    and either both texts end with + or neither does."""
     asked, there = text.removesuffix("+"), recorded.removesuffix("+")
     alike = bool(there) and (there.startswith(asked) or asked.startswith(there))
     return alike and text.endswith("+") == recorded.endswith("+")
@@ -133,8 +135,8 @@ def _is_commit(text: str, recorded: str) -> bool:
 
 def _repeats(found: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each point (name, workload and setting), in the order of the points' last runs. The column
-    `repeats` has the records that share the point's newest key. Interrupted records are left out if there are
-    others."""
+    `repeats` has the records that share the point's newest key. Interrupted records are left out if the point has other
+    records."""
     jobs = [record.job for record in found[frame.RECORD]]
     told = found.assign(
         name=found["method"] + ":" + found[frame.RECORD].map(_options_text),
@@ -151,7 +153,7 @@ def _of_newest_key(newest_first: list[Record]) -> list[Record]:
 
 
 def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
-    """Return the pairs to compare, and a complaint for each workload and setting without a pair.
+    """Return the pairs of points to compare, and a complaint for each workload and setting without a pair.
 
     The two points of a pair have the same workload, setting and name. Their names may differ if each side has only one
     point.
@@ -177,8 +179,8 @@ def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
 
 
 def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
-    """Return both sides' points, for each setting in which both sides have runs. Of points with equal names, only the
-    newest is returned."""
+    """Return a pair for each setting in which both sides have runs: A's points and B's points. If points of one side
+    have the same name, only the newest is kept."""
     for dropped in range(len(SETTING) + 1):
         keys = ["workload", *SETTING[dropped:]]
         ours, theirs = (
@@ -190,15 +192,15 @@ def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFram
 
 
 def _with_throughput(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the points that have a throughput. If there are none, return the point that was run last, so that its end
-    can be reported."""
+    """Return the points that have a throughput. If there are none, return the point that was run last, so that the call
+    can print how its run ended."""
     rows = [row_of(METRIC, repeats) for repeats in points["repeats"]]
     able = points[[row.valid and row.has_number for row in rows]]
     return points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]] if able.empty else able
 
 
 def compare(a: list[Record], b: list[Record]) -> Comparison:
-    """Compare repeats of A with repeats of B. All of them have one workload."""
+    """Compare the repeats of A with the repeats of B. All these records must have the same workload."""
     clocks = [records[-1].clock for records in (a, b)]
     if len({clock in SIMULATED for clock in clocks}) > 1:
         return Comparison(a, b, NONE, f"one is timed by {clocks[0]}, the other by {clocks[1]}: run both alike")
@@ -219,8 +221,8 @@ def compare(a: list[Record], b: list[Record]) -> Comparison:
 
 
 def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
-    """Return the two records' values of each field of job, machine, software and data in which they differ. Keys are
-    dotted names."""
+    """Return both records' values of each field in which the records differ, by the field's dotted name. Only the
+    fields in CONTEXT are compared."""
     data = a.to_dict(), b.to_dict()
     return _differing(*(_flat("", {name: each[name] for name in CONTEXT}) for each in data))
 
@@ -283,7 +285,7 @@ def side_text(one: dict[str, Any]) -> str:
 
 
 def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:
-    """Return a text with the fields in which two workloads differ, for the two most similar workloads of both sides."""
+    """Find the two most similar workloads, one of each side, and return the fields in which they differ, as text."""
     different = [_differing(vars(ours), vars(theirs)) for ours in a["workload"] for theirs in b["workload"]]
     told = ", ".join(f"{name} {ours} | {theirs}" for name, (ours, theirs) in min(different, key=len).items())
     nearest = ", of the two nearest" if len(different) > 1 else ""

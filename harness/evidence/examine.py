@@ -98,11 +98,12 @@ def _exponent(expected: Shape, rows: list[FigureRow]) -> Answer:
 
 
 def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer:
-    """Judge a plateau by the intervals of the rows if all rows have one. Otherwise judge it by their values, because
-    the gain that the claim allows is already a margin."""
+    """Judge a plateau by the rows' intervals. If a row has no interval, judge it by the rows' values, because the gain
+    that the claim allows is already a margin."""
 
     def flat_from(bound: str) -> int:
-        """Return the index of the first row over which no later row gains more than the plateau allows."""
+        """Return the index of the first row over which no later row gains more than allowed. `bound`: value, low or
+        high."""
         for index, row in enumerate(rows):
             if all(getattr(_gain(row, later), bound) <= 1 + plateau.gain for later in rows[index + 1 :]):
                 return index

@@ -83,8 +83,8 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
 
 
 def _untrained_point(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> list[FigureRow]:
-    """Return the rows of the claim's first point of which no run trained, if no further run of the case could change
-    this. Empty if there is no such point."""
+    """Find the claim's first point of which no run trained, and for which no further run of the case could change this.
+    Return the point's rows; empty if there is no such point."""
     for rows in tables.values():
         for point in claim.expected.named:
             found = _matching(point, rows)
@@ -133,9 +133,9 @@ def _choose(claim: Claim, rows: list[FigureRow]) -> list[FigureRow]:
 
 
 def _of_one_size(points: Sequence[Point], rows: list[FigureRow]) -> list[FigureRow]:
-    """Return the rows of one size, because speeds at different sizes are not compared. It is the largest size at which
-    all points trained; if there is none, the largest size of which all points have rows. Raises LookupError if there is
-    no such size."""
+    """Return the rows of one size, because speeds at different sizes are not compared. The size is the largest at which
+    all points trained; if there is none, the largest at which all points have rows. Raises LookupError if there is no
+    such size."""
     found = [_matching(point, rows) for point in points]
     sizes = [{(row.hidden_size, row.num_layers) for row in own} for own in found]
     trained = [{(row.hidden_size, row.num_layers) for row in own if row.valid and row.has_number} for own in found]

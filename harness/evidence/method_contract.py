@@ -108,7 +108,7 @@ def outcomes(file: Path) -> Iterator[tuple[str, bool, str]]:
     log is kept."""
     with _alone(file) as subject:
         for name, is_passed, told in _outcomes(subject):
-            for folder in subject.folders:  # name the author's folder, not the folder of links
+            for folder in subject.folders:  # show the author's path, not the path of the link
                 told = told.replace(f"{folder}/", f"{file.resolve().parent}/")
             yield name, is_passed, told
 
@@ -148,7 +148,8 @@ def _alone(file: Path) -> Iterator[Subject]:
 
 
 def _planned(subject: Subject, workload: Workload) -> tuple[int, int]:
-    """Return two sums of planned bytes: of device and host memory, and of both and the disk."""
+    """Return the planned bytes of device and host memory together, and the planned bytes of device, host and disk
+    together."""
     plan = method.create(subject.name, {}, subject.folders).plan(workload, Room())
     memory = plan.device_bytes + plan.host_bytes
     return memory, memory + plan.disk_bytes
@@ -179,9 +180,9 @@ def _judged(subject: Subject, record: Record) -> str:
 
 
 def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
-    """Return a text with the tensors whose gradients are wrong at the step at which the gradient norm first is wrong;
-    empty if none stands out. Records hold no gradients, so a gradient is judged by its tensor's first moment after that
-    step."""
+    """Return a text that names the tensors with wrong gradients at `step`, the first step with a wrong gradient norm;
+    empty if no tensor stands out. Records hold no gradients, so a tensor's gradient is judged by its first AdamW moment
+    after `step`."""
     short = dataclasses.replace(job, steps=step, warmup=0)
     reference = dataclasses.replace(short, method=method.reference(subject.folders), options={})
     jobs = [resolve(each, subject.folders)[0] for each in (short, reference)]

@@ -84,13 +84,13 @@ def findings(results: Path, against: str | None, machine: str | None, *places: P
 
 
 def is_of_logs(found: Sequence[Finding]) -> bool:
-    """True if imported logs were judged, and not runs of this project."""
+    """True if the findings rest on imported logs instead of runs of this project."""
     return any(finding.profile == IMPORTED for finding in found)
 
 
 def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
-    """Return all imported logs, and the runs of the machine whose name contains `asked`. None: the runs of the only
-    machine. Raises ValueError if the runs are of several machines, or if no record remains."""
+    """Return all imported logs, and the runs of the machine whose name contains `asked`. None: all runs, which must be
+    of one machine. Raises ValueError if they are of several, or if no record remains."""
     there = sorted({machine_of(record) for record in records if record.origin != IMPORTED})
     if asked is None and len(there) > 1:
         raise ValueError(f"expected runs of one machine, got runs of {len(there)}: try --machine with one of {there}")
@@ -149,8 +149,8 @@ def _grounds(finding: Finding) -> str:
 
 
 def closing_lines(found: list[Finding]) -> list[str]:
-    """Return a line for each verdict that occurs, with its claims. Claims that rest on runs that did not train are
-    listed by the verdict that the numbers alone would give."""
+    """Return a line for each verdict that occurs, with its claims. Claims that rest on runs that did not train have
+    lines of their own, one for each verdict that their numbers alone would give."""
     untrained = "FAIL, rests on a run that did not train, whose numbers by themselves {}"
     groups: dict[str, list[str]] = {told: [] for told in (*VERDICTS, *map(untrained.format, NUMBERS_WORDS.values()))}
     for one in found:

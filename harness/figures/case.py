@@ -35,7 +35,7 @@ PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
 class Case(ABC):
     """The base class of every case. A case must define metric, methods and jobs(); everything else has a default."""
 
-    title: ClassVar[str]  # default: the first line of the docstring of its file
+    title: ClassVar[str]  # default: the first line of the file's docstring
     metric: ClassVar[str] = ""  # a name in METRICS
     methods: ClassVar[Sequence[str]] = ()  # names of the methods, in the figure's order
     # names of the methods whose largest depth is searched before the case's jobs run
@@ -47,7 +47,8 @@ class Case(ABC):
     in_all: ClassVar[bool] = True  # False: `case all`, demo and notebook leave the case out, and no claim is about it
 
     def __init_subclass__(cls) -> None:
-        """Set the class's title. Let its functions report their failures in one line that names the file."""
+        """Set the class's title. Wrap its functions: an error in one is then reported in one line that names the
+        file."""
         if "title" not in vars(cls):
             cls.title = str(sys.modules[cls.__module__].__doc__).partition("\n")[0]
         guard(cls, (OSError,))
@@ -68,8 +69,8 @@ class Case(ABC):
     def measure(  # noqa: B027  most cases measure nothing besides runs
         self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Measure what the figure shows besides training runs, and write it to the folder of results; do nothing if it
-        is there."""
+        """Measure what the figure shows besides training runs, and write it to a file in the folder of results; do
+        nothing if that file is there."""
 
     def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> Sequence[FigureRow]:
         """Return rows made from the files that measure() has written."""
@@ -99,8 +100,8 @@ class Case(ABC):
 
 class Cases(FileRegistry[int]):
     def add(self, places: Iterable[Path]) -> None:
-        """Add the files of cases in these places. Raises ValueError if a file does not load: a profile needs the
-        searches of all cases."""
+        """Add the files of cases in these places, and load all cases, because a profile needs the searches of every
+        case. Raises ValueError if a file does not load."""
         super().add(places)
         for number in numbers():
             load(number)
@@ -148,8 +149,8 @@ def load(number: int) -> Case:
 def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> CaseProfile:
     """Return the profile with this name; None: this machine's default profile.
 
-    The profile's memories are those of the machine named `on`; if that is None, those in `facts`, which come from a
-    record; if that is None, too, those of this machine.
+    The profile's memory sizes are those of the machine named `on`. If `on` is None, they are those in `facts`, which
+    come from a record; if `facts` is None, too, they are those of this machine.
     """
     if facts is None:
         drop = () if machine.devices()[0] == "cuda" else ("gpu", "gpu_bytes")
@@ -205,8 +206,8 @@ def measured(number: int, used: CaseProfile, records: Sequence[Record]) -> list[
 def published(number: int) -> list[FigureRow]:
     """Return the published rows of a case.
 
-    A row's value is the median of iterations 11 to 50 in the log of one process. One run was killed, and its log has a
-    single interval, which is its value.
+    A row's value is the median of iterations 11 to 50 in the log of one process. One run was killed: its value is that
+    of the only interval in its log.
     """
     import pandas
 

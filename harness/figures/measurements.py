@@ -23,7 +23,7 @@ def key(job: Job) -> str:
 
 
 def is_current(record: Record) -> bool:
-    """True if the record's job would get the same key if it ran here now, so that code and machine are still those of
+    """True if the record's job would get the same key if it ran here now: the code and the machine are still those of
     the record."""
     return record.job.method in method.names() and record.key == key(record.job)
 

@@ -2,9 +2,9 @@
 caption with machine, clock and intervals.
 
 A filled mark is a run that passed the gate, a hollow mark a run that did not. A cross is a size that failed, a dot is a
-timed step. Simply hatched bars are published numbers. Crosswise hatched bars are doubtful times, from few steps or busy
-cores; the text under the bar says which. Both panels have the same scale if our widths and clock are the published
-ones. The same rows always give files of the same bytes.
+timed step. Bars hatched in one direction are published numbers. Bars hatched crosswise are doubtful times; the text
+under the bar tells the reason, few timed steps or busy cores. Both panels have the same scale if our widths and clock
+are the published ones. The same rows always give files of the same bytes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def foot(row: FigureRow) -> list[str]:
 
 
 def by_method(axes: Axes, rows: Sequence[FigureRow], names: Sequence[str]) -> None:
-    """Draw a bar for each method. Sizes of the method that failed are crosses on its bar."""
+    """Draw a bar for each method. A size at which the method failed is a cross on its bar."""
     bars(axes, [(method.load(name).label, [[row for row in rows if row.method == name]]) for name in names])
     tilt(axes)
 

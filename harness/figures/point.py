@@ -3,8 +3,8 @@
 A row comes from the records of one job (its repeats), or is a published number. Figures, claims and reports read only
 rows. Two rows count as different only if the bounds of their ratio exclude 1. The repeats that give an interval are
 processes. The steps of one process are no repeats, because another program's load slows neighboring steps together. If
-either row has fewer than three processes, a margin replaces the interval. It assumes that the median of a whole process
-is as uncertain as one step, whose scatter is known.
+either row has fewer than three processes, a margin replaces the interval. This margin assumes that the median of a
+whole process is as uncertain as one step, whose scatter is known.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from harness.core.record import Record
 
 FEWEST_FOR_INTERVAL = 3  # least number of processes that gives an interval
-FEWEST_TIMED_STEPS = 5  # the bar of a time from fewer timed steps is hatched
+FEWEST_TIMED_STEPS = 5  # a time from fewer timed steps is doubtful, its bar hatched
 CONFIDENCE = 0.95
 LEAST_MARGIN = 0.05  # smallest relative margin of a ratio if a row has too few processes for an interval
 STANDARD_ERRORS = 2  # half the width of a ratio's margin, in standard errors
 COUNTED = ("params",)  # metrics that do not scatter, so that any difference counts
 Metric = Callable[[Record], float | None]
 
-# By name: a metric of figures, which returns its value from one record. The metric of a largest size is the record's
-# number of parameters; the search tells whether a larger size failed.
+# By name of a metric: the function that returns the metric's value from one record. The metric `params` is the number
+# of parameters of a largest size; the search tells whether a larger size failed.
 METRICS: dict[str, Metric] = {
     "params": lambda record: float(record.job.workload.num_params),
     "samples_per_second": lambda run: (
@@ -68,7 +68,7 @@ class FigureRow:
     keys: tuple[str, ...] = ()  # keys of the row's records
     is_final: bool = True  # False: the search for this largest size has not yet found a size that fails
     is_judged: bool = True  # False: the call that made the run ended before the gate judged the run
-    series: str = ""  # name of the row's bar or line, if a method has several
+    series: str = ""  # name of the row's bar or line; "": its method has only one
     group: str = ""  # the row's place on an axis of names, such as a model; "" without such an axis
     x: float | None = None  # the row's place on an axis of numbers; None without such an axis
     placement: str = ""  # numbers of layers of each kind, as --placement takes them
@@ -197,8 +197,8 @@ class RatioInterval:
 
 
 def ratio(over: FigureRow, under: FigureRow) -> RatioInterval:
-    """Return the ratio of the rows' medians. Its bounds are Welch's interval on logarithms or, with too few processes,
-    a margin. Both rows must have a value."""
+    """Return the ratio of the rows' medians. Its bounds are Welch's interval on logarithms or, if a row has too few
+    processes for an interval, a margin. Both rows must have a value."""
     assert over.value is not None and under.value is not None
     value = over.value / under.value
     if over.metric in COUNTED:

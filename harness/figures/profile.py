@@ -1,10 +1,10 @@
 """Profiles, the scales of an experiment: the published sizes, or sizes that take minutes, fit one GPU, or fit this
 machine.
 
-A smaller profile divides the widths (hidden size, tokens, vocabulary) by f and the memories by f**2. Then the same
-depths fit, because layers, ends, activations and logits all take 1 / f**2 of their bytes. A profile's depths are the
-published depths, stretched so that two of them become the profile's own: 32 becomes `common`, a depth that every method
-trains, and 92 becomes `deepest`.
+A smaller profile divides the widths (hidden size, tokens, vocabulary) by a factor f, and the memories by f**2. Then the
+same depths fit, because layers, ends, activations and logits all shrink to 1 / f**2 of their bytes. Each published
+depth becomes a depth of the profile on a stretched scale: 32 becomes `common`, a depth that every method trains, and 92
+becomes `deepest`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from methods.shared.memory_needs import state_bytes
 NAMES = ("demo", "quick", "paper", "fit")
 PUBLISHED_COMMON, PUBLISHED_DEEPEST = 32, 92
 PUBLISHED_WINDOW = 15  # number of layers in the window, in cases that are not about the window
-PROBE = {"steps": 5, "warmup": 2}  # lengths of a search's runs: after so few steps, memory use no longer grows
+PROBE = {"steps": 5, "warmup": 2}  # number of steps of a search's runs: memory use does not grow after these
 ROOM = 0.9  # share of a budget that a plan may fill by its own choices; the rest is for memory that plans do not count
 
 
@@ -50,8 +50,8 @@ class CaseProfile:
 
     @property
     def room(self) -> Room:
-        """Return the memories that plans may fill: the budgets; for a GPU, less the assumed size of its context. They
-        are the same on every machine on which the profile runs."""
+        """Return the memories that plans may fill. These are the budgets; a GPU's budget is reduced by the assumed size
+        of its context. They are the same on every machine on which the profile runs."""
         room = self.budget.room
         if self.device != "cuda" or room.device_bytes is None:
             return room
@@ -82,7 +82,7 @@ class CaseProfile:
         return Job(name, workload, {}, self.budget, self.device, PROBE["steps"], PROBE["warmup"])
 
     def largest_planned(self, name: str) -> int:
-        """Return the largest number of layers that should fit, by the method's plan."""
+        """Return the largest number of layers with which the method's plan fits the profile's memories."""
         trained, room = method.create(name, {}), self.room
         return method.largest_depth(
             lambda depth: trained.plan(self.workload.at_depth(depth), room).shortfall(room) is None

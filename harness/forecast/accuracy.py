@@ -38,8 +38,8 @@ class Error(NamedTuple):
 def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...] = ()) -> Error:
     """Return the error that a method's forecast for a machine may have.
 
-    It is taken from the first of these that exist: the method's runs on that machine, other methods' runs there, the
-    method's runs elsewhere, other methods' runs elsewhere. `there`: by method, the accuracy of its runs on that
+    The error is taken from the first of these that exist: the method's runs on that machine, other methods' runs there,
+    the method's runs elsewhere, other methods' runs elsewhere. `there`: by method, the accuracy of its runs on that
     machine.
     """
 
@@ -77,8 +77,8 @@ def is_here(record: Record) -> bool:
 
 
 def entry_of(record: Record) -> str | None:
-    """Return the name in machines.yaml of the machine that made a record: for an imported log the published machine,
-    else the machine with the record's GPU. None if no entry has that GPU."""
+    """Return the name in machines.yaml of the machine that made a record. An imported log's machine is the published
+    machine; any other record's machine is found by its GPU. None if no entry has that GPU."""
     if record.origin == "imported":
         return named_machines.PUBLISHED
     return named_machines.of_gpu(str(record.machine.get("gpu") or ""))

@@ -28,8 +28,8 @@ from harness.forecast.training_place import TrainingPlace, named_place, this_pla
 DISK = tempfile.gettempdir()
 WORTH = 1.1  # a change helps if it gives more than this many times the tokens per second
 MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
-# If the sequence length may be chosen, it is first halved until the arithmetic of one token is at most LONGER times
-# that of a token in a sequence of SHORT_SEQ tokens.
+# If the sequence length may be chosen, it is first halved until a token takes at most LONGER times the operations that
+# it takes in a sequence of SHORT_SEQ tokens.
 SHORT_SEQ, LONGER = 1024, 1.1
 SEARCHED = frozenset({"batch_size", "micro_batches", "seq_len"})
 
@@ -53,8 +53,8 @@ class Decision:
     """The answer to an Advice.
 
     `rows`: a row for each method, and another for its plan with a disk, if it can use one; the chosen row is first.
-    `chosen`: of the rows nearly as fast as the fastest (NEAR), the one with the smallest batch; None if no method fits,
-    or if no speed is known.
+    `chosen`: the row with the smallest batch, among the rows nearly as fast as the fastest (NEAR); None if no method
+    fits, or if no speed is known.
     """
 
     workload: Workload
@@ -98,8 +98,8 @@ class Advice:
         return made
 
     def _affordable(self, load: Workload) -> Workload:
-        """Return the workload with its sequence length halved until the arithmetic of one token is at most LONGER times
-        that of a token in a sequence of SHORT_SEQ tokens."""
+        """Return the workload with its sequence length halved until a token takes at most LONGER times the operations
+        that it takes in a sequence of SHORT_SEQ tokens."""
 
         def cost(tokens: int) -> float:
             return replace(load, seq_len=tokens).flops_per_step / tokens
@@ -260,8 +260,8 @@ class Advice:
 
 
 def of_records(records: Sequence[Record]) -> Advice | None:
-    """Return a question about the machine of these records, for the workload and budget that most of its runs trained
-    with. None if no run trained, or if the machine is neither this one nor in machines.yaml."""
+    """Return a question about the machine of these records, with the workload and budget that most of the records have.
+    None if no run trained, or if the machine is neither this one nor in machines.yaml."""
     trained = [record for record in records if record.samples_per_second and record.job.world_size == 1]
     if not trained:
         return None
@@ -276,8 +276,8 @@ def of_records(records: Sequence[Record]) -> Advice | None:
 
 
 def is_usable(row: dict[str, Any]) -> bool:
-    """True if the row's method trains this workload like the reference, and nothing is known that it lacks at the
-    place."""
+    """True if the row's method trains this workload like the reference, and the method lacks nothing at the place, as
+    far as is known."""
     return "error" not in row and row["is_exact"] and not row["missing"]
 
 

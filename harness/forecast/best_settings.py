@@ -37,8 +37,8 @@ class Try(NamedTuple):
 
     @property
     def of_bound(self) -> float:
-        """Return the seconds of the step's arithmetic on the device, divided by the step's seconds. It is 1 if
-        arithmetic alone limits the speed, and 0 if the rates are not known."""
+        """Return the share of the step's seconds that arithmetic on the device takes: 1 if arithmetic alone limits the
+        speed, 0 if the rates are not known."""
         rates, num_ranks = self.room.rates, self.options.get("world_size", 1)
         return sum(compute_seconds(self.workload, rates)) / num_ranks / self.step.seconds if self.step and rates else 0
 
@@ -60,7 +60,7 @@ def best(attempt: Callable[[Workload], Try], workload: Workload, searched: froze
     while not now.lacks and now.of_bound < NEAR and 2 * now.workload.batch_size * workload.seq_len <= MOST_TOKENS:
         size, parts = 2 * now.workload.batch_size, now.workload.micro_batches
         now = _in_parts(attempt, replace(workload, batch_size=size, micro_batches=parts), searched)
-        # this batch does not fit, but three quarters of it may: one and a half times the last batch
+        # this batch does not fit, so try three quarters of it, which is 1.5 times the last batch that fit
         if now.lacks and size > 2:
             now = _in_parts(attempt, replace(workload, batch_size=3 * size // 4), searched)
             found += [] if now.lacks else [now]

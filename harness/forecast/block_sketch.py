@@ -1,9 +1,9 @@
 """Finds the memory use of a layer that computes in blocks of tokens (harness/core/token_blocks.py), for the fields that
 harness/core/anatomy.py holds.
 
-At first a narrow layer must compute the same by blocks as without blocks, gradients included; otherwise the layer
-computes as a whole. The layer also computes as a whole if its attention keeps the scores of all pairs of tokens: beside
-these, an MLP's tensors are small.
+At first a narrow layer is computed in blocks and as a whole. If the outputs or gradients differ, the model's layers
+compute as a whole. The layer also computes as a whole if its attention keeps the scores of all pairs of tokens: beside
+these scores, an MLP's tensors are small.
 
 Shapes: B batch, T tokens, D hidden.
 """
@@ -69,7 +69,7 @@ def computes_alike(workload: Workload, parts: list[str]) -> bool:
     token_blocks.set_blocks(layer, parts, PROVED, 0)
     pairs = [*zip(whole, computed(), strict=True)]
     sizes = [float(expected.detach().norm()) for expected, _ in pairs]
-    # some gradients are zero but for rounding, so compare all with the largest
+    # some gradients are zero but for rounding, so the error of each is compared with the largest gradient
     sizes[1:] = [max(sizes[1:])] * len(sizes[1:])
     return all(
         float((found - expected).detach().norm()) <= GRADIENT_TOLERANCE * size
@@ -78,8 +78,8 @@ def computes_alike(workload: Workload, parts: list[str]) -> bool:
 
 
 def lines(workload: Workload, parts: list[str], block_tokens: int) -> list[tuple[float, int]]:
-    """Return two lines whose maximum is the layer's memory: for each line, a factor of the bytes of the layer's input,
-    and bytes to add.
+    """Return two lines, which are linear functions of the bytes of the layer's input, each as (factor, bytes to add).
+    The layer's memory is the larger of their two values.
 
     The first line is the memory of the MLP's backward pass. The second line is the memory of the rest of the backward
     pass, which is attention. With many blocks the second is higher, because one block's memory is small beside

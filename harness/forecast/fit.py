@@ -61,7 +61,8 @@ def _hint(job: Job, asked: dict[str, Any], room: Room, folders: tuple[Path, ...]
 
 
 def _asked(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the options that the user gave: those of the job, without those that the plan would choose by itself."""
+    """Return the options that the user gave. These are the job's options but for those that the plan would choose
+    itself."""
 
     def planned(options: dict[str, Any]) -> dict[str, Any]:
         return method.create(job.method, options, folders).plan(job.workload, room).options
@@ -75,8 +76,8 @@ def _asked(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tuple[int, T] | None:
-    """Return the first size with a plan, of `num_ranks` sizes from `size` up, and what `planned` returns for it. None
-    if none of these sizes has a plan.
+    """Try `num_ranks` sizes, from `size` up. Return the first size that has a plan, and what `planned` returns for this
+    size. None if none of the sizes has a plan.
 
     `planned` raises ValueError for a size without a plan. A window or a placement may need more layers. A number of
     pipeline stages, which divides the number of ranks, must also divide the number of layers.
@@ -95,7 +96,7 @@ def largest(trained: method.Method, job: Job, room: Room) -> int:
         return found[1].shortfall(room) is None if found else unplanned
 
     def may_fit(num_layers: int) -> bool:
-        # there are fewer stages than ranks, so each stage may need more memory than with more layers
+        # there are fewer pipeline stages than ranks, so a stage may need more memory than at a larger depth
         is_shallow = num_layers < job.world_size
         return is_shallow or fits(num_layers, num_layers < job.workload.num_layers)
 

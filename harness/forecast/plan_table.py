@@ -88,8 +88,8 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
 
 
 def show(found: list[dict[str, Any]], exact: bool) -> None:
-    """Print what each method needs by memory, what follows from it, and a line for each row that does not fit or has no
-    plan."""
+    """Print the bytes that each method needs in each memory, whether it fits, its largest depth, and a line for each
+    row that does not fit or has no plan."""
     planned = [row for row in found if "error" not in row]
     sizes = [name for name in SIZES if len({row[name] for row in planned}) > 1]
     numbers = [*(SIZES[name] for name in sizes), *STATE_KINDS, "in all"] + ["exact"] * exact

@@ -35,8 +35,9 @@ EXTRA_BYTES = 2 * MIB
 
 
 class PublishedLimits(NamedTuple):
-    """The largest numbers of layers that a law allows: by device memory if nothing is reserved beyond use, by device
-    memory with what the logged allocator reserved, and by host memory (None: the law has no limit by host memory)."""
+    """The largest numbers of layers that a law allows. `device`: by device memory, if the allocator reserved only the
+    bytes in use; `device_as_reserved`: with the bytes that it did reserve; `host`: by host memory, None if it sets no
+    limit."""
 
     device: int
     device_as_reserved: int
@@ -57,7 +58,7 @@ class Law(NamedTuple):
     method: str
     published_layers: int  # the most layers of the method's published runs
     static_bytes: Callable[[Workload], int]  # bytes of state on the device
-    transient_mib: float  # MiB: maximum allocated less static bytes and layer inputs, at 32 layers
+    transient_mib: float  # maximum allocated MiB less static bytes and layer inputs, at 32 layers
     reserved_per_allocated: float  # maximum reserved bytes / maximum allocated bytes, from the log of the largest size
     host_bytes_per_param: float | None
     host_source: str = ""

@@ -89,8 +89,8 @@ def exchange_seconds(num_bytes: float, rates: Rates) -> float:
 
 
 def parts_sent(num_bytes: float, num_ranks: int) -> float:
-    """Return the bytes that each rank sends in an all-gather or a reduce-scatter of a tensor of `num_bytes`: all of the
-    ranks' equal parts but one."""
+    """Return the bytes that each rank sends in an all-gather or a reduce-scatter of a tensor of `num_bytes`: each rank
+    sends all but one of the tensor's `num_ranks` equal parts."""
     return num_bytes * (num_ranks - 1) / num_ranks
 
 

@@ -11,7 +11,7 @@ from harness.forecast.step import least_seconds
 from harness.gate import probe
 from harness.gate.probe import ROUNDINGS, Extent
 
-LONG_SECONDS = 600.0  # the estimate is printed first if a run should take longer than this
+LONG_SECONDS = 600.0  # if a run should take longer than this, the estimate is printed before the run
 SHORTER = "for a shorter run try fewer --steps, smaller -l, -h, -b or --seq, or --scale fit"
 PROCESS_SECONDS = {"cpu": 4.0, "sim": 4.0, "cuda": 12.0}  # seconds that any process takes for imports and the gate
 # guessed fp32 operations per second of the device; on a CPU, of each core
@@ -19,7 +19,7 @@ OPERATIONS_PER_SECOND = {"cpu": 2e10, "sim": 2e10, "cuda": 2e13}
 BUILT_BYTES_PER_SECOND = 2e9  # guessed rate at which a model's state is built and inspected
 # Guessed rate at which state moves between device and host, and at which the host updates state.
 MOVED_BYTES_PER_SECOND = {"cpu": 2e9, "sim": 2e9, "cuda": 1.5e10}
-# Lower limits of the rates of any working run, for deadlines: even a busy machine with two cores is well above them.
+# Rates for deadlines, below those of any run that works: even a busy machine with two cores is well above these rates.
 SLOWEST_OPERATIONS_PER_SECOND, SLOWEST_BYTES_PER_SECOND = {"cpu": 2e8, "sim": 2e8, "cuda": 5e11}, 1e8
 STATE_BYTES_PER_PARAM = 64  # bytes for each parameter that move in a step if all states go to a slow disk and back
 FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0

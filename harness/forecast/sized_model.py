@@ -19,7 +19,7 @@ def amount(text: str) -> float | None:
 
 def sized(num_params: float) -> Workload:
     """Return the workload of a GPT with about this number of parameters. Its layers are those of the GPT-3 model with
-    the nearest number of parameters, and it has as many of them as needed."""
+    the nearest number of parameters, and the number of layers makes up the size."""
 
     def distance(workload: Workload) -> float:
         return max(workload.num_params / num_params, num_params / workload.num_params)

@@ -36,7 +36,7 @@ COUNTED = (64, 128)  # numbers of tokens of the two samples whose operations are
 # number of tokens whose activations are measured: so large that a weight's memory is negligible beside theirs
 MEASURED = 2**16
 SAMPLE = 1024  # most tokens of one sample while activations are measured
-SHORT = 256  # the same limit, if attention stores the scores and masks of all pairs of tokens
+SHORT = 256  # most tokens of one sample if attention stores the scores and masks of all pairs of tokens
 
 
 def sketch(workload: Workload) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def prefix_of(whole: nn.Module) -> str:
 
 def prove(workload: Workload) -> dict[str, tuple[float, float]]:
     """Compare the parts of a narrow model with the whole. Return the mean and the standard deviation of the whole
-    model's starting values, by tensor. Raises Unlike if the parts compute anything else."""
+    model's starting values, by tensor. Raises Unlike if the parts compute something else than the whole."""
     small = narrow(workload)
     torch.manual_seed(1)
     config = hub_config.narrowed(str(small.config), small.num_layers, small.hidden_size, small.vocab_size)
@@ -86,7 +86,7 @@ def prove(workload: Workload) -> dict[str, tuple[float, float]]:
     named = dict(whole.named_parameters())
     starts = {within(name, prefix): start(name, weight, whole) for name, weight in named.items()}
     for weight in named.values():
-        # norms and biases start from equal values; change them, so that the test tells them apart
+        # norms and biases start from equal values; change them, so that the test notices exchanged ones
         weight.data.add_(torch.randn_like(weight), alpha=0.1)
     for names, part in parts.items():
         for name, _ in list(part.named_parameters()):
@@ -247,7 +247,7 @@ def main() -> None:
     sizes = hub_config.sizes_of(config)
     try:
         print(json.dumps(sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))))
-    # layers that read values, as experts do, raise other errors, because tensors without memory have no values
+    # a layer that reads its tensors' values, as experts do, fails: tensors without memory have no values
     except (AssertionError, RuntimeError, Unlike) as error:
         print(json.dumps({"unlike": (str(error).splitlines() or [type(error).__name__])[0]}))
 

@@ -2,8 +2,8 @@
 
 A plan that knows its schedule gives the seconds itself. Other plans give the work of each resource in a step. The lower
 bound assumes that all resources work at once, so a step takes as long as the busiest resource. The prediction assumes
-that they work one after the other, except for the work that the method lists in Method.hides: it runs at the same time
-as compute. accuracy.py compares predictions with measurements.
+that they work one after the other, except for the work that the method lists in Method.hides: this work runs at the
+same time as compute. accuracy.py compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMPUTE, ON_DEVICE, COPIES, ON_HOST, DISK, EXCHANGES = (
 
 
 def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates, num_ranks: int = 1) -> Forecast:
-    """Predict the seconds of one rank's step. All ranks are on one host; each has its part of the batch and of the
+    """Predict the seconds of one rank's step. All ranks are on one host; each rank has its part of the batch and of the
     host's rates. `plan`: the plan of one rank."""
     if plan.step_seconds:
         return Forecast(plan.step_seconds, plan.binds)
@@ -51,8 +51,8 @@ def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates, num
 
 
 def shared(rates: Rates, num_ranks: int) -> Rates:
-    """Return the rates that each of several ranks on one host has. All ranks share the host's rates. They share the
-    device's rates only if the host is the device."""
+    """Return the rates that each of several ranks on one host has. All ranks share the host's rates. If the device is
+    the host itself (a CPU), they share the device's rates, too."""
     of_host = ["host_bytes", "host_adam_params", "disk_read_bytes", "disk_write_bytes"]
     if rates.is_host:
         of_host += ["device_flops", "head_flops", "device_bytes", "inbound_bytes", "outbound_bytes", "exchange_bytes"]
@@ -80,14 +80,14 @@ def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float 
 
 
 def _updated_on_host(workload: Workload, plan: Plan, bytes_each: int) -> float:
-    """Return the number of parameters that the host updates. It is the bytes of optimizer state in host memory and on
-    the disk, divided by `bytes_each`, the bytes of one parameter's state."""
+    """Return the number of parameters that the host updates. This number is the bytes of optimizer state in host memory
+    and on the disk, divided by `bytes_each`, the bytes of one parameter's state."""
     states = plan.host.get("optimizer", 0) + plan.disk.get("optimizer", 0)
     return min(workload.num_params, states / bytes_each) if plan.updates_on_host else 0.0
 
 
 def _updated_by_rank(workload: Workload, plan: Plan) -> float:
-    """Return the number of parameters that one rank updates: those whose optimizer states the rank's plan holds, at
-    most all."""
+    """Return the number of parameters that one rank updates: as many as the rank's plan holds optimizer states for, and
+    at most all parameters of the model."""
     states = sum(memory.get("optimizer", 0) for memory in (plan.device, plan.host, plan.disk))
     return min(workload.num_params, states / resources.MOMENT_BYTES)

@@ -1,5 +1,5 @@
-"""A place to train, with the memories that plans may fill there. It is a machine by name, a GPU by its numbers, or this
-machine."""
+"""A place to train, with the memories that plans may fill there. The place is a machine with a name, a GPU described by
+numbers, or this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainingPlace:
 
     def room_for(self, workload: Workload, num_ranks: int = 1) -> Room:
         """Return the memories that the plan of one rank may fill, if `num_ranks` ranks are on one host. If neither the
-        call nor the entry gives the host memory, it is assumed."""
+        call nor the entry gives the host memory, ASSUMED_HOST_BYTES is taken."""
         asked, entry = self.asked, self.entry
         if self.name is None:
             room = machine.room(asked, self.device, workload, num_ranks)
@@ -53,8 +53,8 @@ class TrainingPlace:
 
     @property
     def dtype(self) -> str:
-        """Return the dtype to train in if the call gives none: on a GPU bf16, or fp16 if the GPU lacks bf16; else
-        fp32."""
+        """Return the dtype to train in if the call gives none: bf16 on a GPU, fp16 on a GPU without bf16, fp32 on any
+        other device."""
         if self.device != "cuda":
             return "fp32"
         if self.entry and self.entry.datasheet:

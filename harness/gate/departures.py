@@ -135,7 +135,7 @@ def first_loss_beyond(record: Record, other: Record) -> str:
 
 
 def departure(record: Record, reference: Record, limits: Limits) -> Departure | None:
-    """Return the first departure beyond these limits, of steps or else of tensors; None if there is none."""
+    """Return a step's departure beyond these limits or, if no step departs, a tensor's; None if no tensor departs."""
     return in_steps(record, reference, limits) or in_tensors(record, reference, limits)
 
 
@@ -176,8 +176,8 @@ def _of_update(step: int, told: str, is_faint: bool) -> Departure:
 
 def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure | None:
     """Return the departure of the final tensor that is farthest beyond its limit. If no tensor is beyond its limit,
-    return that of the median tensor, which has a stricter limit. None if there is no departure, or not all steps can be
-    compared."""
+    return the departure of the median tensor, which has a stricter limit. None if there is no departure, or not all
+    steps can be compared."""
     if comparable_steps(record, reference) < len(reference.losses):
         return None
     for part, (reason, text) in TENSORS.items():
@@ -197,7 +197,7 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
 
 
 def _partial_update(record: Record, reference: Record) -> Departure | None:
-    """Return the departure of the tensor with the smallest share of changed elements; None if it is large enough."""
+    """Return the departure of the tensor with the smallest share of changed elements; None if that is large enough."""
     ratios = evidence.ratios(record, reference, "changed")
     if ratios and not ratios[worst := min(ratios, key=lambda name: ratios[name])] >= 1 - CHANGED_TOLERANCE:
         ours, theirs = (each.tensors[worst]["changed"] for each in (record, reference))
@@ -208,8 +208,8 @@ def _partial_update(record: Record, reference: Record) -> Departure | None:
 
 
 def _update_size(record: Record, reference: Record) -> Departure | None:
-    """Return a departure if the size of an update is wrong; else None. It is wrong if a tensor moved too far or not far
-    enough, or if the median tensor did, for which the limit is stricter."""
+    """Return a departure if an update has the wrong size; else None. The size is wrong if a tensor moved too far or not
+    far enough. The median tensor has a stricter limit."""
     ratios = evidence.ratios(record, reference, "moved")
     if not ratios:
         return None
@@ -240,9 +240,9 @@ def _grown_keys(record: Record) -> Departure | None:
 
 
 def without_decay(record: Record, reference: Record) -> str:
-    """Return a text if tensors end as if without weight decay: matrices are larger by what decay takes off, while
-    biases and norms agree. Empty otherwise. Decay shows late, so the first wrong loss or norm would not name this
-    cause."""
+    """Return a text if the tensors end as if trained without weight decay; empty otherwise. Then matrices are larger by
+    the amount that decay takes off, while biases and norms agree. Decay shows late, so the first wrong loss or norm
+    would not name this cause."""
     load = record.job.workload
     taken = WEIGHT_DECAY * sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
     grown: dict[bool, list[float]] = {True: [], False: []}

@@ -20,11 +20,10 @@ LEAST = 1e-7  # smallest relative difference that counts: one rounding in fp32
 # Allowed distance, relative to a tensor's size, because a few elements may round in the other direction. It matters for
 # the weights of norms: they are near 1, and at the published rate they move by only a few units in the last place.
 ROUNDING = 2**-24 / 4
-# largest relative difference of the norms of bit-equal gradients that is allowed; engines differ by up to 1.2e-7
+# largest allowed relative difference between two norms of bit-equal gradients; engines differ by up to 1.2e-7
 SUMMED = 1e-6
-# Half the distance from 1 to the next larger float. A step of less than this upwards does not change a weight of 1.
-# Downwards, half of this is enough, but AdamW's step is often less than half its rate, and then leaves the weight as it
-# is.
+# Half the distance from 1 to the next larger float: a smaller step upwards leaves a weight of 1 unchanged. Downwards, a
+# step of half this size changes the weight, but AdamW's step is often less than half its rate.
 SMALLEST_STEP = 2**-24
 Moment = Literal["exp_avg", "exp_avg_sq"]
 MOMENTS: dict[str, Moment] = {"first moments": "exp_avg", "second moments": "exp_avg_sq"}
@@ -46,7 +45,7 @@ def flaw(record: Record) -> Flaw | None:
             return Flaw("not-finite", f"the loss is {loss} from step {step} on", {"step": step})
     if len(record.losses) != record.job.steps:
         return Flaw("incomplete", f"{len(record.losses)} of {record.job.steps} steps have a loss")
-    # Not in fp16: a step that fp16 skips has a norm that is not finite. other_scales() compares the skipped steps.
+    # fp16 is left out: a step that fp16 skips has a norm that is not finite. other_scales() compares skipped steps.
     if record.origin == "run" and record.job.workload.dtype != "fp16":
         for step, norm in enumerate(record.grad_norms, start=1):
             if norm is not None and not math.isfinite(norm):
@@ -118,10 +117,10 @@ def elsewhere(record: Record) -> Flaw | None:
 
 
 def least_device_bytes(job: Job) -> int:
-    """Return a lower bound of the device memory, in bytes, that any training of this job takes. It is the sum of all
-    tokens, which the worker puts there, and of the matrix, input and output of one sample's product with a layer's
-    largest matrix. Several ranks may each take a part of the product. A method that cuts a matrix or a sample needs
-    less than this bound."""
+    """Return a lower bound of the device memory, in bytes, that any training of this job takes. The bound is the bytes
+    of all tokens, which the worker puts there, plus the bytes of one product: a layer's largest matrix, and the input
+    and output of its product with one sample. Several ranks may each take a part of the product. A method that cuts a
+    matrix or a sample needs less than this bound."""
     load = job.workload
     tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)  # int64 tokens; inputs and targets are copies
     matrix = load.anatomy.layer_matrix
@@ -186,8 +185,9 @@ def loss_differences(record: Record, other: Record) -> list[tuple[int, float, fl
 
 
 def differences(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
-    """Return the relative difference of each step's two values. It is 0 if a log lacks a value, or if neither value is
-    finite. In fp16 both trainings skip such a step; the order of a sum decides whether its norm is infinite or NaN."""
+    """Return the relative difference of each step's two values. The difference is 0 if a log lacks a value, or if
+    neither value is finite. In fp16 both trainings skip such a step; the order of a sum decides whether its norm is
+    infinite or NaN."""
 
     def difference(a: float | None, b: float | None) -> float:
         if a is None or b is None or a == b or not (math.isfinite(a) or math.isfinite(b)):
@@ -198,8 +198,9 @@ def differences(ours: Sequence[float | None], theirs: Sequence[float | None]) ->
 
 
 def distances(record: Record, reference: Record) -> dict[str, float]:
-    """Return, for each tensor, the distance between its change and its change in the reference, relative to the latter.
-    The distance is that of both sketches, less an allowance (ROUNDING) for the rounding of single elements."""
+    """Return, for each tensor, the distance between its change and its change in the reference, divided by the size of
+    the reference's change. The distance is measured between the two sketches, less an allowance (ROUNDING) for the
+    rounding of single elements."""
     found = {}
     for name, theirs in reference.tensors.items():
         ours = record.tensors.get(name, theirs)

@@ -45,7 +45,7 @@ def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any
     cores = len(os.sched_getaffinity(0))
     # fix this thread's number of threads before the pool's initializer changes the default, as in devices/streams.py
     torch.get_num_threads()
-    # a tensor may be made only when it is asked for: hold at most one for each core, and one more
+    # `tensors` may make each tensor only when it is asked for: hold at most one tensor for each core, and one more
     room = threading.Semaphore(cores + 1)
     found: dict[str, Future] = {}
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -90,7 +90,7 @@ def moment_size(moment: torch.Tensor | None, noise: range) -> float | None:
 
 
 def noise_in(name: str, workload: Workload) -> range:
-    """Return the range of those elements of a tensor whose gradient is only rounding; empty if it has none."""
+    """Return, as a range, the indices of a tensor's elements whose gradient is only rounding; empty if it has none."""
     anatomy = workload.anatomy
     return range(*anatomy.noise.get(anatomy.within(name), (0, 0)))
 

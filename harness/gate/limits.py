@@ -53,9 +53,9 @@ MEDIAN_DISTANCE_TOLERANCE = 0.05
 # out.
 SETTLED_STEPS = 20
 # A method that drops other elements may differ from the reference by this many times the change that dropout causes in
-# the reference. A single tensor may be near by chance, so each tensor's limit is that of the tensor with the largest
-# change. Honest runs needed 1.6 to 3.6 times when this was chosen (results/LOG.md), those of bench/dropout_rule.py 0.8
-# to 2.9 times.
+# the reference. A single tensor may change little by chance, so all tensors have the limit of the tensor that changes
+# most. Honest runs needed 1.6 to 3.6 times when this was chosen (results/LOG.md), those of bench/dropout_rule.py 0.8 to
+# 2.9 times.
 DROPOUT_ALLOWED = 6.0
 # Limit of a probe as a multiple of the floor, in any dtype. 324 honest runs of three sizes reached 6.2; planted faults
 # begin at 68 in fp32 (results/LOG.md). bench/gate_power.py tries the limit on further models and faults.
@@ -92,8 +92,8 @@ class Limits(NamedTuple):
         )  # fmt: skip
 
     def of_norms_summed_by(self, reference: Record) -> Limits:
-        """Return limits in which the limit of each gradient norm is at least the rounding error of the norm's own
-        sum."""
+        """Return these limits, but with each gradient norm's limit raised to at least the rounding error of the sum of
+        squares that gives the norm."""
         largest = reference.job.workload.anatomy.largest_numel
         least = 0.0 if reference.job.device == "cuda" else NORM_ROUNDING * largest**1.5
         return self._replace(norms=[max(least, each) for each in self.norms])
@@ -146,7 +146,7 @@ def floor(reference: Record, others: Sequence[Record], wide: Sequence[Record] = 
 
 def _largest_so_far(series: list[list[float]], num: int) -> list[float]:
     """Return, for each of `num` steps, the largest difference in any series up to this step. The first FIRST steps
-    share the largest difference of them all."""
+    share the largest difference of all these steps."""
     ends = [max(FIRST, step) for step in range(1, num + 1)]
     return [max([LEAST, *(value for each in series for value in each[:end])]) for end in ends]
 

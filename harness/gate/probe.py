@@ -1,5 +1,5 @@
-"""The gate's probe: trains the same job at a learning rate at which faults show, and compares it with the reference
-within honest rounding.
+"""The gate's probe: trains the same job at a learning rate at which faults show, and compares this training with the
+reference's, within honest rounding.
 
 At the published rate, the first twenty steps (warm-up) hardly move a weight, so many faults do not show. The probe's
 rate is 0.5, under the same schedule: 1.6e-4 at the first step, 3.1e-3 at the twentieth. The method trains at this rate.
@@ -34,8 +34,8 @@ LAYERS, STEPS = 4, 20
 MOST_STEPS = 60  # largest number of steps for which a probe's limits are known to hold
 # The roundings of methods/shared/roundings.py with which the reference is trained for the floor. Those in the second
 # group are trained only if a departure remains with the first group, because further roundings only raise the floor. No
-# departure remained in 279 of 281 probes of honest runs. A training with the first takes no longer than the reference's
-# (results/LOG.md).
+# departure remained in 279 of 281 probes of honest runs. A training with the first rounding takes no longer than the
+# reference's (results/LOG.md).
 ROUNDINGS = (
     ("plain-attention",),
     ("single-samples", "samples-reversed", "split-products", "ulp-of-norms", "head-in-blocks"),
@@ -43,8 +43,8 @@ ROUNDINGS = (
 ROUNDED = "rounded"  # name of the method that trains the reference with other roundings
 FOLDER = "probes"  # subfolder of the folder of results that holds the probes' records
 METHODS = ROOT / "methods" / "probe"  # folder of the methods that only the probe uses
-# The largest sizes of a probe. At these sizes it finds all faults that bench/gate_power.py plants. A head keeps at
-# least 8 columns, because GPU kernels take multiples of 8.
+# The largest sizes of a probe. At these sizes, a probe finds all faults that bench/gate_power.py plants. A head keeps
+# at least 8 columns, because GPU kernels take multiples of 8.
 HIDDEN_SIZE, HEAD_SIZE, TOKENS, WORDS = 64, 8, 64, 512
 BATCH_TOKENS, FEWEST_TOKENS = 256, 8  # most tokens of a batch, but each sample keeps at least FEWEST_TOKENS
 
@@ -155,8 +155,8 @@ def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs)
 
 
 def _budget(job: Job, extent: Extent) -> Budget:
-    """Return a budget that gives each step as much time as the job's. A simulated slow link is left out, because it
-    does not change the training."""
+    """Return a budget that gives each step of the probe as much time as a step of the job has. A simulated slow link is
+    left out, because it does not change the training."""
     budget = dataclasses.replace(job.budget, link_bytes_per_second=None) if job.device == "sim" else job.budget
     if budget.seconds and job.steps < extent.steps:
         return dataclasses.replace(budget, seconds=math.ceil(budget.seconds * extent.steps / job.steps))
@@ -164,8 +164,8 @@ def _budget(job: Job, extent: Extent) -> Budget:
 
 
 def _deep_enough(job: Job, extent: Extent, runs: Runs) -> tuple[Job, int, str]:
-    """Return a job with the least number of layers that the method can train, from the probe's number up. Also return
-    this number, and an empty text or, if no number works, the reason."""
+    """Double the probe's number of layers until the method can train the job with it. Return the job, its number of
+    layers, and an empty text or, if no number works, the reason."""
     most = min(job.workload.num_layers, runs.fits(runs.reference_of(job)))
     depth, why = min(most, extent.layers), "the reference does not fit at any depth"
     while depth >= 1:

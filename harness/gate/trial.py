@@ -9,7 +9,8 @@ from harness.core.record import Record
 
 class Trial(NamedTuple):
     """The records of a probe in one dtype. `others`: trainings of the reference with other roundings. `wide`: the
-    reference in fp32, if the probe's dtype is another. Both are empty if the method gives the reference's very bits."""
+    reference in fp32, if the probe's dtype is another. `others` and `wide` are empty if the method gives the
+    reference's very bits."""
 
     record: Record
     reference: Record

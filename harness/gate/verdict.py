@@ -1,10 +1,10 @@
 """The gate: does a record show the same training as the reference? judge() returns a verdict, from records alone.
 
 evidence.py looks for flaws of the record alone: a missing step, a loss that is not finite, a tensor that did not
-change. Then departures.py compares it with the reference, within rounding (limits.py): losses and gradient norms by
-step, and for each tensor the share that changed, the distance moved, its final values and the size of its moments. At
-last the probe (probe.py) trains at a learning rate at which faults show. The first departure gives the reason of a
-failure; a departure of the probe goes before one of the run.
+change. Then departures.py compares the record with the reference's, within rounding (limits.py): losses and gradient
+norms by step, and for each tensor the share that changed, the distance moved, its final values and the size of its
+moments. At last the probe (probe.py) trains at a learning rate at which faults show. The first departure gives the
+reason of a failure; a departure of the probe goes before one of the run.
 """
 
 from __future__ import annotations

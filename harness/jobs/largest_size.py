@@ -38,7 +38,7 @@ class Probes:
         self.axis = SizeAxis(of, job.workload, parts_of(job.workload.micro_batches, job.world_size))
         self.room = machine.rank_room(job)
         self.records: list[Record] = []
-        # by memory: pairs of a size and the bytes beyond the plan
+        # by memory: pairs of a size and, by phase, the bytes that the run of this size took beyond its plan
         self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}
         # by memory: the least number of bytes beyond the plan; known because a run failed although its plan fitted
         self.lacking: dict[str, int] = {}
@@ -145,7 +145,7 @@ class Probes:
 
     def _learn(self, record: Record, plan: Plan) -> None:
         """Keep a lower bound of the bytes beyond the plan, shown by a run that failed although its plan fitted: the run
-        needed more bytes than the plan and the remaining room."""
+        needed more bytes than its plan and the room left beside the plan."""
         size, lacked = self.axis.number(record.job.workload), memory_of(record)
         memory, room = BUDGETED.get(lacked, lacked), self._room_at(size)
         have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, plan.pooled(room)))

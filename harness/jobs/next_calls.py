@@ -20,7 +20,7 @@ from harness.jobs.scale import to_fit
 
 
 def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a command and its effect, in place of jobs of which none can fit.
+    """Yield pairs: a command to run in place of these jobs, of which none can fit, and the command's effect as text.
 
     For one job, yield next_calls(). For several methods at one size, each command names all methods. For several sizes,
     yield nothing.

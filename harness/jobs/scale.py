@@ -42,7 +42,7 @@ def to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
     """Scale the job down and move it to the simulated device; return the scaled job and the factor.
 
     The factor is the least one of FACTORS with which the run and its reference take at most MOST_SECONDS on this
-    machine; if there is none, the largest. A budget that the job lacks is that of the machine of the published runs.
+    machine; if there is none, the largest. A budget that the job lacks is taken from the published runs' machine.
     """
     published = named_machines.load(named_machines.PUBLISHED).budget_on("sim")
     given = {name: size for name, size in vars(job.budget).items() if size is not None and name.endswith("_bytes")}
