@@ -35,8 +35,8 @@ def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate
     """Return a verdict on each log of one folder. `references`: methods that may be the reference, best first.
 
     A record without a reference at its own depth is also compared with records of its method at a depth that has a
-    reference, and with records of its own size by other methods. These methods must agree with the reference at some
-    depth.
+    reference, and with records of its own size by other methods. Of the other methods, only those count that agree with
+    the reference at some depth.
     """
     anchors = [record for name in references for record in records if record.job.method == name]
     judged = [(record, _judge(record, anchors)) for record in records]
@@ -88,7 +88,7 @@ def _judge(record: Record, anchors: list[Record]) -> Gate:
 
 def _flaw(anchor: Record) -> str:
     """Return, as text, why a log cannot be the reference: it fails its own conditions or, if it meets them, its loss
-    does not fall. The caller has found that one of these is so."""
+    does not fall. Called only if one of these is so."""
     own, losses = _own_conditions(anchor), anchor.losses
     return own.text if own else f"its logged losses do not fall: from {losses[0]:.4g} to {losses[-1]:.4g}"
 

@@ -1,4 +1,4 @@
-"""Writes the text that `advise` prints: the decision in one sentence, the next calls, its reasons, the changes that
+"""Writes the text that `advise` prints: the decision in one sentence, the next calls, the reasons, the changes that
 would lead to another decision, and a row for every method."""
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ TOLD = ("software.commit", "software.source", "machine.gpu", "machine.cpu", "mac
 @dataclass(frozen=True)
 class Held:
     """The newest runs of a point, compared with the baseline's runs. `training`: SAME_BITS, SAME, OTHERWISE or UNKNOWN.
-    `why`: the reason for it. `speed`: the comparison of their speeds."""
+    `why`: the reason, as text. `speed`: the comparison of both sides' speeds."""
 
     training: str
     why: str
@@ -47,8 +47,8 @@ class Held:
 
     @property
     def is_compared(self) -> bool:
-        """False if it is not known whether both sides train the same, or if both have a throughput but cannot be
-        compared."""
+        """True if it is known whether both sides train the same. If both have a throughput, their speeds must also have
+        been compared."""
         have_speed = all(records[-1].samples_per_second for records in (self.speed.a, self.speed.b))
         return self.training != UNKNOWN and not (have_speed and self.speed.verdict == NONE)
 

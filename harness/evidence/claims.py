@@ -161,8 +161,8 @@ class Plateau:
 class Shape:
     """A claim on the shape of values along an axis: a power law, fitted to at least four points, or a plateau.
 
-    A plateau has at least `num_points` points, the last ones on the axis. None of them gains more than `gain` over the
-    first of them.
+    A plateau has at least `num_points` points, which are the last ones on the axis. None of its points gains more than
+    `gain` over the plateau's first point.
     """
 
     of: Point

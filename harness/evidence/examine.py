@@ -102,8 +102,8 @@ def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer
     that the claim allows is already a margin."""
 
     def flat_from(bound: str) -> int:
-        """Return the index of the first row over which no later row gains more than allowed. `bound`: value, low or
-        high."""
+        """Return the index of the first row over which no later row gains more than allowed. `bound`: which number of a
+        gain is taken, value, low or high."""
         for index, row in enumerate(rows):
             if all(getattr(_gain(row, later), bound) <= 1 + plateau.gain for later in rows[index + 1 :]):
                 return index

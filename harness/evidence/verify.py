@@ -90,7 +90,7 @@ def is_of_logs(found: Sequence[Finding]) -> bool:
 
 def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
     """Return all imported logs, and the runs of the machine whose name contains `asked`. None: all runs, which must be
-    of one machine. Raises ValueError if they are of several, or if no record remains."""
+    of one machine. Raises ValueError if they are of several machines, or if no record remains."""
     there = sorted({machine_of(record) for record in records if record.origin != IMPORTED})
     if asked is None and len(there) > 1:
         raise ValueError(f"expected runs of one machine, got runs of {len(there)}: try --machine with one of {there}")

@@ -68,7 +68,7 @@ class FigureRow:
     keys: tuple[str, ...] = ()  # keys of the row's records
     is_final: bool = True  # False: the search for this largest size has not yet found a size that fails
     is_judged: bool = True  # False: the call that made the run ended before the gate judged the run
-    series: str = ""  # name of the row's bar or line; "": its method has only one
+    series: str = ""  # name of the row's bar or line; "": the method has only one
     group: str = ""  # the row's place on an axis of names, such as a model; "" without such an axis
     x: float | None = None  # the row's place on an axis of numbers; None without such an axis
     placement: str = ""  # numbers of layers of each kind, as --placement takes them

@@ -260,8 +260,8 @@ class Advice:
 
 
 def of_records(records: Sequence[Record]) -> Advice | None:
-    """Return a question about the machine of these records, with the workload and budget that most of the records have.
-    None if no run trained, or if the machine is neither this one nor in machines.yaml."""
+    """Return a question about the machine of these records, with the workload and budget that their runs have most
+    often. None if no run trained, or if the machine is neither this one nor in machines.yaml."""
     trained = [record for record in records if record.samples_per_second and record.job.world_size == 1]
     if not trained:
         return None

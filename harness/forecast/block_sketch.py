@@ -1,8 +1,8 @@
 """Finds the memory use of a layer that computes in blocks of tokens (harness/core/token_blocks.py), for the fields that
 harness/core/anatomy.py holds.
 
-At first a narrow layer is computed in blocks and as a whole. If the outputs or gradients differ, the model's layers
-compute as a whole. The layer also computes as a whole if its attention keeps the scores of all pairs of tokens: beside
+At first a narrow layer is computed in blocks and as a whole. If the outputs or gradients differ, the model's layer
+computes as a whole, without blocks. It also does so if its attention keeps the scores of all pairs of tokens: beside
 these scores, an MLP's tensors are small.
 
 Shapes: B batch, T tokens, D hidden.

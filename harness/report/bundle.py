@@ -85,7 +85,7 @@ def _keys(value: Any) -> Iterable[str]:
 
 
 def _fill(stage: Path, results: Path, names: Names) -> None:
-    """Write the records and logs into `stage`, without the names. Then, for each machine, make figures and a report
+    """Write the records and logs into `stage`, with `names` removed. Then, for each machine, make figures and a report
     from the written records."""
     found, complaints = page.recorded(results)
     for complaint in complaints:
@@ -120,8 +120,8 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
 
 
 def _fill_probes(stage: Path, probes: Path, names: Names) -> None:
-    """Write the records of the gate's probes, without the names. By these, whoever receives the archive can judge the
-    runs again."""
+    """Write the records of the gate's probes, with `names` removed. With these records, whoever receives the archive
+    can judge the runs again."""
     if probes.is_symlink():
         print(f"left out: {probes}: expected a folder, got a symbolic link", file=sys.stderr)
         return

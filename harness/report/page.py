@@ -217,7 +217,7 @@ def tables(
 
 
 def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list[overlap.Shown]]]:
-    """Yield the profile of each trace that belongs to these records, with the timelines that its figure shows."""
+    """Yield, for each trace that belongs to these records, its profile and the timelines that its figure shows."""
     for profile in overlap.profiles(records):
         with contextlib.suppress(ValueError):  # the trace's file is gone
             yield profile, overlap.shown(profile, results, records)

@@ -108,8 +108,8 @@ def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
 
 
 def nodes(text: str) -> Iterable[str]:
-    """Yield the hosts of a list in Slurm's notation, such as a1,b[2-4,07]. Of each range, yield at most MOST_NODES
-    + 1."""
+    """Yield the hosts of a list in Slurm's notation, such as a1,b[2-4,07]. Of each range, yield at most MOST_NODES + 1
+    hosts."""
     for before, ranges, after in re.findall(r"([\w.-]+)(?:\[([\d,-]+)\])?([\w.-]*)", text):
         for part in ranges.split(","):
             first, _, last = part.partition("-")

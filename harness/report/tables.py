@@ -149,7 +149,7 @@ def outcome(record: Record) -> str:
 
 
 def table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
-    """Return a table of these rows. A row is a cell for each column's name; a text becomes a cell."""
+    """Return a table of these rows. A row has, by the column's name, a cell or a text that becomes a cell."""
     made = DataFrame(list(rows), dtype=object)
     made = made.map(lambda cell: cell if isinstance(cell, Cell) else Cell(cell))
     made.attrs["caption"] = caption
@@ -268,8 +268,8 @@ def _claim_row(finding: Finding, other: Finding, where: str, entries: Sequence[E
 
 
 def summary(entries: Sequence[Entry]) -> DataFrame:
-    """Return a table with a row for each method and clock. At each of the sizes shown, it has the speed, memory and
-    verdict of the newest record."""
+    """Return a table with a row for each method and clock. For each size shown, the row has the newest record's speed,
+    memory and verdict."""
     found = frame.of(entry.record for entry in entries).assign(did=list(map(_did, entries)))
     newest = found.drop_duplicates(["method", "clock", "num_params"], keep="last")
     did = newest.pivot(index=["method", "clock"], columns="num_params", values="did")
@@ -338,8 +338,8 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
 
 
 def why(finding: Finding) -> str:
-    """Return the reasons for a finding as text: the profile of its rows, its note and, if a run of it did not train,
-    the verdict by the numbers alone."""
+    """Return the reasons for a finding as text: the profile of its rows, its note and, if one of its runs did not
+    train, the verdict by the numbers alone."""
     measured = f"profile {finding.profile}" if finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED) else ""
     alone = finding.numbers if finding.is_untrained else ""
     told = f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""

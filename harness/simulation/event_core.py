@@ -135,7 +135,8 @@ def run_lines(
     below, above = np.full((num_workers, most + 1), np.inf), np.full((num_workers, most + 1), np.inf)
     exists = np.arange(most + 1) < num_items[:, None]
     below[exists & is_first[:, None]] = above[exists & is_last[:, None]] = 0.0
-    # for each direction, link and place of a link, the time at which the place is free
+    # a link has a place for each message that it carries at a time; by direction, link and place: when the place is
+    # free
     links = np.zeros((2, num_workers, sends_at_once or 0))
     done = {F: np.zeros(num_workers, int), R: np.zeros(num_workers, int), B: np.zeros(num_workers, int)}
     place, ahead = np.zeros(num_workers, int), np.zeros(num_workers, int)

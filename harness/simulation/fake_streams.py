@@ -8,8 +8,8 @@ blocking copy. An op that uses only host memory runs on the thread itself. Work 
 booked on a thread of the pool; whoever asks for the work's result waits for that thread.
 
 An agent is a stream or a thread. It carries a `now`, whose meaning depends on the clock: a set of events known to have
-happened (tests/support/races.py), or a time (virtual_clock.py). If an agent waits, its `now` is joined with that of
-what it waits for.
+happened (tests/support/races.py), or a time (virtual_clock.py). If an agent waits, its `now` is joined with the `now`
+of the event or agent for which it waits.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class HostThread:
 @dataclass(eq=False)
 class Event:
     """Stands for a recorded torch.cuda.Event, or for the future of work given to a pool. The work itself has already
-    run; by the clock, the streams that it used may end later."""
+    run; by the clock, the streams that the work used may end later."""
 
     streams: FakeStreams
     now: Any

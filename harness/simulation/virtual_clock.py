@@ -8,8 +8,8 @@ its bytes. An agent's `now` is the time at which the agent is free, so waiting m
 method's own code gives the schedule, the machine gives the rates; no number here was measured.
 
 If a method has several ranks, only one of them runs here. The other ranks are taken to be like it, so an exchange can
-begin when this rank is ready. It takes the time of the bytes that one rank sends over the link between devices. This
-link carries one exchange at a time.
+begin when this rank is ready. An exchange takes the time of the bytes that one rank sends over the link between
+devices. This link carries one exchange at a time.
 """
 
 from __future__ import annotations

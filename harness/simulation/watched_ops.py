@@ -85,7 +85,7 @@ class Memories:
     def __init__(self, on_free: Callable[[Memory], None]) -> None:
         self._on_free = on_free
         self._alive: dict[int, tuple[weakref.ref, Memory]] = {}
-        # True: new memory is on the host; None: only if the op reads only host memory
+        # True: new memory is on the host; False: on the device; None: on the host if the op reads only host memory
         self._fresh_is_host: bool | None = None
 
     def of(self, tensor: Tensor, made_by: str = "another") -> Memory:
@@ -140,7 +140,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each attribute of an object. For a state (a named tuple), yield instead the name and
-    value of each of its slabs; for the spare state, the names begin with "spare"."""
+    value of each of its slabs; the names in a spare state begin with "spare"."""
     for attribute, value in vars(owner).items():
         if not hasattr(value, "_asdict"):
             yield attribute, value
