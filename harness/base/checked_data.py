@@ -16,7 +16,7 @@ T = TypeVar("T")
 # Values that a dataclass or TypedDict may set as its `__pydantic_config__`.
 NO_OTHER_FIELDS = {"extra": "forbid"}  # an unknown field is an error
 OTHER_FIELDS = {"extra": "allow"}  # unknown fields are allowed
-# Pattern of pydantic's messages; the group `what` names the expected value.
+# Pattern of pydantic's error messages; the group `what` matches the description of the expected value.
 SHOULD = re.compile(
     r"\w+ should (?:be|have) (?P<what>.+?)(?:, unable to .*| or an instance of .*| after validation, .*)?"
 )
@@ -34,7 +34,7 @@ def checked(kind: type[T], data: Any) -> T:
 
 
 def _complaint(detail: Any) -> str:
-    """Return one error of pydantic's as text, in the form `field: expected X, got Y` where possible."""
+    """Return one of pydantic's errors as text, if possible in the form `field: expected X, got Y`."""
     where = ".".join(map(str, detail["loc"]))
     kind, text = detail["type"], detail["msg"]
     if kind == "missing":

@@ -1,5 +1,5 @@
-"""Runs a module of this project in a process of its own. The module may import torch or compile, which this process
-should not do.
+"""Runs a module of this project in a process of its own, because the module may import torch or run a compiler, which
+this process should not do.
 
 The module's main() reads its arguments with `json.load(sys.stdin)`. The last line that the module prints is its answer,
 as JSON.
@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from harness.base.checkout import ROOT
 
-# Makes torch use huge pages for large CPU tensors. The same run was 1.16 times as fast with them on a 2-core EPYC
+# Makes torch use huge pages for large CPU tensors. With huge pages a run was 1.16 times as fast on a 2-core EPYC
 # (results/LOG.md).
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 # Makes CUDA number GPUs by their bus, as NVML does. By default CUDA numbers GPUs from the fastest to the slowest.
@@ -36,12 +36,12 @@ def child_environment() -> dict[str, str]:
 def when_closed(descriptor: int, then: Callable[[], Any]) -> None:
     """Start a thread that calls `then` when the process at the other end of this pipe or socket has ended.
 
-    The thread reads the descriptor, not sys.stdin. A thread that reads sys.stdin holds its lock, and a forked child
-    that closes sys.stdin would wait for this lock forever.
+    The thread reads the descriptor, not sys.stdin. A thread that reads sys.stdin holds the lock of sys.stdin, and a
+    forked child that closes sys.stdin would wait for this lock forever.
     """
 
     def wait() -> None:
-        with contextlib.suppress(ConnectionError):  # the other process ended before it read all that was sent
+        with contextlib.suppress(ConnectionError):  # the other process ended before it read all that this process sent
             while os.read(descriptor, 4096):
                 pass
         then()
@@ -54,8 +54,8 @@ def interrupt_here() -> None:
 
 
 def ask(module: str, arguments: Any) -> Any:
-    """Run the module with these arguments and return its answer. Raises ValueError if the module fails, with the last
-    line of its error output, or if it prints no answer."""
+    """Run the module with these arguments and return its answer. Raises ValueError if the module prints no answer, or
+    if it fails; then the text has the last line of the module's error output."""
     code, output, errors = _run(module, arguments, subprocess.PIPE, subprocess.PIPE)
     if code:
         raise ValueError(f"{module} failed: {(errors.strip().splitlines() or ['no error output'])[-1]}")
@@ -72,8 +72,8 @@ def run_logged(module: str, arguments: Any, log: Path) -> None:
 
 
 def _run(module: str, arguments: Any, output: int | IO[str], errors: int | IO[str]) -> tuple[int, str, str]:
-    """Run the module in a session of its own; return its exit code and the texts of its two output streams, if they are
-    pipes. At the end all processes of the session are killed, so no compiler outlives an interrupted call."""
+    """Run the module in a session of its own; return its exit code and the texts of its two output streams (a text is
+    empty if the stream is no pipe). At the end kill the session, so no compiler outlives an interrupted call."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", module], stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True,
         env=GPU_ORDER | child_environment(), start_new_session=True,

@@ -1,4 +1,4 @@
-"""Output to the console: tables, and text without characters that would command the terminal."""
+"""Writes to the console: prints tables, and escapes characters that would control the terminal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 200  # width of a table in characters if output goes to a file or a pipe; longer cells are folded
-# Pattern of characters that must not reach a terminal: control characters except tab and line end, and marks that
-# change the direction of writing, because both command the terminal; and surrogates, which stand for bytes of a file
-# name that are not UTF-8, because no stream can write them.
+# Pattern of characters that must not reach a terminal. Control characters (except tab and line end) and marks that
+# change the direction of writing control the terminal. Surrogates stand for bytes of a file name that are not UTF-8,
+# and no stream can write surrogates.
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -38,7 +38,7 @@ class _Readable:
 def readable_output() -> Iterator[None]:
     """Within this context, pass all text for standard output and standard error through readable(). The text may come
     from logs, records and file names, which may hold any character."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # no other file may get the number of a closed stream
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # fill closed streams' numbers for now
         pass
     os.close(handle)
     streams = sys.stdout, sys.stderr
@@ -68,9 +68,9 @@ def print_table(
     """Print a table of rows under the names of its columns. The table is as wide as the terminal; without a terminal it
     is WIDTH characters wide.
 
-    `numbers`: names of the columns that are aligned to the right. `widths`: for a column's name, the most characters of
-    a line in it. `has_lines`: True draws lines between the rows, and also folds cells of the first column that are too
-    long.
+    `numbers`: names of the columns that are aligned to the right. `widths`: the most characters of a line in a column,
+    by the column's name. `has_lines`: True draws lines between the rows, and also folds cells of the first column that
+    are too long.
     """
     from rich.box import HEAVY_HEAD, SIMPLE_HEAD
     from rich.console import Console

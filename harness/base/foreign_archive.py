@@ -75,8 +75,8 @@ def _is_inside(name: str) -> bool:
 
 
 class _Limited:
-    """A stream that raises ValueError once more than MOST_UNPACKED bytes have been read from it. The archive's headers
-    count, too."""
+    """A stream that raises ValueError once more than MOST_UNPACKED bytes have been read from it. These bytes include
+    the archive's headers."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.left = stream, MOST_UNPACKED

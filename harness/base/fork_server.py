@@ -26,8 +26,8 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
-# Modules that the server imports by default. torch.utils.checkpoint would import torch._dynamo at its first call, and
-# a worker needs both modules of pydantic to make its record.
+# Modules that the server imports by default. torch._dynamo is there because torch.utils.checkpoint would import it at
+# its first call, and pydantic's two modules because a worker needs them to make its record.
 IMPORTS = ("torch", "torch._dynamo", "pydantic.dataclasses", "pydantic.type_adapter")
 MASKED = (signal.SIGINT, signal.SIGTERM)  # signals that a fork blocks until it has set a new process's handlers
 MESSAGE_BYTES, MOST_DESCRIPTORS = 2**20, 16
@@ -36,7 +36,7 @@ START_SECONDS = 120.0  # most seconds to wait until a fork starts; the import of
 
 
 class Server(NamedTuple):
-    owner: int  # number of the process that started the server: only this process, none of its forks, may use it
+    owner: int  # number of the process that started the server; its forks must not use the server
     inherited: tuple[Sequence[str], dict[str, str], list[tuple[int, int]]]  # the server's imports, environment, limits
     process: subprocess.Popen[bytes]
     connection: socket.socket
@@ -54,8 +54,8 @@ class Forked:
         self.returncode: int | None = None
 
     def started(self) -> Forked:
-        """Wait until the process is forked, and set its number `pid`. Raises OSError if the server ends before, or
-        after START_SECONDS."""
+        """Wait until the process is forked, and set its number `pid`. Raises OSError if the server ends
+        first, or if START_SECONDS pass."""
         if not self.pid:
             self._control.settimeout(START_SECONDS)
             try:
@@ -102,7 +102,7 @@ def start(
             given = [theirs.fileno(), here, stdin.fileno(), output, errors, *kept]
             try:
                 socket.send_fds(_connection(environment, imports), [json.dumps(order).encode()], given)
-            except ConnectionError:  # the server was killed: start another
+            except ConnectionError:  # the server was killed, so start another server
                 close()
                 socket.send_fds(_connection(environment, imports), [json.dumps(order).encode()], given)
     except BaseException:
@@ -126,8 +126,8 @@ def close() -> None:
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import these modules. Garbage collection is off meanwhile, because it would take a fifth of the time, and later
-    collections skip the objects that exist by then."""
+    """Import these modules, with garbage collection off, because collection would take a fifth of the time. Later
+    collections skip all objects that exist after the imports."""
     gc.disable()
     for name in names:
         importlib.import_module(name)
@@ -137,8 +137,8 @@ def import_all(names: Iterable[str]) -> None:
 
 def _connection(environment: dict[str, str], imports: Sequence[str]) -> socket.socket:
     """Return the connection to a server that has these imports, this environment and this process's present resource
-    limits. If the present server differs or has ended, start a new one. The variable TMPDIR is not compared, because
-    each worker has its own."""
+    limits. If the present server differs or has ended, start a new server. The variable TMPDIR is not compared, because
+    each worker has a TMPDIR of its own."""
     global _server
     environment = {name: value for name, value in environment.items() if name != "TMPDIR"}
     inherited = imports, environment, [resource.getrlimit(kind) for kind in LIMITS]
@@ -162,7 +162,7 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Forks:
-    """The state of the server: its connection to the caller, and for each running fork the connection over which the
+    """The server's state: its connection to the caller, and the running forks, each with the connection over which the
     server reports the fork's end."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -230,7 +230,7 @@ def _work(order: dict[str, Any], asked: socket.socket, here: int, *given: int) -
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.sched_setaffinity(0, order["cores"])
-    os.environ |= order["environment"]  # this replaces every variable of the server's, because the names are the same
+    os.environ |= order["environment"]  # replaces all of the server's variables: the names are the same
     tempfile.tempdir = None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -40,8 +40,8 @@ def guard(
 
 
 class Called:
-    """A descriptor in the place of a class's function or property. It calls the function or property, turns an error
-    into one line by told(), and checks that the result has the type `returned` unless this is None."""
+    """A descriptor that replaces a function or property of a class. It calls the function or property, turns an error
+    into one line by told() and, unless `returned` is None, checks that the result has the type `returned`."""
 
     def __init__(
         self, function: Any, name: str, file: Path, passed: tuple[type[Exception], ...], returned: type | None
@@ -102,8 +102,8 @@ def line_in(folder: Path | None, error: BaseException) -> str:
 
 @contextlib.contextmanager
 def staying() -> Iterator[None]:
-    """Within this context, make os._exit() and posix._exit() raise SystemExit. Otherwise they would end this process at
-    once, without a message. A signal still ends this process; the caller's shell reports a signal."""
+    """Within this context, make os._exit() and posix._exit() raise SystemExit, because these functions would end this
+    process at once, without a message. A signal still ends this process; the caller's shell reports the signal."""
     end, here = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:

@@ -29,8 +29,8 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
 
 
 def entries(file: Path, example: str) -> dict[str, Any]:
-    """Return all entries of the file by name, not checked. Raises ValueError, one line with the example, if the file
-    cannot be read or does not hold entries by name."""
+    """Return all entries of the file by name; the entries' fields are not checked. Raises ValueError, one line with the
+    example, if the file cannot be read or does not hold entries by name."""
     try:
         return _parsed(file, file.stat().st_mtime_ns)
     except (OSError, ValueError) as error:
@@ -53,8 +53,8 @@ def places(files: Iterable[Path], example: str) -> dict[str, Path]:
 
 
 def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: str) -> T:
-    """Return the entry `name` as the dataclass `kind`. Raises ValueError if there is no such entry (the text names the
-    nearest ones) or if its fields are wrong (the text names them). `what`: the word for an entry in this text."""
+    """Return the entry `name` as the dataclass `kind`. Raises ValueError, whose text calls an entry `what`: if there is
+    no such entry, the text names the nearest entries; if the entry has wrong fields, the text names the fields."""
     found = places(files, example)
     if name not in found:
         if len(found) > FEW:
@@ -73,6 +73,6 @@ def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: s
 
 @functools.lru_cache
 def _parsed(file: Path, written: int) -> dict[str, Any]:
-    """Return the parsed file. The result is cached, because parsing takes longer than computing a plan. `written`, the
-    file's time of change in nanoseconds, makes a changed file be parsed again."""
+    """Return the parsed file. The result is cached, because parsing takes longer than computing a plan. `written` is
+    the file's time of change in nanoseconds: a changed file has another time, so it is parsed again."""
     return checked(dict[str, Any], read_yaml(file) or {})

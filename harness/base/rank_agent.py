@@ -25,10 +25,10 @@ from typing import Any, NamedTuple, NoReturn
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-# Seconds from a rank's failure until the other ranks are killed. In this time another rank may end and so show that it
-# failed first.
+# Seconds from the first failure that the agent sees until the other ranks are killed. In this time another rank may
+# report an earlier failure.
 GRACE_SECONDS = 1.5
-INTERRUPT_SECONDS = 15.0  # seconds from an interrupt until ranks that have not ended by themselves are killed
+INTERRUPT_SECONDS = 15.0  # seconds that ranks have to end by themselves after an interrupt, before they are killed
 Work = Callable[[int], int]  # gets the descriptor of the rank's pipe to the agent, returns the rank's exit code
 
 
@@ -63,16 +63,16 @@ class Rank:
         self.end = os.pidfd_open(pid)
 
     def signal(self, kind: int) -> None:
-        """Send a signal to the rank and to the other processes of its group, which it has started."""
+        """Send a signal to the rank's process and to the processes in its group, which the rank has started."""
         for send in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
                 send(self.pid, kind)
 
 
 class RankAgent:
-    """Runs the ranks of one round at a time. Subclasses decide how to handle the ranks' messages, the ranks' exit codes
-    and signals; SIGINT and SIGTERM by themselves do not end the agent. `private`: descriptors of the agent that its
-    ranks must close."""
+    """Runs the ranks of one round at a time. Subclasses define how to handle the ranks' messages, the ranks' exit codes
+    and signals; unless a subclass ends the agent, SIGINT and SIGTERM do not. `private`: descriptors of the agent that
+    its ranks must close."""
 
     def __init__(self, private: Iterable[int] = ()) -> None:
         self.private = list(private)
@@ -106,7 +106,7 @@ class RankAgent:
         """Wait for events (data, ends of ranks, signals) at most this many seconds, and handle those that have
         arrived."""
         for key, _ in self.waiting.select(seconds):
-            if key.fileobj in self.waiting.get_map():  # an earlier handler may have closed it
+            if key.fileobj in self.waiting.get_map():  # an earlier handler may have closed the descriptor
                 key.data()
 
     # ---- A round
@@ -125,8 +125,8 @@ class RankAgent:
         return address, self.listener.getsockname()[1]
 
     def fork(self, works: Mapping[int, Work]) -> None:
-        """Start a rank for each number in `works`; the rank does the number's work. Then, if listen() was called, serve
-        the ranks' store at its socket. The store is safe to serve: nothing unpickles the bytes that it gets."""
+        """Start a rank for each number in `works`; the rank does the number's work. Then, if listen() has opened a
+        socket, serve the ranks' store there. This is safe, because nothing unpickles the bytes that the store gets."""
         for number, work in works.items():
             told, tells = os.pipe()
             pid = _fork(f"rank {number}", partial(self._work, work, tells, [told]))
@@ -142,7 +142,7 @@ class RankAgent:
             self.store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
 
     def kill(self) -> None:
-        """End the round: kill the remaining ranks and the processes that these have started, and close the store."""
+        """End the round: kill the remaining ranks and the processes that they have started, and close the store."""
         for rank in self.ranks.values():
             rank.signal(signal.SIGKILL)
         for rank in [*self.ranks.values()]:
@@ -161,7 +161,7 @@ class RankAgent:
             rank.told = -1
 
     def _ended(self, rank: Rank) -> None:
-        rank.signal(signal.SIGKILL)  # kills the rank's children, too; its number is not reused before waitpid()
+        rank.signal(signal.SIGKILL)  # also kills the rank's children; until waitpid() no other process gets its number
         code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
         while rank.told >= 0:
             self._relay(rank)
@@ -199,8 +199,8 @@ class RankAgent:
 
 class OneRound(RankAgent):
     """Runs one round of ranks. The round ends when all ranks have ended, or GRACE_SECONDS after a rank has failed.
-    SIGINT and SIGTERM interrupt the round. `hear` is called with a rank's number and the data that the rank has
-    written."""
+    SIGINT and SIGTERM interrupt the round. `hear`: function that is called with a rank's number and the data that the
+    rank has written."""
 
     def __init__(self, hear: Callable[[int, bytes], Any], private: Iterable[int] = ()) -> None:
         super().__init__(private)
@@ -236,8 +236,8 @@ class OneRound(RankAgent):
         return failed
 
     def interrupt(self) -> None:
-        """Send SIGINT to the ranks, so that they end by themselves. Ranks that still run after INTERRUPT_SECONDS are
-        killed."""
+        """Send SIGINT to the ranks, so that they end by themselves. After INTERRUPT_SECONDS, run() kills the ranks that
+        still run."""
         if not self.is_interrupted:
             self.is_interrupted, self.limit = True, time.monotonic() + INTERRUPT_SECONDS
             for rank in self.ranks.values():

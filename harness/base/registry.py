@@ -1,8 +1,8 @@
 """Registries. A registry finds the entries of one kind, such as methods or machines, by name.
 
 A method, a case, a place, a file of machines or a file of claims is added by a new file; no list has to be changed. The
-project's own entries of a kind lie in one folder or file. A call may add others by --methods, --cases, --machines or
---claims; these are known until the call ends.
+project's own entries of a kind lie in one folder or file. A call may add entries by --methods, --cases, --machines or
+--claims; the added entries are known until the call ends.
 """
 
 from __future__ import annotations
@@ -83,6 +83,6 @@ def _files(registry: FileRegistry[Any], folders: tuple[Path, ...]) -> dict[Any, 
             raise ValueError(f"expected a folder of {kind}s, got {folder}; try --{kind}s FOLDER")
         for path in sorted(folder.resolve().glob("[!_]*.py")):
             name = registry.name_of(path.stem)
-            if name is not None and found.setdefault(name, path) != path:  # two files give the same name
+            if name is not None and found.setdefault(name, path) != path:  # two files have the same entry's name
                 raise ValueError(f"expected one file of {kind} {name}, got {found[name]} and {path}; try another name")
     return found

@@ -42,8 +42,8 @@ def write_whole(path: Path, data: str | bytes) -> None:
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Make a new folder whole or not at all. Yield a temporary folder beside it, to be filled within the context; at
-    the end the temporary folder is renamed to `folder` or, after an error, removed. Raises ValueError if the name is
-    taken by anything but an empty folder."""
+    the end the temporary folder is renamed to `folder` or, after an error, removed. Raises ValueError if `folder`
+    exists, unless it is an empty folder."""
     check_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{glob.escape(folder.name)}.*{UNFINISHED}"):
@@ -60,7 +60,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
                     os.fsync(file.fileno())
             temporary.rename(folder)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # after an error the folder still exists
+            shutil.rmtree(temporary, ignore_errors=True)  # after an error the temporary folder still exists
 
 
 @contextlib.contextmanager
@@ -85,8 +85,8 @@ def _remove_left(folder: Path) -> None:
 
 
 def own_folder(folder: Path) -> Path:
-    """Make the folder `folder`, whose name the harness has chosen, if it is missing, and return it. Raises ValueError
-    if the name is a symbolic link, because files would then be written elsewhere."""
+    """Return the path `folder`, whose name the harness has chosen, and make the folder if it is missing. Raises
+    ValueError if `folder` is a symbolic link, because files would then be written elsewhere."""
     if folder.is_symlink():
         raise ValueError(f"{folder}: expected a folder, got a symbolic link; remove it")
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,14 +94,14 @@ def own_folder(folder: Path) -> Path:
 
 
 def check_new(folder: Path) -> None:
-    """Raise ValueError if the folder's name is taken by anything but an empty folder."""
+    """Raise ValueError if `folder` exists, unless it is an empty folder."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"{folder}: expected a new or empty folder, got a file, a link or a full folder; try another")
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise ValueError if `path` is a device file, a pipe, a link or a folder. Nobody means to replace these by a
-    file."""
+    """Raise ValueError if `path` is a device file, a pipe, a link or a folder, because nobody means to replace such a
+    thing by a file."""
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):

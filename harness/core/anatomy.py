@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
-SKETCHES = ROOT / ".venv" / "sketches"  # folder of cached answers of harness/forecast/sketch.py and block_sketch.py
+SKETCHES = ROOT / ".venv" / "sketches"  # folder with the kept answers of harness/forecast/sketch.py and block_sketch.py
 FORMAT = 2  # format number of the cached files; raise it when the fields of a sketch change
 MOST_SEEN = 8  # most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
 PARTS = ("embedding", "layer", "head")
@@ -39,13 +39,13 @@ NEEDS = "models by their config.json need transformers: pip install transformers
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """The parts of a layer that compute in blocks of tokens (harness/core/token_blocks.py), and the memory that the
-    layer then takes."""
+    """The parts of a layer that compute in blocks of tokens (harness/core/token_blocks.py), and the most memory that
+    this layer takes."""
 
     parts: tuple[str, ...]  # names of the layer's child modules that compute in blocks of tokens
     token_flops: int  # floating-point operations of one token's matrix products in these modules
-    # Pairs (factor, fixed). The most bytes of the layer's recompute and backward pass are the largest factor * B +
-    # fixed of all pairs, where B is the bytes of the layer's input.
+    # Each pair (factor, fixed) stands for factor * B + fixed bytes, where B is the bytes of the layer's input. The
+    # layer's recompute and backward pass take at most the largest of these numbers.
     lines: tuple[tuple[float, int], ...]
 
 
@@ -114,7 +114,7 @@ class Anatomy:
         return [*self.ends, *layers]
 
     def layer_name(self, index: int) -> str:
-        """Return the prefix of this layer's tensors in the model, such as "layers.3."."""
+        """Return what the names of this layer's tensors begin with in the model, such as "layers.3."."""
         return f"{self.layer_prefix}{index}."
 
     def within(self, name: str) -> str:
@@ -141,9 +141,9 @@ def anatomy_of(workload: Any) -> Anatomy:
 
 @lru_cache(maxsize=64)
 def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: bool, block_tokens: int) -> Anatomy:
-    """Return the parts of a model described by a config.json. harness/forecast/sketch.py finds the parts in a process
-    of its own, because it imports torch. If a layer computes in blocks of tokens, block_sketch.py finds the memory of
-    these blocks in another process. Each answer is kept in a file of SKETCHES, which later calls read."""
+    """Return the parts of a model described by a config.json. harness/forecast/sketch.py imports torch, so it finds the
+    parts in a process of its own. If a layer computes in blocks of tokens, block_sketch.py finds the memory of these
+    blocks in another process. Each answer is kept in a file in SKETCHES, which later calls read."""
     try:
         library = version("transformers")
     except PackageNotFoundError as error:
@@ -182,7 +182,7 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
 
 def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
     """Return the answer of a module that sketches a model. The answer is read from its file in SKETCHES or, if there is
-    no file, asked of the module and then written to the file. A refusal of the model is not written."""
+    no file, asked of the module and then written to the file. If the module refuses the model, nothing is written."""
     digest = hashlib.sha256(json.dumps([asked, *versions], sort_keys=True).encode()).hexdigest()
     file = SKETCHES / f"{digest[:16]}.json"
     try:

@@ -46,7 +46,7 @@ def corpus_hash(workload: Workload, num_samples: int) -> str:
     """Return a hash of a corpus. The hash covers the sampled_hash() of both files, and at most MOST_HASHED of the
     `num_samples` samples that the training reads, at equal distances."""
     digest = hashlib.sha256(" ".join(map(sampled_hash, corpus_files(str(workload.corpus)))).encode())
-    with contextlib.suppress(ValueError):  # the corpus cannot be read: the run will say why
+    with contextlib.suppress(ValueError):  # if the corpus cannot be read, the run will say why
         sample, number = corpus(workload), min(num_samples, MOST_HASHED)
         for index in range(number):
             digest.update(sample(index * num_samples // number).tobytes())
@@ -55,8 +55,8 @@ def corpus_hash(workload: Workload, num_samples: int) -> str:
 
 def synthetic(workload: Workload) -> Sampler:
     """Return a function that makes sample i of the synthetic stream: T + 1 token ids. Half of the tokens are the
-    successor of the token before them; the other tokens are drawn by Zipf's law. Such a stream can be learned, so it
-    shows a broken optimizer. Uniform tokens could not: their loss stays at ln V, whatever the optimizer does."""
+    successor of the token before them; the other tokens are drawn by Zipf's law. A model can learn this
+    stream, so a broken optimizer shows in the loss. The loss on uniform tokens stays at ln V with any optimizer."""
     ids = min(workload.vocab_size, MAX_TOKEN) if workload.config is None else workload.vocab_size
     cumulative = np.cumsum(1.0 / np.arange(1, ids + 1))
     cumulative /= cumulative[-1]

@@ -1,10 +1,10 @@
 """Classifies the end of a run that failed: its status, the evidence for the status, and one line that tells people what
 to change.
 
-If training raised an exception, its innermost cause decides. The cause's message is read before its type, because one
-type, such as RuntimeError, is raised for several memories. If the process left no record, the parent's observations
-decide: exit code, kernel kills, log. A status of out of memory needs evidence: an exception, a message, or the kernel's
-count of the processes that it killed.
+If training raised an exception, the exception's innermost cause decides. The cause's message is read before its type,
+because one type, such as RuntimeError, is raised for several memories. If the process left no record, the parent's
+observations decide: exit code, kernel kills, log. A status of out of memory needs evidence: an exception, a message, or
+the kernel's count of the processes that it killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEAR_THE_LIMIT = 0.95
 
 class Kind(NamedTuple):
     status: str
-    resource: str  # device, host, pinned, shm, disk, import, time or ""
+    resource: str  # what ran out: device, host, pinned, shm, disk, import, time; "": nothing ran out
     name: str  # the source of the evidence, such as allocator; it becomes evidence["class"]
 
 
@@ -80,8 +80,8 @@ class Failure:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def changes(self, evidence: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of the run's record that change by this failure. `evidence` is the evidence that the record
-        already has; this failure's evidence is added to it."""
+        """Return the new values of the fields that this failure changes in the run's record. `evidence`: the record's
+        evidence so far, to which this failure's evidence is added."""
         return {"status": self.status, "reason": self.reason, "evidence": {**evidence, **self.evidence}}
 
 
@@ -98,8 +98,8 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int], folde
         is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
         reason = f"{_text(error)} at {phase}{line_in(folder, error)[:TEXT_LENGTH]}; its log has the traceback"
         return ended("crash", "numeric" if is_numeric else "exception", reason)
-    # If only a package is missing, the outermost error is shown, because it may name the command that installs the
-    # package.
+    # If only a package is missing, the outermost error is shown, because this error may name the command that installs
+    # the package.
     cause, kind = next((pair for pair in told if pair[1].status != "unavailable"), told[-1])
     evidence: dict[str, Any] = {"class": "rlimit"} if kind.resource == "host" and "host_limit_bytes" in memory else {}
     if cause is not error:
@@ -108,7 +108,7 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int], folde
 
 
 def _failure(kind: Kind, phase: str, text: str, /, **evidence: Any) -> Failure:
-    """Return a failure of this kind. Its line for people shows the bytes in `evidence`."""
+    """Return a failure of this kind. The failure's line for people shows the bytes in `evidence`."""
     named = {"class": kind.name, "resource": kind.resource, **evidence}
     return Failure(kind.status, _line(kind, phase, named, text), named)
 
@@ -211,7 +211,7 @@ def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
 
 
 def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Kind | None:
-    """Return the kind of this exception, its causes left out; None if no kind fits."""
+    """Return the kind of this exception, without a look at its causes; None if no kind fits."""
     types = {cls.__name__ for cls in type(error).__mro__}
     text = str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -235,7 +235,7 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
 
 def _sizes(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
     """Return the bytes that were asked for, in use and allowed, as far as the message `text` or `memory` tells them;
-    none if the failure is no lack of memory."""
+    an empty dict if the failure is no lack of memory."""
     found: dict[str, int] = {}
     for name, pattern in SIZES if kind.resource in MEMORIES else ():
         if match := re.search(pattern, text, re.IGNORECASE):
@@ -249,7 +249,7 @@ def _sizes(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
 
 def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
     """Return a failure's line for people: the memory that ran out, the phase, bytes, what to change, and the original
-    message. A kind without memory gets the message and the phase alone."""
+    message. If no memory ran out, the line is the message and the phase."""
     if kind.resource not in MEMORIES:
         return f"{text} (at {phase})"
     memory, advice = MEMORIES[kind.resource]

@@ -178,7 +178,7 @@ class GPT(nn.Module):
 
 
 def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
-    """Fill each tensor, in place, with the starting values of its name. Each of several threads draws whole tensors."""
+    """Fill each tensor, in place, with the starting values that belong to its name. Threads fill several at once."""
 
     def fill(pair: tuple[str, Tensor]) -> None:
         name, tensor = pair
@@ -199,8 +199,8 @@ def drawn_blocks(
     because a host may lack room for a whole embedding. `at_once`: elements in a block, a multiple of 16."""
     numel, draw = shape.numel(), _drawing(name, workload)
     room = torch.empty(min(numel, 2 * at_once))
-    # If a tensor's size is no multiple of 16, torch draws the tensor's last 16 numbers again. So the last block takes a
-    # rest that is shorter than a block, and ends where the whole tensor ends.
+    # If a tensor's size is no multiple of 16, torch draws the tensor's last 16 numbers again. So the last block
+    # also takes the remainder, if it is shorter than a block, and ends where the whole tensor ends.
     for start in range(0, max(1, numel - at_once + 1), at_once):
         left = numel - start
         yield start, draw(room[: left if left < 2 * at_once else at_once])
@@ -225,8 +225,8 @@ def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> It
 
 
 def _drawing(name: str, workload: Workload) -> Callable[[Tensor], Tensor]:
-    """Return a function that fills an fp32 host tensor with the next starting values of the parameter `name`. A name
-    that the model does not have gets zeros; the gate reports it."""
+    """Return a function that fills an fp32 host tensor with the next starting values of the parameter `name`. If the
+    model has no parameter of this name, the function fills in zeros, and the gate reports the name."""
     if workload.weights is not None:
         return weight_files.reading(workload.weights, name)
     anatomy = anatomy_of(workload)
@@ -239,7 +239,7 @@ def _drawing(name: str, workload: Workload) -> Callable[[Tensor], Tensor]:
 
 
 def is_decayed(shape: Sequence[int]) -> bool:
-    """True if weight decay applies to the parameter: to matrices, but not to biases and norms."""
+    """True if weight decay applies to a parameter of this shape: it applies to matrices, not to biases and norms."""
     return len(shape) > 1
 
 
@@ -252,5 +252,5 @@ def adamw_groups(parameters: Iterable[nn.Parameter], shape_of: Callable[[Any], A
 
 
 def adamw(parameters: Iterable[nn.Parameter], **words: Any) -> torch.optim.AdamW:
-    """Return the AdamW of the published runs. `words` go to adamw_groups()."""
+    """Return the AdamW of the published runs. `words` are keyword arguments for adamw_groups()."""
     return torch.optim.AdamW(adamw_groups(parameters, **words), betas=BETAS, eps=EPSILON, fused=True)

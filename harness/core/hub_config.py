@@ -55,8 +55,8 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def checked_config(config: Any, source: str) -> dict[str, Any]:
-    """Return the configuration of the causal model (text_part()). Raises ValueError, which tells the reason, if the
-    harness cannot train this model. `source` names the configuration's file in the error."""
+    """Return the configuration of the causal model, as text_part() does. Raises ValueError, which tells the reason, if
+    the harness cannot train this model. `source` names the configuration's file in the error."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{source}: expected a model's {FILE} with a model_type, got none")
     is_quantized, config = bool(config.get("quantization_config")), text_part(config)
@@ -139,8 +139,8 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
 
 
 def _rope_types(config: dict[str, Any]) -> list[str]:
-    """Return the type of rotary positions of each kind of layer. Newer files hold the type in rope_parameters, older
-    files in rope_scaling."""
+    """Return the types of rotary positions, one for each kind of layer. Newer files hold these types in
+    rope_parameters, older files in rope_scaling."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         return [str(scaling)]

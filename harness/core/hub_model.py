@@ -68,8 +68,8 @@ class HubModel(KeepsBuffers):
         self.recompute(reentrant=False)
 
     def recompute(self, *, reentrant: bool) -> None:
-        """Set that every layer is recomputed in the backward pass, by torch's reentrant implementation of checkpoints
-        or by its newer implementation."""
+        """Make the backward pass recompute every layer. `reentrant`: True for torch's older, reentrant implementation
+        of checkpoints, False for its newer one."""
         _base(self).activation_checkpointing_enable({"use_reentrant": reentrant})
 
     @property
@@ -108,8 +108,8 @@ class HubEnds(KeepsBuffers):
         _set_blocks(workload, (), _base(self))
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """Map (B, T) token ids to (B, T, D). If the ids have no memory, only the embedding table is applied, which
-        gives the right shape."""
+        """Map (B, T) token ids to (B, T, D). If the ids are a meta tensor, only the embedding table is applied; its
+        output has the right shape."""
         base = _base(self)
         if inputs.is_meta:  # the model's loop might read the ids to choose a mask, but meta tensors have no values
             shaped: Tensor = base.get_input_embeddings()(inputs)
@@ -162,7 +162,7 @@ class HubHead(HubEnds):
 
 
 def hub_layer(workload: Workload, index: int) -> nn.Module:
-    """Return layer `index`, which maps (B, T, D) to (B, T, D). The layer's parameters have no memory."""
+    """Return layer `index`, which maps (B, T, D) to (B, T, D). The layer's parameters are meta tensors."""
     parts = parts_of(workload)
     with unset_fake_temporarily():
         layer: nn.Module = copy.deepcopy(parts.layers[index])
@@ -233,8 +233,8 @@ class StandIn(nn.Module):
 
 
 class NoPositions(nn.Module):
-    """A module in the place of a table of learned positions, which has no memory. It returns zeros, so the model adds
-    nothing to its input."""
+    """A module that replaces a table of learned positions whose values do not exist yet. The module returns zeros, so
+    the model adds nothing to its input."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ def _list_name(base: nn.Module) -> str:
 
 
 def _norm_name(base: nn.Module) -> str:
-    """Return the name of the norm after the last layer, one of NORMS. Raises Unlike if there is none of them."""
+    """Return the name of the norm after the last layer, one of NORMS. Raises Unlike if no module has such a name."""
     for name in NORMS:
         if name in base._modules:
             return name
@@ -407,8 +407,8 @@ def _take_out(causal: Any) -> nn.ModuleList:
 
 
 def _compute_buffers(causal: Any) -> None:
-    """Give the buffers of the model values, on the CPU: each module that holds only buffers is made again from the
-    configuration. Raises Unlike for a buffer that the configuration does not determine."""
+    """Set the values of the model's buffers, on the CPU. To get them, make each module that holds only buffers again
+    from the configuration. Raises Unlike for a buffer that the configuration does not determine."""
     for name, module in list(causal.named_modules()):
         if not module._buffers:
             continue

@@ -32,7 +32,7 @@ WEIGHT_DECAY = 0.01
 MIN_LEARNING_RATE = 1e-5
 LR_WARMUP_STEPS = 3200
 LR_DECAY_STEPS = 320_000
-# Settings of the dynamic loss scale of fp16 (methods/shared/loss_scale.py). The values are DeepSpeed's.
+# Settings of fp16's dynamic loss scale (methods/shared/loss_scale.py). DeepSpeed has the same values.
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000  # the loss scale doubles after this many steps in a row without overflow
 # Options of methods that train several models: the number of models and the number of batch sizes.
@@ -42,8 +42,8 @@ NUM_RATES = 6  # most learning rates among several models: the first is the work
 UNSAID = {"micro_batches": 1, "model": None, "config": None, "weights": None}
 # Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/core/gpt.py).
 NUM_LOGITS = 2**25
-# Most elements of an MLP's inner tensor that is computed whole, 1 GiB in bf16. A larger one is computed in blocks of
-# tokens, as are the norms; a block's inner tensor has at most NUM_LOGITS elements (harness/core/token_blocks.py).
+# Most elements of an MLP's inner tensor that is computed whole, 1 GiB in bf16. If the inner tensor is larger, MLP
+# and norms compute in blocks of tokens, each with at most NUM_LOGITS inner elements (harness/core/token_blocks.py).
 NUM_INNER = 2**29
 
 
@@ -51,7 +51,7 @@ NUM_INNER = 2**29
 class Workload:
     """A model, its optimizer and its data: the training that all methods share.
 
-    Raises ValueError for values that make no model; the error's line names the allowed values."""
+    Raises ValueError for values that make no model; the error's text names the allowed values."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -105,7 +105,7 @@ class Workload:
             raise ValueError(f"--clip: expected 0 (off) or a positive norm, got {self.clip_norm}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"--lr: expected a positive number, got {self.learning_rate}")
-        for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 must give the job one key
+        for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 must give the job the same key
             object.__setattr__(self, name, float(getattr(self, name)))
 
     def _check_config(self, text: str) -> None:
@@ -162,7 +162,7 @@ class Workload:
         embedding's look-up and elementwise operations do not count.
 
         A recompute that stops before a layer's last matrix product saves 8 D^2 operations for each token and layer;
-        this number includes them. Blocks of tokens are recomputed twice: with the whole layer, then one at a time."""
+        this number includes them. A block of tokens is recomputed twice: with the whole layer, then on its own."""
         return self.num_layers * (4 * self.layer_flops + self.repeated_flops) + self.head_flops_per_step
 
     @property
@@ -208,7 +208,7 @@ class Workload:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block of a layer's MLP and norms; 0 if they compute all tokens of a micro-batch at once."""
+        """Tokens in a block of a layer's MLP and norms; 0 if MLP and norms compute a whole micro-batch at once."""
         inner = hub_config.inner_size(self.config, self.hidden_size) if self.config is not None else 0
         tokens = self.batch_size // self.micro_batches * self.seq_len
         return max(1, NUM_LOGITS // inner) if tokens * inner > NUM_INNER else 0
@@ -242,13 +242,13 @@ class Workload:
 
     @property
     def working_bytes(self) -> int:
-        """Most bytes that a step takes at one time, beside data kept for every layer; rehearsals test this number."""
+        """Most bytes that a step takes at one time, without the data kept for every layer; rehearsals test this."""
         waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # of other micro-batches
         return max(self.head_bytes, self.layer_bytes + waiting) + self.given_bytes
 
     @property
     def waits_for_norm(self) -> bool:
-        """True if updates wait for the whole gradient, because it must be clipped or, in fp16, be found finite."""
+        """True if updates wait for the whole gradient, because the gradient is clipped or, in fp16, checked for inf."""
         return self.clip_norm > 0 or self.dtype == "fp16"
 
     def learning_rate_at(self, step: int) -> float:
@@ -266,8 +266,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a run; None: all that the machine has. The `device_bytes` of a GPU include the driver's context and
-    a reserve. Only plans read `rates`, which --machine sets, so rates are no part of a job's identity."""
+    """The limits of a run. A limit of None means all that the machine has. The `device_bytes` of a GPU include the
+    driver's context and a reserve. --machine sets `rates`; only plans read rates, so a job's identity omits them."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
@@ -284,7 +284,7 @@ class Budget:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"budget: expected a positive and finite {name}, got {value}")
             if value is not None and not name.endswith("_bytes"):
-                object.__setattr__(self, name, float(value))  # 1 and 1.0 must give the job one key
+                object.__setattr__(self, name, float(value))  # 1 and 1.0 must give the job the same key
 
     def share(self, num_ranks: int) -> Budget:
         """Return the budget of one of several ranks on one machine. Ranks share the host, but not a device."""
@@ -320,11 +320,11 @@ class Plan:
         default_factory=dict
     )  # bytes that a rank sends in a step, by kind: gathers, sums, messages
     options: dict[str, Any] = field(default_factory=dict)
-    tried: str = ""  # if the plan does not fit: text that tells which other options do not fit, either
+    tried: str = ""  # if the plan does not fit: text that names other options that do not fit either
     step_seconds: float | None = None  # seconds of a step by the machine's rates, or a lower bound; None: not computed
     binds: str = ""  # name of the resource that sets step_seconds
     updates_on_host: bool = True  # True: the host updates the parameters whose optimizer state it keeps
-    stages: dict[str, int] = field(default_factory=dict)  # device bytes by pipeline stage; `device` is for the largest
+    stages: dict[str, int] = field(default_factory=dict)  # device bytes by pipeline stage; `device`: the largest stage
 
     def __post_init__(self) -> None:
         for memory in (self.device, self.host, self.disk):
@@ -357,7 +357,7 @@ class Plan:
         return sum(self.disk.values())
 
     def pooled(self, room: Room) -> Plan:
-        """Return this plan. If the room has no device memory, the plan's device bytes are counted as host bytes."""
+        """Return this plan or, if the room sets no device_bytes, a copy that counts device bytes as host bytes."""
         if room.device_bytes is not None:
             return self
         kinds = {kind: self.device.get(kind, 0) + self.host.get(kind, 0) for kind in {**self.device, **self.host}}
@@ -442,8 +442,8 @@ class Job:
 
 
 def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
-    """Return the workloads of several models: pairs of a learning rate and one of `num_batch_sizes` batch sizes. Rates
-    and sizes are each halved from one to the next; after NUM_RATES rates the rates repeat."""
+    """Return the workloads of several models, each with its own pair of learning rate and batch size. There are
+    `num_batch_sizes` sizes and NUM_RATES rates, each half of the one before; after the last rate the rates repeat."""
     rows = [divmod(number, num_batch_sizes) for number in range(num_models)]
     sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
     return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]

@@ -30,7 +30,7 @@ def header_lines(job: Job) -> list[str]:
 
 
 def end_line(job: Job, status: str, phase: str, num_steps: int, reason: str) -> str:
-    """Return the line that tells a run's end: its status, phase, number of steps done and, if there is one, reason."""
+    """Return the line that tells a run's end: status, phase, number of steps done and, unless it is empty, reason."""
     told = f"ended as {status} at {phase}, after {num_steps} of {job.steps} steps"
     return f"{told}: {' '.join(reason.split())}" if reason else told
 
@@ -47,8 +47,8 @@ def interval_lines(
     """Return the published metric lines if the last step is the last of an interval, else no lines.
 
     Times and losses are means over the interval, warm-up included, as in the published logs. Tera Flops are computed
-    from Workload.flops_per_step, which includes the recompute. The dialect deepspeed has no gradient norm, and its
-    speed is the mean over all steps so far except the first two. The dialect plain uses PLAIN_WORDS.
+    from Workload.flops_per_step, which includes the recompute. The dialect deepspeed prints no gradient norm; its speed
+    is the mean over all steps so far except the first two. The dialect plain uses PLAIN_WORDS.
     """
     step, interval = len(measured["losses"]), interval_steps(job)
     if step % interval:
@@ -89,13 +89,13 @@ def interval_lines(
 
 
 def _billions(num_params: int) -> str:
-    """Format a number of parameters in billions: with three decimals, as the artifact does; below 0.1 billion with
-    nine."""
+    """Format a number of parameters in billions: with three decimals, as the artifact does, or with nine decimals if
+    the number is below 0.1 billion."""
     return f"{num_params / 1e9:.3f}" if num_params >= 1e8 else f"{num_params / 1e9:.9f}"
 
 
 def _since_the_third_step(batch_size: int, step_seconds: list[float]) -> str:
-    """Return a line as DeepSpeed's timer prints it. Its speed is the mean over all steps except the first two."""
+    """Return a line as DeepSpeed's timer prints it. The speed is the mean over all steps except the first two."""
     counted = step_seconds[2:] or step_seconds
     now = time.time()
     clock = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(now))},{int(now % 1 * 1000):03d}"

@@ -1,7 +1,7 @@
-"""The contract of a method, and the functions that find methods: each file directly in a folder of methods is one.
+"""The contract of a method, and the functions that find methods. Each file directly in a folder of methods is a method.
 
 A method is a frozen dataclass in a file of its own name. The file must not import torch or an engine at the top,
-because the parent process loads it only to read its label and to ask for a plan; train() imports such packages."""
+because the parent process loads the file only to read the label and to ask for a plan; train() imports torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """The results of a step; if several models train, of the first model's step. Each tensor is a scalar on the device.
-    The host has not waited for it, so the device may still be computing it."""
+    """The results of a step; if several models train, the results of the first model's step. Each tensor is a scalar on
+    the device. The host has not waited for the tensors, so the device may still be computing them."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None = None  # global norm of the gradient, before clipping
@@ -74,7 +74,7 @@ class OtherModel(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The results that a method returns for the gate; `tensors` are the first model's, if several models train."""
+    """The results that a method returns for the gate. If several models train, `tensors` are the first model's."""
 
     tensors: Iterable[TensorState]
     moved_bytes: int = 0  # bytes copied between device and host
@@ -112,14 +112,14 @@ class Method(ABC):
     build_seconds: ClassVar[int] = 0  # rough duration of build()
     verbs: ClassVar[str] = ""  # module whose VERBS are click commands that the method adds to ./run.sh
     clips: ClassVar[bool] = True  # False: trains only with --clip 0
-    drops_alike: ClassVar[bool] = True  # False: its dropout drops other elements than the reference's dropout
+    drops_alike: ClassVar[bool] = True  # False: its dropout drops elements that the reference's dropout keeps
     takes_config: ClassVar[bool] = False  # True: trains models described by a config.json, too
     scales_loss: ClassVar[bool] = False  # True: trains in fp16, by the rule of methods/shared/loss_scale.py
 
     forecast_test: ClassVar[ForecastTest | None] = None  # how forecasts of the method's step times were tested
 
     # Kinds of work that run during the device's compute: "copies" to and from the host, "updates" on the host,
-    # "gathers" and "sums" between ranks. Forecasts of a step's time use this unless the plan has step_seconds.
+    # "gathers" and "sums" between ranks. If a plan has no step_seconds, forecasts of a step's time read these kinds.
     hides: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
@@ -154,7 +154,7 @@ class Method(ABC):
         return None
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        """Return the options with which a twin of `twin_layers` layers runs the same code as one of `num_layers`."""
+        """Return the options with which a model of `twin_layers` layers runs the same code as one of `num_layers`."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     def to_build(self) -> str | None:
@@ -179,7 +179,7 @@ def names(folders: tuple[Path, ...] = ()) -> list[str]:
 
 
 def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Return, for the name of each method whose file cannot be loaded, the reason. The other methods still run."""
+    """Return the reason for each method whose file cannot be loaded, by method's name. The other methods still run."""
     found = {}
     for name in names(folders):
         try:
@@ -265,8 +265,8 @@ def reference(folders: tuple[Path, ...] = ()) -> str:
 
 
 def largest_depth(fits: Callable[[int], bool]) -> int:
-    """Return the number of layers of the deepest model that fits, by doubling and bisection; 0 if one layer does not
-    fit. Assumes that a model fits if a deeper one does."""
+    """Return the largest number of layers that fits, found by doubling and bisection; 0 if one layer does not fit.
+    Assumes that if a model fits, every model with fewer layers fits, too."""
     high = 1
     while fits(high):
         if high == MOST_LAYERS:

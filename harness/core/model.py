@@ -1,5 +1,5 @@
 """Builds the model of a workload, whole or in parts (two ends and layers). The model is the published GPT or, if the
-workload has a config.json, the model that it describes.
+workload has a config.json, the model that the config.json describes.
 
 A whole model has `layers`, embed() for token ids and loss() for embedded tokens. The two ends have embed() and loss().
 A layer maps (B, T, D) to (B, T, D). A parameter has the same name in the whole model and in its parts; the parameters
@@ -65,8 +65,8 @@ def _embedding_and_head(workload: Workload) -> tuple[torch.nn.Module, torch.nn.M
 
 
 def new_layer(workload: Workload, index: int) -> torch.nn.Module:
-    """Return layer `index` without memory. A method later gives the layer's parameters memory, such as that of a
-    slot."""
+    """Return layer `index` without memory. A method later gives the layer's parameters memory, such as the memory of
+    a slot."""
     if workload.config is not None:
         return hub_layer(workload, index)
     with torch.device("meta"):

@@ -21,7 +21,7 @@ EXAMPLE = "gpt2: {num_layers: 12, hidden_size: 768, num_heads: 12, seq_len: 1024
 
 @dataclass(frozen=True)
 class NamedModel:
-    """An entry of models.yaml that gives a model's sizes, and their source in `about`."""
+    """An entry of models.yaml that gives a model's sizes. `about` names the source of the sizes."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     num_layers: int
@@ -71,8 +71,8 @@ def names(file: Path = FILE) -> list[str]:
 
 
 def several(text: str, file: Path = FILE) -> list[str]:
-    """Return the models that `text` names: names and patterns of names, such as `tiny-*`, with commas between them. A
-    pattern without a match is returned itself. If `text` is a path that exists, `text` alone is returned."""
+    """Return the models that `text` names. `text`: names and patterns of names, such as `tiny-*`, with commas between
+    them; a pattern without a match is returned itself. If `text` is a path that exists, `text` alone is returned."""
     if Path(text).exists():
         return [text]
     found: list[str] = []
@@ -83,8 +83,8 @@ def several(text: str, file: Path = FILE) -> list[str]:
 
 def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:
     """Return the model that `name` names. `name` is a name in models.yaml, with or without the owner on the Hub
-    (owner/model), or the path of a config.json or of its folder. A text with a slash that is an existing path is taken
-    for a path. Raises ValueError that names the nearest models, or tells what is wrong with the file."""
+    (owner/model), or the path of a config.json or of its folder. If `name` has a slash and is an existing path, `name`
+    is read as a path. Raises ValueError, which names the nearest models, or tells what is wrong with the file."""
     found, known = entries(file, EXAMPLE), name.rpartition("/")[2]
     if known in found and not ("/" in name and Path(name).exists()):
         if "config" not in found[known]:

@@ -1,5 +1,5 @@
-"""Compiles a shared library of this project. The library's file name contains a hash of its sources and parts, so it is
-compiled again only if one of them changes."""
+"""Compiles a shared library of this project. The library's file name contains a hash of its sources and parts, so the
+library is compiled again only if a source or a part changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILERS = ("g++", "clang++", "c++")
 
 @functools.cache
 def find() -> str | None:
-    """Return the path of the first of COMPILERS that the system has; None if it has none."""
+    """Return the path of the first of COMPILERS that the system has; None if the system has no such compiler."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
@@ -36,8 +36,8 @@ def has_header(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library in `folder`, compiled from the first of its sources, which may include the other ones. The
-    library's file name changes if any source or `parts` changes."""
+    """A shared library in `folder`. Only the first of its sources is compiled; this one may include the other sources.
+    The library's file name changes if any source or `parts` changes."""
 
     what: str  # the library's name for people
     seconds: int  # rough duration of compiling, in seconds

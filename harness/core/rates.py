@@ -36,24 +36,24 @@ NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates that a machine achieves, not those of its data sheet. A rate of inf is not known and limits no plan."""
+    """The rates that a machine achieves, not those of its data sheet. inf: the rate is not known and slows no plan."""
 
     device_flops_per_second: float  # rate of the device's compute; FLOPs are counted as in Workload.flops_per_step
-    forward_share: float = 0.25  # the forward pass's share of a step's compute time, if every layer is recomputed
-    device_bytes_per_second: float = math.inf  # rate at which the device's Adam reads and writes
+    forward_share: float = 0.25  # share of the forward pass in a step's compute time, if every layer is recomputed
+    device_bytes_per_second: float = math.inf  # rate at which Adam reads and writes the device's memory
     inbound_bytes_per_second: float = math.inf  # copies from page-locked host memory to the device
     outbound_bytes_per_second: float = math.inf  # copies from the device to page-locked host memory
-    duplex_share: float = 1.0  # total rate of copies in both directions at once / sum of the rates of each alone
+    duplex_share: float = 1.0  # total rate of copies in both directions at once / sum of both rates alone
     host_bytes_per_second: float = math.inf  # rate of the host's memory, which Adam and copies share
-    host_adam_params_per_second: float = math.inf  # parameters that the host's Adam updates, if memory were no limit
+    host_adam_params_per_second: float = math.inf  # rate of the host's Adam, if its memory's rate were no limit
     ahead_cost: float = 1.0  # time of an update that writes a new copy of the state, relative to an update in place
     streamed_cost: float = 1.0  # time of a streamed layer's update on the device, relative to a resident one's
     disk_read_bytes_per_second: float = math.inf  # rate of reading the files that hold state
     disk_write_bytes_per_second: float = math.inf  # rate of writing the files that hold state
-    disk_duplex_share: float = 1.0  # total rate of reading and writing at once / sum of the rates of each alone
+    disk_duplex_share: float = 1.0  # total rate of reading and writing at once / sum of both rates alone
     exchange_bytes_per_second: float = math.inf  # rate of sending to other devices while receiving as much
     # The head computes its loss and gradients together, after the layers' forward pass. If head_flops_per_second is
-    # None, device_flops_per_second and forward_share cover all compute; else they cover the layers alone.
+    # set, device_flops_per_second and forward_share are those of the layers; if it is None, those of all compute.
     head_flops_per_second: float | None = None  # rate of the head's compute
     is_host: bool = False  # True: the device computes on the host's cores, so updates and compute take turns
 

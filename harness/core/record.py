@@ -1,4 +1,4 @@
-"""A record: one attempt at a job and its measurements. Its JSON file holds raw values; other numbers are derived."""
+"""A record: one attempt at a job, and its measurements. Its file holds raw values; properties derive other numbers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Record:
 
     @property
     def is_judged(self) -> bool:
-        """False if the run ended ok, but the call that made the record ended before the gate judged the run."""
+        """False if the run ended ok, but the call that made it ended before the gate judged the run; else True."""
         return self.status != "ok" or self.gate != Gate()
 
     def answers(self, job: Job) -> bool:
@@ -127,8 +127,8 @@ class Record:
     @property
     def timed_seconds(self) -> list[float]:
         """Seconds of each step after warm-up; empty if the run is not timed. Warm-up begins after the steps that a
-        checkpoint held, and leaves at least one step. For an imported record: means of the intervals after warm-up, at
-        least that of the last interval, because one published run was killed after its first interval."""
+        checkpoint held, and leaves at least one step. An imported record has the means of the intervals after warm-up,
+        and always of the last interval, because one published run was killed after its first interval."""
         if not self.is_timed:
             return []
         resumed = self.schedule.get("resumed_steps", 0)
@@ -161,8 +161,8 @@ class Record:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples per second in a step of median duration. None unless the run ended ok, has timed steps, and passed
-        the gate: a method that does not train as the reference does has no throughput."""
+        """Samples per second in a step of median duration. None if the run did not end ok, has no timed steps, or did
+        not pass the gate: a method that does not train as the reference does has no throughput."""
         seconds = self.median_step_seconds
         return self.samples_per_step / seconds if self.status == "ok" and self.gate.passed and seconds else None
 
@@ -193,7 +193,7 @@ class Record:
 
     @staticmethod
     def from_dict(data: Any) -> Record:
-        """Return the record that this JSON data holds. Raises ValueError, one line, if it is none of SCHEMA_VERSION."""
+        """Return the record in this JSON data. Raises ValueError, one line, for data that is no valid record."""
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"expected schema version {SCHEMA_VERSION}, got {version}")
@@ -256,8 +256,8 @@ class Record:
 
 
 def wrong_num_models(schedule: Mapping[str, Any], others: Sequence[Any]) -> str:
-    """Describe, in one line, a wrong `num_models` in a record's schedule; empty if the number is right. The number
-    matters because samples_per_step is multiplied by it."""
+    """Describe, in one line, a wrong `num_models` in a record's schedule; empty if the number is right. A wrong number
+    would falsify samples_per_step."""
     num_models = 1 + len(others)
     told = schedule.get("num_models", num_models)
     return "" if told == num_models else f"expected num_models {num_models}, one more than `others`, got {told}"
@@ -287,7 +287,7 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
 
 
 def marks(record: Record) -> list[Any]:
-    """Return values that no two measurements share: the time of the run's start, and the durations of its steps."""
+    """Return values that no two measurements share: one from the run's start time, one from its steps' durations."""
     if record.origin != "run":  # a log's file name tells the start only in whole seconds, so losses must differ, too
         return [(record.key, record.started, *record.losses, *record.step_seconds)]
     starts = [(record.key, record.started)] if record.started else []
@@ -319,7 +319,7 @@ def new_stem(folder: Path, job: Job) -> Path:
     0."""
     now = int(time.time())
     for second in range(now, now + 1000):
-        # A suffix is appended as text: with_suffix() would cut the name at the dot that it contains.
+        # A suffix is appended as text: with_suffix() would cut the name at the dot before the seconds.
         stem = folder / log_stem(job, job.options.get("window_size") or 0, second)
         with suppress(FileExistsError):
             Path(f"{stem}.txt").touch(0o644, exist_ok=False)
@@ -335,7 +335,7 @@ def log_stem(job: Job, window: int, second: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as JSON can hold it: infinities and NaN as text that float() reads, surrogates as escapes."""
+    """Return the value in a form for JSON: infinities and NaN become text that float() reads, surrogates escapes."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

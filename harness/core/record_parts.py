@@ -1,5 +1,5 @@
-"""The parts of a record that are dictionaries. Each class lists the fields that programs read; their types are checked
-when a record is read."""
+"""The parts of a record that are dictionaries. Each class lists the fields that programs read, with their types, which
+are checked when a record is read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Writes a trained model in the format of the Hugging Face Hub: a folder with config.json and files of safetensors,
 which transformers can load.
 
-Each file is written as soon as its tensors are there, so memory never holds a second copy of the model. The folder gets
+Each file is written as soon as its tensors arrive, so memory never holds a second copy of the model. The folder gets
 its name after all files are written, so an interrupted write leaves no folder that could be loaded.
 """
 
@@ -37,7 +37,7 @@ class SavedWeights:
         self.num_bytes = 0
 
     def passing(self, states: Iterable[TensorState]) -> Iterator[TensorState]:
-        """Yield the given states unchanged, and write the weight of each, rounded to the workload's dtype. Raises
+        """Yield the given states unchanged, and write each state's weight, rounded to the workload's dtype. Raises
         ValueError after the last state if a weight of the model is missing, and OSError if the folder cannot be
         written."""
         with whole_folder(self.folder) as self.path:

@@ -7,7 +7,7 @@ closure names in a string and that lies beside this module.
 
 The hash also covers imported packages. An installed package counts by its version; a package elsewhere on Python's path
 counts by its code and by the packages that it imports. A run that executes code that the hash does not cover has no
-verdict.
+verdict from the gate.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FIRST = re.compile(r"(?:^|,)[ \t]*(\w+)")
 
 
 class Contents(NamedTuple):
-    """A file's contents for the hash, and the modules and files that the file names. For a Python file the contents are
-    its syntax tree, without comments and layout, or its bytes if it cannot be parsed."""
+    """A file's contents for the hash, and the modules and files that the file names. The contents of a Python file are
+    its syntax tree, without comments and layout; if the file cannot be parsed, its bytes."""
 
     text: bytes
     modules: tuple[str, ...] = ()
@@ -80,8 +80,8 @@ class Listed(NamedTuple):
         return cls(path.resolve().parent, frozenset((*found, *packages)))
 
     def lacks(self, executed: Iterable[str]) -> list[str]:
-        """Return those of the executed files that the hash should cover but does not. Never returned are files of the
-        standard library, of installed packages and of harness/, and compiled modules outside the method's folder."""
+        """Return the executed files that the hash should cover but does not. Files of the standard library, of
+        installed packages and of harness/, and compiled modules outside the method's folder, are never returned."""
         around = {*(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")), ROOT / "harness"}
         told = set[str]()
         for file in {Path(each).resolve() for each in executed}:
@@ -108,7 +108,7 @@ def closure(path: Path) -> dict[Path, Contents]:
     return found
 
 
-@functools.cache  # a sweep needs this for each of its runs, and parsing takes 0.1 s
+@functools.cache  # a sweep parses these files for each of its runs, which takes 0.1 s
 def _parsed(data: bytes) -> Contents:
     try:
         tree = ast.parse(data)
@@ -120,8 +120,8 @@ def _parsed(data: bytes) -> Contents:
 
 
 def _packages(found: Mapping[Path, Contents]) -> list[str]:
-    """Return the sorted names of the packages outside this project that a closure imports. The imports of a package
-    that is not installed count, too; those of an installed package do not."""
+    """Return the sorted names of the packages outside this project that a closure imports, itself or through packages
+    that are not installed. What an installed package imports does not count."""
     modules = {name for contents in found.values() for name in contents.modules if not name.startswith(".")}
     names, waiting = set[str](), {name.partition(".")[0] for name in modules}
     while waiting := waiting - names - OWN - sys.stdlib_module_names:
@@ -152,7 +152,7 @@ def _package(name: str) -> str:
 
 
 def _code(name: str) -> list[Path]:
-    """Return the code files of a package that is not installed; for an installed package, none."""
+    """Return the code files of a package that is not installed; an empty list for an installed package."""
     places = [] if _installed(name) else _places(name)
     files = (file for place in places for file in (place.rglob("*") if place.is_dir() else [place]))
     return sorted(file for file in files if file.suffix in CODE and file.is_file())
@@ -164,7 +164,7 @@ def _installed(name: str) -> str:
 
 
 def _places(name: str) -> list[Path]:
-    """Return the folders of a package, or the file of a module; an empty list if there is neither."""
+    """Return the folders of a package, or the file of a module; an empty list if `name` names neither."""
     with contextlib.suppress(ImportError, ValueError):
         if found := importlib.util.find_spec(name):
             return list(map(Path, found.submodule_search_locations or filter(None, [found.origin])))
@@ -203,8 +203,8 @@ def _needed(source: Path, contents: Contents, beside: Path) -> Iterator[Path]:
 def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[str]]:
     """Return the folders in which the imported module `name` may lie, and the parts of the module's path below them. In
     a relative name, one dot stands for the package of the importing file `source`, and each further dot for the package
-    above. A method's file counts as part of `methods` wherever it lies, and its own folder, `beside`, may be on
-    Python's path."""
+    above. A method's file counts as part of `methods` wherever the file lies. `beside`: the folder of the method's
+    file, which may be on Python's path."""
     dots = len(name) - len(name.lstrip("."))
     rest = [part for part in name[dots:].split(".") if part]
     if not dots:

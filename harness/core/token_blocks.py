@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-MLP = "mlp"  # name of the MLP among the children of a layer, in all families of models
+MLP = "mlp"  # name of a layer's child that is the MLP, the same in all families of models
 
 
 def parts_of(layer: nn.Module, hidden_size: int) -> list[str]:
@@ -44,7 +44,7 @@ def set_blocks(layer: nn.Module, names: Iterable[str], at_once: int, most: int) 
 
 
 def _by_blocks(forward: Callable[[Tensor], Tensor], at_once: int, most: int, x: Tensor) -> Tensor:
-    """Return forward(x) for x of shape (B, T, D), computed in blocks of `at_once` tokens if x has more than `most`."""
+    """Return forward(x), x of shape (B, T, D). If x has more than `most` tokens, compute `at_once` tokens at a time."""
     if x.shape[:-1].numel() <= most:
         return forward(x)
     blocks = x.reshape(1, -1, x.shape[-1]).split(at_once, 1)

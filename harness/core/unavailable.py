@@ -2,5 +2,5 @@
 
 
 class Unavailable(Exception):
-    """Raised if the method or the model cannot run on this machine. The text names the reason and, where there is one,
-    the command that helps."""
+    """Raised if the method or the model cannot run on this machine. The text names the reason and, if a command helps,
+    this command."""

@@ -49,7 +49,7 @@ def check(workload: Workload) -> None:
 def files_hash(folder: str) -> str:
     """Return a hash of a folder of weights, made of the name and the sampled_hash() of each file."""
     digest = hashlib.sha256()
-    with contextlib.suppress(ValueError):  # the weights cannot be read: the run will say why
+    with contextlib.suppress(ValueError):  # if the weights cannot be read, the run will say why
         for name in sorted(set(_files(Path(folder)).values())):
             path = Path(folder) / name
             told = _hash(path, *_state(path)) if path.exists() else "missing"
@@ -68,7 +68,7 @@ def reading(folder: str, name: str) -> Callable[[Tensor], Tensor]:
     the first values; each later call continues where the call before it ended."""
     path = Path(folder)
     with _opened(_files(path), path, name, "pt") as (file, own):
-        values, start = file.get_tensor(own).view(-1), 0  # mapped, not read
+        values, start = file.get_tensor(own).view(-1), 0  # the tensor is mapped into memory, not read
 
     def fill(tensor: Tensor) -> Tensor:
         nonlocal start
@@ -88,8 +88,8 @@ def _state(path: Path) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def _hash(path: Path, *state: int) -> str:
-    """Return sampled_hash() of a file. The hash is cached, because a job's key is computed many times; `state`, the
-    file's _state(), makes a changed file be hashed again."""
+    """Return sampled_hash() of a file. The hash is cached, because a job's key is computed many times. `state` is the
+    file's _state(): a changed file has another state, so it is hashed again."""
     return sampled_hash(path, HASHED_BLOCKS)
 
 
@@ -106,7 +106,7 @@ def _files(folder: Path) -> dict[str, str]:
 @functools.lru_cache(maxsize=8)
 def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
     """Return, for the name of each tensor, the name of its file. `name` is the folder's only file of weights (ALONE) or
-    its index (INDEX). The answer is cached; `state`, the _state() of `name`, makes a changed file be read again."""
+    its index (INDEX). The answer is cached. `state` is the file's _state(): a changed file is read again."""
     if name == ALONE:
         with _file(folder, ALONE, "np") as file:
             return dict.fromkeys(file.keys(), ALONE)

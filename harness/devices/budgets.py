@@ -1,10 +1,10 @@
 """Enforces the budgets of a run.
 
 The host's budget covers the worker's anonymous and shared memory, including the memory of its imports. Three mechanisms
-enforce it. (1) RLIMIT_DATA: the worker's allocation of private memory beyond the limit raises an exception. (2) At the
-end of training, the worker's private and shared memory are compared with the budget. (3) If the system allows it, the
-worker runs in a memory group of the kernel, whose limit also counts shared memory and the worker's children. The device
-sim counts host tensors itself, so on sim RLIMIT_DATA is far above the budget and catches only gross excess.
+enforce this budget. (1) RLIMIT_DATA: the worker's allocation of private memory beyond the limit raises an exception.
+(2) At the end of training, the worker's private and shared memory are compared with the budget. (3) If the system
+allows it, the worker runs in a memory group of the kernel, whose limit also counts shared memory and the worker's
+children. On sim, which counts host tensors itself, RLIMIT_DATA is far above the budget and catches only gross excess.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB = 2**20
 BASELINES = ROOT / ".venv" / "baselines.json"  # file that caches baseline_bytes() by device, machine and packages
 PROCESSES = Path("/proc")
 LEAST_ROOM_BYTES = 64 * MIB
-AGENT_BYTES = 256 * MIB  # bytes of the agent that starts several ranks; it is in the memory group, but does not train
+AGENT_BYTES = 256 * MIB  # bytes of the agent that starts several ranks; the memory group counts them, too
 # The memory group's limit is above the budget by WALL_BYTES and by WALL_SHARE of the budget, because page tables,
 # kernel stacks and code pages count in the group, too.
 WALL_BYTES, WALL_SHARE = 32 * MIB, 1 / 256
@@ -60,7 +60,7 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
 
 def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
     """Raise ValueError if the budget of a GPU leaves plans less than LEAST_TENSOR_BYTES after the driver's context and
-    the reserve are subtracted. None: no budget, no error."""
+    the reserve are subtracted. `budget_bytes`: None if there is no budget, and then nothing is raised."""
     context = machine.context_bytes(num_ranks)
     least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context)
     if budget_bytes is not None and budget_bytes < least:
@@ -79,7 +79,7 @@ def baseline_bytes(device: str) -> int:
     with contextlib.suppress(OSError, ValueError, TypeError):
         kept = {str(name): int(size) for name, size in dict(json.loads(BASELINES.read_text())).items()}
     if about not in kept:
-        with contextlib.suppress(ValueError):  # torch is missing; the run's record will tell it
+        with contextlib.suppress(ValueError):  # torch is missing; the run's record will tell that
             kept[about] = ask("harness.devices.budgets", device)
             with contextlib.suppress(OSError):  # .venv may belong to another user; then the next process measures again
                 BASELINES.parent.mkdir(exist_ok=True)
@@ -105,8 +105,8 @@ def enforce(job: Job) -> dict[str, str]:
 
 
 def lift(job: Job) -> dict[str, int]:
-    """End the limits after training. Return the bytes at this moment, as far as the system tells them: host_bytes in
-    use; host_limit_bytes, the host's budget, if RLIMIT_DATA enforced it; and the GPU's device_free_bytes and
+    """End the limits after training. Return the bytes at this moment, as far as the system tells them: host_bytes (in
+    use), host_limit_bytes (the host's budget, if RLIMIT_DATA enforced the budget), and the GPU's device_free_bytes and
     device_total_bytes."""
     limit, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -116,7 +116,7 @@ def lift(job: Job) -> dict[str, int]:
     if "VmData" in sizes and "RssAnon" in sizes and job.device != "sim":  # gVisor's kernel tells only VmData
         found["host_bytes"] = sizes["RssAnon"]
         if limit != most and job.budget.host_bytes:
-            # Count as RLIMIT_DATA does: mapped memory counts even if it was never touched.
+            # Count as RLIMIT_DATA does, which also counts mapped memory that was never touched.
             found["host_bytes"] = job.budget.host_bytes - (limit - sizes["VmData"])
             found["host_limit_bytes"] = job.budget.host_bytes
     torch: Any = sys.modules.get("torch")
@@ -128,11 +128,11 @@ def lift(job: Job) -> dict[str, int]:
 
 
 def check_taken(job: Job, before: dict[str, int]) -> None:
-    """Raise MemoryError if this process has more memory than the host's budget after training. The check is needed
-    because RLIMIT_DATA does not count shared memory, which includes CUDA's page-locked memory.
+    """Raise MemoryError if this process takes more memory after training than the limit of wall_bytes(). The check is
+    needed because RLIMIT_DATA does not count shared memory, which includes CUDA's page-locked memory.
 
-    `before`: process_bytes() after the imports. Its shared memory is subtracted, because it may be files of the imports
-    on a tmpfs.
+    `before`: process_bytes() after the imports. Its shared memory is subtracted, because this memory may be imported
+    files on a tmpfs.
     """
     sizes, limit = process_bytes(), wall_bytes(job)
     shared = max(0, sizes.get("RssShmem", 0) - before.get("RssShmem", 0))
@@ -152,9 +152,9 @@ def wall_bytes(job: Job) -> int | None:
 
 
 def _limit_data(job: Job) -> str:
-    """Set RLIMIT_DATA so that this process may map as many bytes more as its host budget exceeds its resident bytes.
-    Present mappings that were never touched take no memory, so they are allowed beside the budget. Return text that
-    names the limit, or tells why there is none."""
+    """Set RLIMIT_DATA so that this process may map more bytes: its host budget minus its resident bytes. Present
+    mappings that were never touched take no memory, so they do not count against the budget. Return text that names
+    the limit, or tells why there is no limit."""
     sizes, budget = process_bytes(), job.budget.host_bytes or 0
     try:
         limit = sizes["VmData"] + max(0, budget - sizes["RssAnon"])
@@ -175,7 +175,7 @@ def _limit_data(job: Job) -> str:
 
 
 def _cap_device(budget_bytes: int | None, num_ranks: int = 1) -> dict[str, str]:
-    """Cap torch's caching allocator at the budget minus the bytes that plans assume for the context. None: no cap.
+    """Cap torch's caching allocator at the budget minus the bytes that plans assume for the context; None: no cap.
 
     Return text for the record: the cap, the context's planned and measured bytes, and the allocator's settings, which
     change what fits.
@@ -228,8 +228,8 @@ def device_peaks(device: str) -> dict[str, int]:
 
 
 def limit_of_the_call() -> str:
-    """Name the limits that the caller's shell sets on the memory of its processes, such as `ulimit -v`; empty if it
-    sets none. If a run is out of memory under such a limit, the result holds for this call alone."""
+    """Name the limits that the caller's shell sets on the memory of its processes, such as `ulimit -v`; empty if the
+    shell sets no limit. If a run is out of memory under such a limit, the result holds for this call alone."""
     limits = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
     found = (word for word, kind in limits.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY)
     return ", ".join(found)
@@ -237,7 +237,7 @@ def limit_of_the_call() -> str:
 
 def process_bytes(pid: int | None = None) -> dict[str, int]:
     """Return the memory of a process in bytes, by the kernel's names, such as RssAnon and VmData. `pid`: number of the
-    process; None: this process. A name that the kernel does not tell is missing."""
+    process; None: this process. Names that the kernel does not tell are left out."""
     with contextlib.suppress(OSError):
         lines = (PROCESSES / str(pid or os.getpid()) / "status").read_text().splitlines()
         return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmData"))}

@@ -46,14 +46,14 @@ class Group:
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     def lift(self) -> None:
-        """Remove the group's limit, so that its processes may take more memory."""
+        """Remove the group's limit, so that the group's processes may take more memory."""
         with contextlib.suppress(OSError):
             if self.version == 1:
                 (self.folder / WITH_SWAP[1]).write_text("-1")
             (self.folder / LIMIT[self.version]).write_text("-1" if self.version == 1 else "max")
 
     def remove(self) -> None:
-        """Kill the processes left in the group, and remove the group."""
+        """Kill the processes that are still in the group, and remove the group."""
         deadline = time.monotonic() + REMOVAL_SECONDS
         while self.folder.exists() and time.monotonic() < deadline:
             with contextlib.suppress(OSError, ValueError):
@@ -85,8 +85,8 @@ def current(process: Path = Path("/proc/self")) -> Group | None:
 
 
 def make(limit_bytes: int) -> Group | None:
-    """Make a new group with this limit, in which no process can swap beyond the limit; return None if the system does
-    not allow a group. Groups that dead processes of the harness left are removed."""
+    """Return a new group with this limit, in which no process can swap beyond the limit; None if the system does not
+    allow a group. First, groups that dead processes of the harness left are removed."""
     here = current()
     if here is None:
         return None
@@ -110,7 +110,7 @@ def make(limit_bytes: int) -> Group | None:
 
 def oom_kills(counts: Path = Path("/proc/vmstat")) -> int:
     """Return the number of processes that the kernel killed for lack of memory; 0 if the kernel does not count.
-    `counts`: the file with the count, of a group or by default of the whole machine."""
+    `counts`: the file with the count, by default the count of the whole machine."""
     lines = _read(counts).splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
@@ -125,5 +125,5 @@ def _read(file: Path) -> str:
 def _remove_groups_of_the_dead(parent: Path) -> None:
     for folder in parent.glob("harness-*"):
         if not Path(f"/proc/{folder.name.split('-')[1]}").exists():
-            with contextlib.suppress(OSError):  # the group still has a process; a later run removes the group
+            with contextlib.suppress(OSError):  # if the group still has a process, a later run removes the group
                 folder.rmdir()

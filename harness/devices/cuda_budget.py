@@ -15,7 +15,7 @@ CONTEXT_BYTES = 768 * 2**20
 # The reserve, not measured: RESERVE_BYTES for workspaces, and 1/RESERVE_PARTS of the remaining bytes for rounding and
 # fragments.
 RESERVE_BYTES, RESERVE_PARTS = 256 * 2**20, 32
-# Bytes of NCCL's communicators in each rank, if there are several ranks. Not measured; enough for two communicators.
+# Bytes of NCCL's communicators in each of several ranks: an estimate, not measured, enough for two communicators.
 COMMUNICATORS_BYTES = 512 * 2**20
 LEAST_TENSOR_BYTES = 256 * 2**20
 # If a process leads the processes of several GPUs: the bytes that the leading process takes on the first GPU for its
@@ -24,7 +24,7 @@ LEADING_BYTES = CONTEXT_BYTES + 64 * 2**20
 
 
 def allocator_bytes(budget_bytes: int, context_bytes: int = CONTEXT_BYTES) -> int:
-    """Return the bytes at which torch's allocator is capped."""
+    """Return the most bytes that torch's allocator may reserve within this budget."""
     return max(0, budget_bytes - context_bytes)
 
 

@@ -1,12 +1,12 @@
 """Locks of devices between runs: a timed run holds its devices alone; untimed runs may share a device.
 
-A job that uses several GPUs holds the lock of each. Each device has three files, which lie in /tmp even if TMPDIR is
-set, because the calls of all users share the device.
+A job that uses several GPUs holds the locks of all of them. Each device has three files, which lie in /tmp even if
+TMPDIR is set, because the calls of all users share the device.
 
 `.lock` is locked by a run, exclusively or shared. The worker inherits this lock, so a device becomes free when its
 worker ends, even if the parent ended first. `.queue` is locked by a process that waits for `.lock`, so that a stream of
 untimed runs cannot keep a timed run waiting. `.holders` names the runs that hold the device, for people, and counts the
-runs that have entered. By this count an untimed run knows if it was alone; if so, its seconds count nevertheless.
+runs that have entered. The count tells an untimed run whether it was alone; if it was, its seconds count nevertheless.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.core.record import LATEST
 from harness.devices import machine
 
 Report = Callable[[dict[str, Any]], None]
-MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # most holders in a .holders file, most characters of a holder's job
+MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # most holders in a .holders file; most characters of a job's text there
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Turn:
         return tuple(each.descriptor for each in self.held)
 
     def is_shared(self) -> bool:
-        """True if another run has been on one of the devices since this run entered it."""
+        """True if, since this run entered its devices, another run has been on one of them."""
         return any(each.is_shared() for each in self.held)
 
 
@@ -73,9 +73,9 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: float = 0.0) -> Iterator[Turn]:
-    """Hold the locks of the job's devices within this context; wait for them if needed. A call that waits calls
-    `report` with text that names the processes that hold the device. `foreseen_seconds`: how long this run is expected
-    to take, for other calls that wait.
+    """Hold the locks of the job's devices within this context; wait until the devices are free. A call that waits calls
+    `report` with data that name the processes that hold the device. `foreseen_seconds`: how long this run is expected
+    to take; other calls show this time while they wait.
 
     A timed run holds its devices alone. An untimed run shares its devices, with two exceptions. It holds a GPU alone,
     because processes cannot divide the GPU's memory. It holds a device alone if another user owns the device's list of
@@ -104,7 +104,7 @@ def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds
                     fcntl.flock(handle, fcntl.LOCK_EX)
             with _changed(path) as listed:
                 found.number = listed["entered"] = listed["entered"] + 1
-                before = listed["holders"] if found.began_shared else []  # if alone, the listed holders have died
+                before = listed["holders"] if found.began_shared else []  # alone: those listed have died
                 listed["holders"] = [*before, _sign(found.number, told, foreseen_seconds)]
             if shares:
                 # Downgrade the exclusive lock to a shared one. This run holds the queue, so no other run can take the
@@ -114,7 +114,7 @@ def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds
     finally:
         with _changed(path) as listed:
             listed["holders"] = [holder for holder in listed["holders"] if holder["number"] != found.number]
-        fcntl.flock(handle, fcntl.LOCK_UN)  # this also unlocks it in processes that inherited the lock
+        fcntl.flock(handle, fcntl.LOCK_UN)  # also unlocks the file in processes that inherited the lock
         os.close(handle)
 
 
@@ -129,7 +129,7 @@ def _left(sign: dict[str, Any]) -> float:
 
 
 def holder(path: Path) -> str:
-    """Describe, for people, the processes that hold the lock `path`, their jobs and how long they may still take."""
+    """Describe, for people, the processes that hold the lock `path`, with their jobs and the time that is left."""
     told = []
     for sign in _holders(path):
         since = time.strftime("%H:%M:%S", time.localtime(sign["since"]))
@@ -152,8 +152,8 @@ def _paths(job: Job) -> list[Path]:
 
 
 def _uuid(name: str) -> str:
-    """Return the whole UUID of a GPU. `name` names the GPU as CUDA_VISIBLE_DEVICES does: by its index, or by its UUID
-    or the start of it. Return "0" if the driver does not know the GPU."""
+    """Return the whole UUID of a GPU; "0" if the driver does not know the GPU. `name` names the GPU as
+    CUDA_VISIBLE_DEVICES does: by its index, its UUID, or the start of its UUID."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -187,8 +187,8 @@ def _tell(path: Path, job: Job, report: Report) -> None:
 
 
 def _takes(handle: int, kind: int) -> bool:
-    """Take the lock (kind: LOCK_EX, exclusive, or LOCK_SH, shared) if no other process prevents it; do not wait. Return
-    True if the lock was taken."""
+    """Try to take the lock without waiting; return True if it was taken. `kind`: LOCK_EX (exclusive) or LOCK_SH
+    (shared)."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -211,7 +211,7 @@ def _changed(path: Path) -> Iterator[dict[str, Any]]:
     that another user owns stays as it is."""
     handle = _open(_list(path))
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # every process holds this lock only for a moment
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the wait is short: every process holds this lock only for a moment
         listed = _read(path)
         yield listed
         with contextlib.suppress(OSError):
@@ -222,7 +222,7 @@ def _changed(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the contents of the device's list of holders. Anyone on the machine may have written the file; if it does
+    """Return the contents of the device's list of holders. Anyone may have written the list's file; if the file does
     not have the form of such a list, return an empty list."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = read_json(_list(path))

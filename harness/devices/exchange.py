@@ -1,9 +1,9 @@
-"""The exchange between the ranks that train one model: ranks gather parts of weights before a layer computes, and sum
-gradients after it.
+"""The exchange between the ranks that train one model: ranks gather the parts of a layer's weights before the layer
+computes, and sum its gradients afterwards.
 
 Every rank trains on its own part of each batch. A slab is the flat tensor of a layer's weights; every rank keeps and
-updates its own part of each slab on the host. Messages go by NCCL between GPUs and by gloo between CPUs. On sim one
-rank of several can only be rehearsed, so no messages are passed. A single rank exchanges nothing.
+updates its own part of each slab on the host. Messages go by NCCL between GPUs and by gloo between CPUs. On sim several
+ranks cannot train; a rehearsal of one of them passes no messages. A single rank exchanges nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ONE_QUEUE = (
 
 
 class Ranks:
-    """The number of ranks that train one model, the number of this process's rank, and the calls that exchange tensors.
+    """The number of ranks that train one model, this process's rank number, and the calls that exchange tensors.
 
     The collectives of a process group must come in the same order on all ranks. Two threads call collectives: the one
     that copies weights in, and the one that computes. Their calls may interleave differently on each rank, so each
@@ -58,14 +58,14 @@ class Ranks:
         return whole.chunk(self.num_ranks)[self.rank] if self.num_ranks > 1 else whole
 
     def gather(self, slab: Tensor) -> None:
-        """Fill a slab with the parts of all other ranks; this rank's part must be in it already. Only the thread that
-        copies weights in may call this."""
+        """Fill a slab with the parts of all other ranks; this rank's part must be in the slab already. Only the thread
+        that copies weights in may call this."""
         if self.is_joined:
             all_gather(slab, self.part(slab), group=self.copiers)
 
     def sum_part(self, slab: Tensor) -> None:
-        """Replace this rank's part of the slab by the sum of this part over all ranks. Afterwards the slab's other
-        parts are undefined."""
+        """Add up the slabs of all ranks, and replace this rank's part of its slab by this part of the sum. Afterwards
+        the slab's other parts are undefined."""
         if self.is_joined:
             reduce_scatter(self.part(slab), slab)
 
@@ -91,8 +91,8 @@ class Ranks:
         return slab
 
     def until_read(self, tensors: Iterable[Read]) -> Iterator[Read]:
-        """Yield these tensors, whose making may need exchange with other ranks; after the last, leave
-        torch.distributed."""
+        """Yield these tensors; making them may need an exchange with other ranks. Leave torch.distributed after the
+        last tensor."""
         yield from tensors
         self.leave()
 

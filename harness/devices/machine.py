@@ -60,8 +60,8 @@ def facts() -> dict[str, Any]:
 
 
 def affinity() -> dict[str, str]:
-    """Return the numbers of the cores that this process may use, as {"affinity": "0,2-3"}; empty if it may use all. The
-    numbers matter because two cores may share a physical core, and some cores may be slower than others."""
+    """Return the numbers of the cores that this process may use, as {"affinity": "0,2-3"}; empty if it may use all
+    cores. Results depend on them: two cores may share a physical core, and some cores may be slower than others."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if not cores or len(cores) == os.cpu_count():
         return {}
@@ -78,8 +78,8 @@ def kernel_environment() -> dict[str, str]:
 
 @functools.cache
 def software() -> dict[str, Any]:
-    """Return the versions of Python and of PACKAGES (None: not installed), and this checkout's commit. The commit ends
-    with a + if files differ from it, and is None if git does not tell it."""
+    """Return the versions of Python and of PACKAGES (None: not installed), and this checkout's commit. A + after the
+    commit says that files differ from it; None says that git does not tell the commit."""
     found = {name: _version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **found, "commit": _commit()}
 
@@ -105,7 +105,7 @@ def host_bytes() -> int:
 @functools.cache
 def gpu() -> dict[str, Any]:
     """Return the name, memory in bytes, UUID and driver version of the first GPU that this process may use; empty if
-    there is none."""
+    there is no GPU."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -163,8 +163,8 @@ def has_bf16() -> bool:
 
 
 def allocator_settings() -> str:
-    """Return, as text, the environment variables that configure torch's caching allocator. The variable has a new and
-    an old name; empty if neither is set."""
+    """Return, as text, the environment variables that configure torch's caching allocator, under the new and the old
+    name; empty if neither is set."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
 
@@ -190,7 +190,7 @@ def _gpu_handle() -> Any:
 
 def _total_bytes(handle: Any) -> int:
     """Return the total bytes of a GPU as CUDA counts them: without the bytes that the driver reserves. An older driver
-    does not report these bytes, and they stay included."""
+    does not report the reserved bytes; then the total includes them."""
     import pynvml
 
     try:
@@ -209,10 +209,10 @@ def devices() -> list[str]:
 def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks: int = 1) -> Room:
     """Return the bytes that the plan of each rank may fill if `num_ranks` ranks share this machine.
 
-    A memory's bytes are those of the budget `asked` or, without one, those of the machine. A GPU's bytes leave out the
-    context and the reserve. A CPU has no device memory, so there device_bytes is None unless the budget sets it. On sim
-    a memory without a budget has no limit. If the workload has dropout and computes on a CPU, dropout_bytes() are
-    subtracted. The rates are those of the budget or, without them, the rates calibrated for this workload.
+    A memory's bytes are those of the budget `asked` or, if it sets no limit, those of the machine. A GPU's bytes leave
+    out the context and the reserve. On a CPU, which has no device memory, device_bytes is None unless the budget sets
+    it. On sim a memory without a budget has no limit. If the workload has dropout and computes on a CPU,
+    dropout_bytes() are subtracted. The rates are the budget's or, if it has none, those calibrated for this workload.
     """
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
@@ -234,16 +234,16 @@ def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks
 
 def dropout_bytes(workload: Workload) -> int:
     """Return the most bytes that a layer's backward pass takes for dropout on a CPU, where no fused kernel computes
-    attention with dropout. Rehearsals found at most 14 bytes for each pair of tokens and each head, and three times the
-    layer's input."""
+    attention with dropout. Rehearsals found at most 14 bytes for each pair of tokens and each head, plus three times
+    the bytes of the layer's input."""
     pairs = workload.batch_size * workload.num_heads * workload.seq_len**2
     return 14 * pairs + 3 * workload.boundary_bytes
 
 
 def context_bytes(num_ranks: int = 1) -> int:
-    """Return the bytes of a CUDA context: the device memory that a process takes outside torch's allocator. The number
-    is measured by this machine's calibrations; without a calibration it is an upper estimate. With several ranks the
-    bytes of NCCL are added."""
+    """Return the bytes of a CUDA context: the device memory that a process takes outside torch's allocator. This
+    machine's calibrations measure this number; without a calibration it is an upper estimate. If there are several
+    ranks, the bytes of NCCL's communicators are added."""
     measured = [entry.get("measured", {}).get("context_bytes", 0) for entry in calibrations()]
     alone = max(measured, default=0) or cuda_budget.CONTEXT_BYTES
     return alone + (cuda_budget.COMMUNICATORS_BYTES if num_ranks > 1 else 0)
@@ -263,8 +263,8 @@ def rank_room(job: Job) -> Room:
 
 
 def rates(device: str, workload: Workload) -> Rates | None:
-    """Return the rates that were calibrated with the size nearest to this workload, on this device and in this dtype;
-    None without such a calibration. The device sim has the CPU's rates."""
+    """Return the rates of the calibration whose size is nearest to this workload's, on this device and in this dtype;
+    None if there is no such calibration. The device sim has the CPU's rates."""
     entry = _calibration(device, workload)
     return Rates(**entry["rates"]) if entry else None
 
@@ -294,8 +294,8 @@ def _calibration(device: str, workload: Workload) -> dict[str, Any] | None:
 
 
 def calibrations() -> list[dict[str, Any]]:
-    """Return the entries of CALIBRATION that have all rates; none if the file is missing or was written on a machine
-    with other facts."""
+    """Return the entries of CALIBRATION that have all rates; an empty list if the file is missing or was written on a
+    machine with other facts."""
     try:
         data = json.loads(CALIBRATION.read_text())
         names = {item.name for item in dataclasses.fields(Rates)}

@@ -2,12 +2,12 @@
 
 In truth every tensor lies in the host's memory. The account books in which memory each tensor would lie: a
 TorchDispatchMode books each new storage as "device" or "host" until the storage is freed. The outputs of an operation
-are on the device if one of its inputs is, or if it is a factory called with device="sim". While a Tracker is active,
+are on the device if an input is there, or if a new tensor is asked for with device="sim". While a Tracker is active,
 tensors booked on the device report sim as their device, and .to() copies between the two memories. The account works on
 real tensors and, for memory rehearsals, on FakeTensors.
 
-The idea is that of torch.distributed._tools.MemTracker, which knows only one memory. The account adds 10 us to each
-operation (2-core EPYC); a small operation itself takes 2 us.
+The idea comes from torch.distributed._tools.MemTracker, which knows only one memory. The account adds 10 us to each
+operation on a 2-core EPYC, where a small operation itself takes 2 us.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from harness.devices.streams import STREAMS, CpuStreams
 
 NAME = "sim"
-ROUNDING = {"device": 512, "host": 1}  # bytes are rounded up to multiples of this; CUDA's allocator takes 512
+ROUNDING = {"device": 512, "host": 1}  # bytes are rounded up to multiples of these; CUDA's allocator takes 512
 CPU = torch.device("cpu")
 
 
@@ -46,8 +46,8 @@ class Booked(NamedTuple):
 
 
 class Tracker:
-    """Books the allocations of this thread and of the threads of every ThreadPoolExecutor while it is entered. An
-    allocation beyond a memory's budget raises torch.OutOfMemoryError. Budgets are in bytes; None: no budget."""
+    """A context that books the allocations of this thread and of the threads of every ThreadPoolExecutor. An allocation
+    beyond a memory's budget raises torch.OutOfMemoryError. Budgets are in bytes; None: no budget."""
 
     def __init__(self, device_bytes: int | None = None, host_bytes: int | None = None) -> None:
         self.budgets = {"device": device_bytes, "host": host_bytes}
@@ -56,7 +56,7 @@ class Tracker:
         self._is_lifted = False
         self._booked: dict[int, Booked] = {}
         # A storage may be freed at any time, even while a thread holds the lock. So the entry of a freed storage waits
-        # here until _bury() subtracts its bytes.
+        # here until _bury() subtracts the entry's bytes.
         self._dead: deque[Booked] = deque()
         self._lock = threading.Lock()
         self.thread = threading.local()  # `inside`: True during an operation; `to_host`: True if results go to the host
@@ -76,7 +76,7 @@ class Tracker:
         """Return a context that books the allocations of the calling thread. Each thread needs a context, because
         torch's dispatch modes belong to a thread.
 
-        Without entering the tracker, the context books host memory and changes nothing in torch. Entering the tracker
+        If the tracker is not entered, the context books host memory and changes nothing in torch. Entering the tracker
         registers a device named sim; after that, the process can use no other device beside the CPU.
         """
         return _Booking(self)
@@ -110,8 +110,8 @@ class Tracker:
         if to_device:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
-        # An asked device="cpu" does not count: autograd asks for the CPU also for tensors that are booked on the
-        # device.
+        # The argument device="cpu" is ignored, because autograd also passes device="cpu" for tensors that are booked
+        # on the device.
         to_host = getattr(self.thread, "to_host", False)
         on_device = to_device or (not to_host and any(self._memory_of(storage) == "device" for storage in inputs))
         self.thread.inside = True
@@ -142,7 +142,7 @@ class Tracker:
         key, num_bytes = storage._cdata, storage.nbytes()
         before = self._booked.get(key)
         if before is None and key in inputs:
-            return  # an input that is not booked: another allocator made its storage
+            return  # another allocator made the storage of this input
         memory = before.memory if before else memory
         num_bytes = -(-num_bytes // ROUNDING[memory]) * ROUNDING[memory]
         if before and before.num_bytes == num_bytes:
@@ -170,7 +170,7 @@ class Tracker:
             self.in_use[dead.memory] -= dead.num_bytes
 
     def _patches(self) -> Iterator[Any]:
-        """Yield the patches of torch for all that a dispatch mode cannot see: the devices that tensors report, resized
+        """Yield patches of torch, because a dispatch mode cannot see these: the devices that tensors report, resized
         storages, and work in other threads."""
         for cls in (Tensor, FakeTensor):
             yield mock.patch.object(cls, "device", property(partial(self.device_of, cls.device)))
@@ -224,8 +224,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a replacement of torch.tensor(). Unlike torch's own, it can make tensors on sim, and tensors from a list
-    of FakeTensors."""
+    """Return a replacement of torch.tensor(). Unlike torch's function, the replacement can make tensors on sim, and
+    tensors from a list of FakeTensors."""
 
     def made(data: Any, **kwargs: Any) -> Tensor:
         inner = data[0] if isinstance(data, list) and len(data) == 1 else data
@@ -241,8 +241,8 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a replacement of Tensor.to() that knows two memories. If the tensor is in another memory than asked for,
-    it is always copied."""
+    """Return a replacement of Tensor.to() that knows two memories. A tensor that is not in the memory asked for is
+    always copied."""
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         wanted = args[0] if args else kwargs.get("device")
@@ -254,7 +254,7 @@ def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
         options = {name: value for name, value in kwargs.items() if name != "device"}
         if goal == tensor.device.type:
             return to(tensor, CPU, *args[1:], **options)
-        # The device needs a number: without one torch would ask for the current device of this type, which only a
+        # The device needs a number. Without a number torch would ask for the current device of this type, which only a
         # compiled backend can tell.
         there = CPU if goal == "cpu" else torch.device(NAME, 0)
         tracker.thread.to_host = goal == "cpu"

@@ -28,7 +28,7 @@ from harness.core.job import Job, Room, Workload
 from harness.core.method import Method, Unavailable, create
 from harness.devices.memory_account import NAME, Tracker
 
-STEPS = 2  # number of steps of a rehearsal: the first step makes the optimizer's state, the second has it throughout
+STEPS = 2  # steps of a rehearsal: the first makes the optimizer's state, the second has the state from its start
 
 
 class Prediction(NamedTuple):
@@ -61,15 +61,15 @@ def predict(method: Method, workload: Workload, steps: int = STEPS) -> Predictio
 @contextmanager
 def without_memory() -> Iterator[Tracker]:
     """Within this context, tensors have no bytes, work for other threads runs at once in the calling thread, and
-    exchanges between ranks do nothing, because there is only one rank. Yield the Tracker that counts the bytes."""
+    exchanges between ranks do nothing, because there is only one rank. Yield the Tracker that books the bytes."""
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         tracker = stack.enter_context(Tracker())
         for target, name, replacement in (
             (ThreadPoolExecutor, "submit", _submit),
             (nn.Module, "_apply", _apply),
-            # Makes torch's optimizers update several FakeTensors at once, as they do with real tensors on a GPU.
-            # Updates one by one would take other buffers.
+            # Makes torch's optimizers update several FakeTensors at once, as they update real tensors on a GPU. Updates
+            # one by one would take other buffers.
             (import_module("torch.optim.optimizer"), "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
             (dist, "all_reduce", lambda *args, **kwargs: None),
             (dist, "all_gather_object", lambda gathered, item, **kwargs: gathered.__setitem__(0, item)),
@@ -88,7 +88,7 @@ def _submit(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, *
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """A replacement of nn.Module._apply that makes new parameters. torch's own changes tensors in place, which
+    """A replacement of nn.Module._apply that makes new parameters. torch's own function changes tensors in place, which
     FakeTensors do not allow."""
     for child in module.children() if recurse else ():
         child._apply(function)

@@ -1,4 +1,4 @@
-"""The machines that --machine takes by name: their memories and rates, from machines.yaml. To add a machine, add an
+"""The machines that --machine takes by name. machines.yaml gives their memories and rates; to add a machine, add an
 entry to machines.yaml."""
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ASSUMED_DISK = {"disk_read_gb_per_second": 3.0, "disk_write_gb_per_second": 2.0}
 @dataclass(frozen=True)
 class Datasheet:
     """The rates in a GPU maker's datasheet: the peak of dense arithmetic in each dtype, the memory's rate, and the
-    rates in one direction of the link to the host and of NVLink. None: the GPU does not compute in this dtype, or has
-    no NVLink."""
+    rates of the link to the host and of NVLink, in one direction each. None: the GPU does not compute in this dtype, or
+    has no NVLink."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     memory_gb_per_second: float
@@ -69,8 +69,8 @@ class Datasheet:
 
 @dataclass(frozen=True)
 class Machine:
-    """An entry of machines.yaml: sizes of memories with their units, measured facts, and a datasheet, which gives the
-    rates that no fact gives. A size of None: no limit."""
+    """An entry of machines.yaml: sizes of memories with their units (None: no limit), measured facts, and a datasheet.
+    A measured fact takes precedence over the datasheet."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     about: str = ""
@@ -82,7 +82,7 @@ class Machine:
 
     def rates(self, dtype: str) -> Rates | None:
         """Return the machine's rates for training in this dtype; None if a fact of rates.NEEDED is unknown. If there is
-        a datasheet, the fact gpu_tflops counts only if it was measured in this dtype."""
+        a datasheet, the fact gpu_tflops is ignored unless it was measured in this dtype."""
         facts = ASSUMED_DISK | (self.facts or {})
         if self.datasheet is None:
             return of_facts(facts)
@@ -98,8 +98,8 @@ class Machine:
     @property
     def room(self) -> Room:
         """The bytes that plans may fill on this machine, or on a simulated device of its size. The GPU's bytes leave
-        out the reserve for memory that plans do not count. The rates are those for the dtype in the fact `precision`;
-        without this fact, for fp32. Raises ValueError if a size is wrong."""
+        out the reserve for memory that plans do not count. The rates are those for the dtype in the fact `precision`
+        or, without this fact, for fp32. Raises ValueError if a size is wrong."""
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("host", "disk")}
         given: dict[str, Any] = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
         if self.device_bytes is not None:
@@ -118,7 +118,7 @@ class Machine:
         the budget's rates hold; None: as in `room`.
 
         On a GPU the budget includes the context and the reserve. If the GPU that is really here has too few bytes for
-        that, but at least this machine's device_bytes, the budget is all of its bytes.
+        this budget, but at least the entry's device_bytes, the budget is all bytes of the GPU.
         """
         room = self.room
         rates = self.rates(dtype) if dtype else room.rates
@@ -200,8 +200,8 @@ def words(name: str) -> str:
 
 
 def size_bytes(text: str) -> int:
-    """Return the bytes of a size such as 32GiB. Upper and lower case of the unit are equal. Raises ValueError if `text`
-    is no positive size with a unit."""
+    """Return the bytes of a size such as 32GiB. The unit's case does not matter. Raises ValueError if `text` is no
+    positive size with a unit."""
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     match = re.fullmatch(rf"(\d{{1,9}}(?:\.\d{{1,30}})?) ?({'|'.join(units)})", text.lower())
     size = int(float(match[1]) * units[match[2]]) if match else 0

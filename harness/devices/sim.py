@@ -1,5 +1,5 @@
-"""The device `sim`: a second memory on a CPU. Its budgets are enforced, so training models larger than a device's
-memory can be tried on machines without a GPU.
+"""The device `sim`: a second memory on a CPU. The budgets of both memories are enforced, so machines without a GPU can
+try the training of models that are larger than a device's memory.
 
 sim.cpp implements the device. The system's compiler compiles it once, into .venv/sim; the library's file name contains
 a hash of the source and of torch's version. Without a compiler, memory_account.py counts the same bytes in Python. A
@@ -39,7 +39,7 @@ def is_built() -> bool:
 
 
 def to_build() -> str | None:
-    """Describe for people what build() would compile; None if it is compiled already or there is no compiler."""
+    """Describe for people what build() would compile; None if sim is compiled already or there is no compiler."""
     return library().to_build()
 
 
@@ -76,9 +76,9 @@ class Compiled:
 def start(budget: Budget, pinned_bytes: int | None = None) -> dict[str, str]:
     """Make `sim` a device of this process's torch. Return, for each memory, the mechanism that enforces its budget.
 
-    A memory without a budget has no limit. Copies take the time that the budget's rate of the link gives; without a
-    rate they take no simulated time. From this call on, torch's allocations are counted, and an allocation beyond a
-    budget raises torch.OutOfMemoryError. Raises Unavailable for a rate of the link if sim is not compiled.
+    A memory without a budget has no limit. If the budget has a rate of the link, copies take the time that this rate
+    gives; if not, they take no simulated time. From this call on, torch's allocations are counted, and an allocation
+    beyond a budget raises torch.OutOfMemoryError. Raises Unavailable for a rate of the link if sim is not compiled.
     """
     global started
     if is_built():

@@ -26,7 +26,7 @@ UNNOTED = nullcontext()  # the context around work in a run without a trace
 
 
 class HostStream:
-    """A stream of the CPU. Work runs when it is queued, so nothing waits. The stream is also its own event."""
+    """A stream of the CPU. Work runs when it is queued, so nothing waits. The stream also serves as its own event."""
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -45,7 +45,7 @@ class CpuStreams:
     stream: Any = HostStream
     current: Any = HostStream
     # Functions that return a context: `span` for work on a stream or thread, `taking` for an allocation of host memory.
-    # harness/run/trace.py sets both; None: no trace.
+    # harness/run/trace.py sets both. If `span` is None, the run has no trace.
     span: Any = None
     taking: Any = nullcontext
 
@@ -55,8 +55,8 @@ class CpuStreams:
     def pool(self, num_threads: int) -> Any:
         """Make a pool of threads, each of which computes with one core.
 
-        A thread takes its number of cores from a global count at its first parallel work; the pool's threads overwrite
-        this count. So the calling thread, which computes, takes its own number here first."""
+        A thread takes its number of cores from a global count at its first parallel work; the pool's threads set this
+        count to 1. So the calling thread, which computes, first takes its own number of cores here."""
         torch.get_num_threads()
         return ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
 
@@ -66,7 +66,7 @@ class CpuStreams:
 
 
 class CudaStream(torch.cuda.Stream):
-    """A stream on whose events threads wait asleep: a busily waiting thread would take a core from the host's Adam."""
+    """A stream on whose events threads wait asleep, because busy waiting would take a core from the host's Adam."""
 
     def record_event(self, event: Any = None) -> Any:
         return super().record_event(event or torch.cuda.Event(blocking=True))
@@ -80,7 +80,7 @@ class CudaStreams(CpuStreams):
     use = staticmethod(torch.cuda.stream)
 
     def pool(self, num_threads: int) -> Any:
-        """Make a pool whose threads use the caller's current device. Without this, a new thread uses device 0."""
+        """Make a pool whose threads use the caller's current device; by default a new thread uses device 0."""
         torch.get_num_threads()  # as in CpuStreams.pool()
         return ThreadPoolExecutor(num_threads, initializer=_start_thread, initargs=(torch.cuda.current_device(),))
 
@@ -95,9 +95,9 @@ class SimStreams(CpuStreams):
     link would have copied. If sim is counted in Python (memory_account.py), its streams are CpuStreams instead."""
 
     def pool(self, num_threads: int) -> Any:
-        """Make a pool as CpuStreams does. First sim's thread for backward passes takes its number of cores, too.
+        """Make a pool as CpuStreams does. Before that, let sim's thread for backward passes take its number of cores.
 
-        With another number of cores, sums in a backward pass would be rounded differently from the CPU's."""
+        With another number of cores, sums in a backward pass would be rounded differently from those of a CPU run."""
         one = torch.ones((), device="sim", requires_grad=True)
         one.register_hook(lambda grad: torch.get_num_threads() and None)
         (one * 1).backward()
@@ -127,16 +127,16 @@ class Device:
         self.ranks = Ranks(name, num_ranks)
         self.compute = self.streams.current()
         self.inbound, self.outbound = self.streams.stream(), self.streams.stream()
-        # The thread `returner` copies parked layers back. It waits for updates; the other copies, which must not wait
-        # for updates, have the thread `copier`.
+        # The thread `returner` waits for updates, and copies parked layers back. All other copies must not wait for
+        # updates, so the thread `copier` does them.
         self.copier, self.returner = self.streams.pool(1), self.streams.pool(1)
         self.workers, self.num_workers = self.streams.workers(num_workers), num_workers
-        self._threads: list[Any] = [self.workers, self.returner, self.copier]  # each may wait for those before it
+        self._threads: list[Any] = [self.workers, self.returner, self.copier]  # a pool may wait for pools before it
         self.moved_bytes = 0
         self.next_place = itertools.count().__next__  # numbers the layers' homes in the order of the forward pass
         self._page_locked: list[torch.UntypedStorage] = []
-        # Memory must be unlocked before it is unmapped: else the machine keeps it, and its address cannot be locked
-        # again. So the list keeps locked memory mapped, and a device that is dropped without __exit__ unlocks it, too.
+        # Memory must be unlocked before it is unmapped, or the machine keeps it and cannot lock its address again. So
+        # the list keeps locked memory mapped, and a device that is dropped without __exit__ unlocks the memory, too.
         weakref.finalize(self, unlock, self._page_locked, self.name).atexit = False
 
     def __enter__(self) -> Device:
@@ -150,8 +150,8 @@ class Device:
         unlock(self._page_locked, self.name)
 
     def span(self, track: str, work: str, of: str) -> AbstractContextManager[None]:
-        """Return a context that marks a piece of work for a trace; enter it after the work's waits. `track`: a stream
-        ("compute", "inbound", "outbound") or a host thread; `work`: the kind; `of`: the part of the model."""
+        """Return a context that marks a piece of work for a trace; callers enter it after the work's waits. `track`: a
+        stream ("compute", "inbound", "outbound") or a host thread; `work`: the kind; `of`: the part of the model."""
         note = self.streams.span
         return UNNOTED if note is None else note(getattr(self, track, None), track, work, of)
 
@@ -161,8 +161,8 @@ class Device:
         return self._threads[-1]
 
     def room(self, numel: int, dtype: torch.dtype, *, host: bool) -> Tensor:
-        """Return a slab of `numel` zeros on the device or, if `host`, on the host; there it is page-locked if the
-        device is CUDA. Raises torch.OutOfMemoryError if not enough memory can be locked."""
+        """Return a slab of `numel` zeros on the device or, if `host`, on the host. If the device is CUDA, a slab on the
+        host is page-locked. Raises torch.OutOfMemoryError if not enough memory can be locked."""
         if not host:
             return torch.zeros(numel, dtype=dtype, device=self.name)
         with self.streams.taking(numel * dtype.itemsize):
@@ -181,11 +181,11 @@ class Device:
         return slab
 
     def page_lock(self, memory: torch.UntypedStorage) -> None:
-        """Page-lock host memory for this process's copies, until the device's context ends. Each process that shares
-        the memory must lock it. Raises torch.OutOfMemoryError if not enough memory can be locked."""
+        """Page-lock host memory for this process's copies, until the device's context ends. If processes share memory,
+        each process must lock it. Raises torch.OutOfMemoryError if not enough memory can be locked."""
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes(), 0))
         if code:
-            with suppress(RuntimeError):  # CUDA raises the error again at its next call: let this call take it
+            with suppress(RuntimeError):  # CUDA raises the error again at the next call, which is this one
                 torch.zeros((), device=self.name)
         if code == NO_MEMORY:
             raise torch.OutOfMemoryError(f"cannot page-lock {memory.nbytes()} bytes of host memory: CUDA error {code}")
@@ -217,8 +217,8 @@ def unlock(locked: list[torch.UntypedStorage], device: torch.device) -> None:
 
 
 def pages(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros in a host mapping of their own, so that no two slabs share a page: a page can be locked only once.
-    The mapping may have huge pages. A page takes memory when it is first touched."""
+    """Return zeros in a host mapping of their own. So no two slabs share a page, which could be locked only once. The
+    mapping may have huge pages. A page takes memory when it is first touched."""
     mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # this kernel has no huge pages
@@ -228,8 +228,8 @@ def pages(numel: int, dtype: torch.dtype) -> Tensor:
 
 def num_update_threads(device: str) -> int:
     """Return the number of threads for the host's Adam. If the device is a GPU, two cores stay free to launch kernels.
-    On a CPU device all cores update: if only one did, the others would wait for its share of each matrix product. The
-    ranks that torchrun starts on one machine share the machine's cores."""
+    On a CPU device all cores update: if one core updated alone, the others would wait for its share of each matrix
+    product. The ranks that torchrun starts on one machine share the machine's cores."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, cores - 2 if device.startswith("cuda") else cores)
 

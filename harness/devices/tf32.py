@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-# Environment variables that, set to 1, make CUDA's libraries or torch compute matrix products of fp32 in TF32.
+# Environment variables whose value 1 makes CUDA's libraries or torch compute matrix products of fp32 in TF32.
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
 def asked() -> list[str]:
-    """Return the settings by which this process computes matrix products on a GPU in TF32; empty if there are none."""
+    """Return the settings by which this process computes matrix products on a GPU in TF32; empty: it does not."""
     import torch
 
     found = [f"{name}=1" for name in VARIABLES if os.environ.get(name) == "1"]

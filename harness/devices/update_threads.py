@@ -2,7 +2,7 @@
 the layer that is needed first comes first.
 
 An update is cut into chunks. Among the updates whose gradient has landed (has arrived on the host), a free thread takes
-the next chunks of the update with the earliest deadline. So no thread waits for another, even if one is slow.
+the next chunks of the update with the earliest deadline. So no thread waits for another, even for a slow thread.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 
 
 class Update:
-    """An update in `num_chunks` chunks. `landed`: the event that the gradient has arrived on the host. work(first,
-    last) updates chunks [first, last); work() waits for `landed`, so threads prefer updates whose event has happened.
-    `number` counts updates in the order of their requests. `deadline`: the update with the lowest deadline is needed
-    first."""
+    """An update in `num_chunks` chunks. `landed`: the event of the gradient's arrival on the host. work(first, last)
+    waits for this event and updates chunks [first, last), so threads prefer updates whose event has happened. `number`
+    counts updates in the order of their requests. `deadline`: the update with the lowest deadline is needed first."""
 
     def __init__(
         self, number: int, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]
@@ -67,7 +66,7 @@ class Workers:
                 self._waiting.remove(update)
             is_more = bool(self._waiting)
         if is_more:
-            self._pool.submit(self._take)  # another thread, or this one later, takes the next chunks
+            self._pool.submit(self._take)  # lets any thread take the next chunks
         error: Exception | None = None
         try:
             update.work(first, first + share)
@@ -84,7 +83,7 @@ class Workers:
 
 def _may_begin(landed: Any) -> bool:
     """True if the gradient has landed, or if the device has failed. After a failure work() raises the device's error,
-    and the update's future passes it on to those that wait for the update."""
+    and the update's future passes the error on to whoever waits for the update."""
     try:
         return bool(landed.query())
     except RuntimeError:
