@@ -1,9 +1,9 @@
 """Judges imported records by their loss curves: did the logged run train the same as the reference?
 
-A log has no weights, so the best verdict is `tolerance`. The reference is the log of a training wholly on the device in
-the same folder, at the same depth or, if there is none, at the nearest depth. The distance between two curves is given
-as a share of the fall of the reference's loss from the first logged interval to the last. So a curve that does not fall
-is 100 % away.
+A log has no weights, so the best verdict is `tolerance`. The reference is a log in the same folder, of a training that
+keeps everything on the device. Its depth is the same or, if no such log exists, the nearest. The distance between two
+curves is given as a share of the reference's fall, which is its loss in the first logged interval minus its loss in the
+last. So a curve that does not fall is 100 % away.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALLOWED = 0.05
 # Further distance that is allowed for each doubling of depth between log and reference. ZeRO-Offload at 48 layers is
 # 8.6 % from the resident run at 32 layers, which makes 15 % for a doubling.
 ALLOWED_PER_DOUBLING = 0.2
-# Largest ratio of depths, in doublings. At a larger ratio, the allowed distance would reach that of a wrong training.
+# Largest ratio of depths, in doublings. At a larger ratio, the allowed distance would also cover a wrong training.
 FARTHEST_DOUBLINGS = 1.0
 # Smallest fall of a log's loss, as a share of the reference's fall. A run with a smaller fall has learned nothing: one
 # run, for example, logged a loss of 11.21 five times.

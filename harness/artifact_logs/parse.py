@@ -127,7 +127,7 @@ class RawLog:
 
 
 def read(path: Path) -> RawLog:
-    """Read a log. Raises NotALog if its name or all of its lines are unlike those of a training's log, OSError if the
+    """Read a log. Raises NotALog if its name, its lines or their number are unlike a training log's, OSError if the
     file cannot be read."""
     match = NAME.fullmatch(path.name)
     if match is None:

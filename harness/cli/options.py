@@ -172,7 +172,7 @@ def _take_sizes(context: click.Context, name: str | None = None) -> dict[str, An
 
 
 def _fields(context: click.Context, name: str) -> dict[str, Any]:
-    """Return the fields of a Workload that a model sets. If `name` is a number of parameters, return those of a GPT of
+    """Return the fields of a Workload that a model sets. If `name` is a number of parameters, the model is a GPT of
     about this size."""
     if num_params := amount(name):
         return _of_number(num_params)
@@ -205,7 +205,7 @@ def _take_number(context: click.Context, param: click.Parameter, num_params: flo
 
 
 def _of_number(num_params: float) -> dict[str, Any]:
-    """Return the fields of a Workload that make a GPT of about this number of parameters."""
+    """Return the fields of a Workload for a GPT with about this number of parameters."""
     shape = sized(num_params)
     return {name: getattr(shape, name) for name in ("num_layers", "hidden_size", "num_heads")}
 

@@ -20,7 +20,7 @@ from harness.figures.profile import PUBLISHED_WINDOW
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-NAME = "folder"  # stands where file names otherwise have a profile's name
+NAME = "folder"  # stands in file names in place of a profile's name
 OF_WORKLOAD = ("dtype", "hidden_size", "num_heads", "batch_size", "micro_batches", "seq_len", "vocab_size", "dropout")
 # columns that must be equal in all runs of a figure
 ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")

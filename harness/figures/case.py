@@ -86,7 +86,7 @@ class Case(ABC):
         return ()
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return those of the `rows`, which come from any runs (harness/figures/any_runs.py), that the figure shows."""
+        """Return the rows that the figure shows. `rows`: rows of any runs (harness/figures/any_runs.py)."""
         return list(rows)
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:

@@ -24,7 +24,7 @@ NAMES = ("demo", "quick", "paper", "fit")
 PUBLISHED_COMMON, PUBLISHED_DEEPEST = 32, 92
 PUBLISHED_WINDOW = 15  # number of layers in the window, in cases that are not about the window
 PROBE = {"steps": 5, "warmup": 2}  # number of steps of a search's runs: memory use does not grow after these
-ROOM = 0.9  # share of a budget that a plan may fill by its own choices; the rest is for memory that plans do not count
+ROOM = 0.9  # share of a budget that a plan's own choices may fill, because plans do not count all memory
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CaseProfile:
     @property
     def room(self) -> Room:
         """Return the memories that plans may fill. These are the budgets; a GPU's budget is reduced by the assumed size
-        of its context. They are the same on every machine on which the profile runs."""
+        of its context. These sizes are the same on every machine on which the profile runs."""
         room = self.budget.room
         if self.device != "cuda" or room.device_bytes is None:
             return room
@@ -68,7 +68,7 @@ class CaseProfile:
         return min(self.window, num_layers)
 
     def job(self, name: str, num_layers: int, **options: Any) -> Job:
-        """Return the job of a timed run. It has those options of the plan that are integers, so that its record can be
+        """Return the job of a timed run. The job has the plan's options that are integers, so that its record can be
         found again. The machine that runs the job chooses the other options, such as kernels."""
         workload, have = self.workload.at_depth(num_layers), self.room.device_bytes
         room = dataclasses.replace(self.room, device_bytes=have and int(ROOM * have))
@@ -110,8 +110,8 @@ class CaseProfile:
 
 
 def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any]) -> CaseProfile:
-    """Make the profile with this name. Its memories are those of the machine `on` (a name in machines.yaml); None: of
-    the machine in `facts` (from harness/devices/machine.py, or a record).
+    """Make the profile with this name. Its memories are those of the machine `on` (a name in machines.yaml); None:
+    those of the machine in `facts` (from harness/devices/machine.py, or a record).
 
     `paper` has the published widths, and `quick` a quarter of them. `fit` has the published widths, at depths planned
     for this machine; without a GPU, it has a sixteenth of the widths and runs on sim. `methods`: the methods that any

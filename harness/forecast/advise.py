@@ -217,8 +217,8 @@ class Advice:
             yield helps(f"--seq {load.seq_len // 2}", place, replace(load, seq_len=load.seq_len // 2))
 
     def _first_gpu(self, rows: list[dict[str, Any]], load: Workload) -> Remedy:
-        """Return the remedy of another GPU in the same host. Of the GPUs in machines.yaml that have more memory than
-        this one, it is the one with the least memory on which a method fits."""
+        """Return the remedy of another GPU in the same host. The GPUs in machines.yaml with more memory than this one
+        are tried, the smallest first; the first on which a method fits is taken."""
         asked = Budget(host_bytes=self.place.room_for(load).host_bytes, disk_bytes=self.place.asked.disk_bytes)
         sizes = {name: named_machines.load(name).room.device_bytes or 0 for name in named_machines.names()}
         here = self.place.room_for(load).device_bytes or 0

@@ -82,7 +82,7 @@ def lines(workload: Workload, parts: list[str], block_tokens: int) -> list[tuple
     The layer's memory is the larger of their two values.
 
     The first line is the memory of the MLP's backward pass. The second line is the memory of the rest of the backward
-    pass, which is attention. With many blocks the second is higher, because one block's memory is small beside
+    pass, which is attention. With many blocks the second line is higher, because one block's memory is small beside
     attention's.
     """
     length, dtype = sample_tokens(workload), DTYPES[workload.dtype]

@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) -> tuple[Job, Plan, str | None]:
-    """Return the job with the options that its plan chose, the plan, and a text on the memory that the job lacks; None
-    instead of the text if the job fits.
+    """Return the job with the options that its plan chose, the plan, and a text on the memory that the job lacks. If
+    the job fits, the text is None.
 
     `room`: the memories to fill; None: those of this machine. Raises ValueError for wrong options.
     """

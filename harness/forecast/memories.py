@@ -9,8 +9,8 @@ ASSUMED_HOST_BYTES = 64 * GIB  # host memory of a named machine whose entry in m
 
 
 def host_bytes(name: str, asked: Budget) -> int:
-    """Return the bytes of a named machine's host memory: those that the call gives, else those of its entry in
-    machines.yaml, else ASSUMED_HOST_BYTES. A machine that the call describes by numbers has no entry."""
+    """Return the bytes of a named machine's host memory: the call's number; without one, that of its entry in
+    machines.yaml; without both, ASSUMED_HOST_BYTES. A machine that the call describes by numbers has no entry."""
     listed = named_machines.load(name).room.host_bytes if name in named_machines.names() else None
     return asked.host_bytes or listed or ASSUMED_HOST_BYTES
 

@@ -97,8 +97,8 @@ class Law(NamedTuple):
 def window_bytes(workload: Workload, window: int) -> int:
     """Return the bytes that stayed allocated in the published STRONGHOLD.
 
-    The sum has three parts: 16 bytes a parameter for weights, gradients and moments of both ends and of one window of
-    layers; 8 bytes a parameter for weights and gradients of a second window, into which layers are loaded; and one
+    The sum has three parts: 16 bytes for each parameter of both ends and of one window of layers (weight, gradient, two
+    moments); 8 bytes for each parameter of a second window, into which layers are loaded (weight, gradient); and one
     layer's weights.
     """
     layer, slots = workload.layer_params, 4 * window + 2 * min(window, workload.num_layers - window)

@@ -71,8 +71,8 @@ def device_update_seconds(num_params: float, workload: Workload, rates: Rates) -
 def host_update_seconds(
     num_params: float, workload: Workload, rates: Rates, copied_bytes: float = 0
 ) -> tuple[float, float]:
-    """Return two times of an update, in seconds: that of the host's cores, and that of the host's memory, which also
-    serves the copies of `copied_bytes`."""
+    """Return two times of an update, in seconds: the time of the host's cores, and the time of the host's memory, which
+    also serves the copies of `copied_bytes`."""
     touched = UPDATE_BYTES[workload.dtype] * num_params + copied_bytes
     return seconds_of("host cores", num_params, rates), seconds_of("host memory", touched, rates)
 

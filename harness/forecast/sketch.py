@@ -31,7 +31,7 @@ from harness.devices.memory_account import NAME
 from harness.devices.memory_rehearsal import without_memory
 
 HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # sizes of the narrow model
-GRADIENT_TOLERANCE = 1e-5  # largest relative difference between a gradient of the parts and that of the whole
+GRADIENT_TOLERANCE = 1e-5  # largest relative difference between the parts' gradients and the whole model's
 COUNTED = (64, 128)  # numbers of tokens of the two samples whose operations are counted
 # number of tokens whose activations are measured: so large that a weight's memory is negligible beside theirs
 MEASURED = 2**16
@@ -137,8 +137,8 @@ def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
 
 
 def work(workload: Workload) -> tuple[int, int]:
-    """Return two numbers of operations: those of a layer for each token, and those of attention for each pair of tokens
-    in a sample. Causal attention takes half the operations of full attention, except for plain attention (is_plain)."""
+    """Return two numbers of operations: a layer's for each token, and attention's for each pair of tokens in a sample.
+    Causal attention takes half the operations of full attention, except for plain attention (is_plain)."""
     layer, each = model.new_layer(workload, 0), []
     for tokens in COUNTED:
         with FlopCounterMode(display=False) as counter:

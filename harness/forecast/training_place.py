@@ -22,8 +22,8 @@ HALVES = ("bf16", "fp16")
 class TrainingPlace:
     """A place to train, and the budgets that the call gives for it.
 
-    `entry`: an entry of machines.yaml, or None. For this machine it is the entry with the same GPU, whose rates are
-    used until this machine's own are measured.
+    `entry`: an entry of machines.yaml, or None. This machine's entry is the one with the same GPU; the entry's rates
+    are used until this machine's own rates are measured.
     """
 
     name: str | None  # name of another machine; None: this machine

@@ -28,9 +28,9 @@ from harness.gate.limits import (
 )
 from harness.gate.trial import Trial
 
-# Largest allowed error of the distance that a tensor moved, relative to that distance in the reference.
+# Largest allowed relative error of the distance that a tensor moved, compared with the reference.
 SIZE_TOLERANCE = 0.1
-# Largest allowed shortfall in the number of a tensor's elements that changed, relative to that number in the reference.
+# Largest allowed shortfall of the number of a tensor's changed elements, as a share of the reference's number.
 CHANGED_TOLERANCE = 0.1
 ROUNDED_AWAY = 1e-3  # rounding error of sqrt(size**2 - moved**2) in fp32, relative to `moved`
 TELLING = 100.0  # if a norm's error is this many times the loss's error, the gradient is wrong, not the weights
@@ -240,9 +240,9 @@ def _grown_keys(record: Record) -> Departure | None:
 
 
 def without_decay(record: Record, reference: Record) -> str:
-    """Return a text if the tensors end as if trained without weight decay; empty otherwise. Then matrices are larger by
-    the amount that decay takes off, while biases and norms agree. Decay shows late, so the first wrong loss or norm
-    would not name this cause."""
+    """Return a text if the tensors end as if trained without weight decay; empty otherwise. Without decay, matrices are
+    larger by the amount that decay takes off, while biases and norms agree. Decay shows late, so the first wrong loss
+    or norm would not name this cause."""
     load = record.job.workload
     taken = WEIGHT_DECAY * sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
     grown: dict[bool, list[float]] = {True: [], False: []}

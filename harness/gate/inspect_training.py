@@ -25,8 +25,8 @@ TELLING = ("attention", "adam")  # parts of the names of ops that have several k
 
 
 class Kernels(TorchDispatchMode):
-    """Notes the kernels that torch runs in this context for the ops in TELLING. It does not see kernels that an engine
-    calls without torch, such as DeepSpeed's Adam."""
+    """Notes the kernels that torch runs in this context for the ops in TELLING. Kernels that an engine calls without
+    torch, such as DeepSpeed's Adam, are not seen."""
 
     def __init__(self) -> None:
         super().__init__()

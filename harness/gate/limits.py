@@ -32,16 +32,16 @@ NORM_TOLERANCE = {
     ("cpu", "fp32"): 1e-4, ("cpu", "bf16"): 5e-2, ("cpu", "fp16"): 1e-2,
     ("cuda", "fp32"): 1e-3, ("cuda", "bf16"): 1e-1, ("cuda", "fp16"): 2e-2,
 }  # fmt: skip
-# By dtype: largest allowed relative difference of the size of a tensor's first moment. The second moment, a square, may
-# differ twice as much. In bf16 the gradient of one bias, that of the norm before attention, is a sum that nearly
-# cancels: its moments had a ratio of 0.88 in a run whose losses agree to 4e-5.
+# By dtype: largest allowed relative difference between a tensor's first moment and the reference's, in size. The second
+# moment, a square, may differ twice as much. In bf16 the gradient of one bias, that of the norm before attention, is a
+# sum that nearly cancels: its moments had a ratio of 0.88 in a run whose losses agree to 4e-5.
 MOMENT_TOLERANCE = {"fp32": 0.1, "bf16": 0.3, "fp16": 0.1}
-# Largest allowed relative difference of the median tensor's moment. It is small, because only few tensors have sums
-# that nearly cancel.
+# Largest allowed relative difference of the median tensor's moment. This limit is small, because only few tensors have
+# sums that nearly cancel.
 MEDIAN_TOLERANCE = 0.05
 # By device and dtype: largest allowed distance between a tensor's change and its change in the reference, relative to
-# the latter. In half precision, a step's direction is noise if its gradient is only rounding. A CPU in fp32 shows at
-# most 1e-3.
+# the latter. In half precision, a step's direction is noise if its gradient is only rounding. On a CPU in fp32, runs
+# differ by at most 1e-3.
 DISTANCE_TOLERANCE = {
     ("cpu", "fp32"): 2e-3, ("cpu", "bf16"): 0.3, ("cpu", "fp16"): 0.3,
     ("cuda", "fp32"): 5e-2, ("cuda", "bf16"): 0.3, ("cuda", "fp16"): 0.3,

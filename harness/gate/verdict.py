@@ -99,8 +99,8 @@ def _compare(record: Record, reference: Record, undropped: Record | None) -> Gat
 
 
 def _within_dropout(record: Record, reference: Record, undropped: Record, rests: dict[str, Any]) -> Gate:
-    """Return the verdict on a run that drops other elements than the reference. It may differ by no more than a few
-    times the change that dropout causes."""
+    """Return the verdict on a run that drops other elements than the reference. The run may differ by no more than a
+    few times the change that dropout causes."""
     if why := evidence.untrained(undropped):
         return Gate("untested", "no-reference", f"the reference without dropout did not train: {why}", rests)
     if departures.drops_nothing(record, reference, undropped):

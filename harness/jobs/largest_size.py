@@ -25,7 +25,7 @@ from harness.jobs.sweep import Sweep
 
 BEYOND_PLAN = 4  # the search tries sizes up to this many times the guess, and at least up to FEWEST_BEYOND
 FEWEST_BEYOND = 64
-BUDGETED = {"pinned": "host", "shm": "host"}  # kinds of memory that the budget of another kind also counts
+BUDGETED = {"pinned": "host", "shm": "host"}  # by kind of memory: the kind whose budget also counts it
 FEWEST_STEPS = 5  # fewest steps of a probe: by then the optimizer's state exists, and memory use no longer grows
 
 
@@ -175,7 +175,8 @@ class Probes:
 
 
 def memory_of(record: Record) -> str:
-    """Return the memory that a failed run lacked, such as device: from the record's evidence, else from its status."""
+    """Return the memory that a failed run lacked, such as device, by the record's evidence or, without it, by its
+    status."""
     return str(record.evidence.get("resource") or record.status.removeprefix("oom-"))
 
 

@@ -335,8 +335,8 @@ def read_by(job: Job) -> tuple[Workload, int] | None:
 
 def context(name: str, files: tuple[Workload, int] | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:
     """Return the facts on which a measurement depends beside its job, so that a changed file changes the job's key. The
-    facts are hashes of the source of the method `name` and of the files that the job reads, and facts of this machine.
-    `files`: what read_by() returns for the job."""
+    facts are a hash of the source of the method `name`, hashes of the files that the job reads, and facts of this
+    machine. `files`: what read_by() returns for the job."""
     found = {"source": method.source_hash(name, folders), "corpus": "", **machine.checked()}
     load, num_samples = files or (None, 0)
     if load and load.corpus is not None:

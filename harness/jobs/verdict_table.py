@@ -15,8 +15,8 @@ Outcome = Record | str  # a job's record, or the reason why its method refused t
 
 
 def columns(asked: Sequence[Job]) -> dict[Workload, str] | None:
-    """Return the head of each model's column: the models' names; if two names are equal, names and numbers of layers;
-    if these are equal, too, layers and widths. None if two models have the same layers and width."""
+    """Return the head of each model's column: its name; if two names are equal, its name and number of layers; if two
+    of these heads are equal, too, its width beside them. None if two models have the same layers and width."""
     models = list(dict.fromkeys(job.workload for job in asked))
     layers = [load.layers_text for load in models]
     widths = [f"{text} x {load.hidden_size}" for text, load in zip(layers, models, strict=True)]

@@ -1,5 +1,5 @@
-"""Takes in results that others send: an archive that `bundle` wrote, or a folder of results. They are stored in a
-folder beside one's own records.
+"""Takes in results that others send: an archive that `bundle` wrote, or a folder of results. The results are stored in
+a folder beside one's own records.
 
 Only records, logs of runs and trainings of probes are taken; figures and reports are made anew. Everything is read and
 checked before anything is written. Each run is judged again by the records that came with it.

@@ -51,7 +51,7 @@ class PageSection:
     svg: str
     notes: list[str]  # the notes of the figure's small print
     table: DataFrame
-    sender: str = ""  # name of the folder of the records if others sent them in, else ""
+    sender: str = ""  # name of the records' folder if others sent them in; "": own records
 
     @property
     def id(self) -> str:
@@ -251,8 +251,8 @@ def untrained(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[str]:
-    """Return the commands that repeat the runs: first those of cases, by profile, then those of jobs that belong to no
-    case. The reference's runs need no command, because the runs that are judged by them start them."""
+    """Return the commands that repeat the runs: first the commands of cases, by profile, then the commands of jobs that
+    belong to no case. The reference's runs need no command, because a run that is judged by the reference starts it."""
     of_all = [str(number) for number in case.numbers_of_all()]
     cases = _each(scaled.call("all" if each.case in of_all else each.case, each.profile) for each in sections)
     used = list(_profiles(runs))

@@ -34,7 +34,7 @@ DEVICE = "cpu:0"  # stands for the device in the watched code, where plain "cpu"
 
 
 class Agent(Protocol):
-    """A stream or a host thread. It does its work in order."""
+    """A stream or a host thread, which does its work in order."""
 
     name: str
     now: Any

@@ -174,8 +174,8 @@ def updated_params(op: Op) -> int:
 
 
 def flops_of(op: Op) -> float:
-    """Return the floating-point operations of an op: those of a matrix product, or of attention (half of them if it is
-    causal). 0 for any other op."""
+    """Return the floating-point operations of a matrix product or of attention, which takes half as many if it is
+    causal; 0 for any other op."""
     packet = op.func.overloadpacket
     formula = flop_registry.get(ATTENTION.get(packet, packet))
     if formula is None:
