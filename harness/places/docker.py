@@ -1,5 +1,5 @@
-"""Runs jobs in containers. In a container, launch.py runs as on this machine, but from an image that has Python and the
-engines, and within the job's limit of host memory.
+"""Runs jobs in containers. In a container, launch.py runs as on this machine, but with Python and the engines of an
+image, and within the job's limit of host memory.
 
 The container sees this checkout, the folder of results and the folders that the job names, all at the same paths as on
 this machine. Source code comes from this checkout, packages come from the image. The container has no network, never
@@ -37,13 +37,13 @@ from harness.places.shared.place import ORDERED, KeyedJobs, Place, Report, order
 from harness.run.launch import GRACE_SECONDS, Events
 
 PYTHON = "/harness/.venv/bin/python"  # as in docker/Dockerfile
-WATCHER_BYTES = 96 * 2**20  # bytes for the worker's parent process in the container: measured 60 MiB, rounded up
-# seconds that a container may take beyond the job's own time: to start, and to end after its worker
+WATCHER_BYTES = 96 * 2**20  # bytes for the worker's parent process in the container, which took 60 MiB when measured
+# seconds that a container may take beyond the job's own time, to start, and to end after its worker has ended
 START_SECONDS = 120.0
 POLL_SECONDS = 0.5
-# number of the stream in the engine's frames; number by which this module marks the end of all streams
+# number of standard output in the engine's frames; number by which this module marks the end of all streams
 STDOUT, ENDED = 1, -1
-# Options of methods that name a folder, with their spelling on the command line. The job writes to a folder of WRITTEN.
+# Options of methods that name a folder: their names, and how the command line spells them. Jobs write to WRITTEN.
 WRITTEN, READ = {"disk": "--disk", "checkpoint": "--option checkpoint"}, {"resume": "--resume"}
 SCRATCH = "/tmp"  # the only folder of the image that a job may write to; it is kept in memory
 # Folder that the image closes to the container's user. If a path that the container sees leads through this folder, an
@@ -55,8 +55,8 @@ NO_ENGINE = "no container engine answers: apt-get install docker.io, start docke
 
 
 def default_image(device: str) -> str:
-    """Return the name of the image for a device. Its tag is a hash of the pinned packages, so changed pins need a new
-    image."""
+    """Return the name of the image for a device. The image's tag is a hash of the pinned packages, so changed pins need
+    a new image."""
     key = hashlib.sha256()
     names = (ROOT / name for name in ("docker/Dockerfile", "venv.sh", "pyproject.toml"))
     for path in (*names, *sorted((ROOT / "requirements").glob("*.txt"))):
@@ -80,8 +80,8 @@ def engine() -> Any:
 
 
 class Docker(Place):
-    """The place --on docker: a container engine, and one of its images. Raises Unavailable if the engine or the image
-    is missing."""
+    """The place --on docker: a container engine, and one of its images. Making it raises Unavailable if the engine or
+    the image is missing."""
 
     cli_options: ClassVar = {
         "image": click.option(
@@ -111,8 +111,8 @@ class Docker(Place):
     def _launch(self, job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Report) -> Path:
         """Run the job; return the path of its record.
 
-        At the first KeyboardInterrupt the worker may still finish its record; at the second the container is ended.
-        Then KeyboardInterrupt is raised again.
+        At the first KeyboardInterrupt the worker may still finish its record; at the second this call ends the
+        container. Then KeyboardInterrupt is raised again.
         """
         with turn(job, report):
             stem = new_stem(results, job)
@@ -135,8 +135,8 @@ class Docker(Place):
         return path
 
     def _take_left(self, results: Path, report: Report) -> None:
-        """Clean up after calls that were killed: remove their ended containers and, if root made the calls, take the
-        records that their containers left."""
+        """Clean up after calls that were killed: remove the calls' ended containers and, if root made the calls, take
+        the records that the containers left."""
         from docker.errors import APIError
 
         found = self.client.containers.list(all=True, filters={"label": f"{LABEL}={results}"}, ignore_removed=True)
@@ -158,7 +158,7 @@ class Docker(Place):
                 container.remove()
 
     def _told(self, image: str) -> dict[str, str]:
-        """Return the facts of the place that its records keep."""
+        """Return the facts of the place that the records of its jobs keep."""
         return {"on": "docker", "image": image, "engine": self.client.version()["Version"]}
 
     def _settings(
@@ -189,8 +189,8 @@ class Docker(Place):
         }  # fmt: skip
 
     def _complete(self, running: Running, job: Job, key: str, stem: Path, exchange: Exchange | None) -> Path:
-        """Return the path of the job's record. The record gets the engine's report on the container's end; if the job
-        left no record, write one of its end."""
+        """Add the engine's report on the container's end to the job's record; if the job left no record, write one that
+        tells the job's end. Return the record's path."""
         state = running.end()
         if exchange:
             exchange.close(key)
@@ -215,11 +215,11 @@ class Docker(Place):
 
 def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[tuple[Path, Path, bool]]:
     """Return the folders and files that a container of this job sees, each as (path here, path in the container, True
-    if it is read-only).
+    if the container may only read it).
 
-    The two paths differ only for .venv: the container sees there a folder of this machine with files that were compiled
-    in this image for the container's user. Folders to be written are made if they are missing. Raises Unavailable if
-    the container's user may not read or write where the job must.
+    The two paths differ only for .venv: as .venv the container sees a folder of this machine with files that were
+    compiled in this image for the container's user. Missing folders that the job writes to are made. Raises Unavailable
+    if the container's user may not read or write where the job must.
     """
     corpus, weights = job.workload.corpus, job.workload.weights
     files = [*(corpus_files(str(Path(corpus).resolve())) if corpus else [])]
@@ -248,8 +248,8 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
 
 
 def memory_limit(job: Job) -> int | None:
-    """Return the container's memory limit in bytes, swap included: the worker's limit plus WATCHER_BYTES. None: no
-    limit."""
+    """Return the container's memory limit in bytes, swap included: the worker's limit plus WATCHER_BYTES; None if the
+    worker has no limit."""
     wall = budgets.wall_bytes(job)
     return wall + WATCHER_BYTES if wall else None
 
@@ -274,7 +274,7 @@ class Running:
             raise Unavailable(told(error)) from error
 
     def follow(self, order: dict[str, Any]) -> None:
-        """Send the order to the container and read its events, until it has ended or end() must end it."""
+        """Send the order to the container and read its events until the container has ended or end() must end it."""
         self.socket._sock.sendall((json.dumps(order) + "\n").encode())
         frames: queue.Queue[tuple[int, bytes]] = queue.Queue()
         threading.Thread(target=self._read, args=(frames,), daemon=True).start()
@@ -330,7 +330,7 @@ class Running:
                 self.container.wait(timeout=GRACE_SECONDS)
                 self.container.reload()
             return dict(self.container.attrs["State"])
-        except APIError as error:  # somebody else has removed the container
+        except APIError as error:  # another process has removed the container
             return {"ExitCode": 137, "OOMKilled": False, "Error": told(error)}
         finally:
             self.socket._response.close() if hasattr(self.socket, "_response") else self.socket.close()

@@ -2,9 +2,9 @@
 torchrun.
 
 The pods share no volume. A pod gets this checkout's code and the order from a ConfigMap, and packages from the image.
-Its log brings back events, logs and the record (harness/places/shared/pods.py). The Job owns all objects that were made
-for it, so Kubernetes deletes them together with the Job: at the end, at Ctrl-C or, if the call was killed, an hour
-after the pods have ended.
+The pod's log brings back events, logs and the record (harness/places/shared/pods.py). The Job owns all objects that
+were made for it, so Kubernetes deletes these objects together with the Job: at the end, at Ctrl-C or, if the call was
+killed, an hour after the pods have ended.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from harness.places.shared.pods import INDEX, MAIN, PodJob
 from harness.places.shared.torchrun_node import PORT
 
 POLL_SECONDS = 0.5
-WAIT_SECONDS = 600  # seconds that a job waits for nodes; after that it ends as unavailable
+WAIT_SECONDS = 600  # seconds that a job waits for nodes before it ends as unavailable
 START_SECONDS = 600.0  # seconds that a pod may take beyond the job's own time, for imports and a compiler
-SILENCE_SECONDS = 600.0  # seconds without an answer of Kubernetes after which the call gives its jobs up as lost
+SILENCE_SECONDS = 600.0  # seconds without an answer from Kubernetes after which the call counts its jobs as lost
 CANCEL_SECONDS = 90.0
 GRACE_SECONDS = 60  # seconds from a pod's SIGTERM to its SIGKILL; torchrun gives the run 30 of these seconds
 KEPT_SECONDS = 3600  # seconds for which ended Jobs are kept if the call that made them was killed
 # ports of torchrun's store and of rank 0's agent; jobs may share them, because each pod has an address of its own
 PORTS = (29400, 29401)
-MOST_CODE_BYTES = 2**20 - 2**16  # most bytes of packed code: a ConfigMap holds 1 MiB, and also the order
+MOST_CODE_BYTES = 2**20 - 2**16  # most bytes of packed code: code and order share a ConfigMap of at most 1 MiB
 JOB = {"apiVersion": "batch/v1", "kind": "Job"}
 ORDER, WORK = "/order", "/work"  # folders in a pod; the code is in WORK/harness
 CODE_FILE, ORDER_FILE = "code.tar.gz", "order.json"
@@ -72,8 +72,8 @@ class PodOptions:
 def packed(folders: tuple[Path, ...]) -> tuple[bytes, list[str]]:
     """Return an archive of code, and the paths in a pod, relative to WORK, of the folders of methods.
 
-    The archive holds this checkout's code and the Python files of the folders. Raises ValueError if it is too large for
-    a ConfigMap.
+    The archive holds this checkout's code and the Python files of the folders. Raises ValueError if the archive is too
+    large for a ConfigMap.
     """
     there = [f"methods-{number}" for number in range(len(folders))]
     files = {f"harness/{path.relative_to(ROOT)}": path for pattern in CODE for path in ROOT.glob(pattern)}
@@ -98,7 +98,7 @@ def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def import_client() -> None:
-    """Install the package kubernetes into .venv if it is missing. Raises Unavailable if it cannot be installed."""
+    """If the package kubernetes is missing, install it into .venv. Raises Unavailable if this is not possible."""
     if importlib.util.find_spec("kubernetes"):
         return
     if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
@@ -108,8 +108,8 @@ def import_client() -> None:
 
 
 def files_named(job: Job) -> list[str]:
-    """Return the options by which a job names files of this machine. The folder SCRATCH does not count: each pod has a
-    SCRATCH of its own, where a method may keep its states."""
+    """Return the options by which a job names files of this machine. --disk with the folder SCRATCH is not returned,
+    because each pod has a SCRATCH of its own, where a method may keep its states."""
     named = {"--data": job.workload.corpus, "--weights": job.workload.weights}
     named |= {option: job.options.get(name) for name, option in (WRITTEN | READ).items()}
     return [option for option, path in named.items() if path and (option, path) != (WRITTEN["disk"], SCRATCH)]
@@ -141,8 +141,8 @@ class Kubernetes(Place):
         return Cluster(self.options.get("namespace"))
 
     def context(self) -> dict[str, str]:
-        """Return the image and the options that choose nodes. In a job's key they replace the facts of the machine that
-        submits the job."""
+        """Return the image and the options that choose nodes. In a job's key these values replace the facts of the
+        machine that submits the job."""
         asked = {name: str(self.options.get(name)) for name in ("nodes", "gpus", "cpus", "node_selector")}
         here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
         return {**here, "image": self.options["image"], **{f"kubernetes_{name}": asked[name] for name in asked}}
@@ -171,7 +171,7 @@ class Kubernetes(Place):
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
         """Run the jobs; return the paths of their records.
 
-        At a KeyboardInterrupt the jobs are deleted, though they may still finish their records. Then KeyboardInterrupt
+        At a KeyboardInterrupt this call deletes the jobs, which may still finish their records. Then KeyboardInterrupt
         is raised again.
         """
         call, image, code = secrets.token_hex(5), self.options["image"], packed(folders)
@@ -180,7 +180,7 @@ class Kubernetes(Place):
         try:
             for job, key in jobs:
                 self._submit(job, key, new_stem(results.resolve(), job), code, call, running)
-            if len(running) == 1:  # the events of several jobs would mix, so only a single job's are reported
+            if len(running) == 1:  # events of several jobs would mix, so they are reported only for a single job
                 running[0].report_to(report)
             self._wait(running, call, report, math.inf)
         except KeyboardInterrupt:
@@ -199,8 +199,8 @@ class Kubernetes(Place):
         self, job: Job, key: str, stem: Path, code: tuple[bytes, list[str]], call: str, running: list[PodJob]
     ) -> None:
         """Create the Kubernetes objects of a job, and add the job to `running`. If Kubernetes refuses an object, remove
-        the job and its log, and raise the refusal. A job that names files of this machine is added as ended, and not
-        created."""
+        the job and its log, and raise the refusal. A job that names files of this machine gets no objects, and is added
+        as ended."""
         if files := files_named(job):
             running.append(PodJob(job, key, stem, "", 1))
             text = f"pods see no folder of this machine: leave {' and '.join(files)} out, or try another --on"
@@ -258,8 +258,8 @@ class Kubernetes(Place):
         return [main, files, *([service] if nodes > 1 and not has_jobsets else [])]
 
     def _pod(self, job: Job, name: str, nodes: int, has_jobsets: bool) -> dict[str, Any]:
-        """Return the spec of a job's pods. In each pod, the first container unpacks the code, the second runs
-        torchrun."""
+        """Return the spec of a job's pods. In each pod, the first container unpacks the code, and the second container
+        runs torchrun."""
         first = f"{name}-nodes-0-0.{name}" if has_jobsets else f"{name}-0.{name}"
         seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
         mounts = {"order": ORDER, "work": WORK, "tmp": "/tmp", "shm": "/dev/shm"}

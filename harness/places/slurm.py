@@ -1,5 +1,5 @@
-"""Runs jobs on a Slurm cluster: submits all jobs at once, waits for them, and derives the end of each job from the
-state that Slurm gives it.
+"""Runs jobs on a Slurm cluster: submits all jobs at once, waits until they have ended, and derives each job's end from
+the job's state in Slurm.
 
 On a node, launch.py runs as on this machine and writes the record into the same folder of results, which all nodes must
 see. If the ranks of a job are spread over several nodes, each node has an agent and a record; the submitter merges the
@@ -44,14 +44,14 @@ LATE_SECONDS = 15.0
 CANCEL_SECONDS = 60.0
 # part of the message that slurmstepd writes when the kernel kills a process for want of memory
 OOM_KILL = "oom-kill event"
-# By option of --slurm: its name in sbatch, where the two differ.
+# For options of --slurm that sbatch names differently: sbatch's name.
 SBATCH_NAMES = {"gpus": "gpus_per_node", "cpus": "cpus_per_task"}
 RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of --slurm: options of sbatch, and the image of the container that srun starts. None: not given."""
+    """The options of --slurm: options of sbatch, and the image of the container that srun starts. None: not set."""
 
     __pydantic_config__ = NO_OTHER_FIELDS
     partition: int | str | None = None
@@ -96,8 +96,8 @@ def check_containers(image: str) -> None:
 
 
 class Slurm(Place):
-    """The place --on slurm, with these options. Raises Unavailable if Slurm is missing, or cannot run the container
-    image."""
+    """The place --on slurm, with these options. Making it raises Unavailable if Slurm is missing or cannot run the
+    container image."""
 
     is_parallel = True
     cli_options: ClassVar = {
@@ -120,8 +120,8 @@ class Slurm(Place):
             check_containers(self.image)
 
     def context(self) -> dict[str, str]:
-        """Return the partition, the options that choose nodes, and the image. In a job's key they replace the facts of
-        the machine that submits the job."""
+        """Return the partition, the options that choose nodes, and the image. In a job's key these values replace the
+        facts of the machine that submits the job."""
         nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
         nodes |= {"image": str(self.image)} if self.image else {}
         here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
@@ -130,8 +130,8 @@ class Slurm(Place):
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
         """Run the jobs; return the paths of their records.
 
-        At a KeyboardInterrupt the jobs are cancelled, though they may still finish their records. Then
-        KeyboardInterrupt is raised again.
+        At a KeyboardInterrupt this call cancels the jobs, which may still finish their records. Then KeyboardInterrupt
+        is raised again.
         """
         # Use a new folder for each call: the folder of an earlier call could hold the result of another job with the
         # same number.
@@ -169,7 +169,7 @@ class Slurm(Place):
             found["additional_parameters"] = {"requeue" if requeue == "yes" else "no_requeue": True}
         found |= {"job_name": f"{job.method}-{job.workload.num_layers}", "nodes": self._num_nodes(job)}
         found |= {"srun_args": self._container(job, results, folders)}
-        # reserve whole nodes: otherwise two jobs could each hold a part of the nodes that both need, and wait forever
+        # reserve whole nodes, because two jobs that each hold a part of the nodes that both need would wait forever
         if found["nodes"] > 1:
             found |= {"exclusive": True, "srun_args": ["--kill-on-bad-exit=1", *found["srun_args"]]}
         limit = memory_limit(job)
@@ -253,8 +253,8 @@ def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
 def states_of(ids: list[str]) -> dict[str, SlurmState]:
     """Return the state of each job, by its number.
 
-    The states come from sacct, as submitit reads them. Without Slurm's accounting, sacct gives none, and they come from
-    scontrol, which forgets a job some minutes after its end.
+    The states come from sacct, whose output submitit parses. If Slurm keeps no accounts, sacct gives no states; then
+    the states come from scontrol, which forgets a job some minutes after its end.
     """
     from submitit.slurm.slurm import SlurmInfoWatcher
 
@@ -266,7 +266,7 @@ def states_of(ids: list[str]) -> dict[str, SlurmState]:
         done = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
         jobs = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines()]
         told = {job["JobId"]: {**job, "State": job["JobState"]} for job in jobs if "JobId" in job}
-        if done.returncode == 0:  # scontrol succeeded, so a job that it does not list has ended and was forgotten
+        if done.returncode == 0:  # scontrol succeeded, so jobs that it does not list have ended and were forgotten
             forgotten = SlurmState("FORGOTTEN")
     found = {}
     for number in ids:

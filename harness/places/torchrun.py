@@ -3,9 +3,9 @@
     torchrun --nnodes N --node-rank K --master-addr ADDRESS --master-port PORT --nproc-per-node 1 \\
         -m harness -m METHOD --ranks R --on torchrun
 
-The first node plans, judges and keeps the results. The other nodes connect to it. If a job has several ranks, each node
-runs some of them. Nodes send one another lines of JSON. If a job fails on one node, or a node is gone, the job ends on
-all nodes.
+The first node plans, judges and keeps the results. The other nodes connect to the first node. If a job has several
+ranks, each node runs some of the ranks. Nodes send one another lines of JSON. If a job fails on one node, or a node is
+gone, the job ends on all nodes.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Torchrun(Place):
         return path
 
     def _refused(self, asked: dict[str, Any], peers: list[Peer], source: str) -> str:
-        """Send the order to the other nodes. If no node refuses it, let all nodes begin. Return the reasons of the
-        nodes that refuse; empty if none refuses."""
+        """Send the order to the other nodes. If no node refuses the order, let all nodes begin. Return the reasons of
+        the nodes that refuse; empty if no node refuses."""
         for peer in peers:
             peer.tell({"order": asked, "num_nodes": 1 + len(peers), "source": source})
         answers = [peer.hear().get("refused", "it is gone") for peer in peers]
@@ -164,8 +164,8 @@ def connected(address: str, port: int) -> Peer:
 
 
 def follow(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
-    """Run this node's part of each order from the first node, until the first node ends. The code is this checkout's
-    and that of these folders of methods; an order is refused if the first node's code differs."""
+    """Run this node's part of each order from the first node, until the first node ends. The code comes from this
+    checkout and from `folders` of methods. Refuse an order if the first node's code differs."""
     first.tell({"node": node, "host": socket.gethostname()})
     with tempfile.TemporaryDirectory() as results:
         while "order" in (told := first.hear()):
@@ -184,10 +184,10 @@ def follow(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
 def perform_beside(
     asked: dict[str, Any], peers: list[Peer], report: Report = lambda event: None
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Run this node's part of an order, and exchange the records of the parts with the peers.
+    """Run this node's part of an order, and exchange records with the peers, which run the other parts.
 
-    If a peer fails or is gone, this node's part is interrupted. Return the peers' messages, {} for a peer that is gone,
-    and True if the user interrupted the run.
+    If a peer fails or is gone, this node's part is interrupted. Return the peers' messages ({} for a peer that is gone)
+    and a flag: True if the user interrupted the run.
     """
     heard: list[dict[str, Any]] = [{} for _ in peers]
     lock, is_running, is_stopped, is_interrupted = threading.Lock(), True, False, False
@@ -211,7 +211,7 @@ def perform_beside(
         is_running = False
         is_interrupted = not is_stopped
     path = Path(f"{asked['stem']}.json")
-    # interrupted before the run began, for example because a node was lost while another node compiled
+    # The run was interrupted before it began, for example because a node was lost while another node compiled.
     if not path.exists():
         end = failures.of_stop(failures.End(ORDERED, stopped="interrupt"))
         write_end(Job.from_dict(asked["job"]), asked["key"], Path(asked["stem"]), end)

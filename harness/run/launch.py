@@ -1,6 +1,6 @@
 """Starts a worker process for a job, watches the worker, and makes sure that a record of the job exists at the end.
 
-The worker has a session of its own. Its parent, this process, does not import torch; it samples the worker's memory."""
+The worker has a session of its own. This process, the parent, does not import torch; it samples the worker's memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from harness.forecast import run_time
 from harness.run import ranks, scratch
 
 SAMPLE_SECONDS = 0.1
-LIST_SECONDS = 1.0  # seconds between two lists of the worker's children; a list takes 1.5 ms of a core that trains
+LIST_SECONDS = 1.0  # seconds between two lists of the worker's children; making a list takes 1.5 ms of a core
 GRACE_SECONDS = 20.0  # seconds from the signal that stops a worker until the worker is killed
 AFTER_TRAINING = ("drain", "inspect", "done")  # phases after training; memory that they take does not count
 # Statuses that a worker may report after it was stopped. An interrupted import may raise any exception.
@@ -50,8 +50,8 @@ def launch(
     """Run the job in a process of its own; return the path of its record: `stem` (None: a new name) with .json.
 
     An untimed job may share the device with other untimed jobs; then its seconds do not count. When the device is free,
-    `recorded` is called first: if another process has recorded the job meanwhile, it returns that record's path, and no
-    run starts. The first Ctrl-C lets the worker finish its record, a second one kills it; both are raised again here.
+    `recorded` is called first. If it returns the path of a record, which another process has made meanwhile, no run
+    starts. The first Ctrl-C lets the worker finish its record, a second kills the worker; both are raised again here.
     """
     with turn(job, report, is_timed, foreseen_seconds) as held:
         if found := recorded():
@@ -76,8 +76,8 @@ def environment(job: Job) -> dict[str, str]:
     """Return the worker's environment variables. Variables that the caller has set keep their values.
 
     On a CPU one thread computes small layers; several ranks share the cores. CUDA numbers GPUs as NVML does. On CUDA
-    torch's allocator grows its segments instead of adding new ones, which leaves fewer fragments. Such segments cannot
-    be shared with other processes, but no method shares any."""
+    torch's allocator grows its segments instead of adding segments, which leaves fewer fragments. Other processes
+    cannot share such segments, but no method shares segments."""
     chosen = dict(GPU_ORDER)
     if job.device == "cuda" and not machine.allocator_settings():
         chosen["PYTORCH_ALLOC_CONF"] = EXPANDABLE
@@ -98,8 +98,8 @@ class Events:
         self._pending, self._unread = b"", list[bytes]()
 
     def feed(self, data: bytes) -> None:
-        """Take a piece of the worker's output, in which each line is an event as JSON. If `report` raises, the next
-        call continues with the event after that."""
+        """Take a piece of the worker's output, in which each line is an event as JSON. If `report` raises at an event,
+        the next call continues with the event after it."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         self._unread += lines
         while self._unread:
@@ -113,7 +113,7 @@ class Events:
             self.report(event)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a record whose values the events have told."""
+        """Return the fields of a record whose values are known from the events."""
         return {"phase": self.phase, "losses": self.losses, "step_seconds": self.step_seconds}
 
 
@@ -128,7 +128,7 @@ class Watch:
         self.peaks = {"host_anonymous": 0, "host_shared": 0}
         self.sampled = dict(self.peaks)
         self.processes: list[psutil.Process] = []  # the worker and its children, or the ranks and their children
-        self.trainers: list[psutil.Process] = []  # those of `processes` whose memory counts
+        self.trainers: list[psutil.Process] = []  # the members of `processes` whose memory counts
         self.listed = 0.0  # time at which `processes` was last listed
         self.events = Events("start", self._take)
         self.rank: dict[str, Any] = {}  # if a rank failed without a record: the event that tells its exit code
@@ -136,7 +136,7 @@ class Watch:
         self.record: Record | None = None  # the worker's record, to which complete() adds this process's facts
         self.started = time.time()
         self.began = self.last_event = self.signalled = time.monotonic()  # nobody can set this clock
-        self.stopped = ""  # why this process stopped the worker, a word of failures.End.stopped; "" if it did not
+        self.stopped = ""  # why this process stopped the worker, a word of failures.End.stopped; "": not stopped
         self.interrupted = False
         self.broken: BrokenPipeError | None = None  # raised by `report`, if its reader is gone
         self.shm_free_bytes: int | None = None
@@ -145,7 +145,7 @@ class Watch:
         for other in self.surroundings.get("foreign_processes", []):
             report({"event": "warning", "text": f"process {other['pid']} is on this GPU, too: on record"})
         limit = budgets.wall_bytes(job)
-        self.wall = cgroup.make(limit) if limit else None  # the worker's memory group; None without one
+        self.wall = cgroup.make(limit) if limit else None  # the worker's own memory group; None: it has none
         self.group = self.wall or cgroup.current()
         self.kills = (self.group.oom_kills() if self.group else 0, cgroup.oom_kills())
         reader, writer = os.pipe()
@@ -162,7 +162,7 @@ class Watch:
         order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "locks": locks,
                  "folders": list(map(str, folders))}  # fmt: skip
         assert self.process.stdin
-        # Writing fails if the worker has ended already; follow() notices this end.
+        # Writing fails if the worker has ended already, which follow() then notices.
         with contextlib.suppress(OSError):
             if self.wall:
                 self.wall.enter(self.process.pid)  # before the worker gets the order and takes memory
@@ -172,8 +172,8 @@ class Watch:
     def _start(self, log: IO[str], descriptors: tuple[int, ...]) -> subprocess.Popen[str] | fork_server.Forked:
         module = "harness.run.ranks" if self.job.world_size > 1 else "harness.run.worker"
         of_worker = environment(self.job) | {"TMPDIR": str(self.scratch)}
-        # A memory group counts only memory that is taken inside the group, and a fork has older memory. So a worker in
-        # a group is a new process, not a fork.
+        # A memory group counts only memory that is taken inside the group, but a fork brings memory that the server
+        # took before. So a worker in a group is a new process, not a fork.
         if self.job.device != "cuda" and not self.wall:
             with contextlib.suppress(OSError):
                 return fork_server.start(module, log.fileno(), log.fileno(), of_worker, descriptors).started()
@@ -183,15 +183,15 @@ class Watch:
         )  # fmt: skip
 
     def follow(self) -> None:
-        """Read the worker's events and sample its memory until the worker has ended. If Ctrl-C or a BrokenPipeError
-        came meanwhile, it is raised again at the end."""
+        """Read the worker's events and sample its memory until the worker has ended. A Ctrl-C or BrokenPipeError that
+        came meanwhile is raised again at the end."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.pipe, selectors.EVENT_READ)
             while True:
                 try:
                     ready = selector.select(SAMPLE_SECONDS)
                     if not ready and self.process.poll() is not None:
-                        break  # the worker has ended, but a child of it may hold the pipe open
+                        break  # the worker has ended, though its children may hold the pipe open
                     if ready:
                         data = self.pipe.read(65536)
                         if not data:
@@ -235,7 +235,7 @@ class Watch:
                 self.process.stdin.close()
 
     def obituary(self) -> Record:
-        """Return a record, made from the worker's events and end, for a worker that sent no record."""
+        """Return a record for a worker that sent none, made from the worker's events and the way in which it ended."""
         failure = failures.of_process(self.end)
         if self.rank:
             failure = failures.of_rank(failure, self.rank["rank"], self.job.world_size)
@@ -245,7 +245,7 @@ class Watch:
         )  # fmt: skip
 
     def complete(self, record: Record) -> Record:
-        """Return the record with the facts that only this process knows: peaks, limits, the cause of an end."""
+        """Return the record with the facts that only this process knows added: peaks, limits, why the worker ended."""
         changes: dict[str, Any] = {"peaks": {**record.peaks, **self.peaks}}
         changes["machine"] = {**record.machine, **self.surroundings, **machine.kernel_environment()}
         changes["software"] = {**record.software, "source": self.source}
@@ -281,7 +281,7 @@ class Watch:
     def _take(self, event: dict[str, Any]) -> None:
         self.last_event = time.monotonic()
         if event["event"] == "record":
-            with contextlib.suppress(ValueError):  # no valid record: obituary() makes one
+            with contextlib.suppress(ValueError):  # if the record is not valid, obituary() makes another
                 self.record = Record.from_dict(event["record"])
             return
         if event["event"] == "executed":
@@ -297,8 +297,8 @@ class Watch:
         """Sample anonymous and shared memory of the worker and its children, or of all ranks and their children. Shared
         memory includes page-locked memory, and files on a tmpfs, such as torch's libraries (104 MiB, results/LOG.md).
 
-        A child counts only from the second list on that contains it: for milliseconds, until it runs its own program, a
-        new child has its parent's memory."""
+        A child counts only after two lists in a row contain it, because a new child has its parent's memory for some
+        milliseconds, until the child runs its own program."""
         if self.events.phase in AFTER_TRAINING:
             return
         self._sample_shm()
@@ -319,7 +319,7 @@ class Watch:
         self.sampled = {"host_anonymous": anonymous, "host_shared": shared}
 
     def _confirm(self) -> None:
-        """Let the last sample raise the peaks, unless the worker's events tell by now that training is over."""
+        """Raise the peaks to the last sample, unless the worker's events have told that training is over."""
         if self.events.phase not in AFTER_TRAINING:
             self.peaks = {name: max(self.peaks[name], self.sampled[name]) for name in self.peaks}
 

@@ -1,5 +1,5 @@
-"""Compiles the libraries that a job's method or device lacks. Each compilation is a process before the run, so that it
-takes no time of the run."""
+"""Compiles the libraries that a job's method or device lacks. Each compilation is a process that ends before the run
+begins, so that it takes no time of the run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from harness.core.job import Job
 from harness.devices import cgroup, sim
 from harness.run.launch import Report
 
-_tried: set[tuple[str, tuple[Path, ...]]] = set()  # builds that this process has tried; none is tried twice
+_tried: set[tuple[str, tuple[Path, ...]]] = set()  # builds that this process has tried; no build is tried twice
 
 
 def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
     """Compile the libraries that the job lacks, and report each compilation. The compilers' logs are written into the
     folder `results`.
 
-    No error is raised if a compilation fails: the run of a method reports what is missing, and the bytes of sim are
-    counted in Python.
+    No error is raised if a compilation fails: the method's run reports which library is missing, and Python counts the
+    bytes of sim.
     """
     missing = method.create(job.method, job.options, folders).to_build()
     if missing and _is_first(missing, folders, report):
@@ -31,7 +31,7 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
         run_logged("harness.run.prepare", [job.method, job.options, list(map(str, folders))], log)
         if method.create(job.method, job.options, folders).to_build():
             text = f"the build failed: see {log}"
-            if group and group.oom_kills() > kills:  # this process's memory limit may hold for the build, too
+            if group and group.oom_kills() > kills:  # the memory limit of this process may hold for the build, too
                 text = "the build failed, out of host memory: try once without --host-memory, or with more of it"
             report({"event": "warning", "text": text})
     if job.device == "sim" and (needed := sim.to_build()) and _is_first(needed, (), report):

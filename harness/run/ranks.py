@@ -77,8 +77,8 @@ class JobAgent(OneRound):
         return self.meet(partial(rank, self.order), num_local, self.job.world_size, there)
 
     def conclude(self, failed: dict[int, int]) -> None:
-        """Write the job's trace, if it asks for one, and hand over the job's record. If the first rank that failed left
-        no record, report this rank's exit code instead of a record."""
+        """Write the job's trace, if the job asks for a trace, and hand over the job's record. If the first rank that
+        failed left no record, report the rank's exit code instead."""
         traces = {int(path.name.split("-")[1]): read(path) for path in self.folder.glob("trace-*")}
         if self.job.trace and traces:
             write(of_ranks(dict(sorted(traces.items()))), Path(self.job.trace))
@@ -91,14 +91,14 @@ class JobAgent(OneRound):
             hand_over(self._record(ended, first), self.order)
 
     def _record(self, ended: dict[int, Record], first: int | None) -> Record:
-        """Return the job's record, made from the ranks' records `ended`. `first`: the first rank that failed; None if
-        none failed."""
+        """Return the job's record, made from the ranks' records `ended`. `first`: the first rank that failed; None: no
+        rank failed."""
         if first is not None:
             record = ended[first]
             end = failures.of_rank(failures.Failure(record.status, record.reason), first, self.job.world_size)
             return dataclasses.replace(record, **end.changes(record.evidence))
         record = together([ended[rank] for rank in sorted(ended)])
-        if self.is_interrupted and record.status != "ok":  # a rank may have failed by a lost peer
+        if self.is_interrupted and record.status != "ok":  # a rank may have failed because its peer was interrupted
             end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
             return dataclasses.replace(record, **end.changes({}))
         return record
@@ -129,12 +129,12 @@ def main() -> None:
 
 
 def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
-    """Return the rank whose failure caused the others. `failed`: exit codes of the failed ranks, in the order seen;
-    `ended`: the records of ranks that left one.
+    """Return the rank whose failure caused the other failures. `failed`: exit codes of the failed ranks, in the order
+    in which the agent saw them; `ended`: the records of the ranks that left a record.
 
-    A rank that failed by itself comes before ranks that lost a peer. Then a rank without a record, which was killed,
-    comes before ranks with a record. Then a rank comes before ranks whose message says that they waited for a failed
-    one. Else the order seen decides.
+    A rank that failed by itself comes before ranks that lost a peer. Among equals, a rank without a record, which was
+    killed, comes before ranks with a record; then, ranks whose message names another failed rank come last. If several
+    ranks are still equal, the order of `failed` decides.
     """
 
     def order(rank: int) -> tuple[bool, bool, bool]:
@@ -164,20 +164,20 @@ def together(records: list[Record]) -> Record:
 
 
 def _peak_bytes(stated: dict[str, Any]) -> int:
-    """Return a rank's peak bytes of device memory; if the rank's facts tell none, the peak bytes of resident memory of
-    its process."""
+    """Return a rank's peak bytes of device memory or, if the rank's facts do not tell these bytes, its process's peak
+    bytes of resident memory."""
     return int(stated.get("device_allocated", stated["resident_peak_bytes"]))
 
 
 def of_nodes(records: list[Record]) -> Record:
-    """Return one record for the job from the records of its machines, of which the first is rank 0's. If some machines
-    failed, return the record of the first one that failed by itself; else return together() of all records."""
+    """Return one record for the job from the records of its machines, the first of which ran rank 0. If some machines
+    failed, return the record of the first machine that failed by itself; else return together() of all records."""
     failed = [record for record in records if record.status != "ok"]
     return min(failed, key=followed) if failed else together(records)
 
 
 def end_all(processes: list[psutil.Process], seconds: float) -> None:
-    """Kill those of the processes that still run, and wait until each has ended or is a zombie, at most `seconds`."""
+    """Kill the processes that still run, and wait, at most `seconds`, until each has ended or is a zombie."""
     deadline = time.monotonic() + seconds
     while processes and time.monotonic() < deadline:
         left = []

@@ -1,5 +1,5 @@
-"""The temporary folder of a run. The folder is removed at the end of the run; if the run is killed, the next run
-removes it."""
+"""The temporary folder of a run. The run removes the folder at its end; if the run is killed, the next run removes
+it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PREFIX = "harness-run-"
 
 
 def make() -> tuple[Path, int]:
-    """Make a temporary folder. Return its path and a descriptor that holds the folder's lock. The folder counts as in
-    use as long as a process of the run has this descriptor open."""
+    """Make a temporary folder. Return the folder's path and a descriptor that holds its lock. As long as a process of
+    the run has this descriptor open, no other run removes the folder."""
     remove_left()
     while True:
         new = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -28,7 +28,7 @@ def make() -> tuple[Path, int]:
 
 
 def remove_left() -> None:
-    """Remove the temporary folders that killed runs of this user have left: folders whose lock no process holds."""
+    """Remove the temporary folders of this user's killed runs. These are the folders whose lock no process holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # the folder is in use, or belongs to another user
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The spans and the steps of a run, and facts about the run: `title`, `clock` and others."""
+    """The spans and the steps of a run, and facts about the run, such as its title and its clock."""
 
     spans: list[Span]
     steps: list[Span]
@@ -39,8 +39,8 @@ class Timeline(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The seconds of a step, of its compute, and of its work of each kind of KINDS: `hidden` is the work's time during
-    compute, `exposed` its time outside of compute. Time in which work of two kinds is exposed counts for both kinds."""
+    """The seconds of a step, of the step's compute and, for each kind of work in KINDS, of its work during compute
+    (`hidden`) and outside of compute (`exposed`). Time in which work of two kinds is exposed counts for both kinds."""
 
     step: float
     compute: float
@@ -57,7 +57,7 @@ def steps(ends: Sequence[float], first_step: int) -> list[Span]:
 
 
 def write(timeline: Timeline, path: Path) -> None:
-    """Write the timeline to one JSON file, whole or not at all. In the file, times count from the start of the first
+    """Write the timeline to one JSON file, whole or not at all. The file's times count from the start of the first
     step."""
     spans = sorted((*timeline.steps, *timeline.spans), key=lambda span: span.start)
     threads = {name: number for number, name in enumerate(sorted({span.track for span in spans}, key=_rank), 1)}
@@ -78,8 +78,7 @@ def write(timeline: Timeline, path: Path) -> None:
 
 
 def read(path: Path) -> Timeline:
-    """Return the timeline in a file. Raises ValueError, which names the file, if the file is no trace of this
-    harness."""
+    """Return the timeline in a file. Raises ValueError, which names the file, if it is no trace that write() wrote."""
     try:
         data = read_json(path)
         names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
@@ -93,8 +92,8 @@ def read(path: Path) -> Timeline:
 
 
 def of_ranks(ranks: dict[int, Timeline]) -> Timeline:
-    """Merge the timelines of ranks on one machine, all of which have read the same clock. The steps are those of the
-    first rank. `about["zero_seconds"]` is the clock's time at which a timeline's times begin."""
+    """Merge the timelines of ranks on one machine, by the clock that all these ranks have read. The steps are the first
+    rank's. `about["zero_seconds"]` of a timeline is the time on that clock from which the timeline's times count."""
     first = ranks[min(ranks)]
     spans = []
     for rank, timeline in ranks.items():

@@ -1,9 +1,9 @@
-"""Notes when each stream and thread of a run did which work, for --trace, and reports how long the allocation of host
+"""Notes for --trace when each stream and thread of a run did which work, and reports how long the allocation of host
 memory takes.
 
 Methods only name their work on streams and threads (Device.span); this module reads the clock. On an asynchronous
-stream a moment is an event, whose time is read at the end of the run, so that nothing waits for it. On a thread, or on
-a stream of the CPU, a moment is the host's time. Without --trace no work is noted.
+stream a moment is an event, whose time is read at the end of the run, so that no work waits for the event. On a thread,
+or on a stream of the CPU, a moment is the host's time. Without --trace no work is noted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.core.job import Job
 from harness.devices.streams import STREAMS, UNNOTED
 from harness.run.timeline import Span, Timeline, steps, write
 
-FIRST_SECONDS = 1.0  # seconds that allocations of host memory take in total before they are first reported
+FIRST_SECONDS = 1.0  # total seconds of allocations of host memory at which the first report comes
 STEPS = 3  # number of a run's last steps that are traced; work queued before them may end in the first traced step
 
 
@@ -32,7 +32,7 @@ class Trace:
     def __init__(self, job: Job) -> None:
         self.job, self.first_step = job, max(1, job.steps + 1 - STEPS)
         self.streams = STREAMS[job.device]
-        self.has_events = hasattr(self.streams.current(), "wait_stream")  # torch's streams have it, a CPU's do not
+        self.has_events = hasattr(self.streams.current(), "wait_stream")  # True for torch's streams, False for a CPU's
         self.is_on = False
         self.notes: list[tuple[str, int, str, str, Any, Any]] = []  # (track, thread, work, part, start, end)
         self.streams.span = self.span
@@ -49,8 +49,8 @@ class Trace:
         self.notes.append((track, threading.get_ident(), work, of, start, self.mark(stream)))
 
     def mark(self, stream: Any) -> Any:
-        """Return the present moment: an event recorded on the stream or, if there is no stream or it has no events, the
-        host's time in seconds."""
+        """Return the present moment: an event recorded on the stream or, if `stream` is None or the device's streams
+        have no events, the host's time in seconds."""
         if stream is None or not self.has_events:
             return time.perf_counter()
         kind = torch.cuda.Event if self.job.device == "cuda" else functools.partial(torch.Event, "sim")
@@ -60,7 +60,7 @@ class Trace:
 
     def write(self, marks: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> None:
         """Wait for all queued work, and write the trace's file. `marks`: the moments at which the run's steps begin and
-        end, from the first step on. `tell` gets a warning if the trace is poor or cannot be written."""
+        end, from the first step on. `tell` gets a warning if the trace has no spans or cannot be written."""
         self.streams.span = None
         job, timeline = self.job, self._timeline(marks[self.first_step - 1 :])
         if not timeline.spans:
@@ -94,14 +94,14 @@ class Trace:
         options = "".join(f" {name}={value}" for name, value in self.job.options.items() if value is not None)
         title = f"{self.job.method}{options}, {self.job.workload.num_layers} layers"
         about: dict[str, Any] = {"title": title, "clock": self.job.device, "job": self.job.to_dict()}
-        if self.job.world_size > 1:  # of_ranks() needs the clock's time from which the file's times count
+        if self.job.world_size > 1:  # of_ranks() needs the time on the clock from which the file's times count
             about["zero_seconds"] = seconds(marks[0])
         return Timeline(spans, steps([seconds(mark) for mark in marks], self.first_step), about)
 
 
 class Taking:
     """Reports how many bytes of host memory a method has allocated, and how many seconds the allocations took. The
-    first report comes when they have taken FIRST_SECONDS, the next whenever their time has doubled."""
+    first report comes after FIRST_SECONDS of allocations, and another one each time that these seconds have doubled."""
 
     def __init__(self, device: str, tell: Callable[[dict[str, Any]], None]) -> None:
         self.tell, self.num_bytes, self.seconds, self.next_seconds = tell, 0, 0.0, FIRST_SECONDS

@@ -1,9 +1,9 @@
 """Runs one job in this process: trains under the clock, inspects the trained tensors, classifies the end, and hands
 over the record.
 
-launch.py, the parent, sends the job on standard input and keeps standard input open. If it closes, the parent has
-ended, and the run ends as interrupted. Standard output is the readable log. Events, one JSON object a line, go to a
-descriptor of their own, so that no output of an engine is mistaken for a measurement."""
+launch.py, the parent, sends the job on standard input and keeps standard input open. If standard input closes, the
+parent has ended, and the run ends as interrupted. Standard output is the readable log. Events, one JSON object a line,
+go to a descriptor of their own, so that no output of an engine is mistaken for a measurement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 class StepClock:
-    """Marks the moments between steps, by CUDA events, for which no step waits, or by the CPU's clock."""
+    """Marks the moments between steps: on CUDA by events, for which no step waits, elsewhere by the CPU's clock."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -82,8 +82,8 @@ class Counted:
 
 @functools.cache
 def executed_files() -> set[str]:
-    """Return a set to which each file is added whose code this process executes from the first call on, however the
-    file is loaded. The result is cached, because Python cannot remove the audit hook."""
+    """Return a set of files, which grows: from the first call on, each file whose code this process executes is added,
+    however the file is loaded. The set is cached, because Python cannot remove the audit hook."""
     files: set[str] = set()
 
     def hear(event: str, told: tuple[Any, ...]) -> None:
@@ -97,7 +97,7 @@ def executed_files() -> set[str]:
 
 
 class Run:
-    """Trains one job and holds the measurements, which remain if the training fails."""
+    """Trains one job and holds the measurements. If the training fails, the measurements so far remain."""
 
     def __init__(self, job: Job, emit: Emit) -> None:
         self.job, self.emit = job, emit
@@ -120,7 +120,7 @@ class Run:
 
     def train(self, method: Method) -> None:
         """Go through the phases of a run: data, build, steps, drain, inspect. A step's time is the time between two
-        marks of the clock, so that no time of training is left out."""
+        marks of the clock. Each mark ends a step and begins the next step, so no time of training is left out."""
         import torch
 
         from harness.core import data
@@ -194,8 +194,8 @@ class Run:
 
         try:
             while True:
-                # Noting kernels slows a step. So they are noted in the second step, and only if it is warm-up: the time
-                # of the first step is reported to the user.
+                # Noting kernels slows a step. So kernels are noted in the second step, if it is warm-up, and not in the
+                # first step, whose time is reported to the user.
                 if len(self.clock.marks) == 2 <= self.job.warmup:
                     with Kernels() as kernels:
                         step: Step = next(training)
@@ -219,7 +219,7 @@ class Run:
             return end.value or Trained([])
 
     def _contradiction(self, trained: Trained) -> str:
-        """Describe a statement or an order of the method that would falsify its throughput; empty if there is none."""
+        """Describe what would falsify the method's throughput, a wrong statement or late yields; empty if nothing."""
         if wrong := wrong_num_models(trained.schedule, trained.others):
             return wrong
         if (told := trained.schedule.get("resumed_steps", 0)) and not self.job.options.get("resume"):
@@ -233,7 +233,7 @@ class Run:
         return ""
 
     def _collect(self, wait: bool) -> None:
-        """Add the steps that the device has done to the measurements, and report them. `wait`: True waits for all."""
+        """Measure and report the steps that the device has done. `wait`: True first waits until all are done."""
         losses = self.measured["losses"]
         while self._waiting and (wait or self.clock.done(len(losses) + 1)):
             step = self._waiting.pop(0)
@@ -297,7 +297,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
 
 
 def _readable(record: Record) -> Record:
-    """Return the record. If JSON cannot hold its values, return the record of a crash without the method's results."""
+    """Return the record or, if JSON cannot hold its values, the record of a crash without the method's results."""
     try:
         Record.from_dict(parsed_json(json.dumps(record.to_dict(), allow_nan=False)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -313,7 +313,7 @@ def _readable(record: Record) -> Record:
 
 
 def memory_of_training(device: str) -> dict[str, Any]:
-    """Return the record's fields of training's memory; call this before the inspection, which takes memory itself."""
+    """Return the record's fields about training's memory. Call this before the inspection, which also takes memory."""
     torch = sys.modules.get("torch")
     if device != "cuda" or torch is None:
         return {"peaks": budgets.device_peaks(device)}
@@ -328,8 +328,8 @@ def _predicted(plan: Plan) -> dict[str, Any]:
 
 
 def trains_alone(job: Job) -> str:
-    """Return a complaint if torch.distributed does not join all ranks of the job; else an empty text. Ranks that each
-    train alone would do the same work several times, which would count as throughput."""
+    """Return a complaint if torch.distributed does not join all ranks of the job; else an empty text. Ranks that are
+    not joined would each do the same work, and all of this work would count as throughput."""
     import torch.distributed as dist
 
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -355,7 +355,7 @@ def _to_host(value: Any) -> Any:
 def _end_orphan() -> None:
     """Interrupt this run, because its parent has ended; kill the run if it does not end within ORPHAN_SECONDS."""
     interrupt_here()
-    time.sleep(ORPHAN_SECONDS)  # main() ends the process meanwhile, unless it hangs where Python handles no signal
+    time.sleep(ORPHAN_SECONDS)  # meanwhile main() ends the process, unless main() hangs where Python handles no signal
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
 
@@ -368,11 +368,11 @@ def interrupt_once(number: int, frame: Any) -> None:
 
 
 def hand_over(record: Record, order: dict[str, Any]) -> None:
-    """Send the record to the parent, which completes and writes it, so that no file holds a result without its peaks.
+    """Send the record to the parent, which adds the peaks and writes it, so that no file holds a result without peaks.
     If the parent has ended, write the record here with the status interrupted, so that the job is run again."""
     line = json.dumps({"event": "record", "record": record.to_dict()}) + "\n"
     try:
-        with open(order["events"], "wb", closefd=False) as events:  # buffered, so that all of it is written
+        with open(order["events"], "wb", closefd=False) as events:  # buffered, so that the whole line is written
             events.write(line.encode())
     except BrokenPipeError:
         end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))

@@ -23,8 +23,8 @@ PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # the characters that may occur in a
 
 
 def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str, Any]:
-    """Return the options of a place that were given, by name. `texts`: NAME=VALUE or a YAML file each. `kind`: the
-    dataclass whose fields are the place's options.
+    """Return the options of a place that the caller has given, by name. `texts`: each is NAME=VALUE or the name of a
+    YAML file. `kind`: the dataclass whose fields are the place's options.
 
     Raises ValueError if an option is unknown or has a wrong value.
     """
@@ -42,7 +42,7 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
     try:
         options = dataclasses.asdict(checked(kind, found))
         for name, value in options.items():
-            # forbid other characters, because the text becomes part of a script or manifest
+            # forbid all but PLAIN characters, because the text becomes part of a script or manifest
             if isinstance(value, str) and not PLAIN.fullmatch(value):
                 raise ValueError(f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}")
     except ValueError as error:
@@ -52,8 +52,8 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
 
 
 def num_nodes(world_size: int, asked: int, option: str) -> int:
-    """Return the number of nodes of a job: as many as asked for, but at most one for each rank. Raises ValueError if
-    the ranks cannot be divided evenly among the nodes."""
+    """Return a job's number of nodes: `asked`, but at most one for each rank. Raises ValueError if the ranks cannot be
+    divided evenly among the nodes."""
     found = min(asked, world_size)
     if world_size % found:
         raise ValueError(f"{world_size} ranks do not spread evenly over {found} nodes: try other --ranks or {option}")
@@ -61,7 +61,7 @@ def num_nodes(world_size: int, asked: int, option: str) -> int:
 
 
 def better_known(record: Record, end: Failure) -> Failure | None:
-    """Return the end that the cluster reports, if it says more than the end in the job's record; otherwise None."""
+    """Return `end`, which the cluster reports, if it says more than the end in the job's record; None if not."""
     better = BETTER_KNOWN.get(record.status, ())
     if record.status == "crash" and followed(record):
         better = ("interrupted", "timeout", "killed", "oom-host")
@@ -69,8 +69,8 @@ def better_known(record: Record, end: Failure) -> Failure | None:
 
 
 def out_of_memory(phase: str, limit_bytes: int) -> Failure:
-    """Return the end of a job that the cluster killed because its memory was used up. `limit_bytes`: the job's limit; 0
-    if it had none."""
+    """Return the end of a job that the cluster killed because its memory was used up. `limit_bytes`: the job's limit;
+    0: no limit."""
     return of_process(End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes))
 
 
@@ -83,8 +83,8 @@ def killed(phase: str, text: str) -> Failure:
 
 
 def unavailable(text: str, name: str) -> Failure:
-    """Return the end of a job that the cluster cannot run. `name`: what the cluster lacks, such as a node; the record's
-    evidence keeps this word."""
+    """Return the end of a job that the cluster cannot run. `name`: a word for what the cluster lacks, such as node,
+    which the record's evidence keeps."""
     return ended("unavailable", name, text)
 
 
@@ -92,12 +92,12 @@ def complete(
     job: Job, key: str, stem: Path, record: Record | None, end: Failure, said: str, place: dict[str, Any],
     evidence: dict[str, Any], seen: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """Write a job's record, and return its path. `record`: the record merged from the nodes' records, or None if no
-    node wrote one; then the record states the job's `end`.
+    """Write a job's record, and return its path. `record`: the record merged from the nodes' records; None if no node
+    wrote a record, and then a new record states the job's `end`.
 
     `place` tells where the job ran. `evidence` comes from the cluster, and is added unless the job ended with status
     ok. `end` is the job's end by the cluster; it replaces the record's end if better_known() says so. `said` is the
-    output of the job's programs, and `seen` holds known fields of the record; both are used only if no node wrote a
+    output of the job's programs, and `seen` holds known fields of the record; both are ignored if a node wrote a
     record.
     """
     path = Path(f"{stem}.json")

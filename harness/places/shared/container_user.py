@@ -1,10 +1,10 @@
 """The user that a container runs as: the caller or, if root calls, the user USER. If root calls, USER's record reaches
-root's results by an exchange folder.
+root's results through an exchange folder.
 
-In that case the container sees an empty exchange folder instead of the results. On the host this folder lies in
+A container that root started sees an empty exchange folder instead of the results. On the host this folder lies in
 `results/.exchange-STEM`, which only root can enter. When the container has ended, root reads the job's record and the
 output of its compilers, writes both anew into the results, and removes the exchange folder with all other files. Only
-the log lies in the results from the start: USER owns it while the job runs, so that everybody can read it meanwhile.
+the log lies in the results from the start: USER owns the log while the job runs, and everybody can read it meanwhile.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def make_writable(folder: Path) -> None:
 
 
 def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
-    """Raise Unavailable if the container's user may not read the path, or the files below it that match these
-    patterns."""
+    """Raise Unavailable if the container's user may not read the path, or a file below the path that matches one of
+    these patterns."""
     if os.getuid() or not path.exists():
         return
     for found in (path, *(found for pattern in patterns for found in path.glob(pattern))):
@@ -72,8 +72,8 @@ def _may(path: Path, bits: int) -> bool:
 
 
 class Exchange:
-    """The exchange folder of one job. The call that runs the job locks the job's log, so that other calls know that it
-    is alive.
+    """The exchange folder of one job. The call that runs the job locks the job's log, so that other calls know that
+    this call is alive.
 
     The constructor raises BlockingIOError if another call holds the lock. open() raises Unavailable if USER cannot own
     files in the folder of results.
@@ -82,7 +82,7 @@ class Exchange:
     def __init__(self, stem: Path) -> None:
         self.stem, self.outer = stem, stem.with_name(f"{PREFIX}{stem.name}")
         self.folder = self.outer / "results"
-        # `refused`: why the record was not taken, or "". `left`: names of other files that the job left.
+        # `refused`: why the record was not taken; "": no reason. `left`: names of other files that the job left.
         self.refused, self.left = "", list[str]()
         self.path = Path(f"{stem}.txt")
         self.path.touch()
@@ -117,8 +117,8 @@ class Exchange:
                 self._take(key)
         finally:
             subprocess.run(["rm", "-rf", "--", self.outer])  # rm can remove folders of any depth
-            # Change the mode before the owner: the job may have set the log's set-uid bit, which must not make it
-            # root's program.
+            # Change the mode before the owner: the job may have set the log's set-uid bit, which must not turn the log
+            # into a program with root's rights.
             os.fchmod(self.log, 0o644 & ~_umask())
             os.fchown(self.log, os.getuid(), os.getgid())
             self.release()
@@ -154,7 +154,7 @@ class Exchange:
 
 
 def left(results: Path) -> Iterator[Exchange]:
-    """Yield the exchange folders that killed calls left behind. The caller must close or release each of them."""
+    """Yield the exchange folders that killed calls left behind. The caller must close or release each Exchange."""
     for outer in results.glob(f"{PREFIX}*") if not os.getuid() else ():
         status = outer.lstat()
         # only root makes exchange folders, so somebody else made this one

@@ -18,7 +18,7 @@ from harness.core.method import Unavailable
 from harness.places.docker import Docker, default_image, engine, told
 from harness.places.shared import container_user
 
-# color codes, by which the engine marks text that a step of the build printed to standard error
+# pattern of color codes, with which the engine marks text that a step of the build printed to standard error
 COLOR = re.compile(r"\x1b\[\d+m")
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch's device.")
 name_option = click.option(
@@ -138,7 +138,7 @@ def shell(device: str, name: str | None) -> None:
 
 
 def patient() -> Any:
-    """Return the engine's client with no limit of time: the engine takes minutes to pack an image of several
+    """Return the engine's client with no limit of time, because the engine takes minutes to pack an image of several
     gigabytes."""
     client = engine()
     client.api.timeout = None

@@ -12,7 +12,7 @@ from harness.places.shared.pods import MAIN, PodState, state_of
 ANSWER_SECONDS = 30.0  # seconds that a request may take
 LOG_SECONDS = (30.0, 300.0)  # seconds to connect to a log, and to wait for the log's next bytes
 JOBSET = ("jobset.x-k8s.io", "v1alpha2")
-# names of a pod's labels, which hold the name of its Job and the id of the call that made it
+# names of a pod's labels, which hold the name of the pod's Job and the id of the call that made the pod
 LABEL, CALL = "harness/job", "harness/call"
 NO_CLUSTER = "no Kubernetes answers: {}; let KUBECONFIG name one, or leave --on kubernetes out"
 
@@ -26,7 +26,7 @@ class Cluster:
 
         found = client.Configuration()
         try:
-            file = os.environ.get("KUBECONFIG")  # by itself, the client reads this variable only at its import
+            file = os.environ.get("KUBECONFIG")  # the client reads this variable only once, when it is imported
             config.load_kube_config(file, client_configuration=found)
             context = config.list_kube_config_contexts(file)[1]["context"]
             self.namespace = namespace or context.get("namespace") or "default"
@@ -41,7 +41,7 @@ class Cluster:
         self.has_jobsets = self._has_jobsets()
 
     def ask(self, call: Any, *words: Any, **options: Any) -> Any:
-        """Return the answer to a request, from its JSON. Raises Unavailable if no answer comes, ValueError if
+        """Send a request and return the answer, parsed from JSON. Raises Unavailable if no answer comes, ValueError if
         Kubernetes refuses the request."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
@@ -63,7 +63,7 @@ class Cluster:
         return True
 
     def create(self, documents: list[dict[str, Any]]) -> None:
-        """Create the first document, a Job or JobSet, and then the others, as objects that the first one owns."""
+        """Create the object of the first document, a Job or JobSet, and then those of the others, which it owns."""
         first, *others = documents
         if first["kind"] == "JobSet":
             create = self.custom.create_namespaced_custom_object
@@ -78,8 +78,8 @@ class Cluster:
             self.ask(calls[document["kind"]], self.namespace, owned)
 
     def delete(self, name: str) -> None:
-        """Delete a Job or JobSet and all objects that it owns; its pods get SIGTERM. It is no error if the Job is
-        already gone."""
+        """Delete a Job or JobSet and all objects that it owns; its pods get SIGTERM. If the Job is already gone, do
+        nothing."""
         options = {"propagation_policy": "Background"}
         try:
             if self.has_jobsets:
@@ -92,7 +92,7 @@ class Cluster:
                 raise
 
     def pods(self, call: str) -> dict[str, list[PodState]]:
-        """Return the states of all pods that a call has made, by the name of their Job."""
+        """Return the states of all pods that a call has made, by the name of the pods' Job."""
         asked = self.ask(self.core.list_namespaced_pod, self.namespace, label_selector=f"{CALL}={call}")
         found: dict[str, list[PodState]] = {}
         for pod in asked["items"]:

@@ -1,11 +1,11 @@
-"""Runs a job at another place, such as a container or a cluster's node: makes an order here, performs it there, and
-records the job's end.
+"""Runs a job at another place, such as a container or a cluster's node: makes an order here, performs the order at the
+place, and records the job's end.
 
 The places are the files of harness/places; each file holds one class of Place.
 
 At the place, launch.py runs as on this machine and writes the record into the same folder. An order is plain data. The
-caller chooses the file names of the record and the log (their common stem). So the caller itself can write a record if
-the order left none.
+caller chooses the common stem of the file names of record and log. So the caller itself can write a record if the place
+has left none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ORDERED = "ordered"  # phase of a job whose worker has not yet reported
 class Place(ABC):
     """A place that runs jobs outside this process, such as a container engine or a cluster."""
 
-    # True: the place can run several jobs at once, so launch() should get them together
+    # True: the place can run several jobs at once, so callers should give launch() all jobs together
     is_parallel: ClassVar[bool] = False
     # The options that the place adds to the command line: by name, a decorator that click.option() made.
     cli_options: ClassVar[dict[str, Callable[[Any], Any]]] = {}
@@ -79,7 +79,7 @@ def load(name: str) -> type[Place]:
 
 
 def loadable() -> dict[str, type[Place]]:
-    """Return the classes of those places whose files load, by name."""
+    """Return the classes of the places whose files load, by the places' names."""
     found = {}
     for name in REGISTRY.files():
         with contextlib.suppress(ValueError):
@@ -117,8 +117,8 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
 
 
 def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[str, Any] | None = None) -> Path:
-    """Write the record of a job that left none, and the closing line of its log. `seen`: fields of the record that are
-    known. Return the record's path."""
+    """Write a record for a job that left no record, and the closing line of the job's log. Return the record's path.
+    `seen`: fields of the record that are known."""
     path = Path(f"{stem}.json")
     fields = {"phase": ORDERED, "started": time.time(), "clock": job.device, **(seen or {})}
     record = Record(job, key, **end.changes({}), **fields)
@@ -129,8 +129,8 @@ def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[
 
 
 def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], end: failures.Failure | None) -> Path:
-    """Add to a job's record the facts of the place, and the place's evidence of the job's end. `end`: the end that
-    replaces the record's end; None: the record's end stays. Return the path."""
+    """Add the facts of the place and its evidence of the job's end to the record in the file `path`; return `path`.
+    `end`: the end that replaces the record's end; None: the record's end stays."""
     record = Record.read(path)
     # the place runs the source code of this checkout
     software = {**record.software, "commit": machine.software()["commit"]}
@@ -141,7 +141,7 @@ def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], en
 
 
 def main() -> None:
-    """Perform an order; this is the program that runs at the place.
+    """Perform an order. This function is the program that runs at the place.
 
     The order comes on standard input, which stays open. If standard input closes, the calling process is gone, and the
     run ends as interrupted. Events go to standard output, each as one line of JSON.

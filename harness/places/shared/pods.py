@@ -27,7 +27,7 @@ from harness.run.ranks import of_nodes
 INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of a pod that holds the number of its node
 MAIN = "job"  # name of the container that trains
 SAID_LENGTH = 4096
-POD_SECONDS = 60.0  # seconds within which a cluster makes a pod, even if no node has room for it
+POD_SECONDS = 60.0  # seconds within which a cluster makes a pod, even if no node has room for the pod
 # Kubernetes' reasons why a container will never start, such as a wrong image, or a program that the image lacks.
 NEVER_STARTS = ("InvalidImageName", "ErrImageNeverPull", "ImagePullBackOff", "CreateContainerConfigError",
                 "ContainerCannotRun", "StartError")  # fmt: skip
@@ -35,8 +35,8 @@ UNPLACED = ("Unschedulable", "SchedulingGated")
 
 
 class PodState(NamedTuple):
-    """The state of a pod, as Kubernetes reports it. If the pod failed or cannot start, reason, message and exit code
-    say why."""
+    """The state of a pod, as Kubernetes reports it. `reason`, `message` and `exit_code` say why the pod failed or
+    cannot start, if it did."""
 
     name: str
     number: int  # number of the pod's node in the job, from 0
@@ -104,8 +104,8 @@ class PodLog:
         return self.thread is not None and self.thread.is_alive()
 
     def follow(self, has_ended: bool) -> None:
-        """Start a thread that reads the log, unless one is reading or the log is complete. `has_ended`: True if the pod
-        writes no more, so that the log is complete once it is read to its end."""
+        """Start a thread that reads the log, unless a thread is reading or the log is complete. `has_ended`: True if
+        the pod writes no more, so that the log is complete once it is read to its end."""
         if not self.is_reading and not self.is_whole:
             self.thread = threading.Thread(target=self._read, args=(has_ended,), daemon=True)
             self.thread.start()
@@ -124,7 +124,7 @@ class PodLog:
                 self.num_read += len(new)
         except (HTTPError, OSError):
             return
-        except ApiException:  # the node or the container has no log
+        except ApiException:  # the node or the container has no log, so there is nothing to read
             pass
         self.is_whole = has_ended
 
@@ -132,8 +132,8 @@ class PodLog:
 class PodJob:
     """A job on the cluster: its pods, the data from their logs, and its end.
 
-    `name`: the name of the job's objects in Kubernetes, "" if there are none. `end`: a failure that is known while the
-    pods have not ended; None: no such failure.
+    `name`: the name of the job's objects in Kubernetes; "": there are no objects. `end`: a failure that is known before
+    the pods have ended; None: no such failure.
     """
 
     def __init__(self, job: Job, key: str, stem: Path, name: str, num_nodes: int) -> None:
@@ -143,7 +143,7 @@ class PodJob:
         self.gone: set[str] = set()
         self.logs: dict[str, PodLog] = {}
         self.records: dict[int, Record] = {}
-        self.said: dict[int, str] = {}  # by node: the end of the pod's output, without events
+        self.said: dict[int, str] = {}  # by node: the last SAID_LENGTH characters of the pod's output, without events
         self.end: failures.Failure | None = None
         self.is_deleted = False
         self.began = time.monotonic()
@@ -229,8 +229,8 @@ class PodJob:
         return complete(self.job, self.key, self.stem, record, end, said, place, evidence, self.events.fields())
 
     def _end(self, is_interrupted: bool, image: str) -> failures.Failure:
-        """Return the job's end, derived from one of the pods that did not succeed. A pod without a record is preferred,
-        then a pod with a reason, then the pod of the lowest node."""
+        """Return the job's end, derived from one of the pods that did not succeed. Prefer a pod without a record; among
+        such pods prefer a pod with a reason, and among these the pod of the lowest node."""
         if is_interrupted:
             return failures.of_stop(failures.End(self.events.phase, stopped="interrupt"))
         failed = [pod for pod in self.pods.values() if pod.phase != "Succeeded"]

@@ -1,7 +1,7 @@
-"""A node's part of a job under Slurm. It meets the other nodes, if the job has any, and runs this node's ranks.
+"""A node's part of a job under Slurm: meets the job's other nodes, if there are any, and runs this node's ranks.
 
-Each node has an agent (harness/run/ranks.py) and a record. The first node's record becomes the job's. The records of
-the other nodes stay in the call's own folder until the submitter has read them.
+Each node has an agent (harness/run/ranks.py) and a record. The first node's record becomes the job's record. The other
+nodes' records stay in the call's own folder until the submitter has read them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
     """Run perform() on this node; return the stem of the node's record. At Slurm's SIGTERM the worker may still finish
     its record.
 
-    Raises RuntimeError if the job has several nodes and failed on this node: srun then ends the job on the other nodes.
+    Raises RuntimeError if the job has several nodes and failed on this node, so that srun ends it on the other nodes.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine.facts.cache_clear()
@@ -43,7 +43,7 @@ def _meet(order: dict[str, Any]) -> Path:
     record."""
     from submitit.helpers import TorchDistributedEnvironment
 
-    nodes = TorchDistributedEnvironment()  # each node has one task, so the rank of the task is the number of the node
+    nodes = TorchDistributedEnvironment()  # a node has one task, so the task's rank is the node's number
     # srun runs on the first node; this variable holds the address at which other nodes reach srun's node.
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or nodes.master_addr
     os.environ |= {

@@ -1,5 +1,5 @@
-"""A node's part of a job under torchrun. On each node, torchrun starts one process of this module, which runs the
-node's ranks.
+"""A node's part of a job under torchrun. On each node, torchrun starts one process with this module. The process runs
+the node's ranks.
 
     torchrun ... --nproc-per-node 1 -m harness.places.shared.torchrun_node ORDER
 
@@ -21,8 +21,8 @@ from typing import Any
 from harness.places.shared.place import perform
 
 RELAY_SECONDS = 0.5
-PORT = "HARNESS_RANKS_PORT"  # names the port of rank 0's agent; torchrun's own store listens at MASTER_PORT
-# Environment variables that describe torchrun's own processes. A job that has one process must not see them.
+PORT = "HARNESS_RANKS_PORT"  # variable with the port of rank 0's agent; torchrun's own store listens at MASTER_PORT
+# Environment variables that describe torchrun's own processes. A job of one process must not see these variables.
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR",
                "MASTER_PORT")  # fmt: skip
 PREFIXES = ("ROLE_", "TORCHELASTIC_")
@@ -40,7 +40,7 @@ class Teller:
 
 
 def relay(folder: Path, tell: Teller, is_over: threading.Event) -> None:
-    """Until `is_over` is set, pass the text that is appended to the logs of a folder to `tell`, in whole lines."""
+    """Until `is_over` is set, pass text that programs append to the logs in a folder to `tell`, in whole lines."""
     told: dict[str, int] = {}
     is_last = False
     while not is_last:
