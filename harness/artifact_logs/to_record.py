@@ -34,7 +34,7 @@ SPEEDS = {
     "cumulative": "mean of all steps so far but the first two, without data loading",
 }
 LARGEST_MB = 1e9  # in MB; a larger number is taken to be garbled
-FLOPS_PER_PARAMETER = 8  # operations for each parameter and token in the artifact's formula of Tera Flops
+FLOPS_PER_PARAMETER = 8  # operations that the artifact's Tera Flops count for each parameter and token
 
 
 def to_record(log: RawLog, name: str) -> Record:

@@ -159,7 +159,7 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     for name, workload, window in itertools.product(names, workloads(words), words["window_size"] or [None]):
         known = method.option_names(method.load(name, folders))
         if window and words.get("as_artifact"):
-            window = min(window, workload.num_layers)  # the artifact limits the window in the same way
+            window = min(window, workload.num_layers)  # the artifact, too, limits the window to the model's layers
         asked = {"window_size": window} | {option: words.get(option) for option in OF_METHODS}
         own = {option: value for option, value in asked.items() if value is not None and option in known}
         jobs.append(Job(name, workload, {**given, **own}, budget, device, steps, warmup))

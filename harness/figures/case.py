@@ -55,8 +55,8 @@ class Case(ABC):
 
     @abstractmethod
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> Sequence[Job]:
-        """Return the case's jobs in a profile. `sizes`: by searched method, the largest depth that trained; a method
-        whose largest depth is not known is left out."""
+        """Return the case's jobs in a profile. `sizes`: by name of a method in `searches`, the largest depth that
+        trained; a method of which it is not known is left out."""
 
     def profiles(self, used: CaseProfile) -> Sequence[CaseProfile]:
         """Return the profiles that the case's jobs belong to, when the call asks for the profile `used`."""

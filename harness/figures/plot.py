@@ -349,8 +349,8 @@ def _dots(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
 
 
 def legend(made: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_line: bool = False) -> None:
-    """Add a legend. It explains the colors of `series`, and those marks (filled, hollow, hatched, crosses, dots) that
-    occur in these rows."""
+    """Add a legend. The legend explains the colors of `series`, and those marks (filled, hollow, hatched, crosses,
+    dots) that occur in these rows."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

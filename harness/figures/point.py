@@ -100,7 +100,7 @@ class FigureRow:
 
 
 def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
-    """Return the row of a job, made from the records of its repeats, of which the newest is last."""
+    """Return the row of a job. `repeats`: the records of the job's repeats, the newest one last."""
     last = repeats[-1]
     values = [value for record in repeats if (value := METRICS[metric](record)) is not None and math.isfinite(value)]
     low, high = interval(values)
@@ -181,7 +181,7 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 @dataclass(frozen=True)
 class RatioInterval:
     """The ratio of two rows' values, with its bounds. `how`: the method by which the bounds were found, as text.
-    `has_interval`: False if the bounds are a margin."""
+    `has_interval`: True: the bounds are an interval; False: they are a margin."""
 
     value: float
     low: float

@@ -69,8 +69,8 @@ def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def published_rows(room: Room) -> list[dict[str, Any]]:
-    """Return a row for each published method: the largest numbers of layers that its law allows in this room, and its
-    largest published number. The list is empty if the room has no limit of device or host memory."""
+    """Return a row for each published method: the largest numbers of layers that its law allows in this room, and the
+    largest number that was published. The list is empty if the room has no limit of device or host memory."""
     if not room.device_bytes or not room.host_bytes:
         return []
     found = []

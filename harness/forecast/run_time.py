@@ -21,7 +21,7 @@ BUILT_BYTES_PER_SECOND = 2e9  # guessed rate at which a model's state is built a
 MOVED_BYTES_PER_SECOND = {"cpu": 2e9, "sim": 2e9, "cuda": 1.5e10}
 # Rates for deadlines, below those of any run that works: even a busy machine with two cores is well above these rates.
 SLOWEST_OPERATIONS_PER_SECOND, SLOWEST_BYTES_PER_SECOND = {"cpu": 2e8, "sim": 2e8, "cuda": 5e11}, 1e8
-STATE_BYTES_PER_PARAM = 64  # bytes for each parameter that move in a step if all states go to a slow disk and back
+STATE_BYTES_PER_PARAM = 64  # bytes moved in a step for each parameter, if all states go to a slow disk and back
 FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0
 
 

@@ -2,8 +2,8 @@
 
 A plan that knows its schedule gives the seconds itself. Other plans give the work of each resource in a step. The lower
 bound assumes that all resources work at once, so a step takes as long as the busiest resource. The prediction assumes
-that they work one after the other, except for the work that the method lists in Method.hides: this work runs at the
-same time as compute. accuracy.py compares predictions with measurements.
+that the resources work one after the other, except for the work that the method lists in Method.hides: this work runs
+at the same time as compute. accuracy.py compares predictions with measurements.
 """
 
 from __future__ import annotations

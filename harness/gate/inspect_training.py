@@ -40,8 +40,8 @@ class Kernels(TorchDispatchMode):
 
 
 def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any]]:
-    """Compare each tensor with its seeded starting values. Return its evidence by the tensor's name, as look() makes
-    it."""
+    """Compare each tensor with its seeded starting values. Return, by name of the tensor, the evidence that look()
+    finds."""
     cores = len(os.sched_getaffinity(0))
     # fix this thread's number of threads before the pool's initializer changes the default, as in devices/streams.py
     torch.get_num_threads()

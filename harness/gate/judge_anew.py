@@ -1,7 +1,7 @@
 """Judges a record that others sent in, by the records sent with it, because nothing can be run again on their machine.
 
-Its reference, twin and probe are looked for among these records. The verdict that the record brings is not trusted; it
-only tells which twin and which probe to look for.
+The record's reference, twin and probe are looked for among these records. The verdict that the record brings is not
+trusted; it only tells which twin and which probe to look for.
 """
 
 from __future__ import annotations

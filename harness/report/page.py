@@ -161,8 +161,8 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
 
 
 def sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]:
-    """Yield the results that others sent in, one machine after another. On the page, their records are numbered from
-    `number` + 1 on."""
+    """Yield the results that others sent in, one machine after another. On the page, the records of these results are
+    numbered from `number` + 1 on."""
     for folder in added_folders(results):
         found = read_all(folder)[0].items()
         asked = [(path, each) for path, each in found if (machine or "").lower() in machine_of(each).lower()]

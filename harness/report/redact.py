@@ -95,7 +95,7 @@ def _longest_first(names: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
-    """Return the names to remove: those of this machine, of its users and of this checkout, and the hosts in `others`.
+    """Return the names to remove: the names of this machine, its users and this checkout, and the hosts in `others`.
     The words in `known` are not removed."""
     host = socket.gethostname()
     words = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}

@@ -218,9 +218,9 @@ class Due:
 
 
 class VirtualWorkers(Pool):
-    """Stands for Workers of harness/devices/update_threads.py. All threads work together on one update: of the updates
-    whose gradients have arrived, the one with the earliest deadline. The order is computed only when somebody waits for
-    an update."""
+    """Stands for Workers of harness/devices/update_threads.py. All threads work together on one update, the one with
+    the earliest deadline among the updates whose gradients have arrived. The order is computed only when somebody waits
+    for an update."""
 
     def __init__(self, streams: FakeStreams, clock: VirtualTime, num_threads: int, spans: Spans) -> None:
         super().__init__(streams, "workers", num_threads)
