@@ -96,8 +96,8 @@ def noise_in(name: str, workload: Workload) -> range:
 
 
 def without_noise(part: torch.Tensor, start: int, noise: range) -> torch.Tensor:
-    """Set the elements `noise` of a tensor to zero, in place. `part`: a part of the flat tensor, which begins at
-    element `start`. Return the part."""
+    """Set to zero, in place, the elements of a tensor whose indices are in `noise`. `part`: a part of the flat tensor,
+    which begins at element `start`. Return the part."""
     part[max(0, noise.start - start) : max(0, noise.stop - start)] = 0
     return part
 

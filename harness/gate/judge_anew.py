@@ -27,8 +27,8 @@ class Beside(NamedTuple):
 
 
 def judge_anew(record: Record, beside: Beside) -> Gate:
-    """Return the verdict on a record by the records beside it. Raises ValueError if the record has values that cannot
-    be judged."""
+    """Judge a record by the records that were sent with it, and return the verdict. Raises ValueError if the record has
+    values that cannot be judged."""
     if record.status != "ok":
         return Gate()
     try:

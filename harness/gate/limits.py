@@ -2,9 +2,9 @@
 floors in a probe.
 
 The tolerances below bound rounding at the published rate, by device and dtype. A probe trains at a rate at which
-rounding errors grow. Its floor is the distance between the reference and the reference trained with other roundings. An
-honest training stays within a few times the floor. If a method's dropout drops other elements than the reference's, the
-limit is a few times the change that dropout causes.
+rounding errors grow. A probe's floor is the distance between the reference and the reference trained with other
+roundings. An honest training stays within a few times the floor. If a method's dropout drops other elements than the
+reference's, the limit is a few times the change that dropout causes.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ NAMING = 2.0  # in a failed probe, the first difference beyond this multiple of 
 FAINT = 20.0
 FIRST = 5  # number of first steps that share one floor: at a single step, two roundings may agree by chance
 # Largest relative error of a norm, divided by the number of elements to the power 1.5. On a CPU the reference's norm is
-# one fp32 sum of squares. For normally distributed elements the sum's error is a twentieth of this; it is larger for
-# elements that differ more (results/LOG.md).
+# one fp32 sum of squares. For normally distributed elements the sum's error is a twentieth of this limit; the error is
+# larger for elements that differ more (results/LOG.md).
 NORM_ROUNDING = 2e-13
 # Relative error of a second moment in an engine that rounds beta2 to fp32 before subtracting it from 1.
 BETA_ROUNDING = 2**-25 / (1 - BETAS[1])

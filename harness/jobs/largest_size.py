@@ -40,7 +40,8 @@ class Probes:
         self.records: list[Record] = []
         # by memory: pairs of a size and, by phase, the bytes that the run of this size took beyond its plan
         self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}
-        # by memory: the least number of bytes beyond the plan; known because a run failed although its plan fitted
+        # by memory: the least bytes that a run takes beyond its plan, known from a run that failed although its plan
+        # fitted
         self.lacking: dict[str, int] = {}
         self.decided: dict[int, Job] = {}  # by size: the job that all later runs at this size repeat
         self.least = 1
@@ -106,7 +107,8 @@ class Probes:
         return max(1, self.axis.number(dataclasses.replace(self.job.workload, **asked)))
 
     def guess(self) -> int:
-        """Return the largest size that fits, counting its plan and the bytes that its run should take beyond it."""
+        """Return the largest size that fits, counting its plan and the bytes that its run should take beyond the
+        plan."""
 
         def fits(size: int) -> bool:
             if size < self.least:

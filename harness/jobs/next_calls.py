@@ -36,7 +36,7 @@ def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterat
         if seconds := _seconds_of_all([to_fit(job, folders)[0] for job in jobs], folders):
             yield f"{command(all_of_them, is_short=True)} --scale fit", f"scaled down, {_about(seconds)}"
     depth = min(largest(method.create(job.method, job.options, folders), job, machine.rank_room(job)) for job in jobs)
-    with contextlib.suppress(ValueError):  # no layer fits, or fewer layers than the given window
+    with contextlib.suppress(ValueError):  # no layer fits, or fewer layers fit than the given window has
         load = told.workload.at_depth(depth)
         if seconds := _seconds_of_all([dataclasses.replace(job, workload=load) for job in jobs], folders):
             smaller = dataclasses.replace(all_of_them, workload=load)

@@ -56,8 +56,8 @@ class SizeAxis:
     def grown(self, number: int) -> Workload:
         """Return the workload of a size.
 
-        If the axis counts tokens of a step, small sizes have one sample for each part, of a length that grows up to
-        --seq; larger sizes have more samples. Raises ValueError if the model accepts no such size.
+        If the axis counts tokens of a step, small sizes have `parts` samples, whose length grows up to --seq; larger
+        sizes have more samples. Raises ValueError if the model accepts no such size.
         """
         load = self.asked
         if self.of == LAYERS:
@@ -83,8 +83,8 @@ class SizeAxis:
 
     @property
     def _whole(self) -> int:
-        """Return the least size at which samples have their full length, --seq. At this size there is one sample for
-        each part."""
+        """Return the least size at which samples have their full length, --seq. At this size, a step has `parts`
+        samples."""
         return -(-self.asked.seq_len // self.step)
 
     def amount(self, number: int) -> int:

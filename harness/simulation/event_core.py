@@ -3,10 +3,10 @@ figures.
 
 A worker does one unit at a time. In `run_pool`, all workers share one queue, which holds the models' shards in turn. In
 `run_lines`, each worker has its own queue and waits for messages from its neighbors in a line, as stages of a pipeline
-do. For each item, worker s of a line has three units: F (forward), after the message of worker s - 1 has arrived; B
-(backward), after the message of worker s + 1 has arrived; and R (recompute) between them. No worker's choice depends on
-later events at other workers. So the core goes over all workers again and again, and advances every worker whose next
-unit is known: a million units take about a second, for any number of workers.
+do. For each item, a worker of a line has three units: F (forward) begins after the previous worker's message has
+arrived, B (backward) begins after the next worker's message has arrived, and R (recompute) runs between F and B. No
+worker's choice depends on later events at other workers. So the core goes over all workers again and again, and
+advances every worker whose next unit is known: a million units take about a second, for any number of workers.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def run_lines(
     seconds[:, 1:] = [[each[kind] for kind in KINDS] for line in lines for each in line.seconds]
     # seconds of a message from each worker to the next
     send = np.array([each for line in lines for each in (*line.send_seconds, 0.0)])
-    # For each worker and item, the time at which the message from the worker below and from the worker above arrives;
-    # inf: not known yet. The last column is for messages that never come.
+    # For each worker and item, the time at which the message from the previous worker (below) or the next worker
+    # (above) arrives; inf: not known yet. The last column is for messages that never come.
     below, above = np.full((num_workers, most + 1), np.inf), np.full((num_workers, most + 1), np.inf)
     exists = np.arange(most + 1) < num_items[:, None]
     below[exists & is_first[:, None]] = above[exists & is_last[:, None]] = 0.0

@@ -78,8 +78,7 @@ class Event:
 
 @dataclass(eq=False)
 class Stream:
-    """Stands for torch.cuda.Stream. Queued work runs after everything for which the thread that queued it had
-    waited."""
+    """Stands for torch.cuda.Stream. Queued work runs only after everything for which the queuing thread had waited."""
 
     streams: FakeStreams
     name: str
@@ -170,8 +169,8 @@ class FakeStreams:
             stream.synchronize()
 
     def name(self, owner: Any, prefix: str = "") -> None:
-        """Name the memories, streams and threads that an object has as attributes; each gets its attribute's name after
-        `prefix`."""
+        """Name the memories, streams and threads that an object has as attributes; each gets the name of its attribute,
+        with `prefix` before it."""
         for attribute, value in attributes(owner):
             for tensor in tensors(value):
                 memory = self.memories.of(tensor)

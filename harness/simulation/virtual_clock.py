@@ -62,7 +62,7 @@ class VirtualMachine:
     # rate at which a device sends to other devices, while it receives as much
     exchange_bytes_per_second: float = math.inf
     host_bytes_per_second: float = math.inf  # of one thread
-    # rate of AdamW's kernel; its time is added to the time of the kernel's bytes
+    # rate of AdamW's kernel; the time that follows from this rate is added to the time of the kernel's bytes
     device_update_params_per_second: float = math.inf
     host_update_params_per_second: float = math.inf  # of one thread
     num_workers: int = 1  # number of threads for updates
@@ -206,7 +206,7 @@ class Spans:
 
 class Due:
     """An update that waits for its gradient, or is under way. `released`: time at which its gradient has arrived.
-    `seconds`: time that it needs. `about`: spans whose labels the update's own spans get."""
+    `seconds`: time that the update needs. `about`: spans whose labels the update's own spans get."""
 
     def __init__(self, pool: VirtualWorkers, deadline: int, released: float, seconds: float, about: list[Span]) -> None:
         self.pool, self.deadline, self.released, self.left, self.about = pool, deadline, released, seconds, about

@@ -151,7 +151,7 @@ def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
-    """Return the names of an overload's arguments, and the names of those arguments that it writes."""
+    """Return the names of an overload's arguments, and the names of those arguments that the overload writes."""
     schema = func._schema.arguments
     written = {argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write}
     name = func.overloadpacket.__name__
