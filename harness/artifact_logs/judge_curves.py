@@ -1,9 +1,9 @@
 """Judges imported records by their loss curves: did the logged run train the same as the reference?
 
 A log has no weights, so the best verdict is `tolerance`. The reference is a log in the same folder, of a training that
-keeps everything on the device. Its depth is the same or, if no such log exists, the nearest. The distance between two
-curves is given as a share of the reference's fall, which is its loss in the first logged interval minus its loss in the
-last. So a curve that does not fall is 100 % away.
+keeps everything on the device. Its depth is the judged log's or, if there is no such log, the nearest to it. The
+distance between two curves is given as a share of the reference's fall, which is its loss in the first logged interval
+minus its loss in the last. So a curve that does not fall is 100 % away.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from harness.figures import measurements, plot, profile
 from harness.figures.point import METRICS, FigureRow, machine_of, row_of
 from harness.figures.profile import CaseProfile
 
-PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each run of the published artifact that a figure draws
+PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each published run that a figure draws
 PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
 
 

@@ -336,7 +336,7 @@ def svg(made: Figure) -> str:
 def _error(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
     if row.value is None or row.low is None or row.high is None:
         return
-    # The interval is that of the mean, but the drawn value is the median: draw the interval around its own middle.
+    # The interval is the mean's, but the drawn value is the median: draw the interval around the interval's middle.
     middle, half = (row.low + row.high) / 2, (row.high - row.low) / 2
     axes.errorbar([x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from harness.core.record import Record
 
 FEWEST_FOR_INTERVAL = 3  # least number of processes that gives an interval
-FEWEST_TIMED_STEPS = 5  # a time from fewer timed steps is doubtful, its bar hatched
+FEWEST_TIMED_STEPS = 5  # a time from fewer timed steps is doubtful, and its bar is hatched
 CONFIDENCE = 0.95
 LEAST_MARGIN = 0.05  # smallest relative margin of a ratio if a row has too few processes for an interval
 STANDARD_ERRORS = 2  # half the width of a ratio's margin, in standard errors

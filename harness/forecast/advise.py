@@ -133,8 +133,8 @@ class Advice:
         return Decision(workload, [row | {"reason": _reason(row, chosen)} for row in rows], chosen)
 
     def _rows(self, name: str, workload: Workload) -> Iterator[dict[str, Any]]:
-        """Yield the row of a method and, if the method can keep states on a disk, the row of a plan with states on
-        it."""
+        """Yield the row of a method and, if the method can keep states on a disk, the row of its plan with states on
+        the disk."""
         known = method.option_names(method.load(name, self.folders))
         asked = {option: value for option, value in self.options.items() if option in known}
         yield (row := self._row(name, workload, asked))

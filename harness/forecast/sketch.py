@@ -211,8 +211,8 @@ def peak(layer: nn.Module, size: tuple[int, int, int], dtype: torch.dtype, below
 
 
 def head_boundaries(workload: Workload) -> float:
-    """Return the memory that the norm before the head keeps for its backward pass, divided by the bytes of its input.
-    The input and the output themselves do not count."""
+    """Return the memory that the norm before the head keeps for its backward pass, divided by the bytes of the norm's
+    input. The norm's input and output themselves do not count."""
     ends, dtype = HubEnds(workload), DTYPES[workload.dtype]
     with without_memory() as tracker:
         for name, weight in list(ends.named_parameters()):
