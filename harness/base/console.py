@@ -38,7 +38,7 @@ class _Readable:
 def readable_output() -> Iterator[None]:
     """Within this context, pass all text for standard output and standard error through readable(). The text may come
     from logs, records and file names, which may hold any character."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # fill closed streams' numbers for now
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # so no other file gets a closed stream's number
         pass
     os.close(handle)
     streams = sys.stdout, sys.stderr

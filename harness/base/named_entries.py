@@ -40,7 +40,7 @@ def entries(file: Path, example: str) -> dict[str, Any]:
 
 def places(files: Iterable[Path], example: str) -> dict[str, Path]:
     """Return the file of each entry, by the entry's name. Raises ValueError if two files have an entry of the same
-    name, or if entries() raises it for a file."""
+    name, or if a file cannot be read."""
     found: dict[str, Path] = {}
     for file in files:
         for name in entries(file, example):

@@ -123,7 +123,7 @@ def _open_tokens(prefix: str) -> np.ndarray:
         if size % dtype.itemsize:
             raise ValueError(f"{prefix}.bin: expected a multiple of {dtype.itemsize} bytes (one token), got {size}")
         tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
-        listed = (Path(f"{prefix}.idx").stat().st_size - len(INDEX_MAGIC) - 25) // 4  # number of lengths in the file
+        listed = (Path(f"{prefix}.idx").stat().st_size - len(INDEX_MAGIC) - 25) // 4  # lengths that the file holds
         lengths = np.fromfile(f"{prefix}.idx", "<i4", min(count, max(0, listed)), offset=len(INDEX_MAGIC) + 25)
         if lengths.sum(dtype=np.int64) != len(tokens):
             told = f"expected {lengths.sum(dtype=np.int64)} tokens, as {prefix}.idx says, got {len(tokens)}"

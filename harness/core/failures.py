@@ -26,7 +26,7 @@ NEAR_THE_LIMIT = 0.95
 
 class Kind(NamedTuple):
     status: str
-    resource: str  # what ran out: device, host, pinned, shm, disk, import, time; "": nothing ran out
+    resource: str  # what ran out or is missing: device, host, pinned, shm, disk, import, time; "": neither
     name: str  # the source of the evidence, such as allocator; it becomes evidence["class"]
 
 
@@ -131,7 +131,7 @@ class End:
     system_oom_kills: int = 0  # processes that the kernel killed on the whole machine during the run
     host_peak_bytes: int = 0
     host_limit_bytes: int = 0
-    shm_free_bytes: int | None = None  # fewest free bytes seen in /dev/shm
+    shm_free_bytes: int | None = None  # fewest free bytes seen in /dev/shm; None: not seen
     log_tail: str = ""
 
 
@@ -157,7 +157,7 @@ def of_process(end: End) -> Failure:
     name = "signal" if number in set(signal.Signals) else "exit"
     told = f"ended by {signal.Signals(number).name}" if name == "signal" else f"exit {end.code} without a result"
     advice = "its log has what it printed last"
-    if not end.code:  # code 0 without a record: the method has ended the process
+    if not end.code:  # exit code 0, but no record: the method's code has ended the process
         advice = f"look for sys.exit() and os._exit() in the method's file; {advice}"
     return ended("crash", name, f"{told} at {end.phase}; {advice}", **seen)
 

@@ -41,8 +41,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # rotary positions whose a
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the configuration in a file, or in a folder's config.json, and a text. If the file describes a model of
-    texts and images, the configuration is that of its part for texts, and the text is the type of the whole model; else
+    """Return the configuration in a file, or in a folder's config.json, and a text. For a model of texts and images,
+    the configuration is that of the part for texts, and the text is the type of the whole model; for any other model,
     the text is empty. Raises ValueError if the file cannot be read, or as checked_config() does."""
     file = path / FILE if path.is_dir() else path
     try:

@@ -153,7 +153,7 @@ class HubHead(HubEnds):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
         base = _base(self)
-        own = None if "lm_head" in self._modules else base.get_input_embeddings()  # a tied head is the embedding
+        own = None if "lm_head" in self._modules else base.get_input_embeddings()  # a tied head uses this table
         for name, table in _tables(base):
             if table is not own:
                 del base._modules[name]
@@ -219,7 +219,7 @@ class StandIn(nn.Module):
 
     def __init__(self, layer: nn.Module, heard: list[dict[str, Any]]) -> None:
         super().__init__()
-        object.__setattr__(self, "layer", layer)  # no child module: `layer` keeps its parameters
+        object.__setattr__(self, "layer", layer)  # `layer` is not registered as a child module
         self.heard = heard
 
     def __getattr__(self, name: str) -> Any:
@@ -344,8 +344,8 @@ def _head_loss(module: Any, hidden: Tensor, targets: Tensor, scale: float) -> Te
 
 
 def bend_of(config: Any) -> Bend | None:
-    """Return the function that the model applies to each logit after the head, a cap or a divisor; None if the
-    configuration names neither."""
+    """Return the function that the model applies to each logit after the head, a cap or a divisor; None: no such
+    function."""
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         return functools.partial(_capped, cap)
     if (divisor := getattr(config, "logits_scaling", 1.0)) != 1:

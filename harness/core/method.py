@@ -86,7 +86,7 @@ class Trained(NamedTuple):
 Training = Generator[Step, None, Trained]
 
 
-RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # the type that each function of a method must return
+RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # types that these functions of a method must return
 
 
 class Method(ABC):

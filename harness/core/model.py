@@ -45,8 +45,8 @@ def new_ends(workload: Workload) -> Ends | HubEnds:
 
 
 def new_end_parts(workload: Workload) -> list[torch.nn.Module]:
-    """Return both ends of the model without memory: as one module if they share a tensor, else as two, the embedding
-    and the head."""
+    """Return both ends of the model without memory: as one module if they share a tensor; if not, as two modules, the
+    embedding and the head."""
     return [new_ends(workload)] if workload.anatomy.is_tied else [*_embedding_and_head(workload)]
 
 

@@ -41,8 +41,8 @@ class Rates:
     device_flops_per_second: float  # rate of the device's compute; FLOPs are counted as in Workload.flops_per_step
     forward_share: float = 0.25  # share of the forward pass in a step's compute time, if every layer is recomputed
     device_bytes_per_second: float = math.inf  # rate at which Adam reads and writes the device's memory
-    inbound_bytes_per_second: float = math.inf  # copies from page-locked host memory to the device
-    outbound_bytes_per_second: float = math.inf  # copies from the device to page-locked host memory
+    inbound_bytes_per_second: float = math.inf  # rate of copies from page-locked host memory to the device
+    outbound_bytes_per_second: float = math.inf  # rate of copies from the device to page-locked host memory
     duplex_share: float = 1.0  # total rate of copies in both directions at once / sum of both rates alone
     host_bytes_per_second: float = math.inf  # rate of the host's memory, which Adam and copies share
     host_adam_params_per_second: float = math.inf  # rate of the host's Adam, if its memory's rate were no limit

@@ -75,7 +75,7 @@ class Record:
     evidence: Evidence = field(default_factory=dict)  # facts behind the status; if imported, facts of the log
     origin: str = "run"  # run, or imported: read from a log that another harness, or this one, printed
     interval_steps: int = 1  # each value of losses and step_seconds is the mean over this many steps
-    clock: str = "cpu"  # the clock that measured the seconds: cpu, cuda or sim; if imported, the log's
+    clock: str = "cpu"  # the clock that measured the seconds: cpu, cuda or sim; if imported, the log's clock
     is_timed: bool = True  # False: other runs may have shared the device, so the seconds do not count
     machine: MachineFacts = field(default_factory=dict)  # facts of the machine that ran the job
     software: SoftwareFacts = field(default_factory=dict)  # versions and source of the code that ran
@@ -108,7 +108,7 @@ class Record:
 
     @property
     def is_judged(self) -> bool:
-        """False if the run ended ok, but the call that made it ended before the gate judged the run; else True."""
+        """True, unless the run ended ok and the call that ran it ended before the gate judged the run."""
         return self.status != "ok" or self.gate != Gate()
 
     def answers(self, job: Job) -> bool:
@@ -200,7 +200,7 @@ class Record:
         fields = {name: value for name, value in data.items() if name != "schema_version"}
         if isinstance(verdict := fields.get("gate"), dict):  # the speed is derived anew
             fields["gate"] = {name: value for name, value in verdict.items() if name != SPEED}
-        with suppress(KeyError, TypeError, AttributeError):  # older records have these fields in their budget
+        with suppress(KeyError, TypeError, AttributeError):  # older budgets have the fields ONCE_IN_BUDGETS
             budget = {name: value for name, value in fields["job"]["budget"].items() if name not in ONCE_IN_BUDGETS}
             fields["job"] = {**fields["job"], "budget": budget}
         record = checked(Record, fields)

@@ -44,7 +44,7 @@ class Evidence(TypedDict, total=False):
     other_parameters: str  # how a log's count of parameters differs from the workload's
     unsaid: list[str]  # fields of the workload whose values a log does not tell
     reference: str  # key of the reference's record that the run was compared with
-    reference_layers: int  # the reference's number of layers, if it is a shallower twin of the run
+    reference_layers: int  # the reference's number of layers, if the reference is a shallower twin of the run
     reference_ended: str  # the status of the reference's run, if the status is not ok
     probe_layers: int  # number of layers of the gate's probe, if the verdict also rests on a probe
     probe_steps: int  # the probe's number of steps
@@ -56,7 +56,7 @@ class MachineFacts(TypedDict, total=False):
     gpu: str  # name of the GPU
     cpu: str  # name of the CPU
     cores: int  # number of cores that the run might use
-    affinity: str  # the cores that the run might use, such as 0,2-3; left out if it might use all
+    affinity: str  # the cores that the run might use, such as 0,2-3; left out if the run might use all cores
     environment: str  # the caller's variables that change kernels or threads, such as OMP_NUM_THREADS=2
     host_bytes: int  # bytes of host memory that the run might use
     ranks: list[dict[str, Any]]  # number, node and peak bytes of each rank
@@ -77,8 +77,8 @@ class ScheduleFacts(TypedDict, total=False):
     num_models: int  # number of models that took turns
     resumed_steps: int  # number of steps that an earlier run had done and that the checkpoint held
     resumed_source: str  # hash of the code that trained the resumed steps
-    turns: list[list[Any]]  # of each turn: model, shard, kind, device, and its start and end in seconds
+    turns: list[list[Any]]  # for each turn: model, shard, kind, device, and the turn's start and end in seconds
 
 
-for kind in (Evidence, MachineFacts, ScheduleFacts, SoftwareFacts):  # a TypedDict's body takes no statement
+for kind in (Evidence, MachineFacts, ScheduleFacts, SoftwareFacts):  # a TypedDict's body must not hold this statement
     kind.__pydantic_config__ = OTHER_FIELDS  # type: ignore[union-attr]

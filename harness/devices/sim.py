@@ -115,7 +115,7 @@ def _module(sim: Compiled) -> types.ModuleType:
     module.memory_allocated = lambda device=None: sim.stats()["device_allocated"]
     module.max_memory_allocated = lambda device=None: sim.stats()["device_peak"]
     module.mem_get_info = lambda device=None: torch.accelerator.get_memory_info()
-    # The next functions have nothing to do, because sim draws the CPU's random numbers and computes in its precisions.
+    # The next functions have nothing to do, because sim draws random numbers and computes as the CPU does.
     module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
     module.get_amp_supported_dtype = list
     return module

@@ -221,7 +221,7 @@ def pages(numel: int, dtype: torch.dtype) -> Tensor:
     mapping may have huge pages. A page takes memory when it is first touched."""
     mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # this kernel has no huge pages
+        with suppress(OSError):  # the kernel may have no huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=dtype)
 

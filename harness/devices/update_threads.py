@@ -54,7 +54,7 @@ class Workers:
         with self._lock:
             if not self._waiting:
                 return
-            # If no gradient has landed yet, take the update that was requested first: its gradient will land first.
+            # If no gradient has landed yet, take the update that was requested first, whose gradient will land first.
             landed = (update for update in self._waiting if _may_begin(update.landed))
             update = next(landed, None) or min(self._waiting, key=lambda waiting: waiting.number)
             first, left = update.num_taken, update.num_chunks - update.num_taken

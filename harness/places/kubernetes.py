@@ -63,7 +63,7 @@ class PodOptions:
     namespace: str | None = None  # None: the kubeconfig's namespace
     image: str | None = None  # None: the name that ./run.sh image build gives
     nodes: PositiveInt | None = None
-    gpus: PositiveInt | None = None  # GPUs of each node; None: on CUDA one for each rank, else 0
+    gpus: PositiveInt | None = None  # GPUs of each node; None: one for each rank on CUDA, 0 on other devices
     cpus: PositiveInt | None = None  # CPUs of each node; None: no request
     node_selector: str | None = None  # LABEL=VALUE that a node must have; None: any node
     wait: NonNegativeInt | None = None  # seconds that a job may wait for nodes; None: WAIT_SECONDS
@@ -163,7 +163,7 @@ class Kubernetes(Place):
             for document in self.manifest(job, draft, code, "harness-draft", "draft", has_jobsets):
                 if "binaryData" in document:
                     document["binaryData"] = {CODE_FILE: f"({len(code[0])} bytes)"}
-                # a copy without shared objects, which YAML would write as aliases
+                # Copy the document without shared objects, which YAML would write as aliases.
                 plain = json.loads(json.dumps(document))
                 texts.append(yaml.safe_dump(plain, sort_keys=False))
         return note + "---\n".join(texts)

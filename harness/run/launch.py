@@ -47,7 +47,7 @@ def launch(
     recorded: Callable[[], Path | None] = lambda: None, stem: Path | None = None, is_timed: bool = True,
     foreseen_seconds: float = 0.0,
 ) -> Path:  # fmt: skip
-    """Run the job in a process of its own; return the path of its record: `stem` (None: a new name) with .json.
+    """Run the job in a process of its own; return the record's path, `stem`.json. If `stem` is None, choose a new name.
 
     An untimed job may share the device with other untimed jobs; then its seconds do not count. When the device is free,
     `recorded` is called first. If it returns the path of a record, which another process has made meanwhile, no run
@@ -138,7 +138,7 @@ class Watch:
         self.began = self.last_event = self.signalled = time.monotonic()  # nobody can set this clock
         self.stopped = ""  # why this process stopped the worker, a word of failures.End.stopped; "": not stopped
         self.interrupted = False
-        self.broken: BrokenPipeError | None = None  # raised by `report`, if its reader is gone
+        self.broken: BrokenPipeError | None = None  # `report` raises it if its reader is gone
         self.shm_free_bytes: int | None = None
         self.surroundings = machine.surroundings(job.device)
         self.source, self.listed_code = method.source_hash(job.method, folders), method.listed(job.method, folders)

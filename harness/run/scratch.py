@@ -19,7 +19,7 @@ def make() -> tuple[Path, int]:
     remove_left()
     while True:
         new = Path(tempfile.mkdtemp(prefix=PREFIX))
-        with contextlib.suppress(FileNotFoundError):  # another run removed the folder before it was locked
+        with contextlib.suppress(FileNotFoundError):  # another run may remove the folder before this run locks it
             handle = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(handle, fcntl.LOCK_EX)
             if new.exists():
@@ -30,7 +30,7 @@ def make() -> tuple[Path, int]:
 def remove_left() -> None:
     """Remove the temporary folders of this user's killed runs. These are the folders whose lock no process holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # the folder is in use, or belongs to another user
+        with contextlib.suppress(OSError):  # the folder may be in use, or belong to another user
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -207,7 +207,7 @@ class Run:
                 for told in (step.loss, step.grad_norm):
                     if (
                         told is not None and type(told) is not self.clock.torch.Tensor
-                    ):  # another type might compute when its value is read, after the step's time
+                    ):  # another type might compute only when its value is read, after the step has ended
                         raise TypeError(f"expected a torch.Tensor as a step's loss or norm, got {type(told).__name__}")
                 self._ahead.add(self._num_taken - len(self.clock.marks))
                 self._waiting.append(step._replace(loss=_to_host(step.loss), grad_norm=_to_host(step.grad_norm)))

@@ -63,7 +63,7 @@ class Cluster:
         return True
 
     def create(self, documents: list[dict[str, Any]]) -> None:
-        """Create the object of the first document, a Job or JobSet, and then those of the others, which it owns."""
+        """Create the first document's object, a Job or JobSet, and then the other objects, which the first owns."""
         first, *others = documents
         if first["kind"] == "JobSet":
             create = self.custom.create_namespaced_custom_object

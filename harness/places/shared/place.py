@@ -42,7 +42,7 @@ class Place(ABC):
 
     # True: the place can run several jobs at once, so callers should give launch() all jobs together
     is_parallel: ClassVar[bool] = False
-    # The options that the place adds to the command line: by name, a decorator that click.option() made.
+    # The options that the place adds to the command line: for each name, the decorator that click.option() made.
     cli_options: ClassVar[dict[str, Callable[[Any], Any]]] = {}
 
     @classmethod

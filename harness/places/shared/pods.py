@@ -180,7 +180,7 @@ class PodJob:
     def is_over(self) -> bool:
         """True if the job has ended and no more data can come: either `end` is set, or all its pods have ended or are
         gone, and their logs are read to the end."""
-        # after a failure, Kubernetes makes no further pod
+        # After a pod has failed, Kubernetes makes no further pods for the job.
         has_failed = self.gone or any(pod.phase == "Failed" for pod in self.pods.values())
         are_all = bool(self.pods) and (len(self.pods) >= self.num_nodes or bool(has_failed))
         return self.end is not None or ((are_all or self.is_deleted) and all(map(self._is_read, self.pods.values())))
