@@ -4,8 +4,8 @@ the update's threads delay a thread that launches kernels.
 torch takes three passes over a layer in mixed precision (cast the gradient, fused kernel, cast the weights), and two in
 fp32 with clipping (scale the gradient, fused kernel). Each row of the table updates one layer of hidden size 2048 (50 M
 parameters) with one number of threads. The rows alternate in one run; the table has medians. The table shows the
-update's bytes per second beside those of a copy by as many threads; the copy's rate is the bandwidth of the host's
-memory.
+update's bytes per second beside the bytes per second of a copy by as many threads; the copy's rate is the bandwidth of
+the host's memory.
 
 The second measurement times the forward pass of a tiny layer, which consists mostly of kernel launches, alone and
 beside such updates. The pass's waits for a core do not count, because a thread that launches work on a GPU has a core.

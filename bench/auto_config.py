@@ -50,7 +50,7 @@ def get_batch(size: int, device: Any = None) -> dict[str, Tensor]:
 
 
 def ratio(these: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """Return the geometric mean of the rounds' ratios (a value of `these` over the same round's value of `others`), and
+    """Return the geometric mean of the rounds' ratios (value of `these` / value of `others` in the same round), and
     both ends of the mean's 95 % t-interval."""
     logs = [math.log(one / other) for one, other in zip(these, others, strict=True)]
     middle = statistics.mean(logs)

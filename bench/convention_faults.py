@@ -309,6 +309,6 @@ OF_KINDS: dict[str, dict[str, Breaks]] = {
     "phi3": {"keys and values swapped": _swapped_rows, "gate and up projection swapped": _swapped_halves},
     "smollm3": {"every layer rotated": _with(True, "use_rope")},
 }
-# These are no faults, but other roundings of half precision. The gate passes them, unless the method promises the
-# reference's bits.
+# The entries below are no faults, but other roundings of half precision. The gate passes these roundings, unless the
+# method promises the reference's bits.
 ROUNDED: dict[str, Breaks] = {"norms rounded after their weight alone": _torch_norms}

@@ -1,11 +1,11 @@
 """Measures which faults the gate detects in methods whose dropout drops other elements than the reference's.
 
-The losses of such a method differ from the reference's. The gate divides this difference by the change that dropout
-itself causes, and allows quotients up to a limit. Here a quotient is called a multiple. This script measures the
-multiples of correct runs and of faults. The correct runs are those of megatron-lm, and of the reference with another
-dropout seed. The faults of bench/faults/planted.py run with that other seed, too. The script judges only the run
-itself; the gate's probe, which has no dropout, detects further faults. The script takes minutes on two cores; `--case`
-runs only the cases with these names, as they are printed.
+The losses of a method with such dropout differ from the reference's. The gate divides this difference by the change
+that dropout itself causes, and allows quotients up to a limit. Here a quotient is called a multiple. This script
+measures the multiples of correct runs and of faults. The correct runs are those of megatron-lm, and of the reference
+with another dropout seed. The faults of bench/faults/planted.py run with that other seed, too. The script judges only
+the run itself; the gate's probe, which has no dropout, detects further faults. The script takes minutes on two cores;
+`--case` runs only the cases with these names, as they are printed.
 
     .venv/bin/python -m bench.dropout_rule [--out results/dropout-rule.json] [--case "other seed 3"]
 """

@@ -6,7 +6,7 @@ the published learning rate, and once at the learning rate of the gate's probe. 
 round differently: other numbers of threads, micro-batches, sums of products, attention and loops of AdamW, and every
 method that is exact by design and runs on this machine. The gate judges each run three times: with its tolerances for a
 CPU, with its tolerances for CUDA and, if the method promises the reference's bits, by bits. All this takes about 4
-minutes on two cores. `--with` tries the gate at sizes other than those by which the gate's limits were chosen.
+minutes on two cores. `--with` tries the gate at other sizes than the sizes by which the gate's limits were chosen.
 `--model` tries the gate on a model with a config.json; the faults are then those of bench/convention_faults.py, and
 those of planted.py that the model can have.
 
@@ -164,7 +164,7 @@ class Outcome(NamedTuple):
     def is_named(self, way: str) -> bool:
         verdict = self.verdicts[way]
         said = f"{verdict.reason} {verdict.evidence.get('step')}" if verdict.reason == "later" else verdict.reason
-        # Convention faults have no entry in RIGHT: all of them show in the forward pass.
+        # Convention faults have no entry in RIGHT: all convention faults show in the forward pass.
         return said in RIGHT.get(self.case.fault, FORWARD)
 
 
@@ -258,9 +258,9 @@ def _as(record: Record, device: str, bit_exact: bool) -> Record:
 
 
 def figures(outcomes: Iterable[Outcome], promised: set[str]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return, by dtype and way of judging, five counts: of faults, of faults seen, of faults named rightly, of honest
-    runs, and of honest runs that failed. Also return the unseen faults, the misnamed faults, and the honest runs that
-    failed, each by name.
+    """Return, by dtype and way of judging, five counts: faults, seen faults, rightly named faults, honest runs, and
+    honest runs that failed. Also return the unseen faults, the misnamed faults, and the honest runs that failed, each
+    by name.
 
     `promised`: names of the honest runs whose methods promise the reference's bits.
     """

@@ -45,8 +45,8 @@ def judge(
     steps: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]] = (),
     tolerance: float = TOLERANCE,
 ) -> Verdict:  # fmt: skip
-    """Compare a job's steps with those of the undisturbed job. `lost`: the first results of steps that were repeated
-    after a death; these must be right, too.
+    """Compare a job's steps with the steps of the undisturbed job. `lost`: the first results of steps that were
+    repeated after a death; these must be right, too.
     """
     expected = {line["step"]: line for line in undisturbed}
     counts = Counter(line["step"] for line in steps)

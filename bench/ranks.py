@@ -1,7 +1,7 @@
 """Checks that every method trains on several ranks as on one. Call: python -m bench.ranks [--results DIR] [--out FILE].
 
 Each method trains a GPT of 4 layers, hidden size 64, on 2 and 4 ranks, in fp32, at learning rates up to 3e-3, clipped
-at every step; Megatron-LM does so with each kind of parallelism. The table shows the gate's verdict, and how far losses
+at every step; Megatron-LM trains with each kind of parallelism. The table shows the gate's verdict, and how far losses
 and gradient norms differ from those of `resident` on the whole batch: the largest relative differences. A repeated call
 runs only the jobs that have no result yet.
 """

@@ -1,7 +1,7 @@
 """Figure 7a: how fast is STRONGHOLD at the largest size of each baseline?
 
-The sizes are those that case 1 finds. If no run of a baseline passes the gate, the figure shows only the baseline's
-size, and STRONGHOLD does not run at this size.
+The sizes are the largest sizes that case 1 finds. If no run of a baseline passes the gate, the figure shows only the
+baseline's size, and STRONGHOLD does not run at this size.
 """
 
 from __future__ import annotations

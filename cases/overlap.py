@@ -228,7 +228,7 @@ def main(
     used: CaseProfile, results: Path, out: Path, only: str | None, report: Callable[[dict[str, Any]], None]
 ) -> list[Record]:
     """Run the jobs, write the table and draw the figure; return the records. If `only` is "extract", write and print
-    the table alone. If `only` is "draw", write the table and draw. In both cases no job runs."""
+    the table alone. If `only` is "draw", write the table and draw. In both cases no job runs; None: do all."""
     finished = [] if only else run(used, results, report)
     found = shown(used.name, results, records_of(results))
     path = extract(found, used.name, out)

@@ -99,8 +99,8 @@ class Fsdp2Offload(Method):
                 grads = [p.grad.to_local() for _, p in parameters]
                 if scale.is_used:
                     torch._foreach_div_(grads, scale.value)
-                # The reference's GPU sums a norm in a tree: one long sum on the host would differ from it by more than
-                # the gate allows.
+                # The reference's GPU sums a norm in a tree: one long sum on the host would differ from the tree's by
+                # more than the gate allows.
                 norm = global_norm(norms_of(grads, in_blocks=on_gpu))
                 if num_ranks > 1:
                     square = norm.square()

@@ -5,8 +5,8 @@ GPTModel has its own layers, gradient buffers, and an optimizer with fp32 main w
 of this is upstream code, with two exceptions: attention is torch's fused kernel, and on a CPU engines/megatron.py
 redirects the code's calls of CUDA.
 
-`tensor_parallel` ranks form a group that shares each matrix. `pipeline_parallel` such groups are the stages of a
-pipeline; each stage has equally many layers, and micro-batches flow through the stages by megatron-core's schedule
+`tensor_parallel` ranks form a group that shares each matrix. `pipeline_parallel` groups of this kind are the stages of
+a pipeline; each stage has equally many layers, and micro-batches flow through the stages by megatron-core's schedule
 (1F1B). If there are several pipelines, each takes a part of every batch.
 """
 
@@ -94,7 +94,7 @@ class MegatronLM(Method):
         stepped = -(-params // num_pipelines) if self.distributed_optimizer else params
         main = 0 if size == 4 else 4  # fp32 main weights
         optimizer, activations = (8 + main) * stepped, self._activation_bytes(part, stage)
-        if 4 * stepped > activations:  # torch's AdamW updates all tensors at once and makes an fp32 copy of them
+        if 4 * stepped > activations:  # torch's AdamW updates all tensors at once and makes fp32 copies of all
             optimizer, activations = optimizer + 4 * stepped, 0
         states = {"weights": size * params, "gradients": 4 * params, "optimizer": optimizer}  # fp32 sums of gradients
         return {**states, "activations": activations}
@@ -299,7 +299,7 @@ def _build(method: MegatronLM, workload: Workload, device: str):
         [model],
     )  # fmt: skip
     for group in optimizer.param_groups:
-        # Apply the multiplier (0 for biases and norms) here: Megatron's scheduler, which would do so, is not used.
+        # Apply the multiplier (0 for biases and norms) here: Megatron's scheduler, which would apply it, is not used.
         group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
     if is_mixed:
         # Main weights begin at the fp32 starting values, not at values rounded to 16 bits.

@@ -50,7 +50,7 @@ class Stronghold(Method):
     label = "STRONGHOLD"
     color = "#A05CFF"
     paper = "Sun et al., SC 2022"
-    hides = ("copies", "updates", "gathers")  # read only for plans without step_seconds: those of several ranks
+    hides = ("copies", "updates", "gathers")  # read only for plans without step_seconds: plans for several ranks
     can_rehearse = True
     takes_config = True
     accumulates = True

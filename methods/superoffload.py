@@ -1,5 +1,5 @@
-"""SuperOffload (Lian et al. 2026): the host steps the optimizer as soon as gradients arrive. This is DeepSpeed's stage
-3, and runs on CUDA only.
+"""SuperOffload (Lian et al. 2026): the host steps the optimizer as soon as gradients arrive. The method is DeepSpeed's
+stage 3, and runs on CUDA only.
 
 If gradients are clipped, DeepSpeed 0.19.8 steps the optimizer only after the backward pass, as in ZeRO-Infinity.
 """
@@ -27,8 +27,8 @@ class SuperOffload(DeepSpeedMethod):
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         """Return stage 3's plan with two changes: the first sub-groups stay on the device, and the optimizer runs in a
-        process of its own. That process needs a copy of one sub-group's gradients. It also needs shared memory for the
-        gradients of all sub-groups on the host, beside the page-locked gradients."""
+        process of its own. That process needs a copy of one sub-group's gradients. The process also needs shared memory
+        for the gradients of all sub-groups on the host, beside the page-locked gradients."""
         plan, numels = stage_3_plan(workload, room), sub_groups(workload)
         kept = sum(numels[: int((1 - HOST_SHARE) * len(numels))])
         home = plan.host

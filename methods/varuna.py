@@ -32,7 +32,7 @@ from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES
 from methods.shared.memory_needs import describe
 
-# The classes for users, except AutoConfig. Each has the name of its file in methods/pipeline.
+# The classes for users, except AutoConfig. Each class has the name of its file in methods/pipeline.
 CLASSES = {"CutPoint": "pipeline", "Varuna": "pipeline", "Profiler": "profiler"}
 
 # Allow `python -m methods.varuna.run`, as in the original.

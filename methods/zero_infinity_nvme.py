@@ -91,7 +91,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
 
 
 def on_disk(workload: Workload, num_ranks: int) -> dict[str, int]:
-    """Return the bytes that a rank has on the disk: those of weights and of optimizer states."""
+    """Return the bytes that a rank has on the disk: the bytes of weights and of optimizer states."""
     params = -(-workload.num_params // num_ranks)
     return {"weights": workload.weight_bytes * params, "optimizer": 12 * params}
 

@@ -1,5 +1,5 @@
-"""A method that trains as the reference does, but with one planted fault, such as an offloading method could have, or
-with other rounding.
+"""A method that trains as the reference does, but with one planted fault of a kind that an offloading method could
+have, or with other rounding.
 
 `--methods bench/faults -m planted --option fault=NAME` trains by this method. Without a fault the result has the
 reference's bits, unless an option asks for kernels that round differently.
@@ -37,7 +37,7 @@ class Planted(Method):
     rounding: str = ""  # one of methods/shared/roundings.py
     adam: str = "fused"  # torch's "fused", "foreach" or "loop"; "plain": class Plain below
     threads: int = 0  # torch's threads; 0: unchanged
-    dropout_seed: int = 0  # seed of dropout; 0: as in the reference
+    dropout_seed: int = 0  # seed of dropout; 0: the reference's seed
     promises: bool = False  # True: promises the reference's bits
 
     @property
@@ -589,7 +589,7 @@ HIDDEN_FAULTS: dict[str, Callable[[Loop], None]] = {
 }
 
 
-# Faults of dropout, for bench/dropout_rule.py. Training without dropout does not show them.
+# Faults of dropout, for bench/dropout_rule.py. Training without dropout does not show these faults.
 
 
 def _dropout_at(factor: float) -> Callable[[Loop], None]:

@@ -49,7 +49,8 @@ def lacks_to_build(kernel: str) -> str | None:
 
 
 def versions() -> str:
-    """Return the versions of torch and deepspeed, on which a compiled kernel depends, or which of them is missing."""
+    """Return the versions of torch and deepspeed, on which a compiled kernel depends, or which of the two packages is
+    missing."""
     try:
         return f"torch {version('torch')}, deepspeed {version('deepspeed')}"
     except PackageNotFoundError as error:
@@ -135,8 +136,8 @@ def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str
 
 def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
     """Return the plan of stage 3. Page-locked memory holds a rank's part of the weights, this part's gradients in
-    groups of SUB_GROUP_PARAMS parameters, and a buffer in which all gradients accumulate. It also holds the memory that
-    the weights took before they were partitioned: torch's cache keeps this memory after it is freed."""
+    groups of SUB_GROUP_PARAMS parameters, and a buffer in which all gradients accumulate. Page-locked memory also holds
+    what the weights took before they were partitioned: torch's cache keeps this memory after it is freed."""
     params, size = -(-workload.num_params // num_ranks), workload.weight_bytes
     gathered = -(-gathered_params(workload) // num_ranks)
     sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)

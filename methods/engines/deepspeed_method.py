@@ -29,7 +29,7 @@ class DeepSpeedMethod(Method):
         return "cpu_adam" if self.adam == "deepspeed" else None
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
-        """Return the entry zero_optimization of DeepSpeed's configuration. Each subclass defines it."""
+        """Return the entry zero_optimization of DeepSpeed's configuration. Each subclass defines this method."""
         raise NotImplementedError
 
     def missing(self, device: str) -> str | None:

@@ -94,7 +94,7 @@ def mark_shard(name: str, parameter: Tensor) -> None:
 
 def inverse_frequencies(workload: Workload) -> Tensor:
     """Return, for each pair of a head's elements, the angle in radians by which rotary embedding turns the pair per
-    token. The angles are those of transformers."""
+    token. The library transformers uses the same angles."""
     buffers = dict(new_ends(workload).named_buffers())
     return next(buffer.clone() for name, buffer in buffers.items() if name.endswith("rotary_emb.inv_freq"))
 

@@ -1,5 +1,6 @@
-"""Maps the harness's tensors to those of megatron-core's GPTModel. It tells which of the harness's tensors each tensor
-of GPTModel holds, and along which dimension tensor parallel ranks split the tensor. Needs only the standard library.
+"""Maps the harness's tensors to those of megatron-core's GPTModel. The map tells which of the harness's tensors each
+tensor of GPTModel holds, and along which dimension tensor parallel ranks split the tensor. Needs only the standard
+library.
 
 For the published GPT each tensor of GPTModel holds one tensor of the harness. For Llama, Mistral, Qwen2 and Qwen3 one
 tensor of GPTModel holds query, key and value, and one holds the first two matrices of the MLP.
@@ -135,7 +136,8 @@ def shared_dim(name: str) -> int | None:
 
 
 def is_of_first_stage(name: str) -> bool:
-    """Return whether a tensor of embedding or head is on the first stage of a pipeline; otherwise it is on the last."""
+    """Return whether a tensor of embedding or head is on the first stage of a pipeline; if not, the tensor is on the
+    last stage."""
     return name.startswith("embedding.")
 
 

@@ -1,5 +1,5 @@
 """AdamW on a GPU for a split state, whose fp32 master is stored in two halves. The kernel is adamw_cuda.cu. Each run
-compiles it by NVRTC, a compiler that comes with torch.
+compiles the kernel by NVRTC, a compiler that comes with torch.
 
 The kernel reads and writes 26 bytes per parameter. Its operations are those of the host's kernel, so a layer gets the
 same bits wherever it is updated. torch's fused kernel does not take a master in two halves: joining the halves, the
@@ -58,7 +58,7 @@ def run(
     grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int],
     settings: Sequence[float], number: int, num_threads: int, deadline: int,
 ) -> None:  # fmt: skip
-    """Queue an update on the current CUDA stream. The arguments are those of adamw_kernel.run(); `num_threads` and
+    """Queue an update on the current CUDA stream. Takes the arguments of adamw_kernel.run(); `num_threads` and
     `deadline` have no effect here."""
     pieces = _on_device(tuple(table), grads.device)
     longest = max(stop - start for start, stop in zip(table[::3], table[1::3], strict=True))

@@ -1,5 +1,5 @@
-"""Operations on slabs that torch lacks. They are registered with torch, so that memory rehearsals, memory accounts and
-the race detector see them.
+"""Operations on slabs that torch lacks. Each operation is registered with torch, so that memory rehearsals, memory
+accounts and the race detector see it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def read(file: Tensor, slab: Tensor) -> None:
 
 
 def write(file: Tensor, slab: Tensor) -> None:
-    """Write a slab on the host to a file; `file` as in read(). Raises OSError, for example if the disk is full."""
+    """Write a slab on the host to a file; `file`: the three numbers that read() takes. Raises OSError, for example if
+    the disk is full."""
     pages, handle, start = _pages(file, slab)
     while pages:
         done = os.pwritev(handle, [pages], start)

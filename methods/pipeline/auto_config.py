@@ -36,7 +36,7 @@ class ConfigChoice(NamedTuple):
 @dataclass(frozen=True)
 class ConfigRow:
     """A configuration, and the time and memory that it is predicted to need. `cuts`: numbers of the CutPoints between
-    the stages, as class Varuna takes them."""
+    the stages, in the form that class Varuna takes."""
 
     num_stages: int
     num_replicas: int
@@ -232,7 +232,7 @@ class AutoConfig:
         )  # fmt: skip
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:
-        """Return the seconds of an all-reduce of `num_bytes` over `num_ranks` replicas. They are taken from the
+        """Return the seconds of an all-reduce of `num_bytes` over `num_ranks` replicas. The seconds are taken from the
         measured ring with the nearest number of ranks, in proportion to the bytes that each rank sends. Return 0.0 for
         one replica, or if no ring was measured."""
         sums = self.costs.sums
@@ -255,8 +255,8 @@ def _is_below(seconds: float, best: ConfigRow) -> bool:
 
 
 def _shape(row: ConfigRow) -> tuple[int, int]:
-    """Return a sort key for use without times; the row with the largest key is chosen. It has the most stages and then
-    the smallest micro-batches. Among rows with a single stage, the one with the largest micro-batches is chosen,
+    """Return a sort key for use without times; the row with the largest key is chosen. This row has the most stages and
+    then the smallest micro-batches. Among rows with a single stage, the one with the largest micro-batches is chosen,
     because small ones would gain nothing."""
     return row.num_stages, -row.chunk_size if row.num_stages > 1 else row.chunk_size
 

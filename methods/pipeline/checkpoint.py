@@ -43,7 +43,8 @@ class Checkpoints:
 
     `masters`: the stage's weights in fp32, by name. `optimizer`: holds the masters' states and options. `names`: names
     of the weights that this stage writes, in the same order on all its replicas. `place`: stage, replica, number of
-    replicas. `other_names`: for each name of a shared weight, its other name. All ranks must make this object together.
+    replicas. `other_names`: for each name of a shared weight, its other name; None: no weight is shared. All ranks must
+    make this object together.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Checkpoints:
         stage, replica, num_replicas = place
         self.written = names[replica::num_replicas]
         self.is_first = stage == 0 and replica == 0
-        # The writing thread has a process group of its own, because its messages must not mix with those of training.
+        # The writing thread has a process group of its own, because its messages must not mix with training's messages.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.under_way: Future | None = None
 

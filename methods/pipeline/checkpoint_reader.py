@@ -42,8 +42,8 @@ ALLOWED = {
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return the member `name` of an enumeration. It replaces getattr, because Python before 3.11.4 pickles a member as
-    a call of getattr."""
+    """Return the member `name` of an enumeration. This function replaces getattr, because Python before 3.11.4 pickles
+    a member as a call of getattr."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         raise pickle.UnpicklingError(f"it asks for {name} of what is no enumeration")
     return kind[name]

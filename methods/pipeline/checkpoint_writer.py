@@ -1,7 +1,7 @@
 """Writes torch's distributed checkpoints on several ranks, without running code that another rank sends.
 
 torch's own save() gathers plans and results as pickles, and runs code that these contain. Here each rank plans and
-writes its own file, and trusts other ranks' tables of contents no more than those of a foreign checkpoint.
+writes its own file, and trusts other ranks' tables of contents no more than a foreign checkpoint's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) ->
     """Write a whole checkpoint to this folder, from the state of each rank of the group (None: this process is alone).
     All ranks must call this. If one rank cannot write its part, all ranks raise an error."""
     rank = dist.get_rank(group) if group else 0
-    gathered(b"", group)  # wait for all ranks, because one of them removes the table of an older checkpoint first
+    gathered(b"", group)  # wait for all ranks, because one rank removes the table of an older checkpoint first
     tables = _together(lambda: _part(state, path, rank), path, group)
     _together(lambda: b"" if rank else _complete(path, tables), path, group)
 
@@ -43,8 +43,8 @@ def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
 
 
 def _complete(path: Path, tables: list[bytes]) -> bytes:
-    """Join the tables of all ranks' files and write the whole table. It is written after all files, because it marks
-    the checkpoint as complete. Return b"", because _together() expects bytes."""
+    """Join the tables of all ranks' files and write the whole table. The table is written after all files, because the
+    table marks the checkpoint as complete. Return b"", because _together() expects bytes."""
     whole, results = Metadata({}, planner_data={}), list[WriteResult]()
     for found in map(table, tables):
         whole.state_dict_metadata |= found.state_dict_metadata

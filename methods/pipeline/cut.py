@@ -1,8 +1,9 @@
 """Cuts a user's model into stages at its CutPoints.
 
-torch.fx traces the modules that hold a CutPoint. All other modules stay as they are, so their code may do anything. A
-stage is the part of the trace between two active cuts. Each stage computes for itself the values that depend on the
-batch's inputs alone, such as a mask. Other values that a later stage needs are sent with the cut's own tensor.
+torch.fx traces the modules that hold a CutPoint. All other modules stay as they are, so the code of these modules may
+do anything. A stage is the part of the trace between two active cuts. Each stage computes for itself the values that
+depend on the batch's inputs alone, such as a mask. Other values that a later stage needs are sent with the cut's own
+tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs a step of one stage in Varuna: the stage's passes in a fixed order, unless a gradient is late.
 
 If the gradient for a recompute has not arrived, the next forward pass, if there is one, runs before the recompute. This
-keeps stages busy on a slow network. It does not change the result: forward passes still run in the order of
+order keeps stages busy on a slow network. The result does not change: forward passes still run in the order of
 micro-batches, and backward passes do, too. Source: Athlur et al. 2022.
 """
 

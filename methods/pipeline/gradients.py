@@ -76,8 +76,8 @@ class Gradients:
         self.num_names = len(names)
 
     def reduce(self, loss: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Sum the gradients over all ranks that have the weights, and divide them by `scale`, the loss scale. Leave the
-        results in the masters' gradients. Return the loss of the global batch and the gradient norm.
+        """Sum the gradients over all ranks that have the weights, and divide the sums by `scale`, the loss scale. Leave
+        the results in the masters' gradients. Return the loss of the global batch and the gradient norm.
 
         loss: (), the sum over the micro-batches of this rank; 0 on all stages but the last.
         """
@@ -120,9 +120,9 @@ class Gradients:
             all_reduce(mine.grad, self.groups.pairs[pair])
 
     def _norm(self, loss: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the loss of the global batch and the gradient norm. Both come from one vector, which is summed over
-        stages: the gradient norm of each weight, in the model's order, and the loss. Each element is zero on all stages
-        but one. `is_finite`: False for a weight: its norm counts as infinite; None: all are finite."""
+        """Return the loss of the global batch and the gradient norm. Loss and norm come from one vector, which is
+        summed over stages: the gradient norm of each weight, in the model's order, and the loss. Each element is zero
+        on all stages but one. `is_finite`: False for a weight: its norm counts as infinite; None: all are finite."""
         grads = self._counted_gradients()
         whole = torch.zeros(self.num_names + 1, device=loss.device)
         if grads:

@@ -1,4 +1,5 @@
-"""The link between a rank and its launcher. It brings orders to the rank and a report of each step to the launcher.
+"""The link between a rank and its launcher. The link brings orders to the rank and a report of each step to the
+launcher.
 
 SIGUSR1 asks the ranks to save a checkpoint and end. The signal reaches the ranks at different moments, perhaps during
 an update. Therefore the signal stays blocked, and at the beginning of each step the ranks agree whether any of them has
@@ -56,8 +57,8 @@ class Link:
             self.tell("alive")
 
     def at_boundary(self, model: Any) -> None:
-        """If any rank has received SIGUSR1, run the script's handler; otherwise save a checkpoint if one is due. All
-        ranks call this between two steps."""
+        """If any rank has received SIGUSR1, run the script's handler. If none has, and a checkpoint is due, save it.
+        All ranks call this between two steps."""
         if self.is_stopping:
             return
         seen = torch.tensor([float(signal.SIGUSR1 in signal.sigpending())])

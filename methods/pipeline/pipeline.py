@@ -10,8 +10,8 @@
             optimizer.step()
 
 The model's forward pass takes the dictionary's items as keyword arguments, and returns the mean loss over the samples.
-After step() each process has its stage's gradients. They equal those that a single process would compute on the whole
-batch of all replicas.
+After step() each process has its stage's gradients. These gradients equal the gradients that a single process would
+compute on the whole batch of all replicas.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class Progress:
 class Varuna(nn.Module):
     """One process's stage of a model.
 
-    `stage_to_rank_map`: as in RankMap. `get_batch_fn(size, device=None)`: returns a batch of `size` samples, from which
-    the shapes at the cuts are found; the model is not trained on it. `batch_size`: samples of all replicas together.
-    `chunk_size`: samples of a micro-batch; the last one may be smaller. `device`: a name, or the number of a GPU; below
-    0: GPU `local_rank` or, if that is below 0 too, GPU LOCAL_RANK; without GPUs the CPU.
-    `shared_weights`: pairs of names of parameters that share one weight. `cuts`: the CutPoints to cut at, counted from
-    0 in the order of the forward pass, as in AutoConfig's table; None: cuts that balance the stages' FLOPs. `fp16`,
-    `bf16`: True: train in that dtype, with fp32 masters; bf16 needs no loss scale. `schedule`: `varuna`, or torch's
-    `1f1b` or `gpipe`, which recompute nothing. `init_weights`: for a model on torch's meta device: fills named tensors
-    in place; each process then allocates only its own stage. `limit_seconds`: longest wait for another process.
-    Raises ValueError if the model cannot be cut in this way, and LostPeer if a process does not come.
+    `stage_to_rank_map`: the rank of each stage and replica, in RankMap's form. `get_batch_fn(size, device=None)`:
+    returns a batch of `size` samples, from which the shapes at the cuts are found; the model is not trained on it.
+    `batch_size`: samples of all replicas together. `chunk_size`: samples of a micro-batch; the last one may be smaller.
+    `device`: a name, or the number of a GPU; below 0: GPU `local_rank` or, if that is below 0 too, GPU LOCAL_RANK;
+    without GPUs the CPU. `shared_weights`: pairs of names of parameters that share one weight. `cuts`: the CutPoints to
+    cut at, counted from 0 in the order of the forward pass, as in AutoConfig's table; None: cuts that balance the
+    stages' FLOPs. `fp16`, `bf16`: True: train in that dtype, with fp32 masters; bf16 needs no loss scale. `schedule`:
+    `varuna`, or torch's `1f1b` or `gpipe`, which recompute nothing. `init_weights`: for a model on torch's meta device:
+    fills named tensors in place; each process then allocates only its own stage. `limit_seconds`: longest wait for
+    another process. Raises ValueError if the model cannot be cut in this way, and LostPeer if a process does not come.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Varuna(nn.Module):
         return cut(model, traced(model.train(is_training), sample), self.active)[self.stage]
 
     def _starts(self, module: nn.Module, init_weights: InitWeights | None) -> dict[str, Tensor]:
-        """Return this stage's weights in fp32, before they are rounded to the dtype of training; {} if they are not
-        rounded. For a model on the meta device return instead all weights and buffers of the stage, filled by
+        """Return this stage's weights in fp32, before the weights are rounded to the dtype of training; {} if no weight
+        is rounded. For a model on the meta device return instead all weights and buffers of the stage, filled by
         init_weights(). Raises ValueError if such a model comes without init_weights().
         """
         named: dict[str, Tensor] = dict(module.named_parameters())
@@ -190,8 +190,8 @@ class Varuna(nn.Module):
     def _make_passes(
         self, returned: Mapping[int, Sequence[Any]], schedule: str, limit_seconds: float
     ) -> Engine | TorchSchedule:
-        """Return the engine that runs a step's passes: this project's for `varuna` or a single stage, else torch's.
-        `returned`: the result of _probe()."""
+        """Return the engine that runs a step's passes: this project's engine for `varuna` or a single stage, otherwise
+        torch's engine. `returned`: the result of _probe()."""
         stage, last, pipeline = self.stage, self.ranks.num_stages - 1, self.ranks.pipeline(self.replica)
         self._sent: list[list[Spec]] = []
         received: list[list[Spec]] = []
@@ -255,8 +255,8 @@ class Varuna(nn.Module):
         """Take an optimizer of this model's parameters(). In fp16 and bf16 it will update the parameters' fp32 masters.
 
         `loss_scale`: `dynamic`: a scale from `init_loss_scale`, not below `min_loss_scale`. A number: a scale that
-        never changes. Both apply in fp16 only. A LossScale applies in any dtype. Raises ValueError if the optimizer has
-        other parameters, or has taken a step.
+        never changes. `dynamic` and a number apply in fp16 only. A LossScale applies in any dtype. Raises ValueError if
+        the optimizer has other parameters, or has taken a step.
         """
         mine = {id(weight): self._masters.by_name[name] for name, weight in self._masters.weights.items()}
         for group in optimizer.param_groups:

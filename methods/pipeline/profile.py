@@ -159,8 +159,8 @@ def _passes(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
 
 
 def _graph_bytes(costs: Sequence[SectionCost]) -> int:
-    """Return the peak bytes of a micro-batch's passes through these sections. It is the largest sum of a section's own
-    peak and the bytes that the sections before it keep."""
+    """Return the peak bytes of a micro-batch's passes through these sections. The peak is the largest sum of a
+    section's own peak and the bytes that the sections before it keep."""
     kept, peak = 0, 0
     for cost in costs:
         peak = max(peak, kept + cost.peak_bytes)

@@ -5,8 +5,8 @@ and all-reduces.
     profiler.initialize(get_batch)
     profiler.profile_all(get_batch, [1, 2, 4, 8], out_folder="profile")
 
-Each rank measures some of the sections. All ranks compute at once, as they will in training, because they may share
-cores, memory and network. A message is timed while both of its ranks compute. A single process measures only sections.
+Each rank measures some of the sections. All ranks compute at once, as in training, because ranks may share cores,
+memory and network. A message is timed while both of its ranks compute. A single process measures only sections.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Values(NamedTuple):
 class Profiler:
     """Measures a model's sections on the ranks that torchrun started. `device`: the number of a GPU; -1: torchrun's
     LOCAL_RANK; without GPUs the CPU is measured. `fp16`: True: the model's weights are rounded in place.
-    `make_optimizer`: returns, for a list of parameters, the optimizer that will train them. `init_weights`: as in
-    Varuna, for a model on the meta device.
+    `make_optimizer`: returns, for a list of parameters, the optimizer that will train these parameters. `init_weights`:
+    for a model on the meta device: fills named tensors in place; None: for other models.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Profiler:
         return torch.randn(like.shape, dtype=like.dtype, device=self.device).requires_grad_(like.requires_grad)
 
     def _timed(self, module: nn.Module, values: Values) -> list[float]:
-        """Return the seconds of a forward pass, of the copy of its output to the host and back, of a recompute and of a
+        """Return the seconds of four works: a forward pass, copying its output to the host and back, a recompute and a
         backward pass."""
         with torch.no_grad():
             found, forward = self._clocked(module, *values.received, *values.inputs)

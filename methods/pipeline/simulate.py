@@ -56,8 +56,9 @@ def simulate(
     keeps_units: bool = False,
 ) -> PipelineRun:  # fmt: skip
     """Simulate one step. `seconds`: for each stage, the seconds of its passes F, R and B. `network`: times of messages;
-    None: messages take no time. `is_opportunistic`: as in lines(). `pass_jitter`: relative standard deviation of a
-    pass's time. `keeps_units`: True: keep the start and end of each pass."""
+    None: messages take no time. `is_opportunistic`: True: in `varuna`, a forward pass may run before a recompute whose
+    gradient is late. `pass_jitter`: relative standard deviation of a pass's time. `keeps_units`: True: keep the start
+    and end of each pass."""
     import numpy as np
 
     network = network or Network()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A function that takes a micro-batch's number and the tensors from the stage below. It returns the tensors for the
-# stage above or, on the last stage, the loss.
+# A function that takes a micro-batch's number and the tensors from the stage below. The function returns the tensors
+# for the stage above or, on the last stage, the loss.
 Compute = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 
 

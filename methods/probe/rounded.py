@@ -1,5 +1,5 @@
 """Trains the reference with other roundings. The gate's probe measures how far these runs are from the plain reference;
-such distances are honest rounding.
+a method at such a distance may differ by rounding alone.
 
 Only the probe (harness/gate/probe.py) finds this method. The models take turns, step by step.
 """

@@ -124,8 +124,8 @@ def start_processes(
 def shares(names: Sequence[str]) -> list[float]:
     """Return, for each device, the share of the device's memory that the device's process may take, at most 1.0.
 
-    This is the share that this process may take; on this process's own GPU the memory that this process needs is
-    subtracted. If this process has no CUDA context, return 1.0 for each device: asking torch would make a context.
+    The share equals the share that this process may take; on this process's own GPU the memory that this process needs
+    is subtracted. If this process has no CUDA context, return 1.0 for each device: asking torch would make a context.
     """
     if not (names[0].startswith("cuda") and torch.cuda.is_initialized()):
         return [1.0] * len(names)
@@ -152,9 +152,10 @@ def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Entry point of a device's process. It reads the file descriptor of its connection from standard input."""
+    """Entry point of a device's process. The process reads the file descriptor of its connection from standard
+    input."""
     connection, this = Connection(int(sys.stdin.readline())), multiprocessing.current_process()
-    this._inheriting = True  # type: ignore[attr-defined]  # else a script without a main guard would run again
+    this._inheriting = True  # type: ignore[attr-defined]  # without this, a script without a main guard would run again
     spawn.prepare(connection.recv())
     del this._inheriting  # type: ignore[attr-defined]
     num_threads, make_worker, given = connection.recv()
@@ -185,7 +186,7 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
 
 
 def run_unit(worker: Any, unit: Unit, following: Unit | None, is_alone: bool = False) -> Result | UnitFailure:
-    """Run a unit and return its result, or its failure. `is_alone`: as in Here: do not wait for the device, and raise
+    """Run a unit and return its result, or its failure. `is_alone`: True: do not wait for the device, and raise
     failures other than a lack of device memory."""
     try:
         left = worker.run(unit, following)

@@ -106,7 +106,8 @@ class Worker:
             if slot.holds(shard, version):
                 return slot
         free = [slot for slot in self.slots if slot is not self.slot]
-        # Slots are queued by the time when they were filled. Take the first free one and put it at the end.
+        # `slots` is a queue, in the order in which slots were filled. Take the first free slot and put this slot at the
+        # end.
         slot = free[0] if free else self.slots[0]
         self.slots.remove(slot)
         self.slots.append(slot)
@@ -221,8 +222,8 @@ class Worker:
             self.device.moved_bytes += num_bytes(pairs)
 
     def _end(self, dy: Tensors) -> Result:
-        """If the update is a later unit, copy the gradients to the host; else update the shard now. Return the unit's
-        result. `dy`: the gradient of the shard's input."""
+        """If the update is a later unit, copy the gradients to the host; if not, update the shard now. Return the
+        unit's result. `dy`: the gradient of the shard's input."""
         norms = norms_of([self.slot.view(name, "grads") for name in self.shard.trained])
         if self.unit.update == "later":
             self._offload(["grads"], self.shard.lenders)
@@ -291,8 +292,8 @@ class Worker:
 
 
 class _Start(torch.autograd.Function):
-    """The first node of a saved graph. It passes the shard's input on and, in the backward pass, keeps the input's
-    gradient; it does not keep the input."""
+    """The first node of a saved graph. The node passes the shard's input on and, in the backward pass, keeps the
+    input's gradient, but not the input."""
 
     @staticmethod
     def forward(ctx: Any, inputs: list[Tensor | None], anchor: Tensor, *x: Any) -> Tensors:

@@ -85,8 +85,8 @@ class Dispatcher:
         return min((task.rounds for task in self.tasks if not task.failure), default=0)
 
     def _release(self) -> None:
-        """Start the next minibatch of every held task that is not too far ahead of the slowest. Then make every task
-        with a unit to run wait for a device.
+        """Start the next minibatch of every held task that is not too far ahead of the slowest task. Then make every
+        task with a unit to run wait for a device.
 
         A task that has trained on all its batches asks for one more only when no model is behind it: the tasks share
         their data, and the training ends when the data ends.

@@ -23,7 +23,8 @@ from methods.sharding.task import Task
 
 
 def layers(workload: Workload) -> list[NamedLayer]:
-    """Return the model's layers on the meta device, where they take no memory. A shard later binds them to memory."""
+    """Return the model's layers on the meta device, where they take no memory. A shard later binds the layers to
+    memory."""
     anatomy = workload.anatomy
     names = [anatomy.layer_name(index) for index in range(workload.num_layers)]
     pairs = zip(new_chain(workload), [anatomy.ends_prefix, *names, anatomy.ends_prefix], strict=True)
@@ -35,7 +36,8 @@ def at_home(
     workload: Workload, lengths: Sequence[int], device: Device, *, is_shared: bool, in_halves: bool
 ) -> list[Shard]:
     """Return the model on the host with its seeded starting values, cut into shards. `lengths`: the number of layers of
-    each shard. `is_shared`: True if several processes use the memory. `in_halves`: as in settle()."""
+    each shard. `is_shared`: True if several processes use the memory. `in_halves`: True: also make room for the
+    gradients of each batch's second half."""
     shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
     settle(shards, None if is_shared else lambda size: device.room(size, torch.uint8, host=True), in_halves=in_halves)
     for shard in shards:

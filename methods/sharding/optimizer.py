@@ -45,7 +45,7 @@ def step(
     """Take one optimizer step. `states`: for each parameter the tensors in a slot that hold its states.
 
     In the first step the optimizer makes its own states, outside of the slot, and these are copied into the slot. To
-    keep few of them outside at once, the first step updates one parameter at a time.
+    keep few states outside at once, the first step updates one parameter at a time.
     """
     given = [dict(each) for each in states] if is_first else with_numbers_on_host(optimizer, states)
     each_of = zip(parameters, states, given, strict=True)
@@ -64,7 +64,7 @@ def step(
 
 
 def with_numbers_on_host(optimizer: torch.optim.Optimizer, states: list[States]) -> list[States]:
-    """Return the states, with those that are single numbers, such as Adam's count of steps, on the host.
+    """Return the states. States that are single numbers, such as Adam's count of steps, are moved to the host.
 
     An optimizer that is neither fused nor capturable reads each of these numbers in a step. Each read from a device
     would wait for the device, so one copy brings all of them to the host. For other optimizers nothing is moved.

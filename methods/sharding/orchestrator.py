@@ -166,8 +166,8 @@ class ModelOrchestrator:
 
     @property
     def buffer(self) -> None:
-        """An attribute of the original Hydra: memory for a second shard, which users set by trial. It has no effect
-        here."""
+        """An attribute of the original Hydra: memory for a second shard, which users set by trial. This attribute has
+        no effect here."""
         return None
 
     @buffer.setter
@@ -228,8 +228,8 @@ class ModelOrchestrator:
     def _lengths(self) -> list[list[int]]:
         """Return, for each model, the number of layers of each shard.
 
-        A task may give these numbers. Otherwise shards are as long as possible while the predicted memory peak fits the
-        device. One limit of bytes holds for the shards of all models.
+        A task may give these numbers. If it does not, its shards are as long as possible while the predicted memory
+        peak fits the device. One limit of bytes holds for the shards of all models.
         """
         singles = self._cut([[1] * len(task.layers) for task in self.tasks])
         alone = [[shard_sizes(shard) for shard in shards] for shards in singles]
@@ -308,7 +308,7 @@ class ModelOrchestrator:
         return Task(*given, **words)
 
     def _random(self, seed: int) -> Any:
-        """Return the random state that `seed` gives: the CPU's and, if there are GPUs, the GPU's (else None).
+        """Return the random state that `seed` gives: the CPU's state and the GPU's state (None if there are no GPUs).
 
         The GPU's state is composed here of its bytes, the seed and an offset of 0. torch's own generator would make a
         CUDA context for this process, whose memory another process needs.

@@ -72,8 +72,8 @@ class ModelShard(NamedTuple):
 
 def model_shards(workload: Workload, num_blocks: int) -> list[tuple[int, ModelShard]]:
     """Return the shards into which longest_runs() cuts a workload's model, in order, as pairs: how many equal shards
-    follow each other, and one of them. A shard may take the bytes of `num_blocks` blocks, or those of the embedding or
-    of the head if these are more."""
+    follow each other, and one of these shards. A shard may take the bytes of `num_blocks` blocks, or the bytes of the
+    embedding or of the head if these are more."""
     block = ModelShard(False, 1, False).num_bytes(workload)
     ends = [ModelShard(*kind).num_bytes(workload) for kind in ((True, 0, False), (False, 0, True))]
     room = max(num_blocks * block, *ends)

@@ -210,7 +210,8 @@ def settle(shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None,
 
 
 class ShardSlot:
-    """Device memory for one shard at a time. Each of its slabs is as large as the largest shard's slab of this part."""
+    """Device memory for one shard at a time. The slot has a slab for each part, as large as the largest slab of this
+    part among the shards."""
 
     def __init__(self, device: Device, shards: Sequence[Shard]) -> None:
         self.device = device
@@ -218,7 +219,7 @@ class ShardSlot:
         self.slabs = {part: device.room(max(ALIGNMENT, sizes[part]), torch.uint8, host=False) for part in PARTS}
         self.shard: Shard | None = None
         self.version = Version(-1, -1)
-        self.valid: set[str] = set()  # parts whose values here are as new as those on the host, or newer
+        self.valid: set[str] = set()  # parts whose values here are at least as new as the host's values
         self.arrived: Any = None  # event at the end of the last copy into the slot; None: no copy yet
         self.drained: Any = None  # event at the end of the last copy out of the slot; None: no copy yet
 

@@ -2,7 +2,7 @@
 
 For K shards the units of a minibatch are F_1 .. F_K-1, FB_K, B_K-1 .. B_1: forward units F, backward units B, and one
 unit FB for the last shard's forward pass, the loss and the last shard's backward pass. With clipping by the global norm
-the updates are units of their own, after B_1. Otherwise a shard's update is part of its unit B or FB.
+the updates are units of their own, after B_1. Without such clipping a shard's update is part of its unit B or FB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GUESSED_SECONDS = 1e-10  # seconds per byte of weights, until a unit is measured
 
 class Task:
     """A model, its data, and the progress of its training. `batches`: pairs of inputs and targets. `num_batches`: their
-    number; None: not known. `update`: as in Unit."""
+    number; None: not known. `update`: when shards are updated: later, now or clipped, as class Unit says."""
 
     def __init__(
         self, model: int, shards: list[Shard], names: Sequence[str], batches: Iterable, num_batches: int | None, *,
@@ -51,8 +51,8 @@ class Task:
         self.twin: Any = None  # the task that trains the other half of each batch; None: this task has whole batches
         self.loss: Any = None  # loss of the last minibatch
         self.norms: dict[str, Tensor] = {}  # gradient norms of the last minibatch, by parameter name
-        self.norm: Tensor | None = None  # norm of all gradients of the last minibatch
-        self.factor: Tensor | None = None  # clip factor of the last minibatch
+        self.norm: Tensor | None = None  # norm of all gradients of the last minibatch; None: not yet known
+        self.factor: Tensor | None = None  # clip factor of the last minibatch; None: not clipped
 
     @property
     def remaining(self) -> float:
@@ -109,8 +109,8 @@ class Task:
             self.begin(*batch)
 
     def begin(self, inputs: Any, targets: Any, part: int | None = None) -> None:
-        """Begin a minibatch with these inputs and targets. `part`: which half of a batch they are, 0 or 1; None: the
-        whole batch."""
+        """Begin a minibatch with these inputs and targets. `part`: which half of a batch these samples are, 0 or 1;
+        None: the whole batch."""
         self.part, self.targets = part, targets
         self.passed: Tensors = (inputs,)  # from unit to unit: first inputs, then outputs, then gradients of inputs
         self.kept: list[Kept] = []  # one for each layer that is still to be differentiated
@@ -168,8 +168,8 @@ class Task:
         return Step(self.loss, self.norm)
 
     def fail(self, text: str) -> None:
-        """End this model's training, and that of its twin. The model's weights keep the values of the last update.
-        `text`: the traceback of the failure."""
+        """End this task's training, and the training of its twin. The model's weights keep the values of the last
+        update. `text`: the traceback of the failure."""
         self.failure, self.next_unit, self.passed, self.kept = text, None, (), []
         if self.twin and not self.twin.failure:
             self.twin.fail(text)

@@ -1,8 +1,8 @@
 """Trains one model on two devices. Each half of a batch is a chain of units; the two chains join before the updates.
 
-The host adds the second half's gradients to those of the first half. If the criterion is a mean over the batch, the
-result has the bits of a training on two micro-batches whose losses are halved. The second half has random numbers of
-its own. A batch of odd size is not halved.
+The host adds the second half's gradients to the first half's. If the criterion is a mean over the batch, the result has
+the bits of a training on two micro-batches whose losses are halved. The second half has random numbers of its own. A
+batch of odd size is not halved.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class First(Task):
         super().begin(inputs, targets, part)
 
     def _join(self) -> Step | None:
-        """If the second half still runs, return None: it calls this method again at its end. Otherwise sum the losses
-        of both halves and, on the host, their gradients."""
+        """If the second half still runs, return None: the second half calls this method again at its end. If both
+        halves have ended, sum the losses of both halves and, on the host, their gradients."""
         if self.twin.next_unit is not None:
             self.next_unit = None
             return None

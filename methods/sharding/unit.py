@@ -1,9 +1,9 @@
 """A unit: the forward pass, the backward pass or the update of one shard.
 
-A unit reads its arguments and the shard's slabs on the host. It writes to the host only at its end, so a failed unit
-can be repeated on any device. With intermediates `checkpointed` the host keeps each layer's input and the random state
-before the layer, and the backward unit recomputes the layer. With `saved` the host keeps the tensors that autograd
-saves; weights are not among them, because the backward unit finds them in the shard's slot.
+A unit reads its arguments and the shard's slabs on the host. A unit writes to the host only at its end, so a failed
+unit can be repeated on any device. With intermediates `checkpointed` the host keeps each layer's input and the random
+state before the layer, and the backward unit recomputes the layer. With `saved` the host keeps the tensors that
+autograd saves; weights are not among these tensors, because the backward unit finds them in the shard's slot.
 
 Boundaries between layers are tuples of tensors.
 """
@@ -59,7 +59,7 @@ class Result(NamedTuple):
     kept: Any = None
     random: Any = None
     loss: Tensor | None = None
-    norms: list[Tensor] | None = None  # gradient norms of the shard's trained parameters, fp32
+    norms: list[Tensor] | None = None  # gradient norms of the shard's trained parameters, fp32; None: no gradient
 
 
 def parts_of(unit: Unit) -> set[str]:
@@ -71,5 +71,5 @@ def parts_of(unit: Unit) -> set[str]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], values: Iterable[Any]) -> Tensors:
-    """Return the values as a tuple, with the function applied to those that are tensors."""
+    """Return the values as a tuple, with the function applied to each value that is a tensor."""
     return tuple(function(value) if isinstance(value, Tensor) else value for value in values)

@@ -25,7 +25,8 @@ class WithLoss(nn.Module):
 
 
 def Model(model: nn.Module) -> nn.Module:
-    """Return the model unchanged. It lets scripts for the original Hydra run, which wrap a model in a class Model."""
+    """Return the model unchanged. Scripts for the original Hydra, which wrap a model in a class Model, can therefore
+    run."""
     return model
 
 
@@ -75,7 +76,7 @@ def named_layers(task: Any) -> list[NamedLayer]:
 
 def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
     """Move a model's weights into slabs on the host that processes share. The model's parameters become views of the
-    slabs. `in_halves`: as in settle()."""
+    slabs. `in_halves`: True: also make room for the gradients of each batch's second half."""
     settle(shards, in_halves=in_halves)
     home = {name: shard for shard in shards for name in shard.own}
     for index, layer in enumerate(task.layers):

@@ -28,14 +28,14 @@ def aligned(size: int, alignment: int = ALIGNMENT) -> int:
 
 def shared_numel(numel: int, num_ranks: int) -> int:
     """Return the number of elements to which a slab of `numel` elements is padded, so that it splits over ranks. Every
-    rank's part has the same size, a multiple of VECTOR: then updates of the parts give the bits of an update of the
+    rank's part has the same size, a multiple of VECTOR: updating part by part then gives the same bits as updating the
     whole slab."""
     return numel if num_ranks == 1 else aligned(numel, VECTOR * num_ranks)
 
 
 def stored_numel(numel: int) -> int:
-    """Return the number of elements to which a layer of `numel` elements is padded on the disk. It fills whole pages in
-    every dtype, so that reads can bypass the system's cache."""
+    """Return the number of elements to which a layer of `numel` elements is padded on the disk. A padded layer fills
+    whole pages in every dtype, so that reads can bypass the system's cache."""
     return aligned(numel, 2048)
 
 
@@ -91,7 +91,7 @@ def saved_boundaries(workload: Workload) -> float:
     """Return the ratio of the bytes that autograd saves for a layer to the bytes of the layer's input.
 
     For a model by its config.json the ratio also counts temporary tensors of the backward pass, because the sizes that
-    are known of such a model do not separate them from the saved tensors.
+    are known of such a model do not separate temporary from saved tensors.
     """
     if (blocks := workload.anatomy.blocks) is not None:
         return max(inputs for inputs, _ in blocks.lines)

@@ -1,5 +1,5 @@
-"""The settings of a training apart from its model: dtype, clipping, and how gradients are summed. They are taken from a
-workload, or from the training of a user's own model.
+"""The settings of a training apart from its model: dtype, clipping, and how gradients are summed. The settings come
+from a workload, or from the training of a user's own model.
 """
 
 from __future__ import annotations

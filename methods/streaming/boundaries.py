@@ -55,8 +55,8 @@ class Boundary:
     ) -> None:  # fmt: skip
         self.device, self.of, self.slot, self.below, self.above = device, of, slot, below, above
         self.home = torch.empty(0, dtype=torch.uint8)
-        self.kept: Tensor | None = None  # the part of the slot that the inputs fill
-        self.returned: Any = None  # event: the inputs are in the slot again; None: compute need not wait for them
+        self.kept: Tensor | None = None  # the part of the slot that the inputs fill; None: no inputs are kept
+        self.returned: Any = None  # event: the inputs are in the slot again; None: compute need not wait for the inputs
         if above:
             self._grow(num_bytes)
 

@@ -2,8 +2,8 @@
 exchanges between devices.
 
 The process reads one JSON object (workload, device, folder) from standard input, and writes another, with the raw
-numbers and the rates, to standard output. It times the code that trains: the model's layer, harness/devices/streams.py,
-layer_state.py.
+numbers and the rates, to standard output. The process times the code that trains: the model's layer,
+harness/devices/streams.py, layer_state.py.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -166,7 +166,7 @@ def rooms(device: Device, num_bytes: int) -> list[torch.Tensor]:
 def updates(workload: Workload, device_name: str) -> dict[str, Any]:
     """Return the rates of updates, in parameters a second. `alone`: by the host, for each number of threads. `ahead`:
     by the host, into the spare states. `under_copies`: by the host, while copies go both ways. `on_device`, `streamed`:
-    by the device, as in on_device().
+    by the device, a resident layer and a streamed layer.
     """
     size = min(UPDATED_HIDDEN_SIZE, workload.hidden_size)
     small = dataclasses.replace(workload, num_layers=1, hidden_size=size, num_heads=1)
@@ -217,7 +217,7 @@ def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare:
 
 def update_all(layers: list[LayerState], *, ahead: bool = False) -> None:
     """Update all layers and wait until the updates are done. `ahead`: update into the spare states, before the norm is
-    known; otherwise update in place.
+    known; False: update in place.
     """
     for layer in layers:
         clip = Clip(layer.device, 0.0)
@@ -319,7 +319,7 @@ def median_seconds(device: Device, work: Callable[[], Any]) -> float:
 def main() -> None:
     order = json.load(sys.stdin)
     if adamw_kernel.to_build():
-        with suppress(Unavailable):  # no compiler: torch's kernels are timed, as training then uses them
+        with suppress(Unavailable):  # no compiler: torch's kernels are timed, because training then uses these
             adamw_kernel.build()
     workload = computable(Workload(**order["workload"]), order["device"])
     found = measure(workload, order["device"], Path(order["folder"]))

@@ -51,9 +51,9 @@ class PlacementChoice:
     def plan(self) -> Plan:
         """Return the plan with the widest window, at most DEFAULT_WINDOW, with which some placement fits the memories.
         With this window the plan has the fastest placement or, without rates, the placement with the most resident
-        layers. Updates wait for the norm unless `clipping` says otherwise, because a clipped step discards speculative
-        updates. with_homes() chooses the homes of ends and boundaries. Raises ValueError for options that contradict
-        each other, or that the workload does not allow."""
+        layers. If `clipping` is None, updates wait for the norm, because a clipped step discards speculative updates.
+        with_homes() chooses the homes of ends and boundaries. Raises ValueError for options that contradict each other,
+        or that the workload does not allow."""
         if self.disk:
             writable(self.disk)
         if self.clipping not in (None, *CLIPPINGS):
@@ -64,7 +64,7 @@ class PlacementChoice:
         return with_homes(self._at_homes, self.room, self.ends, self.activations, ends_may_move=ends_may_move)
 
     def _at_homes(self, ends: str | None, activations: str | None) -> Plan:
-        """Return the plan with ends and boundaries at these homes."""
+        """Return the plan with ends and boundaries at these homes; None: the device."""
         at = replace(self, ends=ends, activations=activations)
         plan = at._fastest() or at._most_resident()
         if self.room.rates is None or isinstance(self.workload, UserSizes):
@@ -115,7 +115,7 @@ class PlacementChoice:
 
         def plan_of(load: Workload, counts: Counts) -> Plan:
             """Return the plan for these numbers of layers. The bytes do not depend on the order of the layers, except
-            for the top layer, which has the same kind as in arranged()."""
+            for the top layer, to which arranged() gives the same kind."""
             return self._needs("".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"), window, clipping, load)
 
         ends = self.ends or "device"
@@ -259,5 +259,6 @@ def with_homes(
 
 
 def _told(ends: str | None, activations: str | None) -> dict[str, str]:
-    """Return, as options of a plan, the homes that are not None: those asked for, and the host where it was chosen."""
+    """Return, as options of a plan, the homes that are not None: homes that were asked for, and the host where the host
+    was chosen."""
     return {name: home for name, home in (("ends", ends), ("activations", activations)) if home}

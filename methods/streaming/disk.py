@@ -3,7 +3,7 @@
 A visit reads a layer's state into a buffer, updates the state there and writes it back. While one layer is updated, the
 next layer is read and the last layer is written. A file holds one kind of state (for example, first moments) of all
 layers. The whole file is reserved before the first step, so that a disk that is too small fails before training. A file
-is unlinked as soon as it is open, so that no run leaves one behind.
+is unlinked as soon as it is open, so that no run leaves a file behind.
 """
 
 from __future__ import annotations

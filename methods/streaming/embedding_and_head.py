@@ -1,4 +1,4 @@
-"""The two ends of the model: the embedding, and the head with the loss. They are resident on the device or, if the
+"""The two ends of the model: the embedding, and the head with the loss. Both ends are resident on the device or, if the
 device is too small for their states, at home on the host, which then updates them.
 
 Shapes: B samples of a micro-batch, T tokens, D hidden, V vocabulary. The ends take a whole batch, and pass this rank's
@@ -181,5 +181,5 @@ AnyEnds = OnDevice | HostedEnds
 
 
 def ends_of(device: Device, workload: Workload, home: str | None, *, waits: bool = False) -> ResidentEnds | HostedEnds:
-    """Return the ends with their home on the host if `home` is "host", else on the device."""
+    """Return the ends with their home on the host if `home` is "host"; for any other `home`, on the device."""
     return HostedEnds(device, workload, waits=waits) if home == "host" else ResidentEnds(device, workload)

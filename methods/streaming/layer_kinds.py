@@ -118,7 +118,7 @@ class Streamed:
     (`has_state`)."""
 
     slot: Slot
-    due: tuple[AdamStep, Tensor | None] | None = None  # the waiting update and its clip factor
+    due: tuple[AdamStep, Tensor | None] | None = None  # the waiting update and its clip factor; None: no update waits
     has_state = False  # True: the state is in the slot for this step's backward pass
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:

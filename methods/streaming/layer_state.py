@@ -95,7 +95,7 @@ class LayerState:
         self.updated.set_result(None)
         self.speculation: Speculation | None = None
         self.landed: Any = None  # event: the gradient has arrived at home; None: no gradient was sent yet
-        self.boundary: Boundary | None = None  # keeps the layer's inputs on the host; None: they stay on the device
+        self.boundary: Boundary | None = None  # holds the layer's inputs on the host; None: the device keeps these
         # For each micro-batch: the layer's inputs, and the edges at which the outputs' gradients enter the graph.
         self.saved: list[tuple[Passed, list[GradientEdge]]] = []
         self._rooms: dict[str, Tensor] = {}  # by a parameter's name, the memory for its gradient
@@ -109,7 +109,7 @@ class LayerState:
         return cls(device, new_layer(workload, index), name, Terms.of(workload), **place)
 
     def state_of(self, kept: list[Tensor]) -> State:
-        """Return a state of the current weights and the optimizer's slabs `kept`. Those slabs may be longer than the
+        """Return a state of the current weights and the optimizer's slabs `kept`. The slabs may be longer than the
         layer; the state has only the layer's elements."""
         return _state(self.current.weights, [slab[: self.layout.numel] for slab in kept])
 

@@ -171,8 +171,8 @@ def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
 
 
 def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> list[int]:
-    """Return the number of parameters of each part of the ends if their home is the host; else an empty list. Raises
-    ValueError for an unknown home, and for the host with several ranks."""
+    """Return the number of parameters of each part of the ends if `home` is the host; for any other `home`, an empty
+    list. Raises ValueError for an unknown home, and for the host with several ranks."""
     if home not in (None, *HOMES):
         raise ValueError(f"ends: expected {' or '.join(HOMES)}, got {home!r}; try --option ends=device")
     if home == "host" and num_ranks > 1:
@@ -277,8 +277,8 @@ def _activations(workload: Sizes, num_kept: int) -> tuple[int, int, int]:
     device keeps the inputs of `num_kept` layers."""
     if isinstance(workload, UserSizes):  # at an update all measured activations may still be in memory
         return workload.activations, 0, workload.activations
-    # While one micro-batch computes, the other micro-batches wait in memory. At the loss each of them keeps its output
-    # and the output's gradient; at the top layers each also keeps its input and the input's gradient.
+    # While one micro-batch computes, the other micro-batches wait in memory. At the loss each micro-batch keeps its
+    # output and the output's gradient; at the top layers each also keeps its input and the input's gradient.
     boundary = workload.boundary_bytes
     others = boundary - boundary // workload.micro_batches
     at_head = num_kept * boundary + workload.head_bytes + 2 * others

@@ -40,7 +40,7 @@ from methods.shared.memory_needs import state_bytes, stored_numel
 from methods.streaming.placement import spread
 
 KINDS = "RPWSDQ"
-BACKWARD, FORWARD = 0, 1  # two pools of time, for deferred updates; otherwise one pool, 0
+BACKWARD, FORWARD = 0, 1  # two pools of time, for deferred updates; other updates have one pool, 0
 SLACK = 0.02  # share of the step time given up for fewer copies; less than the rates' error
 Counts = Mapping[str, float]  # number of layers of each kind, or bytes of each memory
 PlanOf = Callable[[Workload, dict[str, int]], Plan]  # returns the plan for these numbers of layers of each kind
@@ -90,8 +90,9 @@ def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
 def rows(
     workload: Workload, rates: Rates, clipping: str | None, boundaries: int = 0, ends: str = "device"
 ) -> list[Row]:
-    """Return the rows of every resource that bounds a step. `boundaries`: bytes of layers' inputs that go to the host
-    in the forward pass and come back in the backward pass; `ends`: home of embedding and head."""
+    """Return the rows of every resource that bounds a step. `clipping`: None, deferred or speculate. `boundaries`:
+    bytes of layers' inputs that go to the host in the forward pass and come back in the backward pass. `ends`: home of
+    embedding and head."""
     deferred = clipping == "deferred"
     ahead = rates.ahead_cost if clipping == "speculate" else 1.0
     forward, backward = compute_seconds(workload, rates)
@@ -135,7 +136,8 @@ def _with_hosted_ends(found: list[Row], workload: Workload, rates: Rates, clippi
 
 
 def stored_bytes(workload: Workload) -> int:
-    """Return the bytes of a layer on the disk: its master and moments. A step reads them once and writes them once."""
+    """Return the bytes of a layer on the disk: its master and moments. A step reads these bytes once and writes them
+    once."""
     return state_bytes(workload)["optimizer"] * stored_numel(workload.layer_params)
 
 
@@ -179,8 +181,8 @@ def least_seconds(
     Of all numbers within SLACK of the bound these copy the fewest bytes. Return None if no placement fits or scipy is
     missing.
 
-    `needs`: bytes of a layer, by memory and kind; `free`: bytes that are left for layers, by memory; `boundaries`: as
-    in rows().
+    `needs`: bytes of a layer, by memory and kind; `free`: bytes that are left for layers, by memory; `boundaries`:
+    bytes of layers' inputs that go to the host and come back.
     """
     try:
         from scipy.optimize import linprog  # a slow import, needed only for plans by rates
@@ -279,8 +281,8 @@ def may_fit(num_layers: int, needs: Mapping[str, Counts], free: Counts) -> bool:
 def _linear(
     workload: Workload, room: Room, plan_of: PlanOf, kinds: str
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Return, by memory, the bytes of one more layer of each kind, and the bytes that are left for layers beside
-    everything else."""
+    """Return, by memory, the bytes of one more layer of each kind, and the bytes that all other memory needs leave for
+    layers."""
     several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more layers than slots
     deep = workload.at_depth(sum(several.values()))
     base = plan_of(deep, several)

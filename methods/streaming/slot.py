@@ -134,6 +134,6 @@ class GradientRoom:
 
 def _room(layer: LayerState, slab: Tensor, numel: int | None) -> Tensor:
     """Return room on the device for a whole slab, although the home may have only a rank's part. `numel`: elements of
-    the slab; None: those of `layer`."""
+    the largest layer in this room; None: `layer` is the largest."""
     whole = shared_numel(numel, layer.device.ranks.num_ranks) if numel else layer.whole_numel
     return layer.device.room(whole, slab.dtype, host=False)

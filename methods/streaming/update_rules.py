@@ -47,7 +47,7 @@ TIMINGS = {None: IMMEDIATE, "deferred": DEFERRED, "speculate": SPECULATIVE}
 
 def update_at_once(clip: Clip, ends: AnyEnds, layers: Sequence[LayerState], settings: Settings) -> bool:
     """Complete the norm, update both ends and all layers, and wait for these updates. Return True if an fp16 overflow
-    made the step skip its updates, otherwise False."""
+    made the step skip its updates."""
     clip.add(ends.norms())
     clip.finish()
     clip.send_home()
@@ -61,7 +61,7 @@ def update_at_once(clip: Clip, ends: AnyEnds, layers: Sequence[LayerState], sett
 
 class UpdateRule:
     """One of the three rules, for the layers and both ends of a model; owns the step's Clip and the loss scale.
-    `order`: as in Clip."""
+    `clipping`: deferred, speculate or None: update at once. `order`: for Clip."""
 
     settings: Settings  # the settings and the Clip of this step
     clip: Clip

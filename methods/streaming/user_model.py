@@ -147,7 +147,7 @@ def give(parameter: nn.Parameter, memory: Tensor) -> None:
     attributes: dict[str, Any] = dict(parameter.__dict__)
     torch.utils.swap_tensors(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
     parameter.__dict__.update(attributes)
-    # The hooks that are listed here were the old tensor's; autograd would not call them.
+    # The hooks in this list were the old tensor's, so autograd would not call these hooks.
     parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 

@@ -170,11 +170,11 @@ class TrialStream:
 class L2LTrainer(UserTraining):
     """L2L: one layer at a time on the device. Several backward passes may sum their gradients before a step.
 
-    `layers`: the model's layers, in the order in which it calls them. `optimizer`: an AdamW, whose groups and settings
-    apply; a schedule may change them. `max_norm`: limit of the norm of all gradients together; 0 or None: no clipping.
-    `device`: default: cuda if there is a GPU, else cpu. `activations`: the memory where the layers' inputs wait for the
-    backward pass, device or host; default: device. Raises ValueError, with a message of one line, if the model cannot
-    be trained in this way.
+    `layers`: the model's layers, in the order in which the model calls them. `optimizer`: an AdamW, whose groups and
+    settings apply; a schedule may change the settings. `max_norm`: limit of the norm of all gradients together; 0 or
+    None: no clipping. `device`: default: cuda if there is a GPU, cpu if there is none. `activations`: the memory where
+    the layers' inputs wait for the backward pass, device or host; default: device. Raises ValueError, with a message of
+    one line, if the model cannot be trained in this way.
     """
 
     def __init__(
@@ -190,13 +190,14 @@ class L2LTrainer(UserTraining):
 class StrongholdTrainer(UserTraining):
     """STRONGHOLD: layers slide through a window, or stay where a placement says (docs/methods-and-placements.md).
 
-    Takes L2LTrainer's arguments, and these. `device_memory`, `host_memory`: limits in bytes. Within these limits the
-    trainer chooses the placement with the most resident layers; if no placement fits, it chooses host for `activations`
-    and tries again. `example`: a function that returns the loss of the largest batch; the trainer calls this function
-    in a trial pass for each choice of `activations` that it tries. `placement`, `window_size`: take these values, and
-    choose nothing. Without any of these arguments every layer is windowed. `accumulates`: True: several backward passes
-    sum their gradients before a step, so no update begins before step(). `clipping`: deferred or speculate. `disk`: the
-    folder for layers that a placement puts on the disk.
+    Takes L2LTrainer's arguments, and these. `device_memory`, `host_memory`: limits in bytes; None: no limit. Within
+    limits the trainer chooses the placement with the most resident layers; if no placement fits, it chooses host for
+    `activations` and tries again. `example`: a function that returns the loss of the largest batch; the trainer calls
+    this function in a trial pass for each choice of `activations` that it tries. `placement`, `window_size`: the
+    trainer takes these values and chooses nothing. If all these arguments are None, every layer is windowed.
+    `accumulates`: True: several backward passes sum their gradients before a step, so no update begins before step().
+    `clipping`: deferred or speculate; None: deferred if updates wait for the norm. `disk`: the folder for layers that a
+    placement puts on the disk; None: the system's temporary folder.
     """
 
     def __init__(

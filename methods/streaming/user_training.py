@@ -88,7 +88,8 @@ class LayerTurn(torch.autograd.Function):
 
 
 class StreamedForward:
-    """Replaces a layer's forward(). It cannot be copied: a copy of the model would call the original's layers."""
+    """Replaces a layer's forward(). This object cannot be copied: a copy of the model would call the original's
+    layers."""
 
     def __init__(self, training: UserTraining, place: int) -> None:
         self.training, self.place = training, place

@@ -50,8 +50,8 @@ def point(
     machine: str, num_layers: int, clipping: str | None, sample: int | None = None, activations: str | None = None
 ) -> ScheduledStep | str:  # fmt: skip
     """Plan and time one size; if the size does not fit, return the reason as text. `sample`: number of tokens of a
-    step's only sample, in place of the published batch; for that batch, boundaries in the scale model would have too
-    few bytes. `activations`: as STRONGHOLD's option."""
+    step's only sample, in place of the published batch (None), for which boundaries in the scale model would have too
+    few bytes. `activations`: STRONGHOLD's option."""
     workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=CLIP_NORMS[clipping])
     workload = dataclasses.replace(workload, batch_size=1, seq_len=sample) if sample else workload
     there = named_machines.load(machine)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from methods.pipeline.auto_config import AutoConfig, ConfigRow
 
 DOES_NOT_FIT = 4
-MOST_PASSES = 10**8  # most stages times micro-batches that `simulate` takes; so many take some minutes
+MOST_PASSES = 10**8  # most stages times micro-batches that `simulate` takes; this many take some minutes
 SECONDS = Finite(0, 1e9)  # up to 30 years
 MOST_ROWS = 20  # most rows of the printed table
 LARGEST_CHUNK = 64  # samples: the largest micro-batch that `configure` tries if times come from a machine's rates

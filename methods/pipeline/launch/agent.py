@@ -61,7 +61,7 @@ class MachineAgent(RankAgent):
         self.tell("exit", rank=rank, code=code)
 
     def signalled(self, kinds: bytes) -> None:
-        """Report SIGTERM to the launcher: Slurm and clouds send it before they take a machine away."""
+        """Report SIGTERM to the launcher: Slurm and clouds send SIGTERM before they take a machine away."""
         if signal.SIGTERM in kinds:
             self.tell("notice")
 

@@ -34,11 +34,11 @@ START_SECONDS = 60.0  # longest wait of the first round for agents that are star
 STOP_SECONDS = 180.0  # most seconds that ranks may take from SIGUSR1 to their end, checkpoint included
 END_SECONDS = 10.0  # most seconds that an agent takes to end its ranks when told to end
 RETRY_SECONDS = 30.0  # seconds until a lost machine is tried again; the wait doubles with each try
-MOST_CRASHES = 3  # after so many crashes in a row without progress the job ends
+MOST_CRASHES = 3  # number of crashes in a row without progress after which the job ends
 PRUNE_SECONDS = 2.0
 OK, CRASH, TIMEOUT, INTERRUPTED = 0, 3, 6, 130
-# Matches the error of a rank that failed only because another rank was lost. The texts are those of
-# methods/pipeline/transport.py and of gloo.
+# Matches the error of a rank that failed only because another rank was lost. methods/pipeline/transport.py and gloo
+# write these texts.
 CONSEQUENCE = re.compile(LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connection refused|gloo::EnforceNotMet")
 
 
@@ -46,7 +46,7 @@ CONSEQUENCE = re.compile(LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connec
 class LaunchJob:
     """A job to launch. `arguments`: the script's own arguments. `code_dir`: working folder of the ranks.
     `checkpoint_every`: most steps that are trained again after a rank has died; None: the script saves its checkpoints
-    by itself. `stall_seconds`: the job ends after so long without progress."""
+    by itself. `stall_seconds`: the job ends after so many seconds without progress."""
 
     machine_list: Path
     script: str
@@ -196,7 +196,7 @@ class Launcher:
     # ---- A round
 
     def _train(self, spread: Spread, machines: list[Remote]) -> int | None:
-        """Run one round. Return the job's exit code if this round was the last, otherwise None."""
+        """Run one round. Return the job's exit code if this round was the last; None if another round follows."""
         running = self._start(spread, machines)
         pace = Pace(spread.num_stages)
         while True:
@@ -275,8 +275,8 @@ class Launcher:
             agent.send({"do": "signal"})
 
     def _end(self, running: Round) -> None:
-        """Tell the agents to end the ranks that still run, and wait until they have. An agent that takes longer than
-        END_SECONDS counts as lost."""
+        """Tell the agents to end the ranks that still run, and wait until these ranks have ended. An agent that takes
+        longer than END_SECONDS counts as lost."""
         self.round = None
         waiting = {agent for agent in running.machines if not agent.is_lost}
         for agent in waiting:
