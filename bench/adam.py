@@ -39,7 +39,7 @@ from methods.streaming.starting_values import draw
 FACTOR = torch.tensor(0.5)
 COPY_BYTES = 2**29  # more than any cache holds
 NUM_LAUNCHES = 32  # launches timed in a row
-NUM_UPDATES = 3  # updates under way while launches are timed
+NUM_UPDATES = 3  # number of updates under way while launches are timed
 
 
 def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[[], bool]]:

@@ -73,7 +73,7 @@ ENGINES = ("megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zer
 # fault.
 FORWARD, GRADIENT = {"forward"}, {"gradient"}
 UPDATE = {"update", "unchanged", "partial-update"}
-SECOND = UPDATE | {"later 3"}  # for faults whose first update is right or nearly right
+SECOND = UPDATE | {"later 3"}  # verdicts on faults whose first update is right or nearly right
 RIGHT: dict[str, set[str]] = {
     "a layer's update skipped once": {"later 6"},
     "a layer's update skipped always": UPDATE,
@@ -125,7 +125,7 @@ class PowerCase(NamedTuple):
 
     method: str
     options: dict[str, Any]
-    changes: dict[str, Any]  # fields of the workload to change from `size`
+    changes: dict[str, Any]  # fields of the workload, with the values that replace those of `size`
     dtype: str
     seed: int
     fault: str = ""

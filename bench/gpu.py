@@ -36,10 +36,10 @@ from harness.core.source_hash import source_hash
 from harness.devices import machine
 from harness.run.launch import EXPANDABLE
 
-LIMIT_SECONDS = 540.0  # time limit of a call, including its archive
-GRACE_SECONDS = 25.0  # time for an interrupted step's worker to finish its record
+LIMIT_SECONDS = 540.0  # time limit of a call in seconds, including the call's archive
+GRACE_SECONDS = 25.0  # seconds in which an interrupted step's worker may finish its record
 ENDING_SECONDS = GRACE_SECONDS + 15.0  # seconds kept for the last step's grace, the summary and the archive
-LEAST_SECONDS = 60.0  # a step begins only if this time, or its own shorter limit, is left
+LEAST_SECONDS = 60.0  # a step begins only if so many seconds, or its own shorter limit, are left
 RESULTS = (0, 4, 5)  # exit codes of steps that are done: success, out of memory, failed gate
 NEEDED = ("pydantic",)  # packages that reading records needs
 METHODS = ("stronghold", "resident", "zero-offload", "zero-infinity", "fsdp2-offload", "megatron-lm", "l2l")
@@ -57,7 +57,7 @@ class Scale(NamedTuple):
     job: str  # further options of each job: device, time limit and host memory
     capped: str  # option of most steps that limits device memory; `whole`: this option of other steps
     whole: str
-    steps: dict[str, str]  # options by dtype; bf16 takes more steps: a GPU's clock rises in the first second
+    steps: dict[str, str]  # options by dtype; bf16 takes more steps, because a GPU's clock rises in the first second
     small: int
     half: int
     headline: tuple[tuple[int, str], ...]

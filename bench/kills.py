@@ -109,7 +109,7 @@ def main() -> None:
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: print the results so far
             for kill in range(asked.kills):
                 (whom, number), call = KINDS[kill % len(KINDS)], Call(folder)
-                if kill % 3 == kill // len(KINDS) % 3:  # every third kill of each kind is a late one
+                if kill % 3 == kill // len(KINDS) % 3:  # every third kill of each kind comes after the last step
                     call.has_trained.wait()
                     time.sleep(chance.uniform(0, LAST_SECONDS))
                 else:

@@ -73,7 +73,7 @@ def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, 
         dist.barrier()
         seconds.append(time.perf_counter() - began)
     dist.destroy_process_group()
-    return seconds[1:]  # without the first step, which includes the start of the ranks
+    return seconds[1:]  # leave out the first step, which includes the start of the ranks
 
 
 def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float) -> Any:

@@ -36,7 +36,7 @@ def line(title: str, found: ScheduledStep | str) -> str:
 @click.option("--clipping", "clippings", multiple=True, type=click.Choice(["none", "deferred", "speculate"]))
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=ROOT / "results" / "virtual.md")
 def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], out: Path) -> None:
-    torch.set_num_threads(1)  # more threads would not speed up the small matrices of this clock
+    torch.set_num_threads(1)  # more threads would not speed up the scale model's small matrices
     wanted = [clipping for clipping in CLIP_NORMS if not clippings or (clipping or "none") in clippings]
     lines = [
         "# The schedule under a virtual clock (clock: virtual; nothing here was measured)",

@@ -21,7 +21,7 @@ from methods.pipeline.launch.folder import read_lines
 
 SCRIPT = ROOT / "cases" / "_paced_gpt.py"
 SMALL = ("--blocks", "3", "--width", "32", "--tokens", "16")
-FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # least seconds of a step; SLOWEST: while machines come
+FAST, SLOW, SLOWEST = "0.02", "0.2", "0.7"  # least seconds of a step; SLOWEST is used while machines come
 BATCH_SIZE, CHUNK_SIZE, CHECKPOINT_EVERY = 12, 2, 10
 LIMIT_SECONDS = 240.0
 # The causes of a change, in this order: a machine is killed; the launcher is killed; the list of machines is edited; a
@@ -34,7 +34,7 @@ class Change(NamedTuple):
 
     step: int
     num_machines: int
-    by: str = "list"  # one of CAUSES; "launcher" leaves the number of machines as it is
+    by: str = "list"  # one of CAUSES; "launcher" does not change the number of machines
 
 
 class Schedule(NamedTuple):
@@ -53,7 +53,7 @@ class Schedule(NamedTuple):
 
 class Played(NamedTuple):
     code: int
-    seconds: dict[str, list[float]]  # by cause: seconds from a change to the next round's first step
+    seconds: dict[str, list[float]]  # for each cause: seconds from a change to the next round's first step
     output: str
 
 

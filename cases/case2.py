@@ -20,7 +20,7 @@ from harness.figures.profile import CaseProfile
 
 BASELINES = ("megatron-lm", "l2l", "zero-offload", "zero-infinity")  # in the figure's order
 OURS = "stronghold"
-STREAMED = {"resident_layers": 0, "clipping": "deferred"}  # as published: all layers windowed, updates after the norm
+STREAMED = {"resident_layers": 0, "clipping": "deferred"}  # as published: all layers windowed, no early updates
 
 
 class SpeedAtLargestSizes(Case):

@@ -27,11 +27,11 @@ BASELINES = ("resident", "zero-infinity", "stronghold")
 OURS = "hydra"
 METRIC = "samples_per_second"
 RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # number of learning rates, by profile
-NUM_BATCH_SIZES = 2  # batch sizes for each learning rate: the profile's and half of it
+NUM_BATCH_SIZES = 2  # number of batch sizes for each learning rate: the profile's and half of it
 DEVICE_SHARE = 16  # host memory divided by device memory
 IN_DEMO = {"depth": 3, "host": 2}  # depth: layers per model, too many for the device; host: multiplies host memory
 DEVICES = (1, 2, 4, 8, 16, 32, 100, 316, 1000)
-MANY = 4000  # a number of models that keeps a thousand devices busy
+MANY = 4000  # number of models, enough to keep a thousand devices busy
 SIMULATED = FigureRow("speed_up", OURS, 0, 0, None, None, valid=True, origin="simulated", clock="virtual")
 
 
@@ -53,7 +53,7 @@ class ModelSelection(Case):
         found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
         for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
             found += [replace(speed, series=series) for speed in measurements.rows(METRIC, [job], records)]
-        lacking = {name: _shortfall(used, name) for name in BASELINES if found}  # why a baseline has no value
+        lacking = {name: _shortfall(used, name) for name in BASELINES if found}  # reasons of baselines without a value
         refused = [
             FigureRow(
                 METRIC, name, found[0].num_layers, found[0].hidden_size, None, None, num_runs=0, status="does-not-fit",

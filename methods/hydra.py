@@ -43,7 +43,7 @@ def __getattr__(name: str) -> object:
 
 @dataclass(frozen=True)
 class Hydra(Method):
-    shard_layers: int | None = None  # layers of a shard, embedding and head counted as one each; None: as many as fit
+    shard_layers: int | None = None  # layers of a shard, where embedding and head count as layers; None: as many as fit
     double_buffer: bool = True  # True: the device has a second slot, for the next shard
     intermediates: str = "checkpointed"  # checkpointed: recompute layers; saved: send activations to the host
     num_models: int = 1  # number of learning rates, one model each; the first rate is the workload's
@@ -138,7 +138,7 @@ class Hydra(Method):
             if is_shared:
                 found = gpt.device_names(device, self.num_devices)
                 devices = start_processes(found, models, options, stack, torch.get_num_threads())
-            else:  # if is_alone is False, the host waits for each unit: the policy needs the unit's time
+            else:  # unless is_alone, the host waits for each unit, because the policy needs the unit's time
                 devices = [Here(Worker(gpu, models, **options), is_alone=is_alone)]
             splits: list[tuple[int, int]] = []
             if self.partitioner == "exact" and device != "cpu":

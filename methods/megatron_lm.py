@@ -32,7 +32,7 @@ class MegatronLM(Method):
     world_size: int = 1  # ranks
     tensor_parallel: int = 1  # ranks that share each matrix
     sequence_parallel: bool = False  # True: ranks of a group also split the sequence between matrices
-    pipeline_parallel: int = 1  # stages of a pipeline, with equally many layers
+    pipeline_parallel: int = 1  # number of stages of a pipeline; all stages have equally many layers
     distributed_optimizer: bool = False  # True: ranks with the same weights split the optimizer's states
 
     label = "Megatron-LM"
@@ -150,7 +150,7 @@ class MegatronLM(Method):
         # At the end of the backward pass, a tied embedding has two gradients and their sum.
         num_embeddings = 3 if num_stages == 1 and megatron_names.sizes_of(part).is_tied else 1
         ends = num_embeddings * embedding + 2 * boundary if stage == 0 else 0
-        ahead = min(num_stages - stage, num_parts)  # micro-batches whose inputs a stage keeps at once
+        ahead = min(num_stages - stage, num_parts)  # number of micro-batches whose inputs a stage keeps at once
         kept = ahead * part.num_layers // num_stages * boundary
         kept = kept // (self.tensor_parallel if self.sequence_parallel else 1)
         messages = 2 * boundary if num_stages > 1 else 0

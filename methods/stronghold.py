@@ -38,7 +38,7 @@ def __getattr__(name: str) -> object:
 
 @dataclass(frozen=True)
 class Stronghold(Method):
-    window_size: int | None = None  # slots of the window; None: chosen by plan()
+    window_size: int | None = None  # number of the window's slots; None: plan() chooses
     resident_layers: int | None = None  # bottom layers that never leave the device; None: as many as fit
     placement: str | None = None  # kinds of the layers, as R2W5S1; None: resident_layers, then windowed layers
     clipping: str | None = None  # deferred or speculate; None: deferred if gradients are clipped
@@ -72,7 +72,7 @@ class Stronghold(Method):
         """Return this method. If it speculates, but most timed steps followed a clipped step, return it with deferred
         updates, because a step after a clipped one does not speculate."""
         limit = job.workload.clip_norm or math.inf
-        before = grad_norms[max(0, job.warmup - 1) : -1]  # the norms of the steps before the timed ones
+        before = grad_norms[max(0, job.warmup - 1) : -1]  # the norms of the steps that come before each timed step
         clipped = [norm is None or not math.isfinite(norm) or norm > limit for norm in before]
         is_rare = 2 * sum(clipped) <= len(clipped)
         return self if self.clipping != "speculate" or is_rare else replace(self, clipping="deferred")

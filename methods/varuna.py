@@ -54,7 +54,7 @@ class VarunaMethod(Method):
     schedule: str = "varuna"  # or 1f1b, gpipe
     world_size: int = 1  # ranks
     peer_seconds: int = 1800  # most seconds to wait for another rank
-    checkpoint: str | None = None  # folder to write checkpoints to while training goes on; None: write none
+    checkpoint: str | None = None  # folder to write checkpoints to while training goes on; None: no checkpoints
     checkpoint_every: int = 10  # steps between two checkpoints
     resume: str | None = None  # folder of checkpoints, of any stages and replicas, to resume from; None: begin anew
 

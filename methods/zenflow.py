@@ -19,7 +19,7 @@ from methods.engines.deepspeed_method import DeepSpeedMethod
 @dataclass(frozen=True)
 class ZenFlow(DeepSpeedMethod):
     topk_ratio: float = 0.1  # share of gradient columns that the device applies at each step
-    update_interval: int = 4  # steps between the host's updates by the other columns
+    update_interval: int = 4  # number of steps between two updates by the host, which apply the other columns
 
     label = "ZenFlow"
     color = "#F6B26B"
@@ -51,7 +51,7 @@ class ZenFlow(DeepSpeedMethod):
             "update_interval": self.update_interval,
             "select_strategy": "step",
             "select_interval": 2 * self.update_interval,
-            "overlap_step": False,  # no helper process: it would work outside of the measured time
+            "overlap_step": False,  # no helper process, because its work would be outside of the measured time
             "full_warm_up_rounds": 0,
         }
         return {**stage_2(workload, on_gpu), "zenflow": zenflow}

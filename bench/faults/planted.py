@@ -83,7 +83,7 @@ class Loop:
         self.betas, self.epsilon, self.max_norm = BETAS, EPSILON, workload.clip_norm
         self.step = 0
         self.patches: list[Any] = []  # functions whose contexts surround the model's passes
-        self.memory: dict[str, Any] = {}  # what a fault keeps from earlier steps
+        self.memory: dict[str, Any] = {}  # values that a fault keeps from earlier steps
         if how.fault:
             conventions = {**convention_faults.of(workload), **convention_faults.ROUNDED}
             if how.fault in conventions:
@@ -353,7 +353,7 @@ def _clip_each(loop: Loop) -> None:
         prefix = loop.workload.anatomy.layer_prefix
         owners = {
             name[: len(prefix) + 2] if name.startswith(prefix) else name.rpartition(".")[0] for name in grads
-        }  # valid for up to 10 layers: assumes numbers of one digit
+        }  # valid for up to 10 layers, because layer numbers must have one digit
         for group in owners:
             some = {name: grad for name, grad in grads.items() if name.startswith(group)}
             whole(some, Loop.norm(loop, some))

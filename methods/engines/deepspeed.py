@@ -85,7 +85,7 @@ def train(
     engine = _engine(deepspeed, workload, config, device, adam, reentrant)
     for step, (inputs, targets) in enumerate(batches, start=1):
         for group in _groups(engine):
-            group["lr"] = workload.learning_rate_at(step)  # SuperOffload updates during the backward pass: set it now
+            group["lr"] = workload.learning_rate_at(step)  # set now, because SuperOffload updates during backward()
         scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
         loss = engine(inputs.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank], scale)
         engine.backward(loss / scale)  # engine.backward() multiplies by the scale again
@@ -110,7 +110,7 @@ def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
             port = str(free.getsockname()[1])
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {
-        "LOCAL_RANK": "0",  # DeepSpeed selects the GPU of this number; each rank sees one GPU
+        "LOCAL_RANK": "0",  # DeepSpeed selects the GPU of this number; each rank sees only one GPU
         # DeepSpeed's launcher sets LOCAL_SIZE, without which DeepSpeed on a CPU starts numactl several times a step.
         "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),

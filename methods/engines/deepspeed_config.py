@@ -17,7 +17,7 @@ from methods.shared.memory_needs import each_page_locked, gathered_params, num_s
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of DeepSpeed's compiled kernels
 BUCKET_PARAMS = 50_000_000
-SUB_GROUP_PARAMS = 100_000_000  # parameters that stage 3 updates at once
+SUB_GROUP_PARAMS = 100_000_000  # number of parameters that stage 3 updates at once
 ADAMS = {  # each value of the option `adam`, with the name of this Adam in the fairness table
     "fused": "torch AdamW, fused, host",  # the default: needs no compiler
     "deepspeed": "DeepSpeedCPUAdam",  # as fast as `fused`, but must be compiled

@@ -25,7 +25,7 @@ from harness.core.model import new_ends
 from methods.engines.megatron_names import QKV, Sizes, shared_dim
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings that Apex and Transformer Engine are absent
+    warnings.simplefilter("ignore")  # ignore warnings that Apex and Transformer Engine are absent
     logging.getLogger("megatron").setLevel(logging.ERROR)
     from megatron.core import parallel_state as parallel_state
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

@@ -55,7 +55,7 @@ class Sizes:
     """The sizes and options of a model that GPTModel needs beside the hidden size."""
 
     num_heads: int
-    num_groups: int  # groups of heads that share a key and a value
+    num_groups: int  # number of groups of heads; the heads of a group share a key and a value
     head_size: int
     ffn_size: int  # inner width of the MLP
     is_tied: bool

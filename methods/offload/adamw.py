@@ -32,7 +32,7 @@ class AdamSettings(NamedTuple):
     weight_decay: float = 0.0
 
 
-Settings = Sequence[AdamSettings]  # one for each group of parameters
+Settings = Sequence[AdamSettings]  # AdamSettings for each group of parameters, by the group's index
 
 
 def published_settings(learning_rate: float) -> Settings:

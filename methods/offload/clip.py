@@ -57,7 +57,7 @@ class Clip:
         # The factor of a step that is not clipped; None means 1.
         self.unclipped = 1 / scale.value if scale and scale.is_used else None
         self.norms: list[list[Tensor]] = []
-        self.squares: list[Tensor] = []  # the squared norm after each layer; kept, because a copy may still read it
+        self.squares: list[Tensor] = []  # after each layer, the squared norm so far; kept because a copy may read it
         self.factor: Tensor | None = None
         self.host_factor: Tensor | None = None
         self.landed: Any = None

@@ -42,7 +42,7 @@ class ConfigRow:
     num_replicas: int
     chunk_size: int
     num_micro_batches: int
-    device_bytes: int  # bytes of device memory on the rank that needs the most
+    device_bytes: int  # bytes of device memory that the rank with the largest need takes
     fits: bool
     cuts: tuple[int, ...]
     passes: tuple[dict[str, float], ...]  # seconds of each stage's passes
@@ -52,7 +52,7 @@ class ConfigRow:
     crowding: float = 1.0  # ratio: time of a pass while all ranks of a machine compute / time of the pass alone
     eased: float = 0.0  # seconds by which a step gets shorter for each second that the average rank waits
     schedule: str = "varuna"
-    step_seconds: float = nan  # predicted; nan until it is computed
+    step_seconds: float = nan  # predicted seconds of a step; nan until these are computed
 
     @property
     def num_ranks(self) -> int:

@@ -49,7 +49,7 @@ def _member(kind: Any, name: str) -> Any:
     return kind[name]
 
 
-class _Unpickler(pickle._Unpickler):  # the version in Python: opcodes of the version in C cannot be replaced
+class _Unpickler(pickle._Unpickler):  # Python's version, because the C version's opcodes cannot be replaced
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
@@ -137,7 +137,7 @@ def unreadable(path: Path, error: BaseException) -> ValueError:
     another error."""
     cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     told = (str(cause).splitlines() or [""])[0] or type(cause).__name__
-    if told.startswith("Weights only load failed"):  # leave out torch's advice to allow running code
+    if told.startswith("Weights only load failed"):  # name only the class, without torch's advice to allow running code
         named = re.search(r"GLOBAL (\S+)", str(cause))
         told = f"an item names {named[1]}, which is no plain value" if named else "an item is no plain value"
     return ValueError(f"{path}: expected a checkpoint, got damaged or foreign files: {told}; try an older step")

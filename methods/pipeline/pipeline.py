@@ -125,8 +125,8 @@ class Varuna(nn.Module):
         self._losses: list[Tensor] = []  # on the last stage: each micro-batch's share of the global batch's loss
         self.scale: LossScale = ChosenLossScale(None)
         self.grad_norm = torch.zeros(())  # gradient norm of the last step, before clipping
-        self.num_steps = 0  # steps taken, including those that overflowed
-        self.progress: Any = None  # Progress of the checkpoint that was loaded
+        self.num_steps = 0  # number of steps taken, including steps that overflowed
+        self.progress: Any = None  # Progress of the checkpoint that was loaded; None: none was loaded
         self._same_weights(shared)
 
     # ---- Set-up
@@ -385,7 +385,7 @@ class Varuna(nn.Module):
         """
         step = self.num_steps if step is None else step
         if folder is None and self._link:
-            if self._link.saved == step:  # Do not write it again: until the write ends, it would not be complete.
+            if self._link.saved == step:  # Do not write this step again: it would be incomplete meanwhile.
                 return self._checkpoints.under_way or done()
             self._link.saved = step
         progress = Progress(self.num_steps, self.scale.value, self.scale.num_good)
@@ -432,7 +432,7 @@ class Varuna(nn.Module):
 
     def _sent_tensors(self) -> Iterator[TensorState]:
         for name, shape in self.weight_shapes.items():
-            if name not in self.stage_of:  # a second name of a weight that its stage has under another name
+            if name not in self.stage_of:  # the weight's stage has the weight under another name
                 continue
             source = self.ranks.ranks[self.stage_of[name]][0]
             if self.rank not in (0, source):

@@ -50,7 +50,7 @@ class SectionCost(NotNegative):
     recompute_seconds: float  # seconds of a forward pass that keeps what the backward pass needs
     backward_seconds: float
     copy_seconds: float  # seconds to copy the section's output to the host and back
-    saved_bytes: int  # bytes kept between recompute and backward pass
+    saved_bytes: int  # bytes that the section keeps between recompute and backward pass
     peak_bytes: int  # memory peak, without weights, their gradients and the section's input
     activation_bytes: int  # bytes of the section's output
 
@@ -59,7 +59,7 @@ class SectionCost(NotNegative):
 class Section(NotNegative):
     num_params: int
     update_seconds: float  # seconds of the optimizer's update of the section's parameters
-    costs: list[SectionCost]  # one for each size of micro-batch, up to the size at which memory ran out
+    costs: list[SectionCost]  # costs for each size of micro-batch below the size at which memory ran out
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from methods.pipeline.profile import Message, Profile, Section, SectionCost, Sum
 from methods.pipeline.transport import gathered, leave, place
 
 MOST_REPEATS = 16
-RUNS = 7  # measured runs, of which the profile has the median; one more run before them is left out
+RUNS = 7  # number of measured runs, whose median the profile has; an additional first run is left out
 LIMIT_SECONDS = 1800.0  # longest wait for another rank
 
 
@@ -361,5 +361,5 @@ def _backward(found: Any, grads: Sequence[Tensor] | None) -> None:
         loss.float().reshape(()).backward()
     else:
         wanted = [tensor for tensor in found if tensor.requires_grad]
-        if wanted:  # empty if all parameters up to this section are frozen
+        if wanted:  # `wanted` is empty if all parameters up to this section are frozen
             torch.autograd.backward(wanted, list(grads))

@@ -45,7 +45,7 @@ def lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: boo
     """Return each pipeline as a Line, the form in which the event core simulates it. `is_opportunistic`: True: in
     `varuna`, a forward pass may run before a recompute whose gradient is late."""
     every_order = units(schedule, [(len(seconds), number) for seconds, number, _ in pipelines])
-    is_varuna = schedule == "varuna"  # in torch's schedules R is part of the backward pass: it waits for the gradient
+    is_varuna = schedule == "varuna"  # in torch's schedules R is part of the backward pass, so R waits for the gradient
     return [
         Line(order, seconds, number, [send] * (len(seconds) - 1) if isinstance(send, int | float) else send,
              not is_varuna, is_varuna and is_opportunistic)

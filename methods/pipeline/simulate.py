@@ -45,7 +45,7 @@ class PipelineRun:
     not kept."""
 
     step_seconds: float
-    bubble: float  # share of the stages' time, until the last pass ends, in which they run no pass
+    bubble: float  # share of the stages' time, until the last pass ends, in which the stages run no pass
     starts: Array | None
     ends: Array | None
 

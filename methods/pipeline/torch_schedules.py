@@ -53,7 +53,7 @@ class TorchSchedule:
     `received` is empty on the first stage, `sent` on the last. `group`: the pipeline's ranks; None: all ranks.
     """
 
-    waited_seconds = 0.0  # torch does not tell how long it waits
+    waited_seconds = 0.0  # always 0, because torch does not tell how long a stage waits
 
     def __init__(self, schedule: str, compute: Compute, place: tuple[int, int, int], received: Sequence[Tensor],
                  sent: Sequence[Tensor], group: Any, device: torch.device, note: Note = unnoted) -> None:  # fmt: skip

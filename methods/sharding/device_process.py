@@ -79,7 +79,7 @@ class Elsewhere:
         self.connection = Connection(ours.detach())
         self.connection.send(told | {"authkey": bytes(told["authkey"])})
         self.connection.send((num_threads, make_worker, given))
-        self.told = 0  # number of shard halvings that the process was told of
+        self.told = 0  # number of halved shards that the process was told of
         self.moved_bytes, self.peaks = 0, dict[str, int]()  # the process's values at its last reply
 
     def ready(self) -> None:

@@ -56,7 +56,7 @@ class Dispatcher:
         self.hints: dict[Any, Task] = {}
         self.timeline: list[Turned] = []
         self.chains: dict[Task, list[float]] = {}  # seconds of the units that each task has run, in order
-        self.room = math.inf  # most bytes of a shard in a slot: larger shards are halved
+        self.room = math.inf  # most bytes that a shard may take in a slot; larger shards are halved
         self.splits = list(splits)
 
     def run(self) -> Iterator[tuple[Task, Step]]:
@@ -143,7 +143,7 @@ class Dispatcher:
             left, seconds = UnitFailure(f"the process of its device ended with code {device.process.wait()}"), 0.0
         now = time.perf_counter() - self.began
         self.timeline.append(Turned(task.model, unit.shard, unit.kind, self.numbers[device], started, now))
-        if task.failure:  # the task's twin has failed while this unit ran
+        if task.failure:  # the twin, which trains the other half, has failed while this unit ran
             return None
         self.chains.setdefault(task, []).append(now - started)
         if not isinstance(left, UnitFailure):

@@ -86,4 +86,4 @@ def _keep(made: States, states: States) -> None:
     with torch.no_grad():
         for key, value in made.items():
             if value is not states[key]:
-                states[key].copy_(value, non_blocking=not value.dim())  # a single number is read from the host at once
+                states[key].copy_(value, non_blocking=not value.dim())  # the host reads single numbers at once: wait

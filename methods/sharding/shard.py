@@ -52,7 +52,7 @@ class Shard:
         self.named, self.layers = list(layers), [layer.module for layer in layers]
         self.lenders, self.make_optimizer, self.mixed = lenders, make_optimizer, mixed
         self.name = ""
-        self.sites: dict[str, list[tuple[int, str]]] = {}  # for each parameter: index of each layer with it, name there
+        self.sites: dict[str, list[tuple[int, str]]] = {}  # for each parameter: its layers' indices, its names there
         found: dict[str, nn.Parameter] = {}
         for index, layer in enumerate(layers):
             for local, name in layer.names.items():

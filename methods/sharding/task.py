@@ -44,7 +44,7 @@ class Task:
             for kind, i in self.script
         }
         self.next_unit: Unit | None = None
-        self.device: Any = None  # the device that keeps this task's graphs and so must run its next unit; None: any
+        self.device: Any = None  # the device that keeps this task's graphs and must run its next unit; None: any device
         self.failure = ""  # the traceback of the unit that ended the task; "": no failure
         self.lacks_memory = False  # True: the task failed because the device ran out of memory
         self.can_split = not self.keeps_graphs
@@ -113,7 +113,7 @@ class Task:
         None: the whole batch."""
         self.part, self.targets = part, targets
         self.passed: Tensors = (inputs,)  # from unit to unit: first inputs, then outputs, then gradients of inputs
-        self.kept: list[Kept] = []  # one for each layer that is still to be differentiated
+        self.kept: list[Kept] = []  # a Kept for each layer that is still to be differentiated
         self.next_unit = self._unit()
 
     def _unit(self) -> Unit:

@@ -65,5 +65,5 @@ class Second(Task):
 
     def _join(self) -> None:
         self._next()
-        if self.twin.next_unit is None:  # the first half is done, and waits for this half
+        if self.twin.next_unit is None:  # the first half has ended, and waits for this half
             self.twin._join()

@@ -43,7 +43,7 @@ class Unit(NamedTuple):
     kept: Any = None  # for a backward unit: a Kept of each layer
     random: Any = None  # the model's random state; None: the process's own is used
     factor: Tensor | None = None  # clip factor of the update; None: no clipping
-    learning_rate: float | None = None  # None: the learning rate that the optimizer has
+    learning_rate: float | None = None  # learning rate of the update; None: the rate that the optimizer has
     # later: the update is a unit of its own. now: the update is part of the backward unit. clipped: like now, with the
     # gradients clipped by the shard's norm.
     update: str = "later"

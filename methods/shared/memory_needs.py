@@ -10,8 +10,8 @@ from harness.core.anatomy import Shape
 from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import OPTIMIZER_BYTES
 
-CHUNK = 2**18  # elements of a layer that a host thread updates at once: few, so that all threads end together
-BLOCK = 2**23  # elements that a device updates at once in fp16; their gradients are first copied to fp32
+CHUNK = 2**18  # number of a layer's elements that a host thread updates at once: few, so that all threads end together
+BLOCK = 2**23  # number of elements that a device updates at once in fp16, after a copy of the gradients to fp32
 # Temporary bytes per element of an update by torch's kernels. Both dtypes take 4 bytes for an fp32 copy of the
 # gradient. bf16 also takes 4 for the master, which is joined from its two halves, and 2 for the bits that mark ties.
 UPDATE_COPIES = {"bf16": 10, "fp16": 4}
@@ -19,7 +19,7 @@ UPDATE_COPIES = {"bf16": 10, "fp16": 4}
 SAVED_BOUNDARIES = 17.2  # ratio: bytes that autograd saves for a layer of the GPT / bytes of the layer's input
 VECTOR = 16  # elements: torch's AdamW gives the same bits whether or not a slab is cut at multiples of VECTOR
 ALIGNMENT = 64  # bytes: every tensor of a slab starts at a multiple of ALIGNMENT, as a tensor allocated alone does
-NUM_BUFFERS = 3  # host buffers for states kept on the disk: one is being read, one updated, one written
+NUM_BUFFERS = 3  # number of host buffers for states on the disk: one is read, one updated, one written at a time
 
 
 def aligned(size: int, alignment: int = ALIGNMENT) -> int:

@@ -32,7 +32,7 @@ class BoundarySlot:
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self.device, self.slab = device, device.room(num_bytes, torch.uint8, host=False)
-        self.copied: Any = None  # event: the end of the last copy out of the slot or into it; None: no copy yet
+        self.copied: Any = None  # event at the end of the last copy out of the slot or into the slot; None: no copy yet
 
     def take(self, num_bytes: int) -> Tensor:
         """Return the first `num_bytes` of the slot; grow the slot if it has fewer. The last copy may still read or fill

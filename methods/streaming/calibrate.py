@@ -272,7 +272,7 @@ def sum_over_two(meeting: str, rank: int) -> float:
     """Return the median seconds of a sum over two ranks. Each rank is a process of its own; the ranks find each other
     by the file `meeting`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    limit = timedelta(seconds=60)  # long: the other process first imports torch
+    limit = timedelta(seconds=60)  # long, because the other process first imports torch
     dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2, timeout=limit)
     summed, times = torch.zeros(SUMMED_BYTES // 4), []
     for _ in range(NUM_SUMS):

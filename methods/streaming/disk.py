@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from harness.devices.streams import Device, pages
-from methods.offload import torch_ops  # noqa: F401  registers reading and writing
+from methods.offload import torch_ops  # noqa: F401  registers torch.ops.harness.read and write
 from methods.offload.state import kept_dtypes
 from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
 
@@ -83,7 +83,7 @@ class Shelf:
         self.disk, self.prefix = disk, ""  # prefix: how the names of the layer's tensors begin
         sizes = (disk.numel * dtype.itemsize for dtype in disk.dtypes)
         self.state = [file.at(place * size) for file, size in zip(disk.files, sizes, strict=True)]
-        self.last: Any = None  # what visit() returned last; None: no visit yet
+        self.last: Any = None  # the future of the last visit(); None: no visit yet
 
     def visit(self, update: Callable[[list[Tensor]], Any]) -> Any:
         """Queue a visit: read the state, call update(), wait for the future that update() returns, and write the state

@@ -35,7 +35,7 @@ BY_HOST = "PWD"  # kinds of layers that the host updates
 BY_RANKS = "RW"  # kinds of layers that training on several ranks can use
 CLIPPINGS = ("deferred", "speculate")
 BOUNDARY_SLOTS = 2  # device slots for boundaries whose home is the host: one in use, one in transfer
-HOMES = ("device", "host")  # the homes that embedding and head, and boundaries, can have
+HOMES = ("device", "host")  # the homes that the ends (embedding, head) and the boundaries can have
 
 
 def parse(text: str, num_layers: int) -> str:
@@ -66,7 +66,7 @@ def text_of(kinds: str) -> str:
     """Format a placement: RRWWW as R2W3, RRSSW as R2W1~S2, RRSRSW as R1W1~S2~R2."""
     bottom = len(kinds) - len(kinds.lstrip("R"))
     letter, below, above = "S", bottom, kinds[bottom:].count("R")
-    if above:  # the lowest of the spread R look like part of the R at the bottom
+    if above:  # the lowest spread R look as if they were among the R at the bottom
         letter, below = "R", bottom - math.ceil(above / max(1, len(kinds) - bottom - above - 1))
     rest = kinds[max(below, 0) :].replace(letter, "")
     number = len(kinds) - below - len(rest)
@@ -107,7 +107,7 @@ class UserSizes(NamedTuple):
     inputs; 0 if the device keeps the inputs."""
 
     dtype: str
-    numels: tuple[int, ...]  # parameters of each layer, bottom first
+    numels: tuple[int, ...]  # number of parameters of each layer, bottom first
     end_params: int
     activations: int
     waits_for_norm: bool
@@ -244,7 +244,7 @@ def placed_plan(
         each, block = UPDATE_COPIES[workload.dtype], block_numel(workload.dtype)
         updates = [(each * min(block, max(ends_here, layer if count["R"] else 0)), boundary)]
         below = max(kinds.rfind("S"), -1 if clipping else kinds.rfind("R"))
-        if below >= 0:  # this layer's update runs in the forward pass if deferred, else in the backward pass
+        if below >= 0:  # a deferred update of this layer runs in the forward pass, other updates in backward
             others = min(below, num_kept)
             kept = min(boundary * (others + (1 if clipping == "deferred" else 3)), device["activations"])
             updates.append((each * min(block, layer), kept))

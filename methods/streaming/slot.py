@@ -28,7 +28,7 @@ class Slot:
     def __init__(self, layer: LayerState, copier: Any = None, *, whole: bool = False, numel: int | None = None) -> None:
         self.device, self.copier = layer.device, copier or layer.device.copier
         self.loaded: Future | None = None  # future of the weights' copy; None: no copy under way
-        self.completed: Future | None = None  # future of the copy of the rest of the state; None: not fetched
+        self.completed: Future | None = None  # future of the copy of the rest of the state; None: no such copy
         self.sent: Any = None  # event: the updated state has left the slot; None: no update yet
         weights, *rest = layer.current
         rooms = [None if slab is None or not whole else _room(layer, slab, numel) for slab in rest]

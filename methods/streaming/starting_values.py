@@ -37,7 +37,7 @@ def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str,
         pool = device.streams.pool(num_update_threads(device.name.type))
 
         def keep(state: LayerState) -> None:
-            with device.streams.use(device.compute):  # the stream that has copied what was drawn
+            with device.streams.use(device.compute):  # the stream that has copied the drawn values
                 state.keep_drawn(state.current)
 
         for kept in [pool.submit(keep, state) for state in here]:

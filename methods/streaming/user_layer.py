@@ -38,7 +38,7 @@ class UserLayer(Placeholders):
     def __init__(self, layer: nn.Module, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]) -> None:
         super().__init__(own)
         self.compute = layer.forward
-        self.users, self.shared = list(own), list(shared)  # in lists, which a module does not register
+        self.users, self.shared = list(own), list(shared)  # plain lists, because a module does not register these
         owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
         # Where the layer uses a parameter: the module, the name there, and the name in `own` or the index in `shared`.

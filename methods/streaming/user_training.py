@@ -62,7 +62,7 @@ class Parts(NamedTuple):
     device: Device
     layers: LayerSource
     ends: LayerState
-    order: Sequence[int]  # order of the gradient norms, as in Clip
+    order: Sequence[int]  # order of the gradient norms, which Clip takes
 
 
 class LayerTurn(torch.autograd.Function):

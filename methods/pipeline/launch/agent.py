@@ -156,7 +156,7 @@ def main() -> None:
         code = 1
     for rank in agent.ranks.values():
         rank.signal(signal.SIGKILL)
-    os._exit(code)  # because a normal exit of a process that has imported torch takes seconds
+    os._exit(code)  # a normal exit of a process that has imported torch would take seconds
 
 
 if __name__ == "__main__":

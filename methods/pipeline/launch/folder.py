@@ -23,7 +23,7 @@ from harness.base.whole_file import write_whole
 from methods.pipeline.checkpoint_folders import PREFIX, complete_steps, step_of
 
 LOCK, WORKERS_LOCK = "launcher.lock", "workers.lock"
-TAKEOVER_SECONDS = 20.0  # longest wait for the ranks of an earlier launcher, which was killed, to end
+TAKEOVER_SECONDS = 20.0  # longest wait until the ranks of an earlier launcher, which was killed, have ended
 NUMBERS = ("step", "round")
 KEPT = 2  # number of complete checkpoints that are kept
 
@@ -85,7 +85,7 @@ class Folder:
             "saved": None,
             **there,
             **job,
-        }  # `saved`: the step at which the script saved its state by itself; None: it has not
+        }  # `saved`: the step at which the script last saved its state by itself; None: the script never did
         self.keep()
         self.steps = open(path / "steps.jsonl", "a")  # noqa: SIM115
         self.events = open(path / "events.jsonl", "a")  # noqa: SIM115

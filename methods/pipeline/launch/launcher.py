@@ -32,7 +32,7 @@ from methods.pipeline.launch.pace import Pace
 POLL_SECONDS = 0.25
 START_SECONDS = 60.0  # longest wait of the first round for agents that are starting; later rounds do not wait
 STOP_SECONDS = 180.0  # most seconds that ranks may take from SIGUSR1 to their end, checkpoint included
-END_SECONDS = 10.0  # most seconds that an agent takes to end its ranks when told to end
+END_SECONDS = 10.0  # most seconds that an agent may take to end its ranks after the order to do so
 RETRY_SECONDS = 30.0  # seconds until a lost machine is tried again; the wait doubles with each try
 MOST_CRASHES = 3  # number of crashes in a row without progress after which the job ends
 PRUNE_SECONDS = 2.0
@@ -89,7 +89,7 @@ class Launcher:
         self.listed: list[MachineLine] = read_list(job.machine_list)
         self.seen: list[MachineLine] | None = None
         self.polled = self.pruned = 0.0
-        self.retry: dict[MachineLine, tuple[float, float]] = {}  # of lost machines: time of the next try, wait after it
+        self.retry: dict[MachineLine, tuple[float, float]] = {}  # for a lost machine: time of the next try, later wait
         self.round: Round | None = None
         self.num_rounds = 0
         self.crashes, self.furthest = 0, folder.last_step()

@@ -11,7 +11,7 @@ from methods.pipeline.launch.choose import Spread
 from methods.pipeline.rank_map import RankMap
 
 STEPS = 5  # a rank's time is the median over its last STEPS steps
-SLOW = 1.15  # a rank is slow if it takes more than this many times the median of its stage
+SLOW = 1.15  # a rank is slow if its time is more than SLOW times the median time of its stage's ranks
 
 
 class Slow(NamedTuple):

@@ -69,7 +69,7 @@ def launch(
     if held.state["end"] == "done":
         print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one")
         sys.exit(OK)
-    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # Like Ctrl-C: ranks save a checkpoint and end.
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # As at Ctrl-C, ranks save a checkpoint and end.
     sys.exit(Launcher(job, held, lambda line: print(line, flush=True)).run())
 
 
