@@ -1,9 +1,9 @@
 """Measures how fast the host's AdamW kernel is beside torch's kernels and beside a plain copy. Also measures how much
 the update's threads delay a thread that launches kernels.
 
-torch takes three passes over a layer in mixed precision (cast the gradient, fused kernel, cast the weights), and two in
-fp32 with clipping (scale the gradient, fused kernel). Each row of the table updates one layer of hidden size 2048 (50 M
-parameters) with one number of threads. The rows alternate in one run; the table has medians. The table shows the
+torch passes over a layer three times in mixed precision (cast the gradient, fused kernel, cast the weights), and twice
+in fp32 with clipping (scale the gradient, fused kernel). Each row of the table updates one layer of hidden size 2048
+(50 M parameters) with one number of threads. The rows alternate in one run; the table has medians. The table shows the
 update's bytes per second beside the bytes per second of a copy by as many threads; the copy's rate is the bandwidth of
 the host's memory.
 

@@ -3,9 +3,9 @@ resident training.
 
     .venv/bin/python -m bench.cpu [--rounds 7]
 
-Prints two ratios of step times at 8 layers, hidden size 512, sequence 256, batch 4: the harness's loop over a bare loop
-of the same model, and STRONGHOLD (window 2) over resident training. In each round the two sides of a ratio take turns;
-a ratio is the median over rounds. Also prints the seconds from the start of a process to the end of its first step.
+Prints two ratios of step times at 8 layers, hidden size 512, sequence 256, batch 4: harness's loop / bare loop of the
+same model, and STRONGHOLD (window 2) / resident training. In each round the two sides of a ratio take turns; a ratio is
+the median over rounds. Also prints the seconds from the start of a process to the end of its first step.
 """
 
 from __future__ import annotations

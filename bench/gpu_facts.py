@@ -33,7 +33,7 @@ LAUNCHES = 1000
 
 
 def memory(device: str) -> dict[str, Any]:
-    """Return the bytes of device memory as NVML tells them and as CUDA tells them. Also return the bytes of a CUDA
+    """Return the bytes of device memory that NVML tells, and the bytes that CUDA tells. Also return the bytes of a CUDA
     context without further libraries, and with the libraries that a layer loads.
     """
     before, told = machine.gpu_free_bytes(), {"nvml_total": machine.gpu().get("gpu_bytes")}

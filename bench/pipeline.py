@@ -55,8 +55,8 @@ def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, arg
 
 
 def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float, steps: int) -> list[float]:
-    """Return the seconds of each step on a rank whose passes sleep. `unit`: seconds of a forward pass, and also of a
-    recompute. A backward pass takes two units.
+    """Return the seconds of each step on a rank whose passes sleep. `unit`: seconds of a forward pass or a recompute; a
+    backward pass takes two units.
     """
     import torch.distributed as dist
 

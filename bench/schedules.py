@@ -1,5 +1,5 @@
-"""Simulates how good Hydra's scheduling rule Sharded-LRTF is. Prints the ratios of its makespan (time until all models
-are trained) to the proved optimum, and the speed-up on up to 1,000 devices.
+"""Simulates how good Hydra's scheduling rule Sharded-LRTF is. Prints the ratios makespan of the rule (time until all
+models are trained) / proved optimum, and the rule's speed-up on up to 1,000 devices.
 
     .venv/bin/python -m bench.schedules
 

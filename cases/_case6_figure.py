@@ -27,8 +27,8 @@ SMALL_PRINT = (
 
 
 def figure(rows: Sequence[FigureRow], note: str, methods: Sequence[str]) -> plot.Figure:
-    """Draw four panels: speeds; schedules compared with the optimum; the turns of shards in one step; the speed-up on
-    many devices.
+    """Draw four panels: the methods' speeds, makespans compared with the optimum, the shards' turns in one step, and
+    the speed-up on many devices.
     """
     speeds = [row for row in rows if row.metric == "samples_per_second"]
     with plot.empty(*SIZE_INCHES) as made:
@@ -71,8 +71,8 @@ def _speeds(axes: plot.Axes, rows: Sequence[FigureRow], note: str, methods: Sequ
 
 
 def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
-    """Draw each scheduling rule as a mark at the mean ratio of its makespan to the optimum, with a line up to the
-    largest ratio."""
+    """Draw each scheduling rule as a mark at the mean of its ratios makespan / optimum, with a line up to the largest
+    ratio."""
     plot.title(axes, f"simulated (virtual clock), {INSTANCES} random instances each")
     axes.set_ylabel("Makespan / proved optimum")
     groups = list(dict.fromkeys(row.group for row in rows))

@@ -102,8 +102,8 @@ def _trace(
 
 
 def _beneath(axes: plot.Axes, points: Sequence[tuple[float, float]], text: str, lowest: float) -> None:
-    """Draw the points, pairs of x and a count, as steps on a second y axis in the panel's lowest quarter. `text`: that
-    axis's label. `lowest`: the first y axis gets no ticks below this value, where the counts are drawn.
+    """Draw the points, pairs of x and a count, as steps on a second y axis in the panel's lowest quarter. `text`: label
+    of this second axis. `lowest`: the first y axis gets no ticks below this value, where the counts are drawn.
     """
     axes.set_yticks([tick for tick in axes.get_yticks() if lowest <= tick <= axes.get_ylim()[1]])
     other = axes.twinx()

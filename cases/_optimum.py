@@ -52,8 +52,8 @@ def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
 
 def optimum(chains: Sequence[Sequence[int]], num_devices: int, limit: float = 10.0) -> int | None:
     """Return the shortest makespan of chains whose times are whole numbers. Return None if the proof does not end
-    within `limit`, which counts CP-SAT's deterministic time (about seconds), so that a loaded machine proves the same
-    instances.
+    within `limit`, in CP-SAT's deterministic time (about seconds), by which a loaded machine proves as many instances
+    as an idle one.
     """
     from ortools.sat.python import cp_model
 

@@ -27,8 +27,8 @@ class SpeedAtOneSize(Case):
         return [used.job(name, depth, **(ours if name == WINDOWED else {})) for name in self.methods]
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return the rows at the depth at which most methods were run; if several depths have equally many, at the
-        largest of these depths."""
+        """Return the rows at the depth at which most methods were run; if several depths have equally many methods,
+        take the largest depth."""
         methods = {
             depth: {row.method for row in rows if row.num_layers == depth} for depth in {row.num_layers for row in rows}
         }

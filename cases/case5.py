@@ -37,8 +37,8 @@ class StepTimeByWindow(Case):
         axes.set_xlabel("Window (layers)")
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return the rows at the depth that was run with most window sizes; if several depths have equally many, at the
-        largest of these depths."""
+        """Return the rows at the depth that was run with most window sizes; if several depths have equally many window
+        sizes, take the largest depth."""
         windows = {
             depth: {row.window_size for row in rows if row.num_layers == depth}
             for depth in {row.num_layers for row in rows}

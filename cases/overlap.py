@@ -196,8 +196,8 @@ def _lanes(axes: plot.Axes, each: Shown) -> set[str]:
 
 
 def _shares(axes: plot.Axes, of: Share) -> None:
-    """Draw bars in percent of the step's time: one for compute, and one for each kind of work, its hidden and its
-    exposed part."""
+    """Draw bars in percent of the step's time: one bar for compute, and one bar for each other kind of work, which
+    shows the work's hidden and exposed parts."""
     names = [*(kind for kind in reversed(KINDS) if of.hidden[kind] + of.exposed[kind] > 0), "compute"]
     for height, name in enumerate(names):
         hidden = 100 * of.hidden.get(name, of.compute) / of.step

@@ -131,8 +131,8 @@ def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
 
 
 def _load_built(*kernels: str) -> None:
-    """Load those of the named kernels that have been compiled. Without this call DeepSpeed would start ninja in every
-    run to check the kernels."""
+    """Load the named kernels, except any kernel that is not compiled. Without this call DeepSpeed would start ninja in
+    every run to check the kernels."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.cpp_extension import _import_module_from_library
@@ -330,8 +330,8 @@ def undrawn() -> Iterator[None]:
 
 
 def _groups(engine: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups of the optimizer and, with SuperOffload, of its second optimizer, which updates on
-    the device."""
+    """Return the optimizer's parameter groups. With SuperOffload add the groups of its second optimizer, which updates
+    on the device."""
     backup = getattr(engine.optimizer, "backup_optimizer", None)
     return [*engine.optimizer.param_groups, *(backup.param_groups if backup else [])]
 

@@ -89,8 +89,8 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
 
 
 def stage_3_device(workload: Workload) -> dict[str, int]:
-    """Return the bytes on the device: embedding, head, the current layer and the next one, their gradients, and
-    activations."""
+    """Return the bytes on the device, by kind: weights (embedding, head, the current layer and the next layer), the
+    gradients of these weights, and activations."""
     at_once = workload.weight_bytes * (workload.end_params + 2 * workload.layer_params)
     activations = workload.num_layers * workload.boundary_bytes + workload.working_bytes
     return {"weights": at_once, "gradients": at_once, "activations": activations}
@@ -127,8 +127,8 @@ def flat_groups(size: int, workload: Workload, room: Room, num_ranks: int = 1) -
 
 
 def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str, int]:
-    """Return the bytes that a rank takes on the host with stage 2: its part of masters, gradients and moments, and a
-    flat copy of all weights. On sim the sum is 20 (fp32) or 18 (bf16) bytes per parameter."""
+    """Return the bytes that a rank takes on the host with stage 2: the rank's part of masters, gradients and moments,
+    and a flat copy of all weights. On sim the sum is 20 (fp32) or 18 (bf16) bytes per parameter."""
     part = flat_groups(4, workload, room, num_ranks)
     states = {"weights": part, "gradients": part, "optimizer": 8 * -(-workload.num_params // num_ranks)}
     return {**states, "buffers": flat_groups(workload.weight_bytes, workload, room)}

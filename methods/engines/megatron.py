@@ -150,8 +150,8 @@ def set_main(optimizer: Any, parameter: Any, start: Tensor) -> None:
 
 
 def states_of(optimizer: Any, parameter: Any) -> list[Tensor]:
-    """Return the weight and both moments of a parameter of this rank, in fp32. If the optimizer is distributed, all
-    ranks must call this."""
+    """Return, in fp32, the weight and both moments of one of this rank's parameters. If the optimizer is distributed,
+    all ranks must call this."""
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     if not isinstance(optimizers[0], DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)

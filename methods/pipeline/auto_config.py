@@ -88,8 +88,8 @@ class ConfigRow:
 def predict(rows: Sequence[ConfigRow]) -> list[float]:
     """Return the predicted seconds of a step for each configuration. All configurations must have the same schedule.
 
-    If there are many micro-batches, the time is extrapolated from fewer: once the pipeline is full, each further
-    micro-batch takes the same time.
+    If there are many micro-batches, the time is extrapolated from simulations of fewer: once the pipeline is full, each
+    further micro-batch takes the same time.
     """
     numbers: list[list[int]] = []
     for row in rows:

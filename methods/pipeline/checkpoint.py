@@ -33,7 +33,7 @@ Kind: TypeAlias = tuple[torch.Size, torch.dtype] | None
 def read(folder: str | Path, step: int | None = None) -> dict[str, Any]:
     """Read a whole checkpoint in one process. `step`: the checkpoint's step; None: the newest complete checkpoint. The
     keys of the result are `weights.NAME`, `optimizer.NAME.STATE` and, with values in JSON, `options.NAME` and
-    `progress`. Raises ValueError if there is no such checkpoint."""
+    `progress`. Raises ValueError if the folder has no complete checkpoint of this step."""
     path, _ = choose(folder, step)
     return _read(path, list(_metadata(path)))
 
@@ -131,8 +131,8 @@ class Checkpoints:
 
     def _check_state(self, name: str, master: nn.Parameter, there: Mapping[str, Any]) -> None:
         """Raise ValueError unless each of the weight's states in the checkpoint has the weight's shape and dtype, or is
-        a single fp32 number. torch's fused update accesses as many elements of a state as the weight has, so it would
-        read beyond the end of a smaller state."""
+        a single fp32 number. torch's fused update accesses as many elements of a state as the weight has, so the update
+        would read beyond the end of a smaller state."""
         if type(self.optimizer) not in FUSED:
             return
         state = _of(f"optimizer.{name}.", there)

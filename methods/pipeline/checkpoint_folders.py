@@ -29,8 +29,8 @@ def step_of(path: Path) -> int | None:
 
 
 def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:
-    """Return the folder and the step of a complete checkpoint. `step`: its step; None: the newest. Raises ValueError if
-    the folder has no complete checkpoint of this step."""
+    """Return the folder and the step of a complete checkpoint. `step`: the checkpoint's step; None: the newest. Raises
+    ValueError if the folder has no complete checkpoint of this step."""
     steps = complete_steps(folder)
     if not steps or (step is not None and step not in steps):
         there = f"steps {', '.join(map(str, steps))}" if steps else "none"

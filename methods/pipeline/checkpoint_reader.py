@@ -124,8 +124,8 @@ def _size(file: Path) -> int:
 
 
 def load(path: Path, state: dict[str, Any]) -> None:
-    """Fill `state`, in place, with the values that the checkpoint in this folder has under its keys. Raises ValueError
-    if a file is damaged."""
+    """Fill `state`, in place, with the values that the checkpoint in this folder has under the same keys. Raises
+    ValueError if a file is damaged."""
     try:
         dcp.load(state, storage_reader=Reader(path), planner=Planner(flatten_state_dict=False), no_dist=True)
     except (Exception, CheckpointException) as error:  # CheckpointException is not derived from Exception

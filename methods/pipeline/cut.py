@@ -50,7 +50,7 @@ def cut_here(x: Any) -> Any:
 
 def traced(model: nn.Module, inputs: Mapping[str, Any]) -> fx.Graph:
     """Trace the model's forward pass over these inputs, through the modules that contain CutPoints. Raises ValueError
-    if the model cannot be traced, or if the batch lacks an input or has an unknown one."""
+    if the model cannot be traced, or if the batch lacks an input or has an unknown input."""
     try:
         expected = inspect.signature(model.forward).parameters
     except (TypeError, ValueError) as error:

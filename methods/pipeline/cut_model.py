@@ -54,7 +54,8 @@ class CutModel(nn.Module):
         return loss
 
     def init_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill tensors of this model, in place, with their starting values. `named`: each tensor with its name here."""
+        """Fill tensors of this model, in place, with their starting values. `named`: each tensor with its name in this
+        model."""
         initialize(((self._name(own), tensor) for own, tensor in named), self.workload)
 
     def shapes(self, size: int, device: Any = None) -> dict[str, Tensor]:

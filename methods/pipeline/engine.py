@@ -78,8 +78,8 @@ class Engine:
         self.transport.finish()
 
     def _goes_first(self) -> bool:
-        """Return whether the next forward pass should run before the next recompute: the input of the forward pass has
-        arrived, but the gradient for the recompute has not."""
+        """Return whether the next forward pass should run before the next recompute, because the input of the forward
+        pass has arrived, but the gradient for the recompute has not."""
         above, below = self.transport.gradients_in, self.transport.activations_in
         if not self.is_opportunistic or above is None or above.has_arrived():
             return False

@@ -20,7 +20,7 @@ from methods.pipeline.schedule import SLOTS
 class GptCosts:
     """The costs of a workload's stages. `rates`: the machine's rates; None: no times are known. `device_bytes`: a
     device's memory; None: no limit. `network`: bytes per second of a link between stages. `sums`: times of all-reduces
-    over replicas; if empty, these take no time. `num_sharing`: number of ranks that share a device."""
+    over replicas; if empty, all-reduces take no time. `num_sharing`: number of ranks that share a device."""
 
     workload: Workload
     rates: Rates | None

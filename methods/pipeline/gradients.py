@@ -27,8 +27,8 @@ from methods.pipeline.transport import LostPeer
 
 class Groups:
     """The process groups in which ranks sum values: a stage's replicas, a replica's pipeline, two stages with a shared
-    weight. All ranks must make this object, with the same arguments but `rank`. `limit_seconds`: longest wait for other
-    ranks."""
+    weight. All ranks must make this object, with the same arguments except `rank`. `limit_seconds`: longest wait for
+    other ranks."""
 
     def __init__(self, ranks: RankMap, rank: int, shared: Sequence[Shared], limit_seconds: float) -> None:
         self.limit = timedelta(seconds=limit_seconds)  # given to each group in place of torch's default limit
@@ -56,7 +56,7 @@ class Groups:
 
 class Gradients:
     """The gradients of a rank. `masters`: this stage's trained weights by name. `names`: the names of all weights of
-    the model, in the model's order. `dtype`: dtype of the computation; None: the weights' own."""
+    the model, in the model's order. `dtype`: dtype of the computation; None: the weights' dtype."""
 
     def __init__(
         self, masters: Mapping[str, nn.Parameter], names: Sequence[str], groups: Groups, shared: Sequence[Shared],

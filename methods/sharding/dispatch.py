@@ -88,8 +88,8 @@ class Dispatcher:
         """Start the next minibatch of every held task that is not too far ahead of the slowest task. Then make every
         task with a unit to run wait for a device.
 
-        A task that has trained on all its batches asks for one more only when no model is behind it: the tasks share
-        their data, and the training ends when the data ends.
+        A task that has trained on all its batches asks for one more batch only when no other model is behind: the tasks
+        share their data, and the training ends when the data ends.
         """
         slowest = self.rounds
         for task in list(self.held):
@@ -173,15 +173,16 @@ class Dispatcher:
         return True
 
     def halve_all(self) -> bool:
-        """Lower `room` and halve all shards that are larger. Call this only while no unit runs. Return False if no
-        shard can be halved."""
+        """Lower `room` and halve all shards that are larger than `room`. Call this only while no unit runs. Return
+        False if no shard can be halved."""
         able = self._lower_room(self.tasks)
         for task in self.tasks:
             self._fit(task)
         return able
 
     def _lower_room(self, tasks: Sequence[Task]) -> bool:
-        """Lower `room` to half the bytes of the largest shard that can be halved. Return False if no shard can be."""
+        """Lower `room` to half the bytes of the largest shard that can be halved. Return False if there is no such
+        shard."""
         sizes = [shard.slot_bytes for task in tasks for shard in task.shards if len(shard.layers) > 1]
         self.room = max(sizes, default=0) // 2
         return bool(sizes)

@@ -310,8 +310,8 @@ class ModelOrchestrator:
     def _random(self, seed: int) -> Any:
         """Return the random state that `seed` gives: the CPU's state and the GPU's state (None if there are no GPUs).
 
-        The GPU's state is composed here of its bytes, the seed and an offset of 0. torch's own generator would make a
-        CUDA context for this process, whose memory another process needs.
+        The GPU's state is composed here byte by byte, of the seed and an offset of 0. torch's own generator would make
+        a CUDA context for this process, whose memory another process needs.
         """
         on_gpu = None
         if any(name.startswith("cuda") for name in self.devices):

@@ -90,7 +90,7 @@ class Shard:
 
     def at_home(self, name: str, part: str = "weights") -> Tensor:
         """Return the view of a parameter's weight or gradient on the host: in this shard's slab or, if the parameter is
-        borrowed, in the lender's."""
+        borrowed, in the lender's slab."""
         home = self.lenders.get(name, self)
         return home.weights_at.view(home.slabs[part], name)
 

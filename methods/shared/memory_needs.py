@@ -99,8 +99,8 @@ def saved_boundaries(workload: Workload) -> float:
 
 
 def gathered_params(workload: Workload) -> int:
-    """Return the number of parameters that ranks gather in a step if each rank keeps a part of every tensor. Layers are
-    gathered twice, for the forward pass and for the recompute; embedding and head are gathered once."""
+    """Return the number of parameters that ranks gather in a step if each rank keeps a part of every tensor. Each layer
+    is gathered twice, for the forward pass and for the recompute; embedding and head are gathered once."""
     return 2 * workload.num_layers * workload.layer_params + workload.end_params
 
 

@@ -1,4 +1,5 @@
-"""Honest roundings: other ways to compute the same gradients. None is wrong; only the rounding differs.
+"""Honest roundings: other ways to compute the same gradients. No rounding here is wrong; the results differ by rounding
+only.
 
 The gate's probe trains the reference with some of these roundings (ROUNDINGS in harness/gate/probe.py). The distance of
 these trainings from the reference measures the effect of rounding. bench/gate_power.py tries the gate on the other

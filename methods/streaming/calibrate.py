@@ -61,7 +61,7 @@ ENOUGH_SECONDS = 1.0  # each timed call is repeated for about so many seconds
 
 def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
     """Return all raw numbers by name: times in seconds, rates of copies in bytes a second, rates of updates in
-    parameters a second. On a GPU also return the bytes of its context.
+    parameters a second. On a GPU also return the bytes of a process's context.
     """
     free_bytes = gpu_free_bytes() if device_name == "cuda" else None
     with Device(device_name) as device:
@@ -103,7 +103,7 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
 
 def computable(workload: Workload, device: str) -> Workload:
     """Return the workload to time. On a CPU this workload has so few tokens that a layer's forward pass ends soon; the
-    time for each token is assumed to be the same with all tokens.
+    time per token is assumed not to depend on the number of tokens.
     """
     for size, least in (("batch_size", 1), ("seq_len", 64)):
         while device != "cuda" and workload.layer_flops > CPU_LAYER_FLOPS and getattr(workload, size) > least:

@@ -29,7 +29,7 @@ class File:
     """An unlinked file, opened with the system's cache and, if the file system supports O_DIRECT, a second time without
     the cache.
 
-    Raises OSError, which names the folder, if the disk has no room or fails.
+    Raises OSError, with the folder's name, if the disk has no room or fails.
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:

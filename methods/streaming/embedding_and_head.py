@@ -79,7 +79,7 @@ class BothEnds:
         return total, dxs
 
     def backward(self, dxs: list[Passed]) -> None:
-        """Add the look-up's gradient to the embedding's gradient, and sum the result over ranks, so that it is the
+        """Add the look-up's gradient to the embedding's gradient, and sum the result over ranks. The sum is the
         gradient of the whole batch."""
         with self.device.span("compute", "backward", self.embedding.prefix):
             for edge, (dx,) in zip(self.embedded, dxs, strict=True):

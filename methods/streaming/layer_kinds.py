@@ -183,8 +183,8 @@ Layer = ResidentLayer | Hosted | Streamed
 
 
 class LayerSource(NamedTuple):
-    """The layers of a model that are to be placed, bottom first: their modules, without memory, and the prefixes of
-    their names. `start` fills new states with their starting values, and returns these states."""
+    """The layers of a model that are to be placed, bottom first: the layers' modules, without memory, and the prefixes
+    of the layers' names. `start` fills new states with their starting values, and returns these states."""
 
     terms: Terms
     modules: Sequence[nn.Module]

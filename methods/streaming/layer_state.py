@@ -163,7 +163,7 @@ class LayerState:
         inputs that require one.
 
         Source: Chen et al. 2016, sublinear memory, by torch's checkpoint, which keeps the random state for dropout and
-        stops the recompute as soon as backward() has all that it needs."""
+        stops the recompute once backward() has all it needs."""
         self.saved, ys = [], list[Passed]()
         with self.device.span("compute", "forward", self.prefix):
             for x in xs if self.boundary is None else self.boundary.keep(xs):
@@ -202,7 +202,7 @@ class LayerState:
 
     def norms(self) -> list[Tensor]:
         """Return the norm of each parameter's gradient after the last backward pass, fp32, on the device. If the layer
-        is split over ranks, these are the norms of this rank's part. If all ranks have the whole layer, the first rank
+        is split over ranks, return the norms of this rank's part. If all ranks have the whole layer, the first rank
         returns its norms and every other rank returns zero."""
         with self.device.span("compute", "norm", self.prefix):
             grads = [*self._rooms.values()]
@@ -324,8 +324,8 @@ class LayerState:
 
 
 def _settle(rooms: dict[str, Tensor], name: str, parameter: Tensor) -> None:
-    """Copy a parameter's gradient, which a backward pass has just computed, to its place in the slab, unless it is
-    there."""
+    """Copy a parameter's gradient, which a backward pass has just computed, to its place in the slab, unless the
+    gradient is already there."""
     if parameter.grad is not None and parameter.grad is not rooms[name]:
         rooms[name].copy_(parameter.grad)
         parameter.grad = rooms[name]

@@ -41,9 +41,9 @@ HOMES = ("device", "host")  # the homes that the ends (embedding, head) and the 
 def parse(text: str, num_layers: int) -> str:
     """Parse a placement into a letter for each layer, bottom first.
 
-    If the last run has no length, it takes all layers that are left. `~S2` at the end spreads two streamed layers
-    evenly among the layers above the resident ones at the bottom; `~R2` spreads two more resident layers in the same
-    way. Raises ValueError if the text does not place `num_layers`.
+    A last run without a length takes all layers that are left. `~S2` at the end spreads two streamed layers evenly
+    among the layers above the resident ones at the bottom; `~R2` spreads two more resident layers in the same way.
+    Raises ValueError if the text does not place `num_layers`.
     """
     spreads = re.fullmatch(r"(.*)~([RS])(\d+)", text)
     if spreads and int(spreads[3]) < num_layers:
@@ -102,9 +102,9 @@ def spread(kinds: str, letter: str, number: int) -> str:
 
 
 class UserSizes(NamedTuple):
-    """The sizes of a user's model that a plan needs, in place of a Workload. `activations`: measured bytes of all
-    device memory but that for the layers' weights, gradients and states. `boundary_bytes`: measured bytes of a layer's
-    inputs; 0 if the device keeps the inputs."""
+    """The sizes of a user's model that a plan needs, in place of a Workload. `activations`: measured bytes of device
+    memory, without the memory for the layers' weights, gradients and states. `boundary_bytes`: measured bytes of a
+    layer's inputs; 0 if the device keeps the inputs."""
 
     dtype: str
     numels: tuple[int, ...]  # number of parameters of each layer, bottom first
@@ -145,7 +145,7 @@ class Ring(NamedTuple):
 
 def rings(kinds: str, window_size: int) -> tuple[Ring, Ring]:
     """Return two rings: the window of layers whose weights alone travel (W and D), and the window of streamed layers
-    (S). The second has at most two slots, for the current layer and for the next."""
+    (S). The second ring has at most two slots, for the current layer and for the next layer."""
     alone, streamed = ([i for i, kind in enumerate(kinds) if kind in group] for group in ("WD", "S"))
     return Ring(alone, min(window_size, len(alone))), Ring(streamed, min(window_size, 2, len(streamed)))
 

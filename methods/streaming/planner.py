@@ -47,8 +47,8 @@ PlanOf = Callable[[Workload, dict[str, int]], Plan]  # returns the plan for thes
 
 
 class Row(NamedTuple):
-    """The seconds for which a resource is busy in one pool of time: a constant number, and for each kind the seconds of
-    one layer."""
+    """The seconds for which a resource is busy in one pool of time: a constant, and for each kind of layer the seconds
+    of one layer."""
 
     name: str
     pool: int
@@ -145,7 +145,7 @@ def _link_rows(
     workload: Workload, rates: Rates, clipping: str | None, pool: int, per_update: float, always: Counts
 ) -> list[Row]:
     """Return the rows of the link and of the host's memory in one pool of time. `per_update`: bytes of host memory that
-    an update touches for each parameter. `always`: by row, bytes that do not depend on the kinds of layers."""
+    an update touches for each parameter. `always`: for each row, bytes that do not depend on the kinds of layers."""
     table, params = carried(workload, clipping), workload.layer_params
     inbound = {kind: params * each.inbound[pool] for kind, each in table.items()}
     outbound = {kind: params * each.outbound[pool] for kind, each in table.items()}
@@ -261,8 +261,9 @@ def hosted_boundaries(plan: Plan) -> int:
 
 
 def may_fit(num_layers: int, needs: Mapping[str, Counts], free: Counts) -> bool:
-    """Return False only if it is certain that no placement fits: even the least bytes that a layer needs in one memory,
-    or in a weighted sum of two memories, are too many. If True, a placement may still not fit.
+    """Return False if certainly no placement fits, because even the least bytes that layers need in one memory, or in a
+    weighted sum of two memories, are too many. Return True if a placement may fit; the linear program may still find
+    none.
 
     For models that hardly fit, this check saves 95 of 100 linear programs (results/LOG.md).
     """

@@ -60,7 +60,7 @@ class Slot:
         self.device.synchronize()
 
     def update(self, layer: LayerState, grads: Tensor, step: AdamStep, factor: Factor, target: State) -> None:
-        """Run the device's AdamW on the state in this slot and queue the copy of the result home, into `target`."""
+        """Run the device's AdamW on the state in this slot, and queue the copy of the new state home, into `target`."""
         if self.completed is not None:
             self.device.compute.wait_event(self.completed.result())
         with self.device.span("compute", "update", layer.prefix):

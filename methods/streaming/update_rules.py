@@ -82,7 +82,7 @@ class UpdateRule:
 
     def begin(self, settings: Settings) -> None:
         """Begin a backward pass, with a new Clip. Nothing uses the last step's Clip any more: the forward pass has
-        waited for all copies of its factor."""
+        waited for all copies of that Clip's factor."""
         if self.asked is SPECULATIVE and self.has_stepped:
             self.timing = SPECULATIVE if self.clip.is_one() else DEFERRED
         self.settings, self.clip = settings, Clip(self.device, self.clip_norm, self.scale, self.order)

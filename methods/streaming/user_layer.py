@@ -21,8 +21,8 @@ TENSOR = object()  # marks a tensor's place in the structure of a layer's argume
 
 
 class Placeholders(nn.Module):
-    """A module whose parameters have the shapes of the given ones, but no memory. A parameter's name is its index: "0",
-    "1"."""
+    """A module whose parameters have the shapes of the given parameters, but no memory. A parameter's name is its
+    index: "0", "1"."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()

@@ -172,7 +172,7 @@ class L2LTrainer(UserTraining):
 
     `layers`: the model's layers, in the order in which the model calls them. `optimizer`: an AdamW, whose groups and
     settings apply; a schedule may change the settings. `max_norm`: limit of the norm of all gradients together; 0 or
-    None: no clipping. `device`: default: cuda if there is a GPU, cpu if there is none. `activations`: the memory where
+    None: no clipping. `device`: a name; None: cuda if there is a GPU, otherwise cpu. `activations`: the memory where
     the layers' inputs wait for the backward pass, device or host; default: device. Raises ValueError, with a message of
     one line, if the model cannot be trained in this way.
     """

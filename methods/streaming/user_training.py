@@ -197,8 +197,8 @@ class UserTraining:
         self._is_trained = torch.is_grad_enabled()
 
     def _check_stream(self) -> None:
-        """Raise ValueError if the user's loop runs on another CUDA stream than the trainer's: the trainer's copies
-        would not wait for the loop's work."""
+        """Raise ValueError if the user's loop and the trainer run on different CUDA streams, because the trainer's
+        copies would not wait for the loop's work."""
         if self.device.type == "cuda" and self.gpu.streams.current() != self.gpu.compute:
             raise ValueError(
                 "expected the training loop on the CUDA stream that was current when the trainer was made, got another;"
@@ -383,7 +383,7 @@ class UserTraining:
 
     def _take_over(self) -> None:
         """Replace each layer's forward() by a call of this training, and let the model's state_dict() and
-        load_state_dict() finish its updates first."""
+        load_state_dict() finish this training's updates first."""
         model = self.user.model
         for place, module in enumerate(self.user.modules):
             before = vars(module).get("forward")

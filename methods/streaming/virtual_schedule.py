@@ -75,8 +75,8 @@ def point(
 
 
 def scale_model(workload: Workload) -> Workload:
-    """Return a shape small enough to train on a CPU: as deep as the workload, and with the same ratios of FLOPs and
-    bytes between layers and ends."""
+    """Return a workload small enough to train on a CPU. It is as deep as the given one, and has the same ratios of
+    FLOPs and of bytes between layers and ends."""
     scale = MODEL_HIDDEN_SIZE / workload.hidden_size
     ends: Any = {"seq_len": round(workload.seq_len * scale), "vocab_size": round(workload.vocab_size * scale)}
     return dataclasses.replace(workload, hidden_size=MODEL_HIDDEN_SIZE, num_heads=2, batch_size=1, **ends)

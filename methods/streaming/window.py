@@ -50,8 +50,8 @@ class Window:
                 self.below[layer].fetch_state()
 
     def rewind(self) -> None:
-        """Give every slot back to the layer that has it when a step begins. Call this after a forward pass that no
-        backward pass follows."""
+        """Give every slot back to the layer that has the slot when a step begins. Call this after a forward pass that
+        no backward pass follows."""
         for layer in [*self.slots]:
             lowest = layer
             while lowest in self.below:
