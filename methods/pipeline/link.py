@@ -99,7 +99,8 @@ def digest(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def num_updates(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of updates that the optimizer has counted for its first parameter; 0 if it counts none."""
+    """Return the number of updates that the optimizer has counted for its first parameter; 0 if the optimizer counts no
+    updates."""
     counts = (state["step"] for state in optimizer.state.values() if "step" in state)
     return int(next(counts, 0))
 

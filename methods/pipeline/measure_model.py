@@ -49,8 +49,8 @@ def measure(order: dict[str, Any]) -> None:
 
 
 def measure_as_rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
-    """Measure as one of several ranks; return the exit code 0. If an error occurs, write it to the file descriptor
-    `tells` and raise it."""
+    """Measure as one of several ranks; return the exit code 0. If an error occurs, write the error to the file
+    descriptor `tells` and raise the error."""
     os.environ |= environment
     try:
         measure(order)

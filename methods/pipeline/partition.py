@@ -80,7 +80,7 @@ def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
 
 def _head_flops(workload: Workload, stage: GptStage) -> float:
     """Return the FLOPs of the stage's head for one sample; 0 without a head. The forward pass computes both the loss
-    and its gradients."""
+    and the loss's gradients."""
     return replace(workload, batch_size=1, micro_batches=1).head_flops_per_step * stage.is_last
 
 

@@ -318,7 +318,8 @@ class Varuna(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> float:
-        """Run forward passes only, and return the loss of the global batch. `inputs`: this process's share of it."""
+        """Run forward passes only, and return the loss of the global batch. `inputs`: this process's share of the
+        batch."""
         self._begin(inputs)
         self._passes.evaluate()
         loss = self._taken_loss()
@@ -423,9 +424,9 @@ class Varuna(nn.Module):
         return folder if folder is not None else self._link.folder  # type: ignore[union-attr]
 
     def leave(self) -> Iterator[TensorState]:
-        """Wait until the last checkpoint is written, and return an iterator over the trained tensors. On rank 0 it
-        yields each weight of the whole model with its moments, which the ranks of the first replica send; on other
-        ranks it yields nothing. All ranks must iterate to the end, where the process group is closed.
+        """Wait until the last checkpoint is written, and return an iterator over the trained tensors. On rank 0 the
+        iterator yields each weight of the whole model with its moments, which the ranks of the first replica send; on
+        other ranks it yields nothing. All ranks must iterate to the end, where the process group is closed.
         """
         self._checkpoints.wait()
         return self._sent_tensors()

@@ -46,8 +46,8 @@ LIMIT_SECONDS = 1800.0  # longest wait for another rank
 
 
 def tensor_bytes(device: torch.device) -> int | None:
-    """Return the bytes that a stage's tensors may fill on a GPU: its memory without a process's CUDA context and a
-    reserve. Return None for a CPU.
+    """Return the bytes that a stage's tensors may fill on a GPU: the GPU's memory without a process's CUDA context and
+    a reserve. Return None for a CPU.
     """
     if device.type != "cuda":
         return None
@@ -91,7 +91,7 @@ class Profiler:
     ) -> Profile:
         """Measure all sections with micro-batches of these sizes, in samples, smallest first, until memory runs out.
         Then, if there are several ranks, measure messages and all-reduces. Rank 0 writes the profile; all ranks return
-        it.
+        the profile.
         """
         if not self.sections:
             raise ValueError("profile_all: expected a model that is cut, got none; try initialize(get_batch) first")
@@ -203,8 +203,8 @@ class Profiler:
         return torch.randn(like.shape, dtype=like.dtype, device=self.device).requires_grad_(like.requires_grad)
 
     def _timed(self, module: nn.Module, values: Values) -> list[float]:
-        """Return the seconds of four works: a forward pass, copying its output to the host and back, a recompute and a
-        backward pass."""
+        """Return the seconds of four operations: a forward pass, copying its output to the host and back, a recompute
+        and a backward pass."""
         with torch.no_grad():
             found, forward = self._clocked(module, *values.received, *values.inputs)
             _, copy = self._clocked(self._copies, [] if values.grads is None else found)
@@ -234,7 +234,7 @@ class Profiler:
         return 0.0
 
     def _update_seconds(self, module: nn.Module) -> float:
-        """Return the seconds of an optimizer's update of the section. The second step is timed, because the first one
+        """Return the seconds of an optimizer's update of the section. The second step is timed, because the first step
         makes the optimizer's state. The update changes copies of the weights, not the weights.
         """
         copies = [nn.Parameter(weight.detach().float().clone()) for weight in module.parameters()]

@@ -42,8 +42,8 @@ Pipeline = tuple[Sequence[Mapping[str, float]], int, float | Sequence[float]]
 
 
 def lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[Line]:
-    """Return each pipeline as a Line, the form in which the event core simulates it. `is_opportunistic`: True: in
-    `varuna`, a forward pass may run before a recompute whose gradient is late."""
+    """Return each pipeline as a Line, the form in which the event core simulates a pipeline. `is_opportunistic`: True:
+    in `varuna`, a forward pass may run before a recompute whose gradient is late."""
     every_order = units(schedule, [(len(seconds), number) for seconds, number, _ in pipelines])
     is_varuna = schedule == "varuna"  # in torch's schedules R is part of the backward pass, so R waits for the gradient
     return [

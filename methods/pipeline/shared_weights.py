@@ -20,7 +20,7 @@ class Shared(NamedTuple):
 
 
 def counted_names(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the names of all weights in the model's order, without the second name of a parameter that has two. The
+    """Return the names of all weights in the model's order, without the second name of a parameter with two names. The
     global norm is summed in this order, so that it has the bits of the norm of a whole model."""
     whole = dict(model.named_parameters(remove_duplicate=False))
     again = {other for name, other in pairs if name in whole and whole[name] is whole.get(other)}

@@ -20,7 +20,7 @@ Compute = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Stage:
-    """The passes of a stage. `compute`: the stage's forward pass; on the last stage it returns the loss, already
+    """The passes of a stage. `compute`: the stage's forward pass; on the last stage this pass returns the loss, already
     weighted by the micro-batch's share of the batch. `needs_grad`: for each received tensor, whether it needs a
     gradient."""
 

@@ -177,7 +177,7 @@ def place(limit_seconds: float, device: torch.device) -> tuple[int, int]:
 
 def join(timeout_seconds: float, backend: str = "gloo") -> None:
     """Make the process group with the other ranks that torchrun's environment variables name. Raises LostPeer, which
-    names the missing ranks, if some do not come within `timeout_seconds`."""
+    names the missing ranks, if some ranks do not come within `timeout_seconds`."""
     limit, began = timedelta(seconds=timeout_seconds), time.monotonic()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, limit)

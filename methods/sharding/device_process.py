@@ -83,7 +83,8 @@ class Elsewhere:
         self.moved_bytes, self.peaks = 0, dict[str, int]()  # the process's values at its last reply
 
     def ready(self) -> None:
-        """Wait until the process has made its worker. Raises RuntimeError with the traceback if making it failed."""
+        """Wait until the process has made its worker. Raises RuntimeError with the traceback if making the worker
+        failed."""
         failure, _ = self.reply()
         if failure:
             raise RuntimeError(failure.text)
@@ -163,7 +164,8 @@ def main() -> None:
 
 
 def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *given: Any) -> None:
-    """Make a worker by make_worker(*given) and run the units that come over the connection, until it is closed."""
+    """Make a worker by make_worker(*given) and run the units that come over the connection, until the connection is
+    closed."""
 
     def reply(left: Any, seconds: float = 0.0, moved_bytes: int = 0, peaks: dict[str, int] | None = None) -> None:
         connection.send_bytes(pickle.dumps((left, seconds, moved_bytes, peaks or {})))

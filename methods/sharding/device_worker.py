@@ -127,7 +127,8 @@ class Worker:
 
     def to_host(self, tensors: Tensors) -> Tensors:
         """Return the tensors on the host. From a GPU, tensors are copied to page-locked memory, and the copy may still
-        run when this returns; the memory lives until the copy has ended. Tensors of a CPU are returned without a copy.
+        run when this method returns; the memory lives until the copy has ended. Tensors of a CPU are returned without a
+        copy.
         """
         return map_tensors(lambda t: t.to("cpu", non_blocking=self.is_cuda), tensors)
 

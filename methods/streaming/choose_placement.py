@@ -162,8 +162,8 @@ class PlacementChoice:
 
     def _filled(self, window: int, letter: str) -> str:
         """Return a letter for each layer, with as many resident bottom layers as the device has room for, or as
-        `resident_layers` asks for. The other layers are of kind `letter`. If the device's memory is unknown and nothing
-        is asked for, no layer is resident."""
+        `resident_layers` asks for. The other layers are of kind `letter`. If the device's memory is unknown and
+        `resident_layers` is None, no layer is resident."""
         device_bytes, num_layers = self.room.device_bytes or 0, self.workload.num_layers
         resident = self.resident_layers
 

@@ -27,7 +27,7 @@ LAST = 2**30  # deadline of the ends' updates: after the deadlines of all layers
 
 
 class OnDevice:
-    """All parts of a model but its layers, resident on the device, with the methods that update rules call."""
+    """All parts of a model except its layers, on the device, with the methods that update rules call."""
 
     is_hosted = False
 

@@ -70,8 +70,8 @@ class Slot:
         self.sent = copy(self.device, "outbound", "state", layer.prefix, [done], home)
 
     def _pairs(self, layer: LayerState, home: State | None = None) -> list[Pair]:
-        """Return pairs of slabs, weights first: a slab in this slot (this rank's part of it), and the same slab in
-        `home` (None: the layer's current state)."""
+        """Return pairs of slabs, weights first: this rank's part of a slab in this slot, and the same slab in `home`
+        (None: the layer's current state)."""
         here = self.state.cut(layer.first, layer.first + len(layer.current.weights))
         pairs = zip(here, home or layer.current, strict=True)
         return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
@@ -80,7 +80,7 @@ class Slot:
         self, layer: LayerState, what: str, pairs: Callable[[], list[Pair]], complete: Callable[[], None] | None = None
     ) -> Future:
         """Queue copies from home, then a call of complete(). pairs() is called only after the layer's update has ended,
-        because the update decides which of two states is the current one."""
+        because the update decides which of two states is current."""
         device, updated = self.device, layer.updated
         # Wait for the slot's last use, for the last copy home out of this slot, and for the copy of this layer's
         # gradient home.

@@ -61,7 +61,7 @@ def update_at_once(clip: Clip, ends: AnyEnds, layers: Sequence[LayerState], sett
 
 class UpdateRule:
     """One of the three rules, for the layers and both ends of a model; owns the step's Clip and the loss scale.
-    `clipping`: deferred, speculate or None: update at once. `order`: for Clip."""
+    `clipping`: deferred or speculate; None: update at once. `order`: goes to Clip."""
 
     settings: Settings  # the settings and the Clip of this step
     clip: Clip
@@ -89,7 +89,7 @@ class UpdateRule:
 
     def gradient_ready(self, layer: Layer) -> None:
         """Add the layer's gradient to the norm, send the gradient home if the host needs it, and start an update, plain
-        or speculative, if the rule makes one at this point."""
+        or speculative, if the rule makes an update at this point."""
         self.clip.add(layer.state.norms())
         self.timing.gradient_ready(layer, self.settings, self.clip)
 

@@ -2,7 +2,7 @@
 are views of a slot.
 
 The user's parameters stay in the model, and their memory is the layer's home. While the layer computes, parameters that
-are views of a slot replace the user's, and autograd sees only the views.
+are views of a slot replace the user's parameters, and autograd sees only the views.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks a user's model and optimizer, and divides the model into the layers and the rest, which stays on the device."""
+"""Checks a user's model and optimizer, and divides the model into layers and the rest, which stays on the device."""
 
 from __future__ import annotations
 

@@ -346,9 +346,9 @@ class UserTraining:
     def _set_up(
         self, make: Callable[[Parts], LayerStream], *, bare: bool = False, boundaries: str = "device"
     ) -> None:  # fmt: skip
-        """Place the layers, with their boundaries in the memory `boundaries`, and replace their forward(). If placing
-        fails, for example because the host's memory cannot be page-locked, restore the layers and unlock the memory, so
-        that the user may try a smaller training.
+        """Place the layers, with their boundaries in the memory `boundaries`, and replace the layers' forward(). If
+        placing fails, for example because the host's memory cannot be page-locked, restore the layers and unlock the
+        memory, so that the user may try a smaller training.
         """
         try:
             self._place(make, bare=bare)

@@ -123,7 +123,7 @@ class Folder:
 
     def saved_steps(self) -> list[int]:
         """Return the steps from which the job can continue, in order: the steps of complete checkpoints. If the script
-        saves its state by itself, return only the step that it saved last."""
+        saves its state by itself, return only the step that the script saved last."""
         saved = self.state["saved"]
         return complete_steps(self.checkpoints) if saved is None else [saved]
 

@@ -437,7 +437,7 @@ class Launcher:
         return TIMEOUT
 
     def _interrupted(self) -> int:
-        """Handle Ctrl-C or SIGTERM: let the ranks save a checkpoint, end them, and return the job's exit code."""
+        """Handle Ctrl-C or SIGTERM: let the ranks save a checkpoint, end the ranks, and return the job's exit code."""
         running = self.round
         if running and running.is_seated and running.failed_at is None:
             if running.asked_to_stop is None:

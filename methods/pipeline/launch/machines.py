@@ -1,5 +1,5 @@
 """Reads a list of machines, which may change during a job, and starts an agent on each machine: as a process on this
-machine, by ssh on another, by srun under Slurm. Does not import torch.
+machine, by ssh on another machine, by srun under Slurm. Does not import torch.
 
 The list has one address on each line; `#` begins a comment. An address on several lines stands for as many machines.
 """
@@ -87,9 +87,9 @@ def command(address: str) -> list[str]:
 
 
 class Remote:
-    """The launcher's connection to one agent, which it starts. `order`: the agent's first order. `log`: file for the
-    agent's errors. `told`: a queue that gets pairs of this connection and a report; a report of None says that the
-    agent has ended."""
+    """The launcher's connection to one agent, which the connection starts. `order`: the agent's first order. `log`:
+    file for the agent's errors. `told`: a queue that gets pairs of this connection and a report; a report of None says
+    that the agent has ended."""
 
     def __init__(self, line: MachineLine, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any]) -> None:
         self.line, self.log = line, log
