@@ -54,8 +54,8 @@ def interrupt_here() -> None:
 
 
 def ask(module: str, arguments: Any) -> Any:
-    """Run the module with these arguments and return its answer. Raises ValueError if the module prints no answer, or
-    if it fails; then the text has the last line of the module's error output."""
+    """Run the module with these arguments and return its answer. Raises ValueError if the module fails (the error's
+    text has the last line that the module wrote to standard error) or prints no answer."""
     code, output, errors = _run(module, arguments, subprocess.PIPE, subprocess.PIPE)
     if code:
         raise ValueError(f"{module} failed: {(errors.strip().splitlines() or ['no error output'])[-1]}")

@@ -24,7 +24,7 @@ def read_archive(path: Path, folder: str, manifest: str, endings: Collection[str
     """Return the contents of the files in a gzipped tar archive, by their paths below `folder`, its only top folder.
     The manifest is left out.
 
-    Raises ValueError, one line, unless the archive is whole, every file's name has one of these endings or .sha256, and
+    Raises ValueError, one line, unless the archive is whole, every file's name ends as `endings` say or in .sha256, and
     the file `manifest` lists exactly the other files with their SHA-256 hashes.
     """
     try:

@@ -3,7 +3,7 @@ longer than many runs.
 
 By default the server imports no training code. So a fork imports the files of this project and of the method as they
 are when the fork starts. Each calling process has one server. The server ends with its caller, even if the caller is
-killed; forks that run already go on. This file itself imports only the standard library.
+killed; its running forks go on. This file itself imports only the standard library.
 """
 
 from __future__ import annotations

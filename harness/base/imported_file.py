@@ -31,7 +31,7 @@ def imported(name: str, file: Path) -> Any:
 def guard(
     cls: type, passed: tuple[type[Exception], ...], returned: Mapping[str, type] | None = None, but: Sequence[str] = ()
 ) -> None:
-    """Replace each public function and property of a class by a Called, except those named in `but`. `passed`: types of
+    """Replace each public function and property of a class by a Called, except the names in `but`. `passed`: types of
     exceptions that go through unchanged. `returned`: the type that a function must return, by the function's name."""
     file = Path(sys.modules[cls.__module__].__file__ or "")
     for name, own in list(vars(cls).items()):

@@ -1,4 +1,4 @@
-"""Registries. A registry finds the entries of one kind, such as methods or machines, by name.
+"""Registries, each of which finds the entries of one kind, such as methods or machines, by name.
 
 A method, a case, a place, a file of machines or a file of claims is added by a new file; no list has to be changed. The
 project's own entries of a kind lie in one folder or file. A call may add entries by --methods, --cases, --machines or
@@ -43,7 +43,7 @@ class Registry:
 
 class FileRegistry(Registry, Generic[Name]):
     """A registry whose entries are Python files in folders. `package`: the package of the project's own entries.
-    `name_of` returns, for a file's name without .py, the entry's name, or None if the file is no entry."""
+    `name_of`: function that maps a file's name without .py to the entry's name, or to None if the file is no entry."""
 
     def __init__(self, kind: str, package: ModuleType, name_of: Callable[[str], Name | None]) -> None:
         super().__init__(kind, Path(package.__path__[0]))
@@ -66,8 +66,8 @@ class FileRegistry(Registry, Generic[Name]):
         return imported(name, file)
 
     def class_in(self, file: Path, base: type) -> Any:
-        """Return the subclass of `base` that the file defines. Return None if the file does not define exactly one, or
-        if this class lacks a function that `base` requires. Raises ValueError, one line, if the import fails."""
+        """Return the subclass of `base` that the file defines; None if the file does not define exactly one, or if this
+        subclass lacks a function that `base` requires. Raises ValueError, one line, if the import fails."""
         module = self.module(file)
         own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
         found = [item for item in own if issubclass(item, base)]

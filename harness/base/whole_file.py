@@ -18,8 +18,8 @@ UNFINISHED = ".unfinished"  # ending of a temporary file's name
 
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write the file `path`, or replace it in one moment: a reader sees the whole old file or the whole new one, even
-    if this process is killed. Raises ValueError if `path` is a folder, a link or a device, and OSError that names
-    `path` if it cannot be written."""
+    if this process is killed. Raises ValueError if `path` is a folder, a link or a device, and OSError, which
+    names `path`, if the file cannot be written."""
     check_replaceable(path)
     _remove_left(path.parent)
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}{UNFINISHED}")

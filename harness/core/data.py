@@ -1,5 +1,5 @@
-"""The token batches that every method trains on. They come from a synthetic seeded stream that a model can learn, or
-from a Megatron corpus.
+"""The token batches that every method trains on. The tokens come from a synthetic seeded stream that a model can learn,
+or from a Megatron corpus.
 
 Sample i depends only on the seed and i. So the batch of any step can be made again without the steps before it, and a
 larger batch contains the same samples in the same order.

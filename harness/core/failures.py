@@ -88,9 +88,9 @@ class Failure:
 def of_exception(error: BaseException, phase: str, memory: dict[str, int], folder: Path | None = None) -> Failure:
     """Classify an exception that training raised.
 
-    `memory`: bytes in use and bytes allowed when training ended, as budgets.lift() returns them; they are used where a
-    message names no sizes. `folder`: the folder of the method's file, or None; the reason of a crash names the line in
-    this folder that failed.
+    `memory`: bytes in use and bytes allowed when training ended, as budgets.lift() returns them; these sizes are used
+    if a message names none. `folder`: the folder of the method's file; the reason of a crash names the failing line in
+    this folder. None: the reason names no line.
     """
     kinds = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
     told = [(cause, kind) for cause, kind in kinds if kind is not None]
@@ -114,7 +114,7 @@ def _failure(kind: Kind, phase: str, text: str, /, **evidence: Any) -> Failure:
 
 
 def ended(status: str, name: str, reason: str, resource: str = "", **evidence: Any) -> Failure:
-    """Return a failure that is no lack of memory. `name` is the source of the evidence: evidence["class"]."""
+    """Return a failure whose cause is no lack of memory. `name`: the source of the evidence, as evidence["class"]."""
     return Failure(status, reason, {**evidence, "class": name, "resource": resource})
 
 

@@ -140,8 +140,8 @@ class HeadLoss(torch.autograd.Function):
 def cross_entropy(
     logits: Tensor, targets: Tensor, num_tokens: int, scale: float, bend: Bend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return these N tokens' part of the mean loss over `num_tokens`, in fp32, and the part's gradient times `scale`,
-    in the logits' dtype. The gradient overwrites logits that are fp32. logits: (N, V); targets: (N,)."""
+    """Return the part of these N tokens in the mean loss over `num_tokens` tokens, in fp32, and this part's gradient
+    times `scale`, in the logits' dtype. The gradient overwrites logits that are fp32. logits: (N, V); targets: (N,)."""
     dtype, wanted = logits.dtype, targets.unsqueeze(1)
     logits, slope = bend(logits) if bend else (logits, 1.0)
     logits = logits.float()
@@ -178,7 +178,7 @@ class GPT(nn.Module):
 
 
 def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
-    """Fill each tensor, in place, with the starting values that belong to its name. Threads fill several at once."""
+    """Fill each tensor in place with the starting values for its name. Threads fill several tensors at once."""
 
     def fill(pair: tuple[str, Tensor]) -> None:
         name, tensor = pair
@@ -212,7 +212,7 @@ def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
 
 
 def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> Iterator[Tensor]:
-    """Yield initial() of each name and shape, in order. While the caller uses one tensor, the cores draw the next."""
+    """Yield initial() of each name and shape, in order. While callers use one tensor, the cores draw the next ones."""
     cores = len(os.sched_getaffinity(0))
     ahead: deque[Future[Tensor]] = deque()
     with ThreadPoolExecutor(cores) as pool:

@@ -214,8 +214,8 @@ class HubParts:
 
 
 class StandIn(nn.Module):
-    """A module in the place of a layer. It appends the arguments that it gets beside its input to `heard`, and returns
-    its input."""
+    """A module that replaces a layer. It appends the arguments that it gets beside its input to `heard`, and returns
+    its input unchanged."""
 
     def __init__(self, layer: nn.Module, heard: list[dict[str, Any]]) -> None:
         super().__init__()

@@ -195,8 +195,8 @@ class Workload:
 
     @property
     def head_bytes(self) -> int:
-        """Most bytes that a micro-batch's loss and its gradients take at one time: a block of logits in fp32, its
-        gradient in the dtype of the weights, and, after the first block, the gradient of the head's matrix."""
+        """Most bytes that a micro-batch's loss and its gradients take at one time: a block of logits in fp32, the
+        block's gradient in the weights' dtype, and, after the first block, the gradient of the head's matrix."""
         size, tokens = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len
         first = min(tokens, max(1, NUM_LOGITS // self.vocab_size))  # tokens of the first block, which is the largest
         logits, later = first * self.vocab_size, min(first, tokens - first) * self.vocab_size

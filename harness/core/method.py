@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 class TensorState(NamedTuple):
     """A parameter after training: its weight in fp32 (the master weight, in mixed precision), and Adam's first and
-    second moment, all of one shape. The sign of the second moment is ignored."""
+    second moment, all three of the same shape. The sign of the second moment is ignored."""
 
     name: str
     weight: torch.Tensor
@@ -147,7 +147,7 @@ class Method(ABC):
         """Train with settled options on each (inputs, targets) batch, (B, T) token ids on the device.
 
         Yield each step before taking the next batch, because the step's time ends at the yield. Return when every
-        update is done. len(batches) may work, but need not. Raises Unavailable, or torch's OutOfMemoryError."""
+        update is done. `batches` may have no length. Raises Unavailable, or torch's OutOfMemoryError."""
 
     def missing(self, device: str) -> str | None:
         """Describe what the method lacks on this device, and how to get it; None if the method lacks nothing."""

@@ -112,8 +112,8 @@ class Record:
         return self.status != "ok" or self.gate != Gate()
 
     def answers(self, job: Job) -> bool:
-        """True if this record makes a run of `job`, which has the same key, unnecessary. False if the job asks for a
-        trace or saved weights that the recorded run did not write."""
+        """True if this record, whose key is the key of `job`, makes a run of `job` unnecessary. False if the job asks
+        for a trace or saved weights that the recorded run did not write."""
         asked = ((job.trace, self.job.trace), (job.save, self.job.save))
         return all(path is None or (path == own and Path(path).exists()) for path, own in asked)
 
@@ -315,8 +315,8 @@ def _age(record: Record, now: float) -> float:
 
 def new_stem(folder: Path, job: Job) -> Path:
     """Reserve a file name of the published pattern by creating an empty .txt log; return its path without .txt. The
-    name contains the second: if a name is taken, the next second is tried. The part ws is the option window_size, or
-    0."""
+    name contains the Unix time: if a name is taken, the next second is tried. The part ws is the option window_size; 0
+    if there is none."""
     now = int(time.time())
     for second in range(now, now + 1000):
         # A suffix is appended as text: with_suffix() would cut the name at the dot before the seconds.

@@ -152,9 +152,9 @@ def wall_bytes(job: Job) -> int | None:
 
 
 def _limit_data(job: Job) -> str:
-    """Set RLIMIT_DATA so that this process may map more bytes: its host budget minus its resident bytes. Present
-    mappings that were never touched take no memory, so they do not count against the budget. Return text that names
-    the limit, or tells why there is no limit."""
+    """Set RLIMIT_DATA so that this process may map only this many more bytes: its host budget minus its resident bytes.
+    Present mappings that were never touched take no memory, so they do not count against the budget. Return text that
+    names the limit, or tells why there is no limit."""
     sizes, budget = process_bytes(), job.budget.host_bytes or 0
     try:
         limit = sizes["VmData"] + max(0, budget - sizes["RssAnon"])
@@ -246,7 +246,7 @@ def process_bytes(pid: int | None = None) -> dict[str, int]:
 
 def main() -> None:
     """Entry point for child_process.ask(): read a device's name, and print the anonymous memory of this process in
-    bytes. An optimizer is made first, because the first optimizer of a process imports half as much as torch."""
+    bytes. An optimizer is made first, because a process's first optimizer imports modules half as large as torch."""
     import torch
 
     torch.optim.AdamW([torch.zeros(1, device=json.load(sys.stdin))], fused=True)

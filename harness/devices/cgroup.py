@@ -110,7 +110,7 @@ def make(limit_bytes: int) -> Group | None:
 
 def oom_kills(counts: Path = Path("/proc/vmstat")) -> int:
     """Return the number of processes that the kernel killed for lack of memory; 0 if the kernel does not count.
-    `counts`: the file with the count, by default the count of the whole machine."""
+    `counts`: the file with the count; by default the count is the whole machine's."""
     lines = _read(counts).splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 

@@ -61,7 +61,7 @@ def facts() -> dict[str, Any]:
 
 def affinity() -> dict[str, str]:
     """Return the numbers of the cores that this process may use, as {"affinity": "0,2-3"}; empty if it may use all
-    cores. Results depend on them: two cores may share a physical core, and some cores may be slower than others."""
+    cores. Times depend on which cores: two may share a physical core, and some cores may be slower than others."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if not cores or len(cores) == os.cpu_count():
         return {}
@@ -85,7 +85,7 @@ def software() -> dict[str, Any]:
 
 
 def checked() -> dict[str, str]:
-    """Return the facts that must be equal for two measurements to be comparable. They are part of a job's key."""
+    """Return the facts that must be equal for two measurements to be comparable. A job's key contains these facts."""
     names = ("cpu", "cores", "gpu")
     found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
     found["python"] = software()["python"].rpartition(".")[0]
@@ -163,8 +163,8 @@ def has_bf16() -> bool:
 
 
 def allocator_settings() -> str:
-    """Return, as text, the environment variables that configure torch's caching allocator, under the new and the old
-    name; empty if neither is set."""
+    """Return, as text, the environment variable that configures torch's caching allocator, under its new and its old
+    name; empty if neither name is set."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
 

@@ -217,8 +217,8 @@ def unlock(locked: list[torch.UntypedStorage], device: torch.device) -> None:
 
 
 def pages(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros in a host mapping of their own. So no two slabs share a page, which could be locked only once. The
-    mapping may have huge pages. A page takes memory when it is first touched."""
+    """Return zeros in a host mapping of their own, because slabs must not share a page: a page can be locked only once.
+    The mapping may have huge pages. A page takes memory when it is first touched."""
     mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the kernel may have no huge pages

@@ -1,5 +1,5 @@
 """Refuses TF32 in runs of fp32. TF32 rounds the factors of products to 10 bits of fraction and is several times as
-fast, so such a run would not be comparable."""
+fast, so runs with TF32 and runs without it cannot be compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
 def asked() -> list[str]:
-    """Return the settings by which this process computes matrix products on a GPU in TF32; empty: it does not."""
+    """Return the settings that make this process compute matrix products on a GPU in TF32; empty if there are none."""
     import torch
 
     found = [f"{name}=1" for name in VARIABLES if os.environ.get(name) == "1"]

@@ -20,7 +20,7 @@ def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
     """Run perform() on this node; return the stem of the node's record. At Slurm's SIGTERM the worker may still finish
     its record.
 
-    Raises RuntimeError if the job has several nodes and failed on this node, so that srun ends it on the other nodes.
+    If the job has several nodes and failed on this node, raises RuntimeError, so that srun ends the job on all nodes.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine.facts.cache_clear()
