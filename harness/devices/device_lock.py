@@ -74,8 +74,8 @@ def folder() -> Path:
 @contextlib.contextmanager
 def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: float = 0.0) -> Iterator[Turn]:
     """Hold the locks of the job's devices within this context; wait until the devices are free. A call that waits calls
-    `report` with an event that names the processes that hold the device. `foreseen_seconds`: how long this run is expected
-    to take; other calls show this time while they wait.
+    `report` with an event that names the processes that hold the device. `foreseen_seconds`: how long this run is
+    expected to take; other calls show this time while they wait.
 
     A timed run holds its devices alone. An untimed run shares its devices, with two exceptions. It holds a GPU alone,
     because processes cannot divide the GPU's memory. It holds a device alone if another user owns the device's list of
