@@ -115,10 +115,10 @@ def test_speculation_hides_a_slow_hosts_updates_behind_the_backward_pass_too() -
     """Nothing is clipped here. Ahead of the norm an update moves 56 bytes a parameter, 16 more, from state to state."""
     slow, workload = machine(transfer_seconds=0.25, update_seconds=2.0), dataclasses.replace(WORKLOAD, clip_norm=1e3)
     deferred, ahead = (
-        virtual_run(create("stronghold", {"window_size": 3, "clipping": clipping}), workload, slow, STEPS).step_seconds
+        virtual_run(create("stronghold", {"window_size": 3, "clipping": clipping}), workload, slow, STEPS)
         for clipping in ("deferred", "speculate")
     )
-    assert ahead < 0.9 * deferred
+    assert ahead.last_step_seconds < 0.9 * deferred.last_step_seconds  # the first step waits for its norm
 
 
 def test_l2l_moves_every_layer_in_twice_and_home_once() -> None:
