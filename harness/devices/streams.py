@@ -171,7 +171,7 @@ class Device:
             return self._pages(numel, dtype)
 
     def _pages(self, numel: int, dtype: torch.dtype) -> Tensor:
-        slab = pages(numel, dtype)
+        slab = pages(numel, dtype, is_inherited=self.name.type != "cuda")
         # All cores touch the new pages now; otherwise one core would touch all of them in the first step.
         whole = slab.view(torch.uint8).numpy()
         with ThreadPoolExecutor() as pool:
@@ -216,13 +216,17 @@ def unlock(locked: list[torch.UntypedStorage], device: torch.device) -> None:
         torch.cuda.cudart().cudaHostUnregister(locked.pop().data_ptr())
 
 
-def pages(numel: int, dtype: torch.dtype) -> Tensor:
+def pages(numel: int, dtype: torch.dtype, *, is_inherited: bool = True) -> Tensor:
     """Return zeros in a host mapping of their own, because slabs must not share a page: a page can be locked only once.
-    The mapping may have huge pages. A page takes memory when it is first touched."""
+    The mapping may have huge pages. A page takes memory when it is first touched.
+    `is_inherited`: False: forked children lack the mapping. A fork would copy page-locked pages, or part this process's
+    writes from the pages that a GPU reads."""
     mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the kernel may have no huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
+    if not is_inherited:
+        mapped.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(mapped, dtype=dtype)
 
 

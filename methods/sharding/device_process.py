@@ -139,10 +139,17 @@ def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any], s
     device = Device(name)
     if device.name.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share)
-        homes = (slab.untyped_storage() for shards in models for shard in shards for slab in shard.slabs.values())
-        for home in {home.data_ptr(): home for home in homes}.values():  # once for each storage: slabs share storages
-            device.page_lock(home)
+    lock_homes(device, models)
     return Worker(device, models, **options)
+
+
+def lock_homes(device: Device, models: list[list[Shard]]) -> None:
+    """Page-lock the models' homes, which processes share, so that a GPU's copies run beside this process."""
+    if device.name.type != "cuda":
+        return
+    homes = (slab.untyped_storage() for shards in models for shard in shards for slab in shard.slabs.values())
+    for home in {home.data_ptr(): home for home in homes}.values():  # once for each storage: slabs share storages
+        device.page_lock(home)
 
 
 def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:

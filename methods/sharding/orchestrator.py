@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from harness.core.job import gib
 from harness.devices.streams import Device
-from methods.sharding.device_process import Here, start_processes
+from methods.sharding.device_process import Here, lock_homes, start_processes
 from methods.sharding.device_worker import Worker
 from methods.sharding.dispatch import Dispatcher, Turned
 from methods.sharding.partition import longest_runs, run_sizes
@@ -276,6 +276,7 @@ class ModelOrchestrator:
         with ExitStack() as stack:
             if len(self.devices) == 1:
                 device = stack.enter_context(Device(self.devices[0]))
+                lock_homes(device, self.models)
                 devices: list[Any] = [Here(Worker(device, self.models, **self.options))]
             else:
                 devices = start_processes(self.devices, self.models, self.options, stack)

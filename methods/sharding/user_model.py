@@ -69,7 +69,9 @@ def named_layers(task: Any) -> list[NamedLayer]:
         }
         module, prefix = copy.deepcopy(layer, empty), ""
         if index == len(task.layers) - 1:
-            module, prefix = WithLoss(module, task.criterion), "layer."
+            own_loss = task.criterion  # a module's buffers go to the device, and a rehearsal replaces them: copy it
+            own_loss = copy.deepcopy(own_loss) if isinstance(own_loss, nn.Module) else own_loss
+            module, prefix = WithLoss(module, own_loss), "layer."
         found.append(NamedLayer(module, {prefix + local: names[id(p)] for local, p in own.items()}))
     return found
 

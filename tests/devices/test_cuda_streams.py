@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +143,17 @@ def test_streams_of_another_device_are_found(cuda: FakeCuda, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     trained(cuda, "stronghold", tiny(num_layers=4), placement="W4", window_size=2)
     assert any("on device 1 while stream" in broken for broken in cuda.broken)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="needs Linux")
+@pytest.mark.parametrize(("name", "is_inherited"), [("cuda", False), ("cpu", True)])
+def test_a_forked_child_lacks_the_memory_that_a_gpu_reads(running: FakeCuda, name: str, is_inherited: bool) -> None:
+    with Device(name, 1) as device:
+        slab = device.room(2**20, torch.float32, host=True)
+        mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
+        start = f"{slab.data_ptr() & -4096:x}-"
+        (flags,) = (after.splitlines()[0].split() for at, after in pairwise(mappings) if f"\n{start}" in at)
+        assert ("dc" not in flags) == is_inherited
 
 
 def test_memory_that_is_not_page_locked_is_found(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

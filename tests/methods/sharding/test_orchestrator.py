@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from harness.base.checkout import ROOT
 from methods.hydra import ModelOrchestrator, ModelTask
+from tests.support.fake_cuda import FakeCuda
 
 NUM_BATCHES = 3
 LOSSES = r"(\w+): loss ([\d.]+) at first, ([\d.]+) after"
@@ -408,3 +409,26 @@ def test_a_gpus_random_state_is_made_without_a_context() -> None:
     on_cpu, on_gpu = orchestrator._random(258)
     assert torch.equal(on_cpu, torch.Generator().manual_seed(258).get_state())
     assert bytes(on_gpu.tolist()) == bytes([2, 1, *[0] * 14])
+
+
+def test_a_criterion_with_a_buffer_keeps_its_values() -> None:
+    weight = torch.tensor([0.2, 0.3, 0.5])
+    criterion = nn.CrossEntropyLoss(weight=weight.clone())
+    task = ModelTask("perceptron", made("perceptron"), criterion, MODELS["perceptron"][2], 0.05)
+    report = ModelOrchestrator([task], device_memory=2**20).train_models()
+    assert report.failures == {} and len(task.losses) == NUM_BATCHES
+    assert torch.equal(criterion.weight, weight)  # type: ignore[arg-type]
+
+
+def test_the_homes_of_one_gpu_s_models_are_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, locked = FakeCuda(1).install(monkeypatch), list[int]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    orchestrator = ModelOrchestrator(tasks(["single"]), ["cuda:0"])
+    with cuda.running():
+        register = cuda.register
+        cuda.register = lambda *given: locked.append(given[1]) or register(*given)  # type: ignore[method-assign]
+        cuda.install(monkeypatch)
+        orchestrator.train_models()
+    homes = {slab.untyped_storage().data_ptr(): slab.untyped_storage().nbytes()
+             for shards in orchestrator.models for shard in shards for slab in shard.slabs.values()}  # fmt: skip
+    assert sorted(locked) == sorted(homes.values())
