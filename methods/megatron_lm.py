@@ -94,7 +94,7 @@ class MegatronLM(Method):
         stepped = -(-params // num_pipelines) if self.distributed_optimizer else params
         main = 0 if size == 4 else 4  # fp32 main weights
         optimizer, activations = (8 + main) * stepped, self._activation_bytes(part, stage)
-        if 4 * stepped > activations:  # torch's AdamW updates all tensors at once and makes fp32 copies of all
+        if 4 * stepped > activations:  # torch's AdamW makes fp32 copies of all tensors, when activations are freed
             optimizer, activations = optimizer + 4 * stepped, 0
         states = {"weights": size * params, "gradients": 4 * params, "optimizer": optimizer}  # fp32 sums of gradients
         return {**states, "activations": activations}

@@ -64,9 +64,12 @@ def sweep(**words: Any) -> None:
 
 @click.command(cls=WithMethods)
 @job_options
-@click.option("--exact", is_flag=True, help="Add the exact device peak, from a rehearsal on tensors without memory.")
+@click.option(
+    "--exact", is_flag=True,
+    help="Also show the exact peak of device memory, by rehearsing the training on tensors without memory.",
+)  # fmt: skip
 def plan(exact: bool, **words: Any) -> None:
-    """Show what each method needs, and the largest depth that should fit. It trains and allocates nothing."""
+    """Show what each method needs, and the largest depth that should fit. It neither trains nor allocates."""
     from harness.forecast import plan_table, published_laws
 
     folders, name = _folders(words), words["machine_name"]

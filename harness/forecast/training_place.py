@@ -33,8 +33,8 @@ class TrainingPlace:
     entry: Machine | None = None
 
     def room_for(self, workload: Workload, num_ranks: int = 1) -> Room:
-        """Return the memories that the plan of one rank may fill, if `num_ranks` ranks are on one host. If neither the
-        call nor the entry gives the host memory, ASSUMED_HOST_BYTES is taken."""
+        """Return the memories that one rank's plan may fill, if `num_ranks` ranks share a host. For another machine
+        whose host memory neither the call nor the entry states, the plan takes ASSUMED_HOST_BYTES."""
         asked, entry = self.asked, self.entry
         if self.name is None:
             room = machine.room(asked, self.device, workload, num_ranks)

@@ -65,7 +65,7 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
 
 
 def known_words(records: Iterable[Record]) -> set[str]:
-    """Return the words that have a meaning in records. These words are not removed, even if a host or a user has such a
+    """Return the words that have a meaning in records. Redaction keeps these words, even if a host or a user has such a
     name."""
     machines = named_machines.names()
     found = {*STATUSES, *VERDICTS, *method.names(), *PACKAGES, *scaled.NAMES, *machines}

@@ -313,8 +313,8 @@ def key_of(unit: Unit) -> tuple[int, int, int | None]:
 
 
 def differentiate(roots: Sequence[Any], dy: Tensors) -> None:
-    """Run the backward pass from `roots`, tensors or edges of a graph, with their gradients in `dy`. Roots and
-    gradients that are None are left out."""
+    """Run the backward pass from `roots`, tensors or edges of a graph, with their gradients in `dy`. A pair whose
+    root or gradient is None is left out."""
     pairs = [(root, grad) for root, grad in zip(roots, dy, strict=True) if root is not None and grad is not None]
     if pairs:
         torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])

@@ -64,7 +64,8 @@ class PlacementChoice:
         return with_homes(self._at_homes, self.room, self.ends, self.activations, ends_may_move=ends_may_move)
 
     def _at_homes(self, ends: str | None, activations: str | None) -> Plan:
-        """Return the plan with ends and boundaries at these homes; None: the device."""
+        """Return the plan whose ends lie in the memory `ends`, and whose boundaries wait in the memory `activations`.
+        None: the device's."""
         at = replace(self, ends=ends, activations=activations)
         plan = at._fastest() or at._most_resident()
         if self.room.rates is None or isinstance(self.workload, UserSizes):

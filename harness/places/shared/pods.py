@@ -39,9 +39,9 @@ class PodState(NamedTuple):
     cannot start, if it did."""
 
     name: str
-    number: int  # number of the pod's node in the job, from 0
+    number: int  # the pod's completion index: its number among the job's nodes, from 0
     phase: str  # Pending, Running, Succeeded or Failed
-    node: str = ""
+    node: str = ""  # name of the machine that runs the pod; empty: none yet
     reason: str = ""
     message: str = ""
     exit_code: int = 0
