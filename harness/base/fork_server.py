@@ -31,6 +31,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 IMPORTS = ("torch", "torch._dynamo", "pydantic.dataclasses", "pydantic.type_adapter")
 MASKED = (signal.SIGINT, signal.SIGTERM)  # signals that a fork blocks until it has set a new process's handlers
 MESSAGE_BYTES, MOST_DESCRIPTORS = 2**20, 16
+END = b"end "  # begins the message of a fork's exit code; the message before it is the fork's process number
 LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 START_SECONDS = 120.0  # most seconds to wait until a fork starts; the import of torch takes 2 s on an idle core
 
@@ -54,13 +55,13 @@ class Forked:
         self.returncode: int | None = None
 
     def started(self) -> Forked:
-        """Wait until the process is forked, and set its number `pid`. Raises OSError if the server ends
+        """Wait until the process is forked, and set its number `pid`. Raises OSError if the server or the fork ends
         first, or if START_SECONDS pass."""
         if not self.pid:
             self._control.settimeout(START_SECONDS)
             try:
-                if not (told := self._control.recv(MESSAGE_BYTES)):
-                    raise ConnectionError("the process that forks others has ended")
+                if not (told := self._control.recv(MESSAGE_BYTES)) or told.startswith(END):
+                    raise ConnectionError("the process that forks others has ended, or its fork before it could start")
             except OSError:
                 self.stdin.close()
                 self._control.close()
@@ -77,7 +78,7 @@ class Forked:
     def wait(self) -> int:
         if self.returncode is None:
             told = self.started()._control.recv(MESSAGE_BYTES)
-            self.returncode = int(told) if told else -signal.SIGKILL  # empty: the server was killed
+            self.returncode = int(told.removeprefix(END)) if told else -signal.SIGKILL  # empty: the server was killed
             self._control.close()
         return self.returncode
 
@@ -202,7 +203,7 @@ class Forks:
         pid, asked = self.running.pop(end)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(OSError), asked:  # the caller may be gone
-            asked.send(str(code).encode())
+            asked.send(END + str(code).encode())
 
     def _forget(self) -> None:
         """Close the server's descriptors in this process, which is a new fork."""

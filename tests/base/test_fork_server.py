@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -162,3 +164,22 @@ time.sleep(600)
     caller.send_signal(signal.SIGKILL)
     caller.wait()
     process.wait(60)
+
+
+def test_a_fork_that_is_killed_before_it_starts_has_no_number(environment: dict[str, str]) -> None:
+    """Its end must not be taken for its number, to which a signal would be sent."""
+    reader, writer = os.pipe()
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork()
+    if not child:
+        signal.pause()
+    forks_of = fork_server.Forks(socket.socketpair()[0])
+    end = os.pidfd_open(child)
+    forks_of.running[end] = child, theirs
+    forks_of.waiting.register(end, selectors.EVENT_READ)
+    os.kill(child, signal.SIGKILL)
+    forks_of.waiting.select()
+    forks_of._ended(end)
+    os.close(reader)
+    with control, open(writer, "w") as stdin, pytest.raises(ConnectionError):
+        fork_server.Forked(stdin, control).started()
