@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -145,7 +144,6 @@ def test_streams_of_another_device_are_found(cuda: FakeCuda, monkeypatch: pytest
     assert any("on device 1 while stream" in broken for broken in cuda.broken)
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="needs Linux")
 @pytest.mark.parametrize(("name", "is_inherited"), [("cuda", False), ("cpu", True)])
 def test_a_forked_child_lacks_the_memory_that_a_gpu_reads(running: FakeCuda, name: str, is_inherited: bool) -> None:
     with Device(name, 1) as device:

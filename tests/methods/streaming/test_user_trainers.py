@@ -164,6 +164,16 @@ def test_evaluation_between_steps_changes_no_bit(trainer: str) -> None:
     assert losses == oracle("llama").losses[:4]
 
 
+def take_step(trainer: Any, model: torch.nn.Module, optimizer: Any) -> None:
+    """By the trainer or, without one, by plain PyTorch, clipped at a norm of 1."""
+    if trainer:
+        trainer.step()
+        return
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("trainer", ["l2l", "default", "boundaries"])
 def test_autocast_computes_in_bf16_on_fp32_weights(trainer: str) -> None:
     def course(recomputes: bool) -> list[float]:
@@ -179,12 +189,7 @@ def test_autocast_computes_in_bf16_on_fp32_weights(trainer: str) -> None:
                 loss = model(*batch)
             loss.backward()
             losses.append(float(loss.detach()))
-            if trainer_:
-                trainer_.step()
-            else:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+            take_step(trainer_, model, optimizer)
         if trainer_:
             trainer_.close()
         return losses
@@ -199,12 +204,7 @@ def losses_of_growing_batches(trainer: Any, model: Any, optimizer: Any, device: 
         loss = model(tokens[:, :length], targets[:, :length])
         loss.backward()
         losses.append(float(loss.detach()))
-        if trainer:
-            trainer.step()
-        else:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(trainer, model, optimizer)
     return losses
 
 
