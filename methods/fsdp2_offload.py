@@ -61,7 +61,7 @@ class Fsdp2Offload(Method):
 
         from harness.core.gpt import DTYPES, adamw, initialize, initials
         from harness.core.model import whole
-        from harness.devices.exchange import leave_others
+        from harness.devices.exchange import leave_others, norm_over_ranks
         from harness.devices.streams import require_device
         from methods.offload.clip import clip_factor, global_norm, norms_of
         from methods.shared.loss_scale import LossScale
@@ -103,9 +103,7 @@ class Fsdp2Offload(Method):
                 # more than the gate allows.
                 norm = global_norm(norms_of(grads, in_blocks=on_gpu))
                 if num_ranks > 1:
-                    square = norm.square()
-                    dist.all_reduce(square)
-                    norm = square.sqrt()
+                    norm = norm_over_ranks(norm)
                 if workload.clip_norm:
                     torch._foreach_mul_(grads, clip_factor(norm, workload.clip_norm))
                 for group in optimizer.param_groups:

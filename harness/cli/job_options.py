@@ -71,10 +71,7 @@ size_options = options.together(
 
 
 def _methods(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return completions of a method's name at a shell's Tab. If `incomplete` is a list (a,b), its last name is
-    completed."""
-    before = incomplete[: incomplete.rfind(",") + 1]
-    return [before + name for name in method.names() if name.startswith(incomplete.removeprefix(before))]
+    return options.completed(method.names(), incomplete)
 
 
 job_options = options.together(

@@ -7,6 +7,7 @@ import importlib
 import math
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +194,13 @@ def leave_out_given(context: click.Context) -> None:
 
 
 def _models(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return completions of a model's name at a shell's Tab. If `incomplete` is a list (a,b), its last name is
-    completed."""
+    return completed(named_models.names(), incomplete)
+
+
+def completed(names: Iterable[str], incomplete: str) -> list[str]:
+    """Return completions of a name at a shell's Tab. If `incomplete` is a list (a,b), its last name is completed."""
     before = incomplete[: incomplete.rfind(",") + 1]
-    return [before + name for name in named_models.names() if name.startswith(incomplete.removeprefix(before))]
+    return [before + name for name in names if name.startswith(incomplete.removeprefix(before))]
 
 
 def _take_number(context: click.Context, param: click.Parameter, num_params: float | None) -> None:

@@ -76,11 +76,7 @@ class Ranks:
 
     def norm(self, own: Tensor) -> Tensor:
         """Return the norm of the tensors of all ranks together. `own`: the norm of this rank's tensors."""
-        if not self.is_joined:
-            return own
-        square = own.square()
-        self.sum(square)
-        return square.sqrt_()
+        return norm_over_ranks(own) if self.is_joined else own
 
     def gathered(self, part: Tensor) -> Tensor:
         """Return a new slab with the parts of all ranks. Only the thread that computes may call this."""
@@ -100,6 +96,13 @@ class Ranks:
         if self.is_joined:
             self.is_joined = False
             leave_others()
+
+
+def norm_over_ranks(own: Tensor) -> Tensor:
+    """Return the norm of the tensors of all ranks together. `own`: the norm of this rank's tensors."""
+    square = own.square()
+    dist.all_reduce(square)
+    return square.sqrt_()
 
 
 def join_alone(device: str) -> None:

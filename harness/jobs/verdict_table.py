@@ -28,12 +28,13 @@ def columns(asked: Sequence[Job]) -> dict[Workload, str] | None:
 
 def rows(asked: Sequence[Job], outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Return the rows of the table, one for each method with its options as asked: a title, and the verdict on each
-    model."""
-    found: dict[str, list[str]] = {}
+    model in the order of columns(); "-" for a model that was not asked of this method with these options."""
+    found: dict[str, dict[Workload, str]] = {}
     for job, outcome in zip(asked, outcomes, strict=True):
         title = " ".join([job.method, *(f"{name}={value}" for name, value in job.options.items())])
-        found.setdefault(title, [title]).append(verdict(outcome))
-    return list(found.values())
+        found.setdefault(title, {})[job.workload] = verdict(outcome)
+    models = list(dict.fromkeys(job.workload for job in asked))
+    return [[title, *(cells.get(model, "-") for model in models)] for title, cells in found.items()]
 
 
 def verdict(outcome: Outcome) -> str:

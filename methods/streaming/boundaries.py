@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from harness.devices.streams import Device
 from methods.offload.transfer import copy
+from methods.shared.memory_needs import aligned
 from methods.streaming.placement import num_boundaries
 
 ALIGNED = 16  # each input begins in a slot at a multiple of this many bytes
@@ -40,7 +41,7 @@ class BoundarySlot:
         if self.copied is not None:
             self.device.compute.wait_event(self.copied)
         if len(self.slab) < num_bytes:
-            del self.slab  # free the old memory before the larger one is made
+            del self.slab  # frees the old memory first, unless another layer's inputs are in it
             self.slab = self.device.room(num_bytes, torch.uint8, host=False)
         return self.slab[:num_bytes]
 
@@ -66,7 +67,7 @@ class Boundary:
         kept."""
         if not torch.is_grad_enabled():
             return xs
-        sizes = (-(-each.nbytes // ALIGNED) * ALIGNED for x in xs for each in x if _travels(each))
+        sizes = (aligned(each.nbytes, ALIGNED) for x in xs for each in x if _travels(each))
         places = list(pairwise(accumulate(sizes, initial=0)))
         self.kept = room = self.slot.take(places[-1][1] if places else 0)
         parts = iter([room[start:end] for start, end in places])

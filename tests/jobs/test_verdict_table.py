@@ -29,6 +29,13 @@ def test_each_cell_tells_the_verdict_with_its_difference_or_how_the_run_ended() 
     ]  # fmt: skip
 
 
+def test_a_verdict_stands_below_its_model_where_options_follow_the_model() -> None:
+    jobs = [Job("stronghold", load, {"window_size": window}) for load, window in ((LLAMA, 2), (QWEN, 4))]
+    assert verdict_table.rows(jobs, ["refused", records.record(jobs[1])]) == [
+        ["stronghold window_size=2", "refused", "-"], ["stronghold window_size=4", "-", "exact"],
+    ]  # fmt: skip
+
+
 def test_columns_are_named_by_models_and_by_layers_where_a_model_has_several_numbers() -> None:
     gpt = Workload(num_layers=2)
 
