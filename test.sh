@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The tests; sets up .venv if needed, with the test extra. Three test processes: many tests wait, for a process that
 # starts, a time limit, a container or a cluster.
-#   ./test.sh [PYTEST'S ARGUMENTS]         all but the heavy tests: about 5 minutes; installs and starts nothing
-#   ./test.sh --all [PYTEST'S ARGUMENTS]   all of them: about 20 minutes
+#   ./test.sh [PYTEST'S ARGUMENTS]         all but the heavy tests: about 5 minutes if idle; installs nothing
+#   ./test.sh --all [PYTEST'S ARGUMENTS]   all of them: about 20 minutes if idle
 set -u
 if [ "${1:-}" = --all ]; then
     cat >&2 <<'END'

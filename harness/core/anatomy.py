@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -188,6 +189,8 @@ def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
     try:
         return read_json(file)
     except (OSError, ValueError):
+        if sys.stderr.isatty():  # a person waits
+            print("reading the model's tensors, FLOPs and memory off its config.json, once: seconds", file=sys.stderr)
         found = ask(module, asked)
     if not found.get("unlike"):
         with contextlib.suppress(OSError):  # if the file cannot be written, the next process sketches the model again
