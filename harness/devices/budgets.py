@@ -16,6 +16,7 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,14 +192,40 @@ def _cap_device(budget_bytes: int | None, num_ranks: int = 1) -> dict[str, str]:
         "device_context": f"{planned} bytes planned, {'not' if context is None else context} measured",
     }
     if budget_bytes is not None:
-        cap = cuda_budget.allocator_bytes(budget_bytes, planned)
-        _, total = torch.cuda.mem_get_info()
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
+        cap = cap_allocator(budget_bytes, planned)
         fills = cuda_budget.tensor_bytes(budget_bytes, planned)
         found["device"] = (
             f"cap of the caching allocator at {cap} bytes: the budget less the context; plans fill {fills}"
         )
     return found
+
+
+def cap_allocator(budget_bytes: int, context_bytes: int, index: int | None = None) -> int:
+    """Cap torch's caching allocator of this process on a GPU at the budget minus the context. Return the cap in bytes.
+    `index`: the GPU's number; None: the current GPU."""
+    import torch
+
+    cap = cuda_budget.allocator_bytes(budget_bytes, context_bytes)
+    _, total = torch.cuda.mem_get_info(index)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), index)
+    return cap
+
+
+@contextlib.contextmanager
+def capped(device: Any, budget_bytes: int | None) -> Iterator[None]:
+    """Within this context, this process may take `budget_bytes` of a GPU, which cover the GPU's context and the
+    allocator's reserve, too. `device`: a torch.device; if it is no GPU, or without a budget, there is no cap."""
+    import torch
+
+    if budget_bytes is None or device.type != "cuda":
+        yield
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    cap_allocator(budget_bytes, machine.context_bytes(), index)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
 def context_since(free_bytes: int | None) -> int | None:
@@ -225,6 +252,16 @@ def device_peaks(device: str) -> dict[str, int]:
         "device_allocated": torch.cuda.max_memory_allocated(),
         "device_reserved": torch.cuda.max_memory_reserved(),
     }
+
+
+def reset_peaks(device: str) -> None:
+    """Count device_peaks(), and how often a GPU's allocator emptied its cache, from now on."""
+    if device == "sim":
+        sim.started.reset_peaks()
+    elif device == "cuda":
+        torch: Any = sys.modules["torch"]
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
 
 
 def limit_of_the_call() -> str:

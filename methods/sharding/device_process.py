@@ -21,8 +21,8 @@ import torch.multiprocessing  # lets connections send tensors in shared memory
 
 from harness.base import fork_server
 from harness.base.child_process import child_environment
-from harness.devices import cuda_budget
-from harness.devices.budgets import device_peaks
+from harness.devices import cuda_budget, machine
+from harness.devices.budgets import cap_allocator, device_peaks
 from harness.devices.streams import Device
 from methods.sharding.device_worker import Worker
 from methods.sharding.shard import Shard, split
@@ -105,14 +105,15 @@ class Elsewhere:
 
 
 def start_processes(
-    names: Sequence[str], models: list[list[Shard]], options: dict[str, Any], stack: ExitStack, num_threads: int = 1
-) -> list[Any]:
+    names: Sequence[str], models: list[list[Shard]], options: dict[str, Any], stack: ExitStack, num_threads: int = 1,
+    device_memory: int | None = None,
+) -> list[Any]:  # fmt: skip
     """Start a process with a worker for each device in `names`, which are torch's names. The processes end when the
-    stack is closed. A process may take as much of its device's memory as shares() returns. `options`: arguments of
-    Worker.
+    stack is closed. A process may take `device_memory` bytes of its device or, if that is None, as much as shares()
+    returns. `options`: arguments of Worker.
     """
     devices = [
-        Elsewhere(make_worker, name, models, options, share, num_threads=num_threads)
+        Elsewhere(make_worker, name, models, options, share, device_memory, num_threads=num_threads)
         for name, share in zip(names, shares(names), strict=True)
     ]
     for device in devices:
@@ -135,10 +136,15 @@ def shares(names: Sequence[str]) -> list[float]:
     return [left if torch.device(name).index in (None, own) else whole for name in names]
 
 
-def make_worker(name: str, models: list[list[Shard]], options: dict[str, Any], share: float) -> Worker:
+def make_worker(
+    name: str, models: list[list[Shard]], options: dict[str, Any], share: float, device_memory: int | None = None
+) -> Worker:
     device = Device(name)
     if device.name.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(share)
+        if device_memory is None:
+            torch.cuda.set_per_process_memory_fraction(share)
+        else:
+            cap_allocator(device_memory, machine.context_bytes(), device.name.index)
     lock_homes(device, models)
     return Worker(device, models, **options)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.devices.budgets import reset_peaks
 from harness.devices.streams import Device
 from methods.offload.clip import clip_factor, global_norm, norms_of
 from methods.offload.transfer import copy_all, num_bytes
@@ -40,8 +41,8 @@ class Worker:
 
     def _fit(self, rehearses: bool) -> None:
         """Make new, empty slots if this is the first unit, if shards were halved, or if a rehearsal has ended. After a
-        rehearsal also set the count of moved bytes to 0. `rehearses`: True if the unit to run is part of a rehearsal.
-        """
+        rehearsal also count moved bytes anew and, on a GPU, memory peaks: the rehearsal may have tried larger shards.
+        `rehearses`: True if the unit to run is part of a rehearsal."""
         shards, is_over = self._shards(), self.rehearses and not rehearses
         if self.num_shards != len(shards) or is_over:
             self.device.synchronize()
@@ -53,6 +54,8 @@ class Worker:
             self.num_shards = len(shards)
         if is_over:
             self.device.moved_bytes = 0
+            if self.is_cuda:
+                reset_peaks("cuda")
         self.rehearses = rehearses
 
     def prefetch(self, unit: Unit) -> None:

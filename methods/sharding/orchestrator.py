@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.core.job import gib
+from harness.core.job import Budget, gib
+from harness.devices import cuda_budget, machine
+from harness.devices.budgets import capped
 from harness.devices.streams import Device
 from methods.sharding.device_process import Here, lock_homes, start_processes
 from methods.sharding.device_worker import Worker
@@ -132,7 +134,8 @@ class ModelOrchestrator:
 
     `devices`: torch's names, such as cuda:0. A device that is named twice gets two processes. None: all GPUs, or the
     CPU if there are none.
-    `device_memory`: bytes that training may take on each device; None: shards are cut no larger than the largest layer.
+    `device_memory`: bytes that training may take on each device, on a GPU with the context and the allocator's reserve
+    (harness/devices/cuda_budget.py); None: shards are cut no larger than the largest layer.
     `policy`: which waiting model a free device takes: the one with the longest remaining time (`lrtf`), with the
     shortest (`srtf`), the one that waits longest (`fifo`), or a random one (`random`).
     `double_buffer`: True: each device has a second slot, into which the next shard is prefetched.
@@ -244,7 +247,9 @@ class ModelOrchestrator:
             return runs(*(max(sum(sizes.values()) for sizes in layers) for layers in alone))
         names = [f"{task.name}: layer {index}" for task in self.tasks for index in range(len(task.layers))]
         least, name = max(zip((sum(sizes.values()) for layers in alone for sizes in layers), names, strict=True))
-        memory, together = self.device_memory, lambda room: runs(*[room] * len(self.tasks))
+        memory = machine.room(Budget(self.device_memory), "cuda" if self._on_gpu else "cpu").device_bytes
+        assert memory is not None
+        together = lambda room: runs(*[room] * len(self.tasks))  # noqa: E731
         peak, needs = self._foretold(together(least)), f"{name} needs {gib(least)} ({least} bytes) by itself"
         if peak is None:  # The peak is unknown, because the model's code does not run on tensors without memory.
             room = memory // self.num_slots
@@ -252,13 +257,18 @@ class ModelOrchestrator:
                 return together(room)
             raise ValueError(f"{needs}, got room for {gib(room)} in each of {self.num_slots} slots")
         if peak > memory:
+            smallest = cuda_budget.budget_bytes(peak, machine.context_bytes()) if self._on_gpu else peak
             raise ValueError(
                 f"{needs} in each of {self.num_slots} slots: with the tensors of a unit's computation, the smallest"
-                f" feasible device_memory is {peak} bytes ({gib(peak)}), not {memory}"
+                f" feasible device_memory is {smallest} bytes ({gib(smallest)}), not {self.device_memory}"
             )
         rooms = sorted({least, *(size for layers in alone for size in run_sizes(layers) if size > least)})
         exceeds = lambda room: (self._foretold(together(room)) or memory + 1) > memory  # noqa: E731
         return together(rooms[bisect_right(rooms, False, lo=1, key=exceeds) - 1])
+
+    @property
+    def _on_gpu(self) -> bool:
+        return any(name.startswith("cuda") for name in self.devices)
 
     def _foretold(self, lengths: list[list[int]]) -> int | None:
         batches = [task.first_batch() for task in self.tasks]
@@ -276,10 +286,13 @@ class ModelOrchestrator:
         with ExitStack() as stack:
             if len(self.devices) == 1:
                 device = stack.enter_context(Device(self.devices[0]))
+                stack.enter_context(capped(device.name, self.device_memory))
                 lock_homes(device, self.models)
                 devices: list[Any] = [Here(Worker(device, self.models, **self.options))]
             else:
-                devices = start_processes(self.devices, self.models, self.options, stack)
+                devices = start_processes(
+                    self.devices, self.models, self.options, stack, device_memory=self.device_memory
+                )
             splits: list[tuple[int, int]] = []
             if self.device_memory is not None and any(not name.startswith("cpu") for name in self.devices):
                 batches = [task.first_batch() for task in self.tasks]
@@ -315,7 +328,7 @@ class ModelOrchestrator:
         a CUDA context for this process, whose memory another process needs.
         """
         on_gpu = None
-        if any(name.startswith("cuda") for name in self.devices):
+        if self._on_gpu:
             on_gpu = torch.frombuffer(bytearray((seed % 2**64).to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
         return torch.Generator().manual_seed(seed).get_state(), on_gpu
 

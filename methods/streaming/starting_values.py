@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,7 @@ def draw(states: Sequence[LayerState], workload: Workload) -> None:
     if not any(state.is_shared for state in states):
         fill(states, partial(initialize, workload=workload))
         return
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(partial(LayerState.draw_part, workload=workload), states))
+    _each(states, partial(LayerState.draw_part, workload=workload))
 
 
 def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
@@ -33,16 +32,7 @@ def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str,
     here, on_disk = ([state for state in states if (state.shelf is None) is is_here] for is_here in (True, False))
     if here:
         initialize(pair for state in here for pair in state.to_draw(state.current))
-        device = here[0].device
-        pool = device.streams.pool(num_update_threads(device.name.type))
-
-        def keep(state: LayerState) -> None:
-            with device.streams.use(device.compute):  # the stream that has copied the drawn values
-                state.keep_drawn(state.current)
-
-        for kept in [pool.submit(keep, state) for state in here]:
-            kept.result()
-        pool.shutdown()
+        _each(here, lambda state: state.keep_drawn(state.current))
 
     def begin(state: LayerState, shelf: Shelf) -> Any:
         def work(kept: list[Tensor]) -> Future:
@@ -53,3 +43,17 @@ def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str,
 
     for visit in [begin(state, state.shelf) for state in on_disk if state.shelf]:
         visit.result()
+
+
+def _each(states: Sequence[LayerState], work: Callable[[LayerState], Any]) -> None:
+    """Call work(state) for each state, in threads, on the stream of the device's compute."""
+    device = states[0].device
+    pool = device.streams.pool(num_update_threads(device.name.type))
+
+    def on_compute(state: LayerState) -> None:
+        with device.streams.use(device.compute):
+            work(state)
+
+    for done in [pool.submit(on_compute, state) for state in states]:
+        done.result()
+    pool.shutdown()

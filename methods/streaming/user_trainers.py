@@ -17,13 +17,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.core.job import Plan, Room
+from harness.core.job import Budget, Plan
 from harness.core.method import Step, Unavailable
-from harness.devices import sim
+from harness.devices import machine
+from harness.devices.budgets import capped, device_peaks, reset_peaks
 from methods.offload import adamw_kernel
 from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
@@ -37,7 +39,7 @@ from methods.streaming.placement import CLIPPINGS, UserSizes, home_of_boundaries
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.update_rules import DEFERRED, UpdateRule, update_at_once
 from methods.streaming.user_model import give
-from methods.streaming.user_training import Parts, UserTraining
+from methods.streaming.user_training import Parts, UserTraining, default_device
 from methods.streaming.window import Window
 
 SMALL_BYTES = 512  # bytes that the device's allocator takes for a tensor of one number, such as a norm
@@ -190,14 +192,15 @@ class L2LTrainer(UserTraining):
 class StrongholdTrainer(UserTraining):
     """STRONGHOLD: layers slide through a window, or stay where a placement says (docs/methods-and-placements.md).
 
-    Takes L2LTrainer's arguments, and these. `device_memory`, `host_memory`: limits in bytes; None: no limit. Within
-    limits the trainer chooses the placement with the most resident layers; if no placement fits, it chooses host for
-    `activations` and tries again. `example`: a function that returns the loss of the largest batch; the trainer calls
-    this function in a trial pass for each choice of `activations` that it tries. `placement`, `window_size`: the
-    trainer takes these values and chooses nothing. If all these arguments are None, every layer is windowed.
-    `accumulates`: True: several backward passes sum their gradients before a step, so no update begins before step().
-    `clipping`: deferred or speculate; None: deferred if updates wait for the norm. `disk`: the folder for layers that a
-    placement puts on the disk; None: the system's temporary folder.
+    Takes L2LTrainer's arguments, and these. `device_memory`, `host_memory`: limits in bytes; None: no limit. On a GPU
+    `device_memory` covers the context and the allocator's reserve, too. Within limits the trainer chooses the placement
+    with the most resident layers; if no placement fits, it chooses host for `activations` and tries again. `example`: a
+    function that returns the loss of the largest batch; the trainer calls this function in a trial pass for each choice
+    of `activations` that it tries. `placement`, `window_size`: the trainer takes these values and chooses nothing. If
+    all these arguments are None, every layer is windowed. `accumulates`: True: several backward passes sum their
+    gradients before a step, so no update begins before step(). `clipping`: deferred or speculate; None: deferred if
+    updates wait for the norm. `disk`: the folder for layers that a placement puts on the disk; None: the system's
+    temporary folder.
     """
 
     def __init__(
@@ -222,12 +225,15 @@ class StrongholdTrainer(UserTraining):
                 " both"
             )
         if device_memory and example:
-            room, too_large = Room(device_memory, host_memory), Plan({"activations": device_memory + 1})
+            kind = torch.device(device or default_device()).type
+            room = machine.room(Budget(device_memory, host_memory), kind)
+            too_large = Plan({"activations": device_memory + 1})
 
             def plan_at(_: str | None, asked: str | None) -> Plan:
                 home = home_of_boundaries(asked)
                 try:
-                    sizes = measured(model, layers, optimizer, max_norm, device, example, home, accumulates=accumulates)
+                    words: dict[str, Any] = {"device_memory": device_memory, "accumulates": accumulates}
+                    sizes = measured(model, layers, optimizer, max_norm, device, example, home, **words)
                 except torch.OutOfMemoryError:
                     if home == "host" or activations:  # no other home is left to try
                         raise
@@ -244,6 +250,7 @@ class StrongholdTrainer(UserTraining):
             placement, window_size = plan.options["placement"], plan.options["window_size"]
             disk, home = plan.options.get("disk"), plan.options["activations"]
         super().__init__(model, layers, optimizer, max_norm, device, accumulates=accumulates)
+        self._undo.enter_context(capped(self.device, device_memory))
         clipping = (clipping or "deferred") if self.terms.waits_for_norm else None
         num_layers = len(layers)
         kinds = parse(placement or "W", num_layers)
@@ -259,7 +266,7 @@ class StrongholdTrainer(UserTraining):
 
 def measured(
     model: nn.Module, layers: list[nn.Module], optimizer: torch.optim.AdamW, max_norm: float | None,
-    device: str | None, example: Callable[[], Tensor], boundaries: str, *, accumulates: bool,
+    device: str | None, example: Callable[[], Tensor], boundaries: str, *, device_memory: int, accumulates: bool,
 ) -> UserSizes:  # fmt: skip
     """Return the model's sizes, measured in one forward and backward pass of the example, whose gradients are dropped.
     `boundaries`: the memory that keeps the layers' inputs meanwhile."""
@@ -270,10 +277,11 @@ def measured(
     trial._set_up(TrialStream, bare=True, boundaries=boundaries)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with trial, torch.random.fork_rng([torch.cuda.current_device()] if name == "cuda" else []):
-            reset_peak(name)
+        indices = [torch.cuda.current_device()] if name == "cuda" else []
+        with trial, capped(trial.device, device_memory), torch.random.fork_rng(indices, device_type="cuda"):
+            reset_peaks(name)
             trial.scale(example()).backward()
-            peak_bytes = read_peak(name)
+            peak_bytes = device_peaks(name)["device_allocated"]
     finally:
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -290,17 +298,6 @@ def measured(
     del trial, states
     gc.collect()  # frees the trial's memory before the training takes its own
     return sizes
-
-
-def reset_peak(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        sim.started.reset_peaks()
-
-
-def read_peak(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else sim.started.stats()["device_peak"]
 
 
 def build_kernel() -> None:

@@ -116,7 +116,7 @@ class UserTraining:
     ) -> None:  # fmt: skip
         if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ValueError(f"expected one process, got {num_ranks}; try to run the script without torchrun")
-        name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        name = device or default_device()
         self.user = UserModel(model, layers, optimizer)
         self.terms = Terms(self.user.dtype, float(max_norm or 0.0), accumulates=accumulates)
         self.gpu = Device(name, num_workers=num_update_threads(name))
@@ -395,6 +395,10 @@ class UserTraining:
             model.register_load_state_dict_post_hook(self._take_weights),
         ):
             self._undo.callback(hook.remove)
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _restore(module: nn.Module, before: Any) -> None:

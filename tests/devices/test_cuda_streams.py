@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.core.job import GIB, Budget, Job
-from harness.devices import tf32
+from harness.devices import cuda_budget, tf32
 from harness.devices.streams import Device, num_update_threads
 from harness.gate import inspect_training
 from harness.run import worker
@@ -46,8 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """Of 32 GiB, its memory by NVML and by torch.cuda."""
     found = FakeGpu(32 * GIB, 0, 0)
     found.install_nvml(monkeypatch)
-    for name, function in found.functions().items():
-        monkeypatch.setattr(torch.cuda, name, function)
+    found.install_functions(monkeypatch)
     return found
 
 
@@ -210,6 +209,19 @@ def test_a_process_for_a_gpu_locks_the_homes_that_it_shares_and_takes_the_share_
         made.device.__exit__(None)
     assert sum(map(len, (shard.slabs["weights"] for shard in models[0]))) < homes[0].nbytes()
     assert (cuda.current_device(), gpu.fraction) == (1, 0.25)
+
+
+def test_a_process_for_a_gpu_takes_the_memory_that_a_user_allows_it(gpu: FakeGpu, cuda: FakeCuda) -> None:
+    with cuda.running():
+        device_process.make_worker("cuda:1", [], {}, 0.75, 4 * GIB).device.__exit__(None)
+    assert gpu.cap_bytes == pytest.approx(4 * GIB - cuda_budget.CONTEXT_BYTES, abs=1)
+
+
+def test_how_often_a_rehearsal_emptied_the_allocator_s_cache_is_not_in_the_record(cuda: FakeCuda, gpu: FakeGpu) -> None:
+    """A rehearsal may have tried shards that do not fit."""
+    gpu.num_retries = 3
+    trained(cuda, "hydra", tiny(num_layers=2), shard_layers=1)
+    assert worker.memory_of_training("cuda")["num_alloc_retries"] == 0
 
 
 @pytest.mark.parametrize("waits", [True, False])

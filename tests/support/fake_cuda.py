@@ -194,6 +194,7 @@ class FakeCuda:
         for name, replacement in (
             ("set_device", self.set_device), ("current_device", self.current_device), ("cudart", lambda: runtime),
             ("synchronize", self.synchronize), ("Event", lambda **words: FakeEvent(self)),
+            ("reset_peak_memory_stats", lambda: None), ("reset_accumulated_memory_stats", lambda: None),
         ):  # fmt: skip
             patch.setattr(torch.cuda, name, replacement)
         patch.setattr(streams.CudaStreams, "stream", self.make_stream)

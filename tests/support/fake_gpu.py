@@ -46,16 +46,19 @@ class FakeGpu:
         self.reserved_bytes += 2 * MIB
         return Square()
 
-    def cap(self, fraction: float) -> None:
+    def cap(self, fraction: float, index: int | None = None) -> None:
         assert 0 <= fraction <= 1
         self.fraction = fraction
+
+    def forget_retries(self) -> None:
+        self.num_retries = 0
 
     @property
     def cap_bytes(self) -> float:
         assert self.fraction is not None, "no cap was set"
         return self.fraction * (self.total_bytes - self.driver_bytes)
 
-    def mem_get_info(self) -> tuple[int, int]:
+    def mem_get_info(self, index: int | None = None) -> tuple[int, int]:
         return self.memory_info(None).free, self.total_bytes - self.driver_bytes
 
     def install(self, patch: pytest.MonkeyPatch) -> FakeGpu:
@@ -75,6 +78,11 @@ class FakeGpu:
         patch.setattr(machine, "gpu", machine.gpu.__wrapped__)  # not the cached answer
         patch.setattr(machine, "facts", machine.facts.__wrapped__)
 
+    def install_functions(self, patch: pytest.MonkeyPatch) -> None:
+        """For torch.cuda, which stays the fake one of fake_cuda.py otherwise."""
+        for name, function in self.functions().items():
+            patch.setattr(sys.modules["torch"].cuda, name, function)
+
     def functions(self) -> dict[str, Any]:
         """Those of torch.cuda that tell of memory."""
         return {
@@ -83,6 +91,8 @@ class FakeGpu:
             "memory_reserved": lambda: self.reserved_bytes,
             "max_memory_reserved": lambda: self.reserved_bytes,
             "max_memory_allocated": lambda: self.reserved_bytes // 2,
+            "reset_peak_memory_stats": lambda: None,
+            "reset_accumulated_memory_stats": self.forget_retries,
             "memory_snapshot": lambda: [{"is_expandable": True}],
             "memory_stats": lambda: {"num_alloc_retries": self.num_retries},
             "set_per_process_memory_fraction": self.cap,

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from harness.base.checkout import ROOT
+from harness.core.job import GIB
+from harness.devices import cuda_budget
 from methods.hydra import ModelOrchestrator, ModelTask
 from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_gpu import FakeGpu
 
 NUM_BATCHES = 3
 LOSSES = r"(\w+): loss ([\d.]+) at first, ([\d.]+) after"
@@ -432,3 +435,32 @@ def test_the_homes_of_one_gpu_s_models_are_page_locked(monkeypatch: pytest.Monke
     homes = {slab.untyped_storage().data_ptr(): slab.untyped_storage().nbytes()
              for shards in orchestrator.models for shard in shards for slab in shard.slabs.values()}  # fmt: skip
     assert sorted(locked) == sorted(homes.values())
+
+
+def test_models_of_one_gpu_take_the_memory_that_is_allowed_while_they_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, gpu = FakeCuda(1).install(monkeypatch), FakeGpu(8 * GIB, 0, 0)
+    gpu.install_nvml(monkeypatch)
+    gpu.install_functions(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    caps = list[float]()
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, index: caps.append(share))
+    with cuda.running():
+        ModelOrchestrator(tasks(["single"]), ["cuda:0"], device_memory=2 * GIB).train_models()
+    assert caps == [pytest.approx((2 * GIB - cuda_budget.CONTEXT_BYTES) / (8 * GIB)), 1.0]
+
+
+def test_the_memory_of_a_gpu_that_a_refusal_names_is_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it covers the context and the reserve, too."""
+    FakeGpu(8 * GIB, 0, 0).install_nvml(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def cut(device_memory: int) -> None:
+        ModelOrchestrator(tasks(["single"]), ["cuda:0"], device_memory=device_memory).generate()
+
+    with pytest.raises(ValueError, match="smallest feasible device_memory") as refused:
+        cut(2000)
+    least = int(re.findall(r"device_memory is (\d+) bytes", str(refused.value))[0])
+    assert least > cuda_budget.CONTEXT_BYTES + cuda_budget.RESERVE_BYTES
+    cut(least)
+    with pytest.raises(ValueError, match="smallest feasible device_memory"):
+        cut(least - 2)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from harness.devices import sim
+from harness.core.job import GIB
+from harness.devices import cuda_budget, sim
 from harness.simulation.fake_streams import DEVICE, watching
 from methods.l2l import L2LTrainer
 from methods.stronghold import StrongholdTrainer
@@ -29,6 +30,7 @@ from tests.methods.streaming.user_models import (
     streamed,
 )  # fmt: skip
 from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_gpu import FakeGpu
 from tests.support.on_sim import call
 from tests.support.planting import planted
 from tests.support.races import NUM_WORKERS, Race, VectorClock
@@ -455,3 +457,33 @@ def test_starting_values_wait_for_the_stream_on_which_the_trainer_is_made(
         with StrongholdTrainer(model, model.layers, optimizer, device="cuda", placement="R2W"):
             pass
     assert [*cuda.broken] == []
+
+
+def test_a_trainer_holds_a_gpu_s_memory_limit_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit covers the context; a plan leaves the reserve free, too."""
+    cuda, gpu = FakeCuda(1).install(monkeypatch), FakeGpu(8 * GIB, 0, 0)
+    gpu.install_nvml(monkeypatch)
+    gpu.install_functions(monkeypatch)
+    gpu.reserved_bytes = 8 * 2**20
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: None)
+    model, caps = made("llama"), list[float]()
+    optimizer = optimizer_of(list(model.parameters()))
+
+    def example() -> Tensor:
+        caps.append(gpu.cap_bytes)
+        loss: Tensor = model(*batch)
+        return loss
+
+    with cuda.running():
+        ((batch,),) = batches(1, 1, "cuda")
+        words: dict[str, Any] = {"device": "cuda", "device_memory": 2 * GIB, "example": example}
+        with StrongholdTrainer(model, model.layers, optimizer, **words) as trainer:
+            assert trainer.placement == "R5"
+            caps.append(gpu.cap_bytes)
+        assert caps == [pytest.approx(2 * GIB - cuda_budget.CONTEXT_BYTES, abs=1)] * 2
+        assert gpu.fraction == 1.0
+        words["device_memory"] = cuda_budget.CONTEXT_BYTES + cuda_budget.RESERVE_BYTES
+        with pytest.raises(ValueError, match=r"needs .* of device memory"):
+            StrongholdTrainer(model, model.layers, optimizer, **words)
+    assert gpu.fraction == 1.0
