@@ -22,6 +22,9 @@ from harness.core.method import Unavailable
 
 TEXT_LENGTH = 200
 NEAR_THE_LIMIT = 0.95
+# A thread cannot start if its stack does not fit the host's budget, or if the system allows no further thread. The
+# budget was the reason if fewer bytes than these, which a thread takes by default, were left.
+NO_THREAD, THREAD_BYTES = "can't start new thread", 9 * 2**20
 
 
 class Kind(NamedTuple):
@@ -224,6 +227,9 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
                 # twentieth of the device's memory is free, pinned host memory has run out.
                 is_hosts = memory.get("device_free_bytes", 0) * 20 > memory.get("device_total_bytes", 2**63)
                 return Kind("oom-host", "pinned", "ambiguous") if kind.name == "ambiguous" and is_hosts else kind
+    left = memory.get("host_limit_bytes", 2**63) - memory.get("host_bytes", 0)
+    if NO_THREAD in text and left < THREAD_BYTES:
+        return Kind("oom-host", "host", "thread")
     if "OutOfMemoryError" in types:
         return Kind("oom-device", "device", "allocator")
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):

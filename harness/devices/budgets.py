@@ -16,6 +16,7 @@ import json
 import os
 import resource
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ MIB = 2**20
 BASELINES = ROOT / ".venv" / "baselines.json"  # file that caches baseline_bytes() by device, machine and packages
 PROCESSES = Path("/proc")
 LEAST_ROOM_BYTES = 64 * MIB
+STACK_BYTES = MIB  # of a thread of Python in a process with a host budget; the system's default is 8 MiB
 AGENT_BYTES = 256 * MIB  # bytes of the agent that starts several ranks; the memory group counts them, too
 # The memory group's limit is above the budget by WALL_BYTES and by WALL_SHARE of the budget, because page tables,
 # kernel stacks and code pages count in the group, too.
@@ -157,6 +159,7 @@ def _limit_data(job: Job) -> str:
     Present mappings that were never touched take no memory, so they do not count against the budget. Return text that
     names the limit, or tells why there is no limit."""
     sizes, budget = process_bytes(), job.budget.host_bytes or 0
+    threading.stack_size(STACK_BYTES)  # RLIMIT_DATA counts a thread's whole stack, which is hardly used
     try:
         limit = sizes["VmData"] + max(0, budget - sizes["RssAnon"])
         if job.device == "sim":

@@ -213,7 +213,8 @@ def unlock(locked: list[torch.UntypedStorage], device: torch.device) -> None:
     if locked:
         torch.cuda.synchronize(device)
     while locked:
-        torch.cuda.cudart().cudaHostUnregister(locked.pop().data_ptr())
+        memory = locked.pop()  # keeps the memory mapped until it is unlocked
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def pages(numel: int, dtype: torch.dtype, *, is_inherited: bool = True) -> Tensor:

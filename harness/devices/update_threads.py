@@ -48,12 +48,22 @@ class Workers:
         return update.done
 
     def shutdown(self, *, cancel_futures: bool = False) -> None:
+        """End the threads: after all updates, or with `cancel_futures` after the shares that threads have taken."""
+        if cancel_futures:
+            with self._lock:
+                self._waiting.clear()
         self._pool.shutdown(cancel_futures=cancel_futures)
 
     def _take(self) -> None:
+        while self._take_share():
+            pass
+
+    def _take_share(self) -> bool:
+        """Do the next share of an update. Return True if this thread must go on by itself, because the pool takes no
+        more work: the system has no further thread, or the pool ends."""
         with self._lock:
             if not self._waiting:
-                return
+                return False
             # If no gradient has landed yet, take the update that was requested first, whose gradient will land first.
             landed = (update for update in self._waiting if _may_begin(update.landed))
             update = next(landed, None) or min(self._waiting, key=lambda waiting: waiting.number)
@@ -64,9 +74,12 @@ class Workers:
             update.num_taken += share
             if update.num_taken == update.num_chunks:
                 self._waiting.remove(update)
-            is_more = bool(self._waiting)
+            is_more, goes_on = bool(self._waiting), False
         if is_more:
-            self._pool.submit(self._take)  # lets any thread take the next chunks
+            try:
+                self._pool.submit(self._take)  # lets any thread take the next chunks
+            except RuntimeError:
+                goes_on = True
         error: Exception | None = None
         try:
             update.work(first, first + share)
@@ -79,6 +92,7 @@ class Workers:
             update.done.set_exception(error)
         elif is_over:
             update.done.set_result(None)
+        return goes_on
 
 
 def _may_begin(landed: Any) -> bool:

@@ -15,7 +15,6 @@
 #include <map>
 #include <mutex>
 #include <system_error>
-#include <thread>
 
 #include <pthread.h>
 #include <signal.h>
@@ -136,6 +135,8 @@ struct Call {
     }
 };
 
+constexpr size_t STACK_BYTES = 1 << 19;  // of a thread: a limit on the process's memory counts the whole stack
+
 // Threads that live as long as the process: nobody needs to end them, and a call is over before its caller is.
 class Pool {
   public:
@@ -144,11 +145,15 @@ class Pool {
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
+        pthread_attr_t small;
+        pthread_attr_init(&small);
+        pthread_attr_setstacksize(&small, STACK_BYTES);
+        pthread_attr_setdetachstate(&small, PTHREAD_CREATE_DETACHED);
+        const auto serve = [](void* pool) -> void* { static_cast<Pool*>(pool)->serve(); return nullptr; };
         int started = 0;
-        try {
-            for (; started < num_threads; ++started) std::thread([this] { serve(); }).detach();
-        } catch (const std::system_error&) {
-        }
+        pthread_t thread;
+        while (started < num_threads && !pthread_create(&thread, &small, serve, this)) ++started;
+        pthread_attr_destroy(&small);
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
         if (!started) throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
     }

@@ -48,6 +48,7 @@ def sim(memory: str) -> str:
 NUMBERS = "step 1: asked for 1.0 MiB, 15.0 MiB of 16.0 MiB in use; "
 # Shared memory is no data of the process: RLIMIT_DATA does not see it, the wall does.
 FILL = "[pages.write(bytes(2**20)) for pages in [mmap.mmap(-1, 2**30)] for _ in range(1024)]"
+THREADS = "import threading\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
 LOADER = """
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 2
@@ -82,6 +83,9 @@ ROWS = (
         "of 320.0 MiB in use", 320),
     Fate("rlimit-python", "kept = []\nwhile True: kept.append(bytearray(2**20))", "oom-host", "rlimit", "host",
         "of 320.0 MiB in use", 320),
+    Fate("rlimit-threads", THREADS, "oom-host", "rlimit", "host", "of 320.0 MiB in use", 320),
+    Fate("no-threads", "raise RuntimeError(\"can't start new thread\")", "crash", "exception", "",
+        "can't start new thread at step 1"),
     Fate("kernel-kill", FILL, "oom-host", "kernel-kill", "host", "of 320.0 MiB in use", 320),
     Fate("loader-kernel-kill", LOADER.format(FILL), "oom-host", "kernel-kill", "host", "a process of this run", 320),
     Fate("loader-killed", LOADER.format(KILLED_CHILD), "crash", "exception", "", "DataLoader worker"),
@@ -121,7 +125,7 @@ HEAVY = set(
 # Ends that the worker names alone: without the start of its process. The others are of a real one and its parent.
 BY_EXCEPTION = set(
     "device host-account pinned torch-absurd numpy python wrapped wrapped-from wrapped-from-none disk import"
-    " unavailable import-handled numeric error".split()
+    " unavailable import-handled numeric error no-threads".split()
 )
 
 

@@ -236,6 +236,23 @@ def test_page_locked_memory_given_back_in_use_is_found(
     assert bool(running.broken) is not waits
 
 
+def test_memory_is_mapped_until_it_is_unlocked(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver keeps pages that are unmapped first, and cannot lock their addresses again."""
+    mapped, unregister = [], cuda.unregister
+
+    def noted(address: int) -> int:
+        ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        mapped.append(any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges))
+        return unregister(address)
+
+    cuda.unregister = noted  # type: ignore[method-assign]
+    cuda.install(monkeypatch)
+    with cuda.running(), Device("cuda") as device:
+        for _ in range(2):
+            device.room(2**22, torch.float32, host=True)
+    assert mapped == [True, True]
+
+
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_stream_that_is_recorded_may_still_use_what_is_freed(running: FakeCuda, is_told: bool) -> None:
     with Device("cuda:1") as device:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -142,3 +143,32 @@ def test_an_error_of_the_device_reaches_whoever_waits_for_an_update(one_worker: 
     for update in updates:
         with pytest.raises(RuntimeError, match="device-side assert"):
             update.result(SECONDS)
+
+
+class OneThread(ThreadPoolExecutor):
+    """A pool on a system that lets it start one thread: as there, what was asked for stays in the queue."""
+
+    def submit(self, *given: Any, **words: Any) -> Any:
+        is_first = not self._threads
+        future = super().submit(*given, **words)
+        if not is_first:
+            raise RuntimeError("can't start new thread")
+        return future
+
+
+def test_an_update_ends_where_no_second_thread_can_be_started() -> None:
+    done: list[int] = []
+    workers = Workers(OneThread(1), 4)
+    workers.update(0, Landing(), 9, lambda first, last: done.extend(range(first, last))).result(SECONDS)
+    workers.shutdown()
+    assert done == [*range(9)]
+
+
+def test_an_update_that_waits_at_the_end_is_done_before_the_threads_end() -> None:
+    done: list[int] = []
+    gate = threading.Event()
+    workers = Workers(ThreadPoolExecutor(1), 1)
+    update = workers.update(0, Landing(), 9, lambda first, last: gate.wait(SECONDS) and done.extend(range(first, last)))
+    threading.Timer(0.05, gate.set).start()
+    workers.shutdown()
+    assert update.done() and done == [*range(9)]
