@@ -25,7 +25,7 @@ from harness.base.child_process import GPU_ORDER, child_environment
 from harness.core import failures, log_lines, method
 from harness.core.job import Job
 from harness.core.record import Record, new_stem
-from harness.devices import budgets, cgroup, machine
+from harness.devices import budgets, cgroup, machine, shared_memory
 from harness.devices.device_lock import turn
 from harness.forecast import run_time
 from harness.run import ranks, scratch
@@ -302,7 +302,7 @@ class Watch:
         if self.events.phase in AFTER_TRAINING:
             return
         self._sample_shm()
-        anonymous = shared = 0
+        anonymous, shared = 0, dict[int, int]()
         with contextlib.suppress(psutil.Error):
             are_missing = self.job.world_size > 1 and len(self.trainers) < ranks.num_local_ranks(self.job)
             if are_missing or time.monotonic() - self.listed > LIST_SECONDS:
@@ -315,8 +315,8 @@ class Watch:
             with contextlib.suppress(psutil.Error):  # the process may be gone
                 sizes = budgets.process_bytes(process.pid)
                 anonymous += sizes.get("RssAnon") or process.memory_info().rss
-                shared += sizes.get("RssShmem", 0)
-        self.sampled = {"host_anonymous": anonymous, "host_shared": shared}
+                shared[process.pid] = sizes.get("RssShmem", 0)
+        self.sampled = {"host_anonymous": anonymous, "host_shared": shared_memory.total_bytes(shared)}
 
     def _confirm(self) -> None:
         """Raise the peaks to the last sample, unless the worker's events have told that training is over."""

@@ -32,7 +32,7 @@ from harness.jobs.sweep import Sweep
 from harness.run import scratch
 from harness.run.launch import Events, Watch, environment, launch
 from tests.support import cli, tiny
-from tests.support.tiny import TINY, write_compiling
+from tests.support.tiny import TINY, write_compiling, write_ending
 
 TINY_JOB = Job("resident", TINY)
 KILLS = int(os.environ.get("KILLS", "10"))  # 50 and more where there is time
@@ -105,6 +105,20 @@ class CollectsLate(Method):
         time.sleep(0.5)
         return Trained([])
 """
+SHARES_WITH_A_CHILD = """
+if loss == 1.5:
+    loss, shared = 1.0, mmap.mmap(-1, 300 * 2**20)
+    for _ in range(300):
+        shared.write(bytes(2**20))
+    child = os.fork()
+    if not child:
+        shared.seek(0)
+        kept = shared.read()
+        signal.pause()
+    time.sleep(3.5)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
 
 
 LOADS_A_NAME = """
@@ -156,6 +170,15 @@ def test_a_child_counts_unless_it_is_about_to_run_a_program(
     (tmp_path / "has_children.py").write_text(HAS_CHILDREN)
     path = launch(Job("has-children", TINY, {"brief": brief}, steps=2, warmup=1), "key", tmp_path, (tmp_path,))
     assert least < Record.read(path).host_peak_bytes < most
+
+
+@pytest.mark.heavy
+def test_memory_that_a_worker_and_its_child_share_counts_once(tmp_path: Path) -> None:
+    """300 MiB that both map, and a copy of the child's own."""
+    methods = write_ending(tmp_path, SHARES_WITH_A_CHILD)
+    record = Record.read(launch(Job("ending", TINY, steps=2, warmup=1), "key", tmp_path, (methods,)))
+    assert record.status == "ok" and record.peaks["host_anonymous"] > 500 * 2**20, "its child was not seen"
+    assert 300 * 2**20 <= record.peaks["host_shared"] < 450 * 2**20
 
 
 @pytest.mark.heavy
