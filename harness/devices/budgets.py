@@ -217,18 +217,20 @@ def cap_allocator(budget_bytes: int, context_bytes: int, index: int | None = Non
 @contextlib.contextmanager
 def capped(device: Any, budget_bytes: int | None) -> Iterator[None]:
     """Within this context, this process may take `budget_bytes` of a GPU, which cover the GPU's context and the
-    allocator's reserve, too. `device`: a torch.device; if it is no GPU, or without a budget, there is no cap."""
+    allocator's reserve, too; afterwards the cap is as before. `device`: a torch.device; if it is no GPU, or without a
+    budget, there is no cap."""
     import torch
 
     if budget_bytes is None or device.type != "cuda":
         yield
         return
     index = torch.cuda.current_device() if device.index is None else device.index
+    before = torch.cuda.get_per_process_memory_fraction(index)
     cap_allocator(budget_bytes, machine.context_bytes(), index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, index)
+        torch.cuda.set_per_process_memory_fraction(before, index)
 
 
 def context_since(free_bytes: int | None) -> int | None:

@@ -1,5 +1,6 @@
 """AdamW on slabs (flat tensors that hold many parameters), in fp32 and in mixed precision, on host or device. The
-results have the bits of torch.optim.AdamW(fused=True).
+results have the bits of torch.optim.AdamW(fused=True) on a CPU; on a GPU, updates in fp32 and fp16 have the bits of
+torch's CUDA kernel, which rounds otherwise.
 
 This project's kernel (adamw_kernel.py on the host, adamw_cuda.py on a GPU) updates a layer in one pass. Where that
 kernel cannot be compiled, torch's fused kernel updates one block after another. The blocks are so small that temporary

@@ -203,10 +203,15 @@ def settle(shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None,
     """
     parts = (*PARTS, "seconds") if in_halves else PARTS
     sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in parts]
-    shared = torch.zeros(sum(sizes), dtype=torch.uint8).share_memory_().split(sizes) if room is None else ()
-    slabs = map(room, sizes) if room else iter(shared)
+    slabs = map(room, sizes) if room else iter(shared_zeros(sum(sizes)).split(sizes))
     for shard in shards:
         shard.slabs = {part: next(slabs) for part in parts}
+
+
+def shared_zeros(num_bytes: int) -> Tensor:
+    """Return zeros in memory that processes share. Tensor.share_memory_() would copy a tensor, and so take the bytes
+    twice for a moment."""
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(num_bytes))
 
 
 class ShardSlot:

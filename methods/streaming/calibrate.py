@@ -51,6 +51,9 @@ from methods.streaming.starting_values import draw
 CPU_LAYER_FLOPS = 1.5e10  # most FLOPs of a timed forward pass on a CPU: 0.2 s on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # bytes of a timed copy: more than any cache holds
 UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates are timed: 200 MiB each
+MOST_UPDATED = (
+    16  # most layers that are updated at once; more threads share these, so the memory does not grow with cores
+)
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 32 * 2**20
 SUMMED_BYTES, NUM_SUMS = 32 * 2**20, 8
@@ -174,15 +177,16 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
     most, alone = max(1, most), {}
     for threads in sorted({1, most, *(2**power for power in range(1, 10) if 2**power < most)}):
         with Device(device_name, num_workers=threads) as device:
-            layers = landed_layers(device, small, threads)
+            layers = landed_layers(device, small, min(threads, MOST_UPDATED))
             seconds = median_seconds(device, lambda layers=layers: update_all(layers))  # type: ignore[misc]
-            alone[str(threads)] = threads * small.layer_params / seconds
+            alone[str(threads)] = len(layers) * small.layer_params / seconds
             if threads == most:
                 loaded = under_copies(device, layers, small.layer_params)
                 there = on_device(device, small)
+        del layers  # page-locked memory
     with Device(device_name, num_workers=most) as device:
-        layers = landed_layers(device, small, most, spare=True)
-        ahead = most * small.layer_params / median_seconds(device, lambda: update_all(layers, ahead=True))
+        layers = landed_layers(device, small, min(most, MOST_UPDATED), spare=True)
+        ahead = len(layers) * small.layer_params / median_seconds(device, lambda: update_all(layers, ahead=True))
     return {"alone": alone, "ahead": ahead, "under_copies": {"threads": most, **loaded}, **there}
 
 

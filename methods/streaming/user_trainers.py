@@ -8,8 +8,10 @@ and L2LTrainer from methods.l2l.
         loss.backward()
         norm = trainer.step()
 
-The losses, norms and weights are bit-equal to those of a plain script that checkpoints each layer, clips by
+On a CPU the losses, norms and weights are bit-equal to those of a plain script that checkpoints each layer, clips by
 clip_grad_norm_() and updates by AdamW(fused=True). In bf16 and fp16 that script updates an fp32 master of each weight.
+On a GPU the host's updates have the bits of torch's CPU kernel, and so have a GPU's updates in bf16; a GPU's updates in
+fp32 and fp16 have those of torch's CUDA kernel, which rounds otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 from harness.core.job import Budget, Plan
 from harness.core.method import Step, Unavailable
-from harness.devices import machine
+from harness.devices import cuda_budget, machine
 from harness.devices.budgets import capped, device_peaks, reset_peaks
 from methods.offload import adamw_kernel
 from methods.offload.adamw import Settings
@@ -246,7 +248,11 @@ class StrongholdTrainer(UserTraining):
             plan = with_homes(plan_at, room, None, activations, ends_may_move=False)
             if short := plan.shortfall(room):
                 short += f"; tried, too: {plan.tried}" if plan.tried else ""
-                raise ValueError(f"{short}; try another placement, smaller batches, or more memory")
+                more = "more memory"
+                if kind == "cuda" and "device" in plan.lacks(room):
+                    least = cuda_budget.budget_bytes(plan.device_bytes, machine.context_bytes())
+                    more = f"device_memory={least}, which covers the GPU's context and a reserve"
+                raise ValueError(f"{short}; try another placement, smaller batches, or {more}")
             placement, window_size = plan.options["placement"], plan.options["window_size"]
             disk, home = plan.options.get("disk"), plan.options["activations"]
         super().__init__(model, layers, optimizer, max_norm, device, accumulates=accumulates)

@@ -96,5 +96,5 @@ class FakeGpu:
             "memory_snapshot": lambda: [{"is_expandable": True}],
             "memory_stats": lambda: {"num_alloc_retries": self.num_retries},
             "set_per_process_memory_fraction": self.cap,
-            "get_per_process_memory_fraction": lambda: 1.0 if self.fraction is None else self.fraction,
+            "get_per_process_memory_fraction": lambda index=None: 1.0 if self.fraction is None else self.fraction,
         }

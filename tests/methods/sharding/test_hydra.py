@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from harness.base.checkout import ROOT
 from harness.core.job import Room, Workload
 from harness.core.method import Trained, Unavailable, create
 from harness.devices import cuda_budget
@@ -254,3 +257,18 @@ def test_one_model_on_two_devices_is_trained_on_halves_to_within_rounding() -> N
 def test_options_that_make_no_sense_are_refused_in_one_line(options: dict, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         create("hydra", options).plan(Workload(num_layers=12), Room())
+
+
+MEASURES_SHARED = """
+from methods.sharding.shard import shared_zeros
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+before = peak()
+shared_zeros(2**28).fill_(1)
+print(peak() - before)
+"""
+
+
+def test_memory_that_processes_share_is_taken_once() -> None:
+    told = subprocess.run([sys.executable, "-c", MEASURES_SHARED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0.9 < int(told.stdout) / 2**18 < 1.2  # 1.0 is 256 MiB, in KiB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -464,7 +465,7 @@ def test_a_trainer_holds_a_gpu_s_memory_limit_until_it_is_closed(monkeypatch: py
     cuda, gpu = FakeCuda(1).install(monkeypatch), FakeGpu(8 * GIB, 0, 0)
     gpu.install_nvml(monkeypatch)
     gpu.install_functions(monkeypatch)
-    gpu.reserved_bytes = 8 * 2**20
+    gpu.reserved_bytes, gpu.fraction = 8 * 2**20, 0.75  # the script's own
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda index: None)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: None)
     model, caps = made("llama"), list[float]()
@@ -482,8 +483,12 @@ def test_a_trainer_holds_a_gpu_s_memory_limit_until_it_is_closed(monkeypatch: py
             assert trainer.placement == "R5"
             caps.append(gpu.cap_bytes)
         assert caps == [pytest.approx(2 * GIB - cuda_budget.CONTEXT_BYTES, abs=1)] * 2
-        assert gpu.fraction == 1.0
+        assert gpu.fraction == 0.75
         words["device_memory"] = cuda_budget.CONTEXT_BYTES + cuda_budget.RESERVE_BYTES
-        with pytest.raises(ValueError, match=r"needs .* of device memory"):
+        with pytest.raises(
+            ValueError, match=r"needs .* of device memory .* try .* device_memory=\d+, which"
+        ) as refused:
             StrongholdTrainer(model, model.layers, optimizer, **words)
-    assert gpu.fraction == 1.0
+        words["device_memory"] = int(re.findall(r"device_memory=(\d+)", str(refused.value))[0])
+        StrongholdTrainer(model, model.layers, optimizer, **words).close()
+    assert gpu.fraction == 0.75
