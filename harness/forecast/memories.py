@@ -1,4 +1,4 @@
-"""Describes, in one line of text, the memories that plans fill, and says where each number comes from."""
+"""Describes the memories that plans fill, and says where each number comes from."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ def host_bytes(name: str, asked: Budget) -> int:
 
 
 def told(name: str | None, asked: Budget, fills: Room, device: str) -> str:
-    """Return a text on the memories of a named machine; if `name` is None, of this machine. `asked`: the budgets that
-    the call gives. `fills`: the memories that plans fill."""
+    """Return a line of text on the memories of a named machine; if `name` is None, of this machine. A second line has
+    what machines.yaml tells of a named machine. `asked`: the budgets that the call gives. `fills`: the memories that
+    plans fill."""
+    about = named_machines.load(name).about if name in named_machines.names() else ""
     host = "not limited" if fills.host_bytes is None else gib(fills.host_bytes)
-    return f"memories that plans fill: device {_device(name, asked, fills, device)}; host {host} ({_host(name, asked)})"
+    line = f"memories that plans fill: device {_device(name, asked, fills, device)}; host {host} ({_host(name, asked)})"
+    return f"{line}\n{name}: {about}" if about else line
 
 
 def device_of(name: str) -> str:

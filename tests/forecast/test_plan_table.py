@@ -128,6 +128,14 @@ def test_the_memories_that_are_assumed_and_where_each_is_from(tmp_path: Path, ve
     assert f"host {gib(machine.host_bytes())} (this machine's" in told(*words[:-1])
 
 
+@pytest.mark.parametrize("verb", ["plan", "advise"])
+def test_a_part_of_a_gpu_is_told_as_one(verb: str) -> None:
+    assert (
+        "\nh200: Assumed, not measured. A part of an H200"
+        in run(verb, "-m", "resident", "-l", "2", "--machine", "h200").stdout
+    )
+
+
 def test_several_ranks_are_planned_on_a_named_machine(capsys, monkeypatch) -> None:
     words = ["-m", "varuna", "-l", "32", "--machine", "rtx3090"]
     alone, four = (plan(capsys, monkeypatch, *words, *more)[0] for more in ([], ["--ranks", "4"]))
