@@ -16,6 +16,7 @@ compute on the whole batch of all replicas.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import time
@@ -116,9 +117,9 @@ class Varuna(nn.Module):
         give_memory(model, starts)
         # Trace the part once for each mode, because a trace fixes the value of self.training.
         self.modes = {is_training: self._part(model, sample, is_training) for is_training in (False, True)}
-        mine = self.part.to(self.device)
+        move([each.module for each in self.modes.values()], self.device)
         masters = {name: start.to(self.device) for name, start in starts.items()} if self.dtype else None
-        self._masters = Masters(dict(mine.named_parameters()), masters)
+        self._masters = Masters(dict(self.part.named_parameters()), masters)
         self._groups = Groups(self.ranks, self.rank, shared, limit_seconds)
         self._gradients = Gradients(self._masters.trained(), names, self._groups, shared, self.dtype)
         self._passes = self._make_passes(returned, schedule, limit_seconds)
@@ -493,6 +494,13 @@ def chosen_device(device: int | str, local_rank: int) -> torch.device:
     number = next((each for each in (device, local_rank) if each >= 0), int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
+
+
+def move(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move the modules to the device, in place. A tensor that several of them hold stays one tensor."""
+    there = functools.cache(lambda tensor: tensor.to(device))
+    for module in modules:
+        module._apply(there)
 
 
 def _told(spec: Spec) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from harness.base.checkout import ROOT
 from harness.core.job import Job
+from harness.devices.memory_account import Tracker
 from harness.devices.streams import STREAMS
 from harness.run.trace import Trace
 from methods.pipeline import pipeline
@@ -426,6 +427,33 @@ def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, str(value))
     with pytest.raises(LostPeer, match=r"rank 1, 2 of 3 did not come within 1 s"):
         join(1.0)
+
+
+class Counter(nn.Module):
+    """Its own forward pass, which is traced, reads and changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.cutpoint, self.scale = nn.Linear(4, 1), CutPoint(), nn.Parameter(torch.ones(4))
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1.0)
+        return self.linear(self.cutpoint(x * self.scale * self.count)).mean()
+
+
+def test_training_and_evaluation_share_a_models_tensors_on_the_device() -> None:
+    """A buffer of the modules that are traced stayed on the host for evaluation."""
+    with Tracker():  # which counts the device sim
+        model = Varuna(Counter(), "0;", lambda size, device=None: {"x": torch.ones(size, 4)}, 4, 2, device="sim")
+        model.eval()
+        model.evaluate({"x": torch.ones(4, 4)})
+        evaluated, trained = (
+            dict([*part.module.named_parameters(), *part.module.named_buffers()]) for part in model.modes.values()
+        )
+        assert evaluated.keys() == trained.keys() == {"linear.weight", "linear.bias", "scale", "count"}
+        for name, tensor in trained.items():
+            assert tensor is evaluated[name] and tensor.device.type == "sim", name
 
 
 def test_a_message_that_never_comes_names_its_rank() -> None:
