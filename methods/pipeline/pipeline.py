@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -41,10 +40,11 @@ from methods.pipeline.gradients import Gradients, Groups, all_reduce
 from methods.pipeline.link import done, link, num_updates
 from methods.pipeline.masters import Masters
 from methods.pipeline.meta import give_memory
+from methods.pipeline.place import place
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.shared_weights import Shared, counted_names, find_shared
 from methods.pipeline.stage import Spec, Stage
-from methods.pipeline.transport import Transport, place
+from methods.pipeline.transport import Transport
 from methods.shared.loss_scale import ChosenLossScale, LossScale
 
 if TYPE_CHECKING:
@@ -69,13 +69,14 @@ class Varuna(nn.Module):
     `stage_to_rank_map`: the rank of each stage and replica, in RankMap's form. `get_batch_fn(size, device=None)`:
     returns a batch of `size` samples, from which the shapes at the cuts are found; the model is not trained on it.
     `batch_size`: samples of all replicas together. `chunk_size`: samples of a micro-batch; the last one may be smaller.
-    `device`: a name, or the number of a GPU; below 0: GPU `local_rank` or, if that is below 0 too, GPU LOCAL_RANK;
-    without GPUs the CPU. `shared_weights`: pairs of names of parameters that share one weight. `cuts`: the CutPoints to
-    cut at, counted from 0 in the order of the forward pass, as in AutoConfig's table; None: cuts that balance the
-    stages' FLOPs. `fp16`, `bf16`: True: train in that dtype, with fp32 masters; bf16 needs no loss scale. `schedule`:
-    `varuna`, or torch's `1f1b` or `gpipe`, which recompute nothing. `init_weights`: for a model on torch's meta device:
-    fills named tensors in place; each process then allocates only its own stage. `limit_seconds`: longest wait for
-    another process. Raises ValueError if the model cannot be cut in this way, and LostPeer if a process does not come.
+    `device`: a name, or the number of a GPU; below 0: GPU `local_rank` or, if that is below 0 too, GPU LOCAL_RANK; if a
+    machine has fewer GPUs than ranks, all ranks take the CPU. `shared_weights`: pairs of names of parameters that share
+    one weight. `cuts`: the CutPoints to cut at, counted from 0 in the order of the forward pass, as in AutoConfig's
+    table; None: cuts that balance the stages' FLOPs. `fp16`, `bf16`: True: train in that dtype, with fp32 masters; bf16
+    needs no loss scale. `schedule`: `varuna`, or torch's `1f1b` or `gpipe`, which recompute nothing. `init_weights`:
+    for a model on torch's meta device: fills named tensors in place; each process then allocates only its own stage.
+    `limit_seconds`: longest wait for another process. Raises ValueError if the model cannot be cut in this way, and
+    LostPeer if a process does not come.
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class Varuna(nn.Module):
         if self._link and cuts is None:
             cuts = self._link.cuts
         self.ranks = RankMap.parse(stage_to_rank_map)
-        self.device = chosen_device(device, local_rank)
-        self.rank, world_size = place(limit_seconds, self.device)
+        self.rank, world_size, self.device, note = place(limit_seconds, device, local_rank)
+        if note and self._link and self.rank == 0:
+            self._link.tell("note", text=note)
         if world_size != self.ranks.world_size:
             raise ValueError(f"stage_to_rank_map: expected {world_size} ranks, got {self.ranks}")
         self.stage, self.replica = self.ranks.place_of(self.rank)
@@ -484,16 +486,6 @@ class Varuna(nn.Module):
             for name, weight in self._masters.weights.items():
                 self._masters.by_name[name].copy_(weight)
         return found
-
-
-def chosen_device(device: int | str, local_rank: int) -> torch.device:
-    if isinstance(device, str):
-        return torch.device(device)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    number = next((each for each in (device, local_rank) if each >= 0), int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
 
 
 def move(modules: Iterable[nn.Module], device: torch.device) -> None:

@@ -36,9 +36,10 @@ from harness.devices.streams import STREAMS
 from methods.pipeline.batches import Inputs, cast, moved
 from methods.pipeline.cut import Part, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.partition import BUCKET_BYTES
-from methods.pipeline.pipeline import InitWeights, chosen_device
+from methods.pipeline.pipeline import InitWeights
+from methods.pipeline.place import place
 from methods.pipeline.profile import Message, Profile, Section, SectionCost, Sum
-from methods.pipeline.transport import gathered, leave, place
+from methods.pipeline.transport import gathered, leave
 
 MOST_REPEATS = 16
 RUNS = 7  # number of measured runs, whose median the profile has; an additional first run is left out
@@ -63,19 +64,18 @@ class Values(NamedTuple):
 
 
 class Profiler:
-    """Measures a model's sections on the ranks that torchrun started. `device`: the number of a GPU; -1: torchrun's
-    LOCAL_RANK; without GPUs the CPU is measured. `fp16`: True: the model's weights are rounded in place.
-    `make_optimizer`: returns, for a list of parameters, the optimizer that will train these parameters. `init_weights`:
-    for a model on the meta device: fills named tensors in place; None: for other models.
+    """Measures a model's sections on the ranks that torchrun started. `device`: a name, or the number of a GPU; -1: GPU
+    LOCAL_RANK, or the CPU in all ranks if a machine has fewer GPUs than ranks. `fp16`: True: the model's weights are
+    rounded in place. `make_optimizer`: returns, for a list of parameters, the optimizer that will train these
+    parameters. `init_weights`: for a model on the meta device: fills named tensors in place; None: for other models.
     """
 
     def __init__(
-        self, model: nn.Module, device: int = -1, fp16: bool = False, *,
+        self, model: nn.Module, device: int | str = -1, fp16: bool = False, *,
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
         init_weights: InitWeights | None = None,
     ) -> None:  # fmt: skip
-        self.device = chosen_device(device, -1)
-        self.rank, self.world_size = place(LIMIT_SECONDS, self.device)
+        self.rank, self.world_size, self.device, self.note = place(LIMIT_SECONDS, device)
         self.fp16, self.model, self.make_optimizer = fp16, model.half() if fp16 else model, make_optimizer
         self.dtype, self.init_weights = torch.float16 if fp16 else None, init_weights
         self.sections: list[Part] = []

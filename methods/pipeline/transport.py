@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -156,32 +156,16 @@ class Transport:
                 box.close()
 
 
-def place(limit_seconds: float, device: torch.device) -> tuple[int, int]:
-    """Meet all ranks that torchrun's environment variables name; return this process's rank and the number of ranks. A
-    process without these variables is alone: return (0, 1).
-
-    Raises LostPeer if a rank does not come. Raises ValueError if the script has made a process group by itself that
-    cannot send tensors in host memory.
-    """
-    if not dist.is_initialized():
-        if "WORLD_SIZE" not in os.environ:
-            return 0, 1
-        join(limit_seconds, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    if "cpu:" not in (backend := dist.get_backend_config()):
-        raise ValueError(
-            f"expected a process group with a backend for CPU tensors, which carry messages, got {backend}; try"
-            ' init_process_group("cpu:gloo,cuda:nccl"), or leave the call out'
-        )
-    return dist.get_rank(), dist.get_world_size()
-
-
-def join(timeout_seconds: float, backend: str = "gloo") -> None:
-    """Make the process group with the other ranks that torchrun's environment variables name. Raises LostPeer, which
-    names the missing ranks, if some ranks do not come within `timeout_seconds`."""
+def join(
+    timeout_seconds: float, own: bytes = b"", backend_of: Callable[[list[bytes]], str] = lambda told: "gloo"
+) -> list[bytes]:
+    """Make the process group with the other ranks that torchrun's environment variables name. Return the bytes `own` of
+    each rank, in the ranks' order. `backend_of`: returns the group's backend for these bytes, the same in all ranks.
+    Raises LostPeer, which names the missing ranks, if some ranks do not come within `timeout_seconds`."""
     limit, began = timedelta(seconds=timeout_seconds), time.monotonic()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, limit)
-    store.set(f"here/{rank}", b"1")
+    store.set(f"here/{rank}", own)
     missing = []
     for other in range(world_size):
         left = max(0.01, timeout_seconds - (time.monotonic() - began))
@@ -192,7 +176,9 @@ def join(timeout_seconds: float, backend: str = "gloo") -> None:
     if missing:
         names = ", ".join(missing)
         raise LostPeer(f"rank {names} of {world_size} did not come within {timeout_seconds:g} s: look at its log")
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    told = [store.get(f"here/{other}") for other in range(world_size)]
+    dist.init_process_group(backend_of(told), store=store, rank=rank, world_size=world_size, timeout=limit)
+    return told
 
 
 def leave() -> None:

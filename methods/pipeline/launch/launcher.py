@@ -9,22 +9,24 @@ without saving, the next round continues from the newest complete checkpoint.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness.base import fork_server
-from harness.base.rank_agent import GRACE_SECONDS, Rendezvous
+from harness.base.rank_agent import GRACE_SECONDS, LOOPBACK, Rendezvous
 from harness.core.failures import LOST_RANK
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, step_line
-from methods.pipeline.launch.machines import MachineLine, Remote, is_here, read_list
+from methods.pipeline.launch.machines import MachineLine, Remote, read_list
 from methods.pipeline.launch.pace import Pace
 
 # Seconds between reads of the list of machines. A change counts only when two reads in a row agree, because a single
@@ -68,7 +70,8 @@ class Round:
     spread: Spread
     machines: list[Remote]
     resume_step: int | None
-    seats: list[tuple[Remote, int]]  # for each rank: its machine, and its index among the ranks of this machine
+    # For each rank: its machine, and its number among the ranks of the same host. Lines of the list may share a host.
+    seats: list[tuple[Remote, int]]
     running: set[int] = field(default_factory=set)
     codes: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -79,6 +82,13 @@ class Round:
     asked_to_stop: float | None = None
     failed_at: float | None = None
     heard: float = field(default_factory=time.monotonic)
+
+
+def seated(num_ranks: int, machines: Sequence[Remote], per_machine: int) -> list[tuple[Remote, int]]:
+    """Return the field `seats` of a Round. `per_machine`: ranks on each machine of the list."""
+    agents = [machines[rank // per_machine] for rank in range(num_ranks)]
+    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    return [(agent, next(numbers[agent.line.host])) for agent in agents]
 
 
 class Launcher:
@@ -230,8 +240,9 @@ class Launcher:
         self.folder.keep(round=number)
         self.num_rounds += 1
         per_machine = self.job.choice.per_machine
-        seats = [(machines[rank // per_machine], rank % per_machine) for rank in range(spread.num_ranks)]
-        running = self.round = Round(number, spread, machines, resume_step, seats)
+        running = self.round = Round(
+            number, spread, machines, resume_step, seated(spread.num_ranks, machines, per_machine)
+        )
         running.running = set(range(spread.num_ranks))
         self._event("round", workers=spread.num_ranks, machines=[str(agent.line) for agent in machines],
                     stages=spread.num_stages, replicas=spread.num_replicas, chunk_size=spread.chunk_size,
@@ -244,11 +255,13 @@ class Launcher:
 
     def _seat(self, running: Round, address: str, port: int) -> None:
         """Start the ranks. `address`, `port`: where the ranks find one another, on the first machine."""
-        spread, per_machine = running.spread, self.job.choice.per_machine
+        spread = running.spread
         share = self.job.choice.batch_size // spread.num_replicas
         link = {"folder": str(self.folder.checkpoints), "checkpoint_every": self.job.checkpoint_every,
                 "cuts": spread.cuts, "round": running.number}  # fmt: skip
-        is_one_machine = all(is_here(agent.line.address) for agent in running.machines)
+        num_local = Counter(agent.line.host for agent, _ in running.seats)
+        hosts = list(num_local)
+        is_one_machine = hosts == [LOOPBACK]
         ranks: dict[Remote, list[dict[str, Any]]] = {agent: [] for agent in running.machines}
         for rank, (agent, local) in enumerate(running.seats):
             arguments = [
@@ -257,11 +270,11 @@ class Launcher:
             ]  # fmt: skip
             if running.resume_step:
                 arguments.append(f"--resume_step={running.resume_step}")
-            node = running.machines.index(agent)
-            there = Rendezvous(address, port, node, is_one_machine, run_id=str(running.number))
+            host = agent.line.host
+            there = Rendezvous(address, port, hosts.index(host), is_one_machine, run_id=str(running.number))
             ranks[agent].append({
                 "rank": rank, "arguments": [*arguments, *self.job.arguments],
-                "environment": there.variables(rank, local, spread.num_ranks, per_machine),
+                "environment": there.variables(rank, local, spread.num_ranks, num_local[host]),
                 "link": {**link, "rank": rank}, "log": str(self.folder.path / "logs" / f"rank-{rank}.txt"),
             })  # fmt: skip
         running.is_seated = True
@@ -343,6 +356,8 @@ class Launcher:
                 running.failed_at = running.failed_at or time.monotonic()
         elif kind == "error":
             running.errors[event["rank"]] = event["text"]
+        elif kind == "note":
+            self.say(event["text"])
         elif kind == "stopping":
             running.is_stopping = True
         elif kind == "saved":

@@ -28,6 +28,7 @@ import psutil
 
 from harness.base import fork_server
 from harness.base.child_process import child_environment
+from harness.base.rank_agent import LOOPBACK
 from methods.pipeline.launch.agent import IMPORTS
 
 AGENT = "methods.pipeline.launch.agent"
@@ -45,6 +46,11 @@ class MachineLine:
 
     def __str__(self) -> str:
         return self.address if not self.number else f"{self.address} ({self.number + 1})"
+
+    @property
+    def host(self) -> str:
+        """Return a name that is the same for all lines of one physical machine."""
+        return LOOPBACK if is_here(self.address) else self.address
 
 
 def read_list(path: Path) -> list[MachineLine]:

@@ -30,6 +30,7 @@ from methods.pipeline import link
 from methods.pipeline.checkpoint import Checkpoints
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
+from methods.pipeline.launch.launcher import Launcher, LaunchJob
 from methods.pipeline.launch.machines import MachineLine, Remote, command, is_here, read_list
 from methods.pipeline.launch.pace import STEPS, Pace
 from methods.pipeline.pipeline import Varuna
@@ -59,7 +60,7 @@ class LaunchedJob:
         self.descriptor = os.open(self.told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.model = Varuna(
             user_model.make(), "0;", lambda size, device=None: user_model.batch(0, size), batch_size, 4, fp16=True,
-            shared_weights=user_model.SHARED,
+            device="cpu", shared_weights=user_model.SHARED,
         )  # fmt: skip
         self.model._link = link.Link(self.descriptor, str(self.folder), None, None, 0, 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1.0)
@@ -267,6 +268,54 @@ def test_a_checkpoint_beyond_the_record_is_not_taken(tmp_path: Path) -> None:
     assert held.resume() == 1
 
 
+class RecordingAgent:
+    """Keeps the orders of its ranks, and starts none."""
+
+    is_lost = False
+
+    def __init__(self, line: MachineLine) -> None:
+        self.line, self.ranks = line, list[dict[str, Any]]()
+
+    def send(self, order: dict[str, Any]) -> None:
+        self.ranks += order.get("ranks", [])
+
+
+def seat(folder: Path, addresses: Sequence[str], per_machine: int) -> tuple[Launcher, list[Any], list[str]]:
+    """A launcher that has seated as many ranks as fit, its agents, and what it says."""
+    (folder / "list").write_text("".join(f"{address}\n" for address in addresses))
+    num_ranks, said = per_machine * len(addresses), list[str]()
+    choice = SpreadChoice(num_ranks, per_machine, 1, 1)
+    held = Folder(folder / "job", {})
+    launcher = Launcher(LaunchJob(folder / "list", "script.py", [], folder, choice), held, said.append)
+    agents: list[Any] = [*map(RecordingAgent, launcher.listed)]
+    launcher._seat(launcher._start(choice.spread(num_ranks), agents), "127.0.0.1", 1)
+    held.locks[0].close()
+    return launcher, agents, said
+
+
+@pytest.mark.parametrize(("addresses", "per_machine", "local", "nodes"), [
+    (["127.0.0.1", "127.0.0.2"], 1, "0/2 1/2", "00"), (["127.0.0.1", "127.0.0.1"], 2, "0/4 1/4 2/4 3/4", "0000"),
+    (["127.0.0.1", "192.0.2.1", "localhost"], 1, "0/2 0/1 1/2", "010"),
+    (["192.0.2.1", "192.0.2.2", "192.0.2.1"], 2, "0/4 1/4 0/2 1/2 2/4 3/4", "001100"),
+])  # fmt: skip
+def test_ranks_on_one_host_are_numbered_together(
+    addresses: list[str], per_machine: int, local: str, nodes: str, tmp_path: Path
+) -> None:
+    """Two lines that are both this machine would take the same GPU."""
+    _, agents, _ = seat(tmp_path, addresses, per_machine)
+    orders = sorted((order for agent in agents for order in agent.ranks), key=lambda order: order["rank"])
+    named = [order["environment"] for order in orders]
+    assert " ".join(f"{each['LOCAL_RANK']}/{each['LOCAL_WORLD_SIZE']}" for each in named) == local
+    assert "".join(each["GROUP_RANK"] for each in named) == nodes
+    assert all(f"--local_rank={order['environment']['LOCAL_RANK']}" in order["arguments"] for order in orders)
+
+
+def test_the_launcher_says_what_a_rank_notes(tmp_path: Path) -> None:
+    launcher, (agent,), said = seat(tmp_path, ["127.0.0.1"], 2)
+    launcher._hear(agent, {"kind": "note", "round": 1, "rank": 0, "text": "all ranks compute on the CPU: why"})
+    assert said[-1] == "all ranks compute on the CPU: why"
+
+
 def test_random_schedules_always_leave_a_machine() -> None:
     for seed in range(100):
         schedule = random_schedule(seed, 40)
@@ -296,9 +345,10 @@ def test_an_example_trains(
 
 
 def launch(
-    folder: Path, script: str, *words: str, script_words: Sequence[str] = (), machines: int = 1, limit: float = 120
-) -> tuple[int, str]:
-    """A script's exit code, and what the launcher said."""
+    folder: Path, script: str, *words: str, script_words: Sequence[str] = (), machines: int = 1, limit: float = 120,
+    gpus: str = "",
+) -> tuple[int, str]:  # fmt: skip
+    """A script's exit code, and what the launcher said. All rounds compute on one device: `gpus`, or the CPU."""
     folder.mkdir(exist_ok=True)
     (folder / "list").write_text("127.0.0.1\n" * machines)
     (folder / "script.py").write_text(script)
@@ -306,8 +356,9 @@ def launch(
             str(folder / "job"), "--batch-size", "4", "--nstages", "1", "--chunk-size", "1"]  # fmt: skip
     call += [*words, "script.py", *script_words]
     process = subprocess.Popen(
-        call, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment()
-    )
+        call, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=child_environment() | {"CUDA_VISIBLE_DEVICES": gpus},
+    )  # fmt: skip
     (folder / "pid").write_text(str(process.pid))
     try:
         out, err = process.communicate(timeout=limit)
@@ -473,10 +524,40 @@ def left_of(folder: Path) -> list[int]:
     return found
 
 
+ONE_GPU = """
+import torch
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+"""
+
+
 @pytest.mark.heavy
-def test_a_job_on_machines_that_leave_die_and_come_trains_as_one_process(tmp_path: Path) -> None:
+def test_two_local_ranks_with_one_gpu_train_on_the_cpu_and_the_launcher_says_why(tmp_path: Path) -> None:
+    words = ("--steps=3", "--blocks=2", "--width=32", "--tokens=16")
+    script = f"{ONE_GPU}{EXAMPLE}own_gpt.main()"
+    code, told = launch(tmp_path, script, "--nstages", "2", script_words=words, machines=2)
+    note = (
+        "all ranks compute on the CPU: each needs a GPU of its own, and the machine of rank 0 has 2 ranks and 1 GPU\n"
+    )
+    assert code == 0 and told.count(note) == 1, told
+    assert (tmp_path / "job" / "logs" / "rank-0.txt").read_text().startswith(note)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("machines", [1, 2])
+def test_the_example_trains_on_a_machine_with_one_gpu(machines: int, tmp_path: Path) -> None:
+    words = ("--steps=9", "--blocks=2", "--width=32", "--tokens=16")
+    code, told = launch(tmp_path, f"{EXAMPLE}own_gpt.main()", script_words=words, machines=machines, gpus="0")
+    assert code == 0 and ("all ranks compute on the CPU" in told) == (machines == 2), told
+
+
+@pytest.mark.heavy
+def test_a_job_on_machines_that_leave_die_and_come_trains_as_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """4 -> 2 -> 4 -> 3 -> 1 workers: two leave by SIGTERM, two come, one dies by kill -9, two leave; then the launcher
     itself dies by kill -9, and another one takes over."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # one worker alone would compute on a GPU, four on the CPU
     steps = 34
     changes = (Change(4, 2, "notice"), Change(8, 4), Change(16, 3, "death"), Change(20, 1), Change(26, 1, "launcher"))
     alone = undisturbed(tmp_path / "alone", steps)

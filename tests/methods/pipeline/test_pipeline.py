@@ -27,11 +27,12 @@ from methods.pipeline.batches import micro_batch_sizes, split
 from methods.pipeline.checkpoint import read
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.pipeline import Varuna
+from methods.pipeline.place import Offer, _backend, place
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.shared_weights import counted_names, find_shared
 from methods.pipeline.stage import Stage
-from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join, place
-from tests.methods.pipeline import user_model
+from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join
+from tests.methods.pipeline import trainings, user_model
 from tests.support.fake_cuda import FakeCuda, FakeEvent
 from tests.support.ports import free_ports
 from tests.support.ranks import on_ranks
@@ -70,6 +71,9 @@ def trained(folder: str) -> dict[str, list[Any]]:
         "other shapes": job("0;1;", 4, kind="shapes"),
         "gpipe of short micro-batches": job("0;1;", 3, kind="refused", schedule="gpipe"),
         "sum": job("0,1;", 2, kind="sum"),
+        "too few gpus on the other machine": job("0;1;2;3;", 2, kind="place", gpus=[2, 1], devices=[-1] * 4),
+        "the cpu given to one rank": job("0;1;", 2, kind="place", gpus=[2], devices=[-1, "cpu"]),
+        "no gpus": job("0;1;", 2, kind="place", gpus=[0], devices=[-1] * 2),
         "dropout": job("0;1;2;", 2, dropout=DROPOUT),
         SHORT_BUG: job("0;1;", 3, bug=SHORT_BUG),
         RANDOM_BUG: job("0;1;2;", 2, dropout=DROPOUT, bug=RANDOM_BUG),
@@ -124,7 +128,7 @@ def test_of_a_model_without_memory_a_process_makes_its_stage_alone(trained: dict
 
 def test_a_model_without_memory_needs_what_fills_it(single: Varuna) -> None:
     with pytest.raises(ValueError, match=r"got one on the meta device; try init_weights=\.\.\."):
-        Varuna(user_model.make().to("meta"), "0;", lambda size, device=None: user_model.batch(0, size), 4, 2)
+        varuna(user_model.make().to("meta"))
 
 
 def test_rounded_weights_made_by_each_process_are_those_of_the_whole_model(trained: dict[str, list[Any]]) -> None:
@@ -347,12 +351,18 @@ def test_a_map_that_is_none_is_refused(text: str, told: str) -> None:
 # ---- One process is a pipeline, too
 
 
+def varuna(model: nn.Module, **more: Any) -> Varuna:
+    def batch(size: int, device: Any = None) -> dict[str, Any]:
+        return user_model.batch(0, size)
+
+    return Varuna(model, "0;", batch, 4, 2, device=more.pop("device", "cpu"), **more)
+
+
 @pytest.fixture
 def single(monkeypatch: pytest.MonkeyPatch) -> Iterator[Varuna]:
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
         monkeypatch.setenv(name, str(value))
-    yield Varuna(user_model.make(), "0;", lambda size, device=None: user_model.batch(0, size), 4, 2,
-                 shared_weights=user_model.SHARED)  # fmt: skip
+    yield varuna(user_model.make(), shared_weights=user_model.SHARED)
     dist.destroy_process_group()
 
 
@@ -370,7 +380,7 @@ def test_forward_and_step_say_what_to_call(single: Varuna) -> None:
 @pytest.mark.parametrize("cuts", [[0], [9]])
 def test_cuts_unlike_the_stages_are_refused(single: Varuna, cuts: list[int]) -> None:
     with pytest.raises(ValueError, match="cuts: expected 0 numbers of CutPoints, from 0 to 3, for 1 stages, got"):
-        Varuna(user_model.make(), "0;", lambda size, device=None: user_model.batch(0, size), 4, 2, cuts=cuts)
+        varuna(user_model.make(), cuts=cuts)
 
 
 def test_a_group_of_the_script_that_sends_no_host_memory_is_refused() -> None:
@@ -378,7 +388,7 @@ def test_a_group_of_the_script_that_sends_no_host_memory_is_refused() -> None:
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match=r"backend for CPU tensors, which carry messages, got cuda:gloo; try"):
-            place(1.0, torch.device("cuda"))
+            place(1.0, "cuda")
     finally:
         dist.destroy_process_group()
 
@@ -427,6 +437,49 @@ def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, str(value))
     with pytest.raises(LostPeer, match=r"rank 1, 2 of 3 did not come within 1 s"):
         join(1.0)
+
+
+def test_all_ranks_take_the_cpu_and_the_first_says_so_if_a_machine_has_fewer_gpus_than_ranks(
+    trained: dict[str, list[Any]],
+) -> None:
+    note = ("all ranks compute on the CPU: each needs a GPU of its own, and the machine of rank 2 has 2 ranks and"
+            " 1 GPU")  # fmt: skip
+    for rank, (number, world_size, device, told, printed, backend) in enumerate(
+        trained["too few gpus on the other machine"]
+    ):
+        assert (number, world_size, device, told, printed) == (rank, 4, "cpu", note, "" if rank else f"{note}\n")
+        assert "nccl" not in backend
+
+
+@pytest.mark.parametrize("name", ["the cpu given to one rank", "no gpus"])
+def test_ranks_on_the_cpu_say_nothing_where_no_gpu_is_lacking(name: str, trained: dict[str, list[Any]]) -> None:
+    assert [found[2:5] for found in trained[name]] == [["cpu", "", ""]] * 2
+
+
+@pytest.mark.parametrize(("asked", "local", "gpus", "taken"), [
+    ((-1, -1), ("1", "2"), 2, "cuda:1"), ((-1, 1), ("0", "2"), 2, "cuda:1"), ((-1, -1), ("", ""), 1, "cuda:0"),
+    ((-1, -1), ("1", "2"), 1, "cpu"), ((-1, 0), ("0", "2"), 1, "cpu"), ((-1, 1), ("", ""), 1, "cpu"),
+    ((-1, -1), ("0", "1"), 0, "cpu"), ((3, -1), ("0", "8"), 4, "cuda:3"), ((3, -1), ("0", "1"), 0, "cpu"),
+    (("cuda", -1), ("1", "2"), 1, "cuda"), (("cuda:1", -1), ("0", "8"), 2, "cuda:1"),
+])  # fmt: skip
+def test_a_rank_takes_the_gpu_of_its_number_among_the_ranks_of_its_machine(
+    asked: tuple[Any, int], local: tuple[str, str], gpus: int, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And makes it the current one, on whose stream it waits."""
+    current: list[torch.device] = []
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local, strict=True):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    trainings.see_gpus(monkeypatch, gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert str(place(1.0, *asked).device) == taken
+    assert [str(device) for device in current] == [taken] * (":" in taken)
+
+
+def test_a_group_has_nccl_if_all_its_ranks_compute_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group without it sums tensors of either device."""
+    for kinds, backend in ((["cuda", "cuda"], "cpu:gloo,cuda:nccl"), (["cuda", "cpu"], "gloo"), (["sim"], "gloo")):
+        assert _backend([json.dumps(Offer(kind)).encode() for kind in kinds]) == backend
 
 
 class Counter(nn.Module):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,6 +21,7 @@ from harness.core.method import TensorState, Training
 from harness.devices.memory_account import Tracker
 from harness.simulation.batches import token_batches
 from methods.pipeline.checkpoint import Checkpoints
+from methods.pipeline.place import place
 from methods.pipeline.rank_map import RankMap
 from tests.methods.pipeline import user_model
 from tests.support.pipeline_bugs import BY_NAME
@@ -106,7 +110,7 @@ def by_user(training: dict[str, Any]) -> dict[str, Any]:
         given, training["map"], lambda size, device=None: user_model.batch(0, size), size,
         training["chunk"], fp16=training.get("fp16", False), shared_weights=user_model.SHARED,
         cuts=training.get("cuts"), bf16=training.get("bf16", False), schedule=training.get("schedule", "varuna"),
-        init_weights=lambda named: [tensor.copy_(seeded[name]) for name, tensor in named],
+        device="cpu", init_weights=lambda named: [tensor.copy_(seeded[name]) for name, tensor in named],
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=user_model.LEARNING_RATE)
     model.set_optimizer(optimizer, init_loss_scale=training.get("scale", 2.0**10))
@@ -142,7 +146,7 @@ def refused(training: dict[str, Any]) -> str:
     with pytest.raises(ValueError) as error:
         Varuna(
             user_model.make(), training["map"], lambda size, device=None: user_model.batch(0, size), size,
-            training["chunk"], shared_weights=user_model.SHARED, schedule=training["schedule"],
+            training["chunk"], device="cpu", shared_weights=user_model.SHARED, schedule=training["schedule"],
         )  # fmt: skip
     dist.destroy_process_group()
     return str(error.value)
@@ -155,7 +159,7 @@ def by_user_with_other_shapes(training: dict[str, Any]) -> list[str]:
     size = training["batch_size"]
     model = Varuna(
         user_model.make(), training["map"], lambda size, device=None: user_model.batch(0, size), size,
-        training["chunk"], shared_weights=user_model.SHARED,
+        training["chunk"], device="cpu", shared_weights=user_model.SHARED,
     )  # fmt: skip
     model.set_optimizer(torch.optim.SGD(model.parameters()))
     inputs = user_model.batch(0, size)
@@ -217,6 +221,24 @@ def save(training: dict[str, Any]) -> str:
     return told
 
 
+def place_with_gpus(training: dict[str, Any]) -> list[Any]:
+    """What a rank takes and what it prints, on machines of two ranks that see `gpus` GPUs each."""
+    rank = int(os.environ["RANK"])
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as printed:
+        see_gpus(patch, training["gpus"][rank // 2])
+        patch.setenv("LOCAL_RANK", str(rank % 2))
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        found = place(60.0, training["devices"][rank])
+        backend = dist.get_backend_config()
+    dist.destroy_process_group()
+    return [*found[:2], str(found.device), found.note, printed.getvalue(), backend]
+
+
+def see_gpus(patch: pytest.MonkeyPatch, number: int) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: number > 0)
+    patch.setattr(torch.cuda, "device_count", lambda: number)
+
+
 def disk_full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -237,5 +259,6 @@ KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shapes": by_user_with_other_shapes,
     "sum": sum_alone,
     "save": save,
+    "place": place_with_gpus,
     "unpickled": unpickled,
 }

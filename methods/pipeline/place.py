@@ -1,0 +1,105 @@
+"""Finds a rank's place in its job: its number, and the device on which it computes.
+
+Each rank has a GPU of its own, because NCCL refuses two ranks on one GPU. If a machine has fewer GPUs than ranks, all
+ranks of the job compute on the CPU: the ranks share one process group, whose backends depend on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from methods.pipeline.transport import gathered, join
+
+
+class Offer(NamedTuple):
+    """A rank's device, as this rank alone would choose it. `kind`: the device's type. `num_local`: ranks on the rank's
+    machine that need a GPU; 0: the user named the device. `num_gpus`: GPUs that torch sees there."""
+
+    kind: str
+    num_local: int = 0
+    num_gpus: int = 0
+
+
+class RankPlace(NamedTuple):
+    """A rank's number, the number of ranks, and the rank's device. `note`: one line that says why all ranks compute on
+    the CPU although there are GPUs; "": they do not. All ranks have the same note."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    note: str = ""
+
+
+def place(limit_seconds: float, device: int | str, local_rank: int = -1) -> RankPlace:
+    """Meet all ranks that torchrun's environment variables name, and return this process's place. A process without
+    these variables is alone. Rank 0 prints the note, if there is one, on standard error.
+
+    `device`: a name, or the number of a GPU; both are taken as they are, but without GPUs a number means the CPU. Below
+    0: GPU `local_rank` or, if that is below 0 too, GPU LOCAL_RANK; the CPU if a machine of the job has fewer GPUs than
+    ranks (LOCAL_WORLD_SIZE), or if another rank was given the CPU.
+
+    Raises LostPeer if a rank does not come. Raises ValueError if the script has made a process group by itself that
+    cannot send tensors in host memory.
+    """
+    chosen, mine = _offer(device, local_rank)
+    told = json.dumps(mine).encode()
+    if dist.is_initialized():
+        if "cpu:" not in (backend := dist.get_backend_config()):
+            raise ValueError(
+                f"expected a process group with a backend for CPU tensors, which carry messages, got {backend}; try"
+                ' init_process_group("cpu:gloo,cuda:nccl"), or leave the call out'
+            )
+        offers = _offers(gathered(told, dist.group.WORLD))
+    elif "WORLD_SIZE" in os.environ:
+        offers = _offers(join(limit_seconds, told, _backend))
+    else:
+        offers = [mine]
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    note = _note(offers)
+    if note and rank == 0:
+        print(note, file=sys.stderr, flush=True)
+    if mine.num_local and any(offer.kind == "cpu" for offer in offers):
+        chosen = torch.device("cpu")
+    if chosen.type == "cuda" and chosen.index is not None:
+        torch.cuda.set_device(chosen)
+    return RankPlace(rank, world_size, chosen, note)
+
+
+def _offer(device: int | str, local_rank: int) -> tuple[torch.device, Offer]:
+    if isinstance(device, str):
+        named = torch.device(device)
+        return named, Offer(named.type)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    number = next((each for each in (device, local_rank) if each >= 0), int(os.environ.get("LOCAL_RANK", "0")))
+    num_local = 0 if device >= 0 else max(number + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    chosen = torch.device("cuda", number) if num_gpus >= max(1, num_local) else torch.device("cpu")
+    return chosen, Offer(chosen.type, num_local, num_gpus)
+
+
+def _offers(told: list[bytes]) -> list[Offer]:
+    return [Offer(*json.loads(each)) for each in told]
+
+
+def _backend(told: list[bytes]) -> str:
+    """Return the backend of a process group for the devices that its ranks have told. gloo alone serves tensors of any
+    device."""
+    return "cpu:gloo,cuda:nccl" if {offer.kind for offer in _offers(told)} == {"cuda"} else "gloo"
+
+
+def _note(offers: list[Offer]) -> str:
+    short = [(rank, offer) for rank, offer in enumerate(offers) if offer.num_gpus < offer.num_local]
+    if not short or not any(offer.num_gpus for offer in offers):
+        return ""
+    rank, offer = short[0]
+    counts = f"{_count(offer.num_local, 'rank')} and {_count(offer.num_gpus, 'GPU')}"
+    return f"all ranks compute on the CPU: each needs a GPU of its own, and the machine of rank {rank} has {counts}"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
