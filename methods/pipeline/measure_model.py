@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+import traceback
 from functools import partial
 from typing import Any
 
@@ -21,12 +22,11 @@ from methods.pipeline.cut_model import CutModel
 from methods.pipeline.profiler import Profiler
 
 
-def measure(order: dict[str, Any]) -> None:
-    """Measure the model as one rank; rank 0 writes the profile. torchrun's environment variables tell how to find the
-    other ranks. `order`: the request of `./run.sh varuna profile`."""
+def measure(order: dict[str, Any]) -> str:
+    """Measure the model as one rank; rank 0 writes the profile. Return the note of its RankPlace. torchrun's
+    environment variables tell how to find the other ranks. `order`: the request of `./run.sh varuna profile`. Raises
+    ValueError if the order's device is cuda, but a rank has no GPU of its own."""
     workload = Workload(**order["workload"])
-    if order.get("device") == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hide GPUs before torch first asks for a device
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // order["num_ranks"]))
 
     def get_batch(size: int) -> dict[str, Tensor]:
@@ -35,9 +35,14 @@ def measure(order: dict[str, Any]) -> None:
 
     whole = CutModel(workload)
     profiler = Profiler(
-        whole.to(DTYPES[workload.dtype]), fp16=workload.dtype == "fp16", make_optimizer=adamw,
-        init_weights=whole.init_weights,
+        whole.to(DTYPES[workload.dtype]), "cpu" if order["device"] == "cpu" else -1, workload.dtype == "fp16",
+        make_optimizer=adamw, init_weights=whole.init_weights,
     )  # fmt: skip
+    if order["device"] == "cuda" and profiler.device.type != "cuda":
+        raise ValueError(
+            f"--device cuda: expected a GPU for each of --ranks {order['num_ranks']}, got {torch.cuda.device_count()};"
+            " try fewer ranks, or --device cpu"
+        )
     profiler.initialize(get_batch)
     profile = profiler.profile_all(get_batch, order["sizes"], out_folder=order["folder"])
     if profiler.rank == 0:
@@ -46,28 +51,38 @@ def measure(order: dict[str, Any]) -> None:
         dataclasses.replace(profile, fp16=workload.dtype != "fp32").write(order["folder"])
     if dist.is_initialized():
         dist.destroy_process_group()
+    return profiler.note
 
 
 def measure_as_rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
-    """Measure as one of several ranks; return the exit code 0. If an error occurs, write the error to the file
-    descriptor `tells` and raise the error."""
+    """Measure as one of several ranks; return the exit code 0. Write the note of its RankPlace or, if an error
+    occurs, the error to the file descriptor `tells`, as one line. Raise the error."""
     os.environ |= environment
     try:
-        measure(order)
+        os.write(tells, measure(order).encode())
     except Exception as error:
-        os.write(tells, f"{type(error).__name__}: {error}"[:4000].encode())
+        os.write(tells, one_line(error).encode())
         raise
     return 0
 
 
+def one_line(error: Exception) -> str:
+    """Return the error as one line: whoever asks for the profile shows the last line alone, and an error of CUDA has
+    several."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:4000]
+
+
 def main() -> None:
-    """Entry point; reads the order, an object in JSON, from standard input."""
+    """Entry point; reads the order, an object in JSON, from standard input. The answer is the ranks' note."""
     order = json.load(sys.stdin)
-    num_ranks = order["num_ranks"]
+    num_ranks, told = order["num_ranks"], dict[int, str]()
     if num_ranks == 1:
-        measure(order)
+        try:
+            told[0] = measure(order)
+        except Exception as error:
+            traceback.print_exc()
+            sys.exit(one_line(error))
     else:
-        told: dict[int, str] = {}
         agent = OneRound(lambda rank, data: told.update({rank: data.decode(errors="replace")}))
         failed = agent.meet(partial(measure_as_rank, order), num_ranks, num_ranks, Rendezvous())
         if agent.is_interrupted:
@@ -75,7 +90,7 @@ def main() -> None:
         if failed:
             first = min(failed, key=lambda rank: bool(LOST_RANK.search(told.get(rank, ""))))
             sys.exit(f"rank {first}: {told.get(first, f'exit code {failed[first]}')}")
-    print("null")
+    print(json.dumps(told.get(0, "")))
 
 
 if __name__ == "__main__":

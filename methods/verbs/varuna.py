@@ -73,8 +73,10 @@ def varuna(context: click.Context) -> None:
 @click.option(
     "--micro-batches", "sizes", type=Numbers(), default="1,2,4,8", help="Micro-batch sizes to measure, in samples."
 )
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
+              help="auto: cuda if each rank has a GPU of its own, else cpu.")  # fmt: skip
 @click.option("--out", "folder", type=FOLDER, default="profile", help="Folder to write the profile to.")
-def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> None:
+def profile(num_ranks: int, sizes: list[int], device: str, folder: Path, **words: Any) -> None:
     """Measure the published GPT, or a model by its config.json, on this machine.
 
     The profile holds the seconds and bytes of the model's sections, of the sections' updates, of messages between
@@ -84,8 +86,9 @@ def profile(num_ranks: int, sizes: list[int], folder: Path, **words: Any) -> Non
         raise ValueError("expected -l and -h, or --model NAME, got neither")
     workload = _workload(words)
     check_writable(folder, "--out")
-    order = {"workload": asdict(workload), "sizes": sizes, "folder": str(folder.resolve())}
-    ask("methods.pipeline.measure_model", {**order, "num_ranks": num_ranks})
+    order = {"workload": asdict(workload), "sizes": sizes, "folder": str(folder.resolve()), "device": device}
+    if note := ask("methods.pipeline.measure_model", {**order, "num_ranks": num_ranks}):
+        print(note, file=sys.stderr)
     print(folder / PROFILE_FILE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 
 from harness.base.checkout import ROOT
 from harness.devices import machine
+from methods.pipeline import measure_model
 from methods.pipeline.profile import Profile, read
 from methods.pipeline.profiler import tensor_bytes
 from methods.varuna import AutoConfig, CutPoint, Profiler
 from tests.methods.pipeline import user_model
+from tests.methods.pipeline.trainings import see_gpus
+from tests.support import cli
 
 SNIPPET = (ROOT / "docs" / "pipelines.md").read_text().split("```python\n")[2].split("```")[0]
 SLEEP_SECONDS = 0.01
@@ -53,7 +57,7 @@ def batch_of_two(size: int) -> dict[str, Any]:
 
 
 def profiled(model: nn.Module, get_batch: Any, sizes: list[int], folder: Path, **more: Any) -> Profile:
-    profiler = Profiler(model, -1, **more)
+    profiler = Profiler(model, "cpu", **more)
     profiler.initialize(get_batch)
     return profiler.profile_all(get_batch, sizes, out_folder=folder)
 
@@ -107,7 +111,7 @@ def test_a_gpus_context_and_reserve_are_not_for_tensors(monkeypatch: pytest.Monk
 
 
 def test_what_comes_too_early_or_has_no_sizes_is_refused(tmp_path: Path) -> None:
-    profiler = Profiler(Two(), -1)
+    profiler = Profiler(Two(), "cpu")
     with pytest.raises(ValueError, match=r"try initialize\(get_batch\) first"):
         profiler.profile_all(batch_of_two, [1], out_folder=tmp_path)
     profiler.initialize(batch_of_two)
@@ -125,6 +129,51 @@ def test_an_error_of_the_model_is_its_own(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         profiled(Wrong(), batch_of_two, [1], tmp_path)
+
+
+# ---- What the verb starts
+
+TINY = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_len": 8, "vocab_size": 50}
+
+
+def order(folder: Path, device: str) -> dict[str, Any]:
+    return {"workload": TINY, "sizes": [1], "num_ranks": 2, "folder": str(folder), "device": device}
+
+
+def test_the_verb_tells_why_ranks_with_too_few_gpus_measure_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    see_gpus(monkeypatch, 1)
+    assert measure_model.measure(order(tmp_path, "auto")).endswith("the machine of rank 0 has 2 ranks and 1 GPU")
+    assert read(tmp_path).device_bytes is None
+    with pytest.raises(
+        ValueError, match=r"expected a GPU for each of --ranks 2, got 1; try fewer ranks, or --device cpu"
+    ):
+        measure_model.measure(order(tmp_path, "cuda"))
+
+
+def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    words = ("-l", 1, "-h", 16, "--heads", 2, "--seq", 8, "--vocab", 50, "--device", "cuda", "--out", tmp_path)
+    done = cli.run("varuna", "profile", *words, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "--device cuda: expected a GPU for each of --ranks 1, got 0" in done.stderr
+
+
+def test_an_error_of_several_lines_is_told_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA's, whose last line says how to compile torch."""
+
+    def fail(order: Any) -> str:
+        raise RuntimeError("CUDA error: invalid device ordinal\nCompile with `TORCH_USE_CUDA_DSA`")
+
+    monkeypatch.setattr(measure_model, "measure", fail)
+    reading, writing = os.pipe()
+    with pytest.raises(RuntimeError):
+        measure_model.measure_as_rank({}, {}, writing)
+    os.close(writing)
+    with open(reading) as told:
+        assert told.read() == "RuntimeError: CUDA error: invalid device ordinal Compile with `TORCH_USE_CUDA_DSA`"
 
 
 # ---- The documents' snippet
