@@ -144,27 +144,8 @@ def _holders(path: Path) -> list[dict[str, Any]]:
 
 def _paths(job: Job) -> list[Path]:
     """Return the sorted paths of the locks of a job's devices. Each GPU has a lock; CPU and sim share one lock."""
-    names = {"cpu"}
-    if job.device == "cuda":
-        number = max(job.world_size, job.options.get("num_devices", 1))
-        names = {_uuid(name) for name in machine.visible_gpus()[:number]} or {"0"}
+    names = set(machine.gpu_uuids(job)) if job.device == "cuda" else {"cpu"}
     return [folder() / f"harness-{name}.lock" for name in sorted(names)]
-
-
-def _uuid(name: str) -> str:
-    """Return the whole UUID of a GPU; "0" if the driver does not know the GPU. `name` names the GPU as
-    CUDA_VISIBLE_DEVICES does: by its index, its UUID, or the start of its UUID."""
-    import pynvml
-
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        if name.startswith("MIG"):
-            return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByUUID(name)))
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            uuid = str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
-            if name == str(index) or uuid.startswith(name):
-                return uuid
-    return "0"
 
 
 @contextlib.contextmanager

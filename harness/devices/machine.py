@@ -129,6 +129,25 @@ def visible_gpus() -> list[str]:
     return []
 
 
+def num_gpus(job: Job) -> int:
+    """Return the number of GPUs that the job uses on CUDA: one for each of its ranks or devices."""
+    return max(job.world_size, job.options.get("num_devices", 1))
+
+
+def gpu_uuids(job: Job) -> list[str]:
+    """Return the UUIDs of the GPUs that the job uses on CUDA, which are the first visible GPUs; instead of the UUID of
+    a GPU that the driver does not know, return its index in CUDA_VISIBLE_DEVICES or, if it has none, "0"."""
+    import pynvml
+
+    def uuid(name: str) -> str:
+        with contextlib.suppress(pynvml.NVMLError):
+            return str(pynvml.nvmlDeviceGetUUID(_gpu_handle(name)))
+        return name if name.isdigit() else "0"
+
+    number = num_gpus(job)
+    return [uuid(name) for name in visible_gpus()[:number] or map(str, range(number))]
+
+
 def gpu_free_bytes() -> int | None:
     """Return the free bytes of the first GPU that this process may use; None if the driver does not tell them. No CUDA
     context is made, because a context would itself take memory."""
@@ -139,16 +158,18 @@ def gpu_free_bytes() -> int | None:
     return None
 
 
-def surroundings(device: str) -> dict[str, Any]:
+def surroundings(device: str, number: int = 1) -> dict[str, Any]:
     """Return what runs on the machine beside this job when the job begins: the load average and, if `device` is cuda,
-    the other processes on the GPU with their device bytes."""
+    the other processes on the first `number` visible GPUs, each with its device bytes and its GPU."""
     import pynvml
 
     found: dict[str, Any] = {"load_average": round(psutil.getloadavg()[0], 2)}
-    if device == "cuda":
+    for name in visible_gpus()[:number] if device == "cuda" else ():
         with contextlib.suppress(pynvml.NVMLError):
-            others = pynvml.nvmlDeviceGetComputeRunningProcesses(_gpu_handle())
-            found["foreign_processes"] = [{"pid": other.pid, "device_bytes": other.usedGpuMemory} for other in others]
+            others = pynvml.nvmlDeviceGetComputeRunningProcesses(_gpu_handle(name))
+            found.setdefault("foreign_processes", []).extend(
+                {"pid": other.pid, "device_bytes": other.usedGpuMemory, "gpu": name} for other in others
+            )
     return found
 
 
@@ -169,21 +190,22 @@ def allocator_settings() -> str:
     return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
 
 
-def _gpu_handle() -> Any:
-    """Return NVML's handle of CUDA's device 0, the first device in CUDA_VISIBLE_DEVICES, or of GPU 0 if this variable
-    is not set. The variable names a device by its index, by its UUID, or by the start of its UUID. Raises NVMLError if
-    no GPU is visible."""
+def _gpu_handle(name: str | None = None) -> Any:
+    """Return NVML's handle of the GPU that CUDA_VISIBLE_DEVICES names so: by its index, by its UUID, or by the start of
+    its UUID. None: CUDA's device 0, the first device in this variable, or GPU 0 if the variable is not set. Raises
+    NVMLError if there is no such GPU."""
     import pynvml
 
     pynvml.nvmlInit()
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    if first.isdigit():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(first))
-    if first.startswith("MIG"):
-        return pynvml.nvmlDeviceGetHandleByUUID(first)
+    if name is None:
+        name = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if name.isdigit():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
+    if name.startswith("MIG"):
+        return pynvml.nvmlDeviceGetHandleByUUID(name)
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        if first and pynvml.nvmlDeviceGetUUID(handle).startswith(first):
+        if name and pynvml.nvmlDeviceGetUUID(handle).startswith(name):
             return handle
     raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)  # no GPU is visible
 

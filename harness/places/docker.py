@@ -174,7 +174,7 @@ class Docker(Place):
         is_closed = any(CLOSED in there.parents for _, there, _ in shown)
         user, group = container_user.ids()
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        limit = memory_limit(job)
+        limit, gpus = memory_limit(job), machine.gpu_uuids(job) if job.device == "cuda" else []
         return {
             "image": self.image.id, "command": [PYTHON, "-m", "harness.places.shared.place"], "working_dir": str(ROOT),
             "mounts": [Mount(str(there), str(here), "bind", read_only=is_fixed) for here, there, is_fixed in shown],
@@ -185,7 +185,7 @@ class Docker(Place):
             "tmpfs": {SCRATCH: "exec,mode=1777"} | ({str(CLOSED): f"uid={user},gid={group}"} if is_closed else {}),
             "mem_limit": limit, "memswap_limit": limit, "shm_size": limit or machine.host_bytes() // 2,
             "cpuset_cpus": ",".join(map(str, cores)) or None,
-            "device_requests": [DeviceRequest(count=1, capabilities=[["gpu"]])] if job.device == "cuda" else None,
+            "device_requests": [DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
         }  # fmt: skip
 
     def _complete(self, running: Running, job: Job, key: str, stem: Path, exchange: Exchange | None) -> Path:

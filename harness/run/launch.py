@@ -140,10 +140,10 @@ class Watch:
         self.interrupted = False
         self.broken: BrokenPipeError | None = None  # `report` raises it if its reader is gone
         self.shm_free_bytes: int | None = None
-        self.surroundings = machine.surroundings(job.device)
+        self.surroundings = machine.surroundings(job.device, machine.num_gpus(job))
         self.source, self.listed_code = method.source_hash(job.method, folders), method.listed(job.method, folders)
         for other in self.surroundings.get("foreign_processes", []):
-            report({"event": "warning", "text": f"process {other['pid']} is on this GPU, too: on record"})
+            report({"event": "warning", "text": f"process {other['pid']} is on GPU {other['gpu']}, too: on record"})
         limit = budgets.wall_bytes(job)
         self.wall = cgroup.make(limit) if limit else None  # the worker's own memory group; None: it has none
         self.group = self.wall or cgroup.current()

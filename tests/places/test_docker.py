@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -25,6 +26,7 @@ from harness.places.docker import Docker
 from harness.places.shared import container_user
 from harness.places.shared.container_user import Exchange
 from harness.places.shared.docker_image import image
+from tests.devices.test_budgets import with_gpus
 from tests.support import cli
 from tests.support.engine import BASE, FIXED_FOLDERS, IMAGE, PACKAGES, docker, in_memory, start, stop
 from tests.support.packages import need, still_running
@@ -294,6 +296,23 @@ def test_what_runs_for_another_call_is_left_to_it(engine: str, tmp_path: Path, m
     assert run.wait(60) == 130
     (record,) = (each for each in read_all(tmp_path)[0].values() if each.job.steps == 30000)
     assert record.status == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("visible", "options", "gpus"), [("1,0", {}, ["GPU-b"]), ("2,0", {"num_devices": 2}, ["GPU-c", "GPU-a"])]
+)
+def test_a_container_gets_the_gpus_whose_locks_its_job_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, options: dict, gpus: list[str]
+) -> None:
+    with_gpus(monkeypatch, "GPU-a", "GPU-b", "GPU-c")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(container, "folders_shown", lambda *arguments: [])
+    place = object.__new__(Docker)
+    place.image = SimpleNamespace(id="sha256:1", short_id="sha256:1")
+    for device, asked in (("cuda", gpus), ("cpu", None)):
+        settings = place._settings(Job("some", TINY, options, device=device), "key", tmp_path / "log", (), None)
+        (request,) = settings["device_requests"] or [{"DeviceIDs": None, "Count": 0}]
+        assert (request["DeviceIDs"], request["Count"]) == (asked, 0)
 
 
 def test_without_the_gpus_runtime_a_gpu_is_unavailable_in_one_line(engine: str, tmp_path: Path) -> None:

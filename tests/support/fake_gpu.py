@@ -69,6 +69,7 @@ class FakeGpu:
 
     def install_nvml(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(pynvml, "nvmlInit", lambda: None)
+        patch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
         patch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
         patch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "a GPU")
         patch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: "GPU-1")
