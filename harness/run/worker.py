@@ -261,9 +261,9 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     """Train one job in this process. Return its record, even if training failed. `emit` gets the run's events."""
     started, run, executed = time.time(), Run(job, emit), executed_files()
     executed.clear()
-    end, evidence = failures.Failure("ok", ""), {}
+    facts = machine.facts()  # before training, because an engine may pin this process to some of its cores
+    end, evidence, enforced = failures.Failure("ok", ""), {}, dict[str, str]()
     method = create(job.method, job.options, folders)
-    enforced: dict[str, str] = {}
     try:
         run.enter("import")
         enforced = budgets.enforce(job)
@@ -287,7 +287,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     if "peaks" not in run.measured:
         run.measured |= memory_of_training(job.device)
     record = Record(
-        job=job, key=key, phase=run.phase, clock=job.device, machine=machine.facts(), software=machine.software(),
+        job=job, key=key, phase=run.phase, clock=job.device, machine=facts, software=machine.software(),
         started=started, limits=enforced, **end.changes(evidence),
         description=method.describe(job.workload, job.device),
         bit_exact=method.bit_exact if job.workload.dtype == "fp32" else method.bit_exact_in_half,

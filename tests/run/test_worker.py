@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from pathlib import Path
 
 import pytest
 
 from harness.core.job import Job
 from harness.core.record import Record
+from harness.devices import machine
 from harness.run import worker
-from tests.support.tiny import TINY
+from tests.support.tiny import TINY, write_ending
 
 TELLS = """
 import json
@@ -94,3 +97,14 @@ def test_a_method_that_yields_nothing_is_told_what_to_yield(tmp_path: Path) -> N
     )
     record = worker.run(Job("yields-none", TINY, steps=4, warmup=1), "key", (tmp_path,), lambda event: None)
     assert record.reason.startswith("TypeError: expected train() to yield a Step for each batch, got Trained from it")
+
+
+def test_a_record_tells_the_cores_that_a_run_had_before_its_engine_pinned_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSpeed's SuperOffload does; here the pinning is told, not done."""
+    monkeypatch.setattr(machine, "facts", functools.cache(machine.facts.__wrapped__))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    methods = write_ending(tmp_path, "os.sched_getaffinity = lambda pid: {0}")
+    record = worker.run(Job("ending", TINY, steps=2, warmup=1), "key", (methods,), lambda event: None)
+    assert record.status == "ok" and record.machine["cores"] == 4
