@@ -55,8 +55,8 @@ def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
 def hardware(results: Path) -> list[tuple[str, str]]:
     facts = machine.facts()
     gpu = f"{facts['gpu']}, {gib(facts['gpu_bytes'])}, driver {facts['driver']}" if "gpu" in facts else "none"
-    if "gpu" in facts and "cuda" not in machine.devices():
-        gpu += "; torch is its CPU build: remove .venv, and ./run.sh again"
+    if "gpu" in facts and (reason := machine.cuda_refused()):
+        gpu += f"; {reason}"
     there = next(path for path in (results.resolve(), *results.resolve().parents) if path.exists())
     return [
         ("cpu", f"{facts['cpu']}, {facts['cores']} cores, {gib(facts['host_bytes'])} of memory"),

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -224,8 +225,44 @@ def _total_bytes(handle: Any) -> int:
 
 def devices() -> list[str]:
     """Return the types of devices on which this machine can train, the best first."""
-    has_cuda = bool(gpu()) and not str(software()["torch"]).endswith("+cpu")
-    return ["cuda", "cpu", "sim"] if has_cuda else ["cpu", "sim"]
+    return ["cuda", "cpu", "sim"] if gpu() and not cuda_refused() else ["cpu", "sim"]
+
+
+def cuda_refused() -> str:
+    """Return, in one line with a remedy, why the installed torch can use no GPU here: it is a CPU build, or it is built
+    for a newer major version of CUDA than the driver supports (within a major version an older driver suffices). Return
+    an empty text if there is no such reason, or if one of the versions is not known."""
+    import pynvml
+
+    if str(software()["torch"]).endswith("+cpu"):
+        return (
+            "torch is its CPU build: leave out the index or folder with +cpu builds that .venv/bin/python -m pip config"
+            " list or PIP_EXTRA_INDEX_URL names, remove .venv, and ./run.sh again"
+        )
+    built = _cuda_of_torch()
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()  # 12040 is 12.4
+        if built and version // 1000 < built:
+            return (
+                f"torch is built for CUDA {built}, the driver supports {version // 1000}.{version % 1000 // 10}: update"
+                f" the driver until nvidia-smi tells CUDA {built}.0 or newer, or take a torch for CUDA"
+                f" {version // 1000} (docs/places.md, Without a set-up)"
+            )
+    return ""
+
+
+def _cuda_of_torch() -> int | None:
+    """Return the major version of CUDA for which the installed torch is built; None if it is not known. torch's own
+    index tells it in the version (+cu130). PyPI's builds do not, but they require NVIDIA's packages for this version,
+    such as nvidia-nccl-cu13."""
+    if told := re.search(r"\+cu(\d+)\d\b", str(software()["torch"])):
+        return int(told[1])
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for needed in importlib.metadata.requires("torch") or ():
+            if named := re.match(r"nvidia-[a-z-]+-cu(\d+)\b", needed):
+                return int(named[1])
+    return None
 
 
 def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks: int = 1) -> Room:

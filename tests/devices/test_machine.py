@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pynvml
 import pytest
 
-from harness.core.job import Job
+from harness.cli import doctor
+from harness.core.job import GIB, Job
 from harness.core.record import Record
 from harness.devices import device_lock, machine
+from harness.places.shared import place
 from harness.run import launch
 from tests.devices.test_budgets import with_gpus
+from tests.support.fake_gpu import MIB, FakeGpu
 from tests.support.tiny import TINY
 
 
@@ -25,6 +30,25 @@ def four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: others.get(handle, []), raising=False
     )
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this machine one with a GPU, with these versions of torch and of the driver's CUDA."""
+    FakeGpu(24 * GIB, 450 * MIB, 500 * MIB).install_nvml(monkeypatch)
+
+    def install(torch: str, cuda: int | None, requires: list[str] | None = None) -> None:
+        def version() -> int:
+            if cuda is None:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+            return cuda
+
+        software = {**machine.software(), "torch": torch}
+        monkeypatch.setattr(machine, "software", lambda: software)
+        monkeypatch.setattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", version)
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
+
+    return install
 
 
 def of(number: int, option: str = "num_devices") -> Job:
@@ -82,3 +106,58 @@ def test_a_process_on_a_jobs_second_gpu_is_told_and_on_record(
     record = Record.read(launch.launch(job, "key", tmp_path, report=report))
     assert record.status == "ok" and [each["pid"] for each in record.machine["foreign_processes"]] == [77]
     assert warnings == ["process 77 is on GPU 2, too: on record"]
+
+
+# What torch 2.13.0 and 2.9.1 from PyPI require, in part.
+PYPI_13 = ["filelock", "cuda-bindings<14,>=13.0.3; platform_system == 'Linux'", "nvidia-nccl-cu13==2.29.7"]
+PYPI_12 = ["filelock", "nvidia-cuda-nvrtc-cu12==12.8.93; platform_system == 'Linux'", "triton==3.5.1"]
+
+
+@pytest.mark.parametrize(
+    ("torch", "requires", "cuda", "best"),
+    [
+        ("2.13.0+cu130", None, 13000, "cuda"),
+        ("2.13.0+cu130", None, 12080, "cpu"),
+        ("2.13.0+cu128", None, 12020, "cuda"),  # of the same major version
+        ("2.13.0+cu126", None, 13010, "cuda"),
+        ("2.13.0+cu126", None, 11080, "cpu"),
+        ("2.13.0", PYPI_13, 12090, "cpu"),
+        ("2.13.0", PYPI_13, 13020, "cuda"),
+        ("2.9.1", PYPI_12, 12000, "cuda"),
+        ("2.9.1", PYPI_12, 11080, "cpu"),
+        ("2.9.1", ["filelock"], 11080, "cuda"),  # of a build that tells no version
+        ("2.9.1", None, 11080, "cuda"),
+        ("2.13.0+cu130", None, None, "cuda"),  # the driver tells none
+        ("2.13.0+cpu", None, 13000, "cpu"),
+    ],
+)
+def test_a_driver_older_than_torchs_cuda_leaves_the_cpu(
+    driver: Callable[..., None], torch: str, requires: list[str] | None, cuda: int | None, best: str
+) -> None:
+    driver(torch, cuda, requires)
+    assert machine.devices()[0] == best and bool(machine.cuda_refused()) == (best == "cpu")
+
+
+def test_doctor_says_what_an_old_driver_lacks(driver: Callable[..., None]) -> None:
+    driver("2.13.0+cu130", 12040)
+    told = dict(doctor.hardware(Path()))["gpu"]
+    assert "driver 1; torch is built for CUDA 13, the driver supports 12.4: update the driver until" in told
+    assert "or take a torch for CUDA 12 (docs/places.md, Without a set-up)" in told and len(told.splitlines()) == 1
+
+
+def test_doctor_says_where_to_look_for_an_index_of_cpu_builds(driver: Callable[..., None]) -> None:
+    driver("2.13.0+cpu", 13000)
+    told = dict(doctor.hardware(Path()))["gpu"]
+    assert "pip config list or PIP_EXTRA_INDEX_URL names, remove .venv" in told and len(told.splitlines()) == 1
+
+
+def test_doctor_finds_nothing_wrong_with_a_driver_that_suffices(driver: Callable[..., None]) -> None:
+    driver("2.13.0+cu130", 13000)
+    assert dict(doctor.hardware(Path()))["gpu"].endswith(", driver 1")
+
+
+def test_an_old_driver_at_a_place_is_told_in_the_record(driver: Callable[..., None], tmp_path: Path) -> None:
+    driver("2.13.0+cu130", 12040)
+    place.perform(place.order(Job("resident", TINY, device="cuda"), "key", tmp_path / "log", ()))
+    record = Record.read(tmp_path / "log.json")
+    assert (record.status, "got cpu and sim: torch is built for CUDA 13" in record.reason) == ("unavailable", True)

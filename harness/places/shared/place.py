@@ -110,6 +110,7 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
     os.environ.update(order["environment"])
     if job.device not in machine.devices():
         reason = f"expected a {job.device} device there, got {' and '.join(machine.devices())}"
+        reason += f": {machine.cuda_refused()}" if machine.gpu() and job.device == "cuda" else ""
         write_end(job, order["key"], stem, failures.ended("unavailable", "device", reason))
         return
     prepare(job, stem.parent, folders, report)
