@@ -31,6 +31,7 @@ from harness.base.checkout import ROOT, install_extra
 from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.record import new_stem
+from harness.devices import machine
 from harness.forecast.run_time import deadline_seconds
 from harness.places.docker import PYTHON, READ, SCRATCH, WRITTEN, default_image, memory_limit
 from harness.places.shared.cluster import killed, num_nodes, options_of, unavailable
@@ -63,7 +64,7 @@ class PodOptions:
     namespace: str | None = None  # None: the kubeconfig's namespace
     image: str | None = None  # None: the name that ./run.sh image build gives
     nodes: PositiveInt | None = None
-    gpus: PositiveInt | None = None  # GPUs of each node; None: one for each rank on CUDA, 0 on other devices
+    gpus: PositiveInt | None = None  # GPUs of each node; None: on CUDA one for each rank or device, else 0
     cpus: PositiveInt | None = None  # CPUs of each node; None: no request
     node_selector: str | None = None  # LABEL=VALUE that a node must have; None: any node
     wait: NonNegativeInt | None = None  # seconds that a job may wait for nodes; None: WAIT_SECONDS
@@ -265,7 +266,7 @@ class Kubernetes(Place):
         mounts = {"order": ORDER, "work": WORK, "tmp": "/tmp", "shm": "/dev/shm"}
         limit = memory_limit(job)
         asked = {"memory": str(limit)} if limit else {}
-        gpus = self.options.get("gpus", job.world_size // nodes if job.device == "cuda" else 0)
+        gpus = self.options.get("gpus", machine.num_gpus(job) // nodes if job.device == "cuda" else 0)
         asked_main = asked | ({"cpu": str(self.options["cpus"])} if "cpus" in self.options else {})
         asked_main |= {"nvidia.com/gpu": str(gpus)} if gpus else {}
         common = {

@@ -140,6 +140,12 @@ def test_a_pod_has_the_jobs_memory_a_gpu_for_each_of_its_ranks_and_no_rights() -
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_a_pod_has_a_gpu_for_each_device_of_its_job() -> None:
+    job = dataclasses.replace(SHARDED, device="cuda", options={"num_devices": 2})
+    (container,) = manifests(job)["Job"]["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+
+
 @pytest.mark.parametrize(
     ("has_jobsets", "nodes", "address"),
     [(False, 1, "127.0.0.1"), (False, 2, "harness-1-0.harness-1"), (True, 2, "harness-1-nodes-0-0.harness-1")],
