@@ -35,6 +35,7 @@ from harness.devices.memory_account import Tracker
 from harness.devices.streams import STREAMS
 from methods.pipeline.batches import Inputs, cast, moved
 from methods.pipeline.cut import Part, cut, num_cuts, probe, specs_of, traced
+from methods.pipeline.meta import give_memory
 from methods.pipeline.partition import BUCKET_BYTES
 from methods.pipeline.pipeline import InitWeights
 from methods.pipeline.place import place
@@ -111,6 +112,7 @@ class Profiler:
         self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._too_large: set[tuple[int, int]] = set()
         self._crowded = self._alone = 0.0
+        self._made: set[int] = set()  # ids of the tensors of the section at hand that came from the meta device
         # Each round measures all sections and sizes, so that a moment when the machine is busy slows all of them alike.
         for _ in range(RUNS + 1):
             for first in range(0, len(self.sections), self.world_size):
@@ -150,8 +152,9 @@ class Profiler:
         """Time the passes of section `number` with each size of micro-batch, and the section's update. If memory runs
         out at a size, drop this size and all larger sizes, in later rounds too.
         """
-        module = self._here(number)
+        module, size = self.sections[number].module, min(batches)
         try:
+            self._here(number)
             for size, batch in batches.items():
                 if (number, size) in self._too_large:
                     break
@@ -175,17 +178,19 @@ class Profiler:
             self._leave(module)
 
     def _here(self, number: int) -> nn.Module:
-        """Move a section to the device and return it. Weights on the meta device get memory and values there."""
-        module = self.sections[number].module
-        if not self.init_weights:
-            return module.to(self.device)
-        module.to_empty(device=self.device)
-        self.init_weights((name, weight.data) for name, weight in module.named_parameters())
-        return module
+        """Move a section to the device and return it. Tensors on the meta device get memory and values there."""
+        module, self._made = self.sections[number].module, set()
+        made = {name: torch.empty_like(tensor, device=self.device) for name, tensor in _named(module) if tensor.is_meta}
+        if made and self.init_weights:
+            self.init_weights(made.items())
+            give_memory(module, made)
+        self._made = {id(tensor) for name, tensor in _named(module) if name in made}
+        return module.to(self.device)
 
     def _leave(self, module: nn.Module) -> None:
+        """Move a section back to the host. Tensors that came from the meta device go back there."""
         module.zero_grad()
-        module.to("meta" if self.init_weights else "cpu")
+        module._apply(lambda tensor: tensor.to("meta" if tensor.is_meta or id(tensor) in self._made else "cpu"))
 
     def _values(self, number: int, size: int, batch: Inputs) -> Values:
         returned = self._returned[size]
@@ -279,7 +284,7 @@ class Profiler:
     def _gathered(self, own: Any) -> list[Any]:
         """Return every rank's `own`, which is sent as JSON, in the ranks' order."""
         group = dist.group.WORLD if self.world_size > 1 else None
-        return list(map(json.loads, gathered(json.dumps(own).encode(), group, self.device)))
+        return list(map(json.loads, gathered(json.dumps(own).encode(), group)))
 
     def _crowding(self) -> tuple[float, int, float | None]:
         """Return the profile's fields `crowding`, `num_ranks` and `num_served`. `num_ranks`: number of ranks on rank
@@ -353,6 +358,10 @@ class Profiler:
             for key, seconds in found:
                 together[tuple(key)].append(seconds)
         return [(*key, statistics.median(each)) for key, each in sorted(together.items())]
+
+
+def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _backward(found: Any, grads: Sequence[Tensor] | None) -> None:

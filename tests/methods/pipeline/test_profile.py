@@ -73,6 +73,48 @@ def test_memory_that_runs_out_ends_the_sizes(two: Profile) -> None:
     assert [cost.size for cost in upper.costs] == two.sizes == [1, 2]
 
 
+def test_a_section_too_large_for_the_device_has_no_sizes(tmp_path: Path) -> None:
+    """As a section whose weights alone fill a GPU."""
+    with torch.device("meta"):
+        model = Two()
+
+    def fill(named: Any) -> None:
+        for _, tensor in named:
+            if tensor.shape == model.slow.linear.weight.shape:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB")
+            tensor.fill_(1.0)
+
+    found = profiled(model, batch_of_two, [1, 2], tmp_path, init_weights=fill)
+    assert [[cost.size for cost in section.costs] for section in found.sections] == [[1, 2], []]
+    assert found.sizes == []
+
+
+class Tables(nn.Module):
+    """Its own forward pass, which is traced, reads a buffer, and makes a tensor that the batch does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(IN))
+        self.first, self.cutpoint, self.last = nn.Linear(IN, IN), CutPoint(), nn.Linear(IN, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cutpoint(self.first(x + self.table + torch.arange(float(IN))))).mean()
+
+
+def test_of_a_model_without_memory_buffers_are_filled_and_tensors_with_memory_are_kept(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Tables()
+    seen: list[Tensor] = []
+    model.first.register_forward_pre_hook(lambda module, given: None if given[0].is_meta else seen.append(given[0]))
+
+    def fill(named: Any) -> None:
+        for _, tensor in named:
+            tensor.fill_(2.0)
+
+    profiled(model, batch_of_two, [1], tmp_path, init_weights=fill)
+    assert seen and all(torch.equal(x[0], 3.0 + torch.arange(float(IN))) for x in seen)
+
+
 def test_bytes_are_those_of_the_tensors(two: Profile) -> None:
     """By hand: the lower section keeps its output; its backward pass makes the weight's gradient beside the sum."""
     for cost in two.sections[0].costs:
