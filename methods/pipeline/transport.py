@@ -203,14 +203,14 @@ def _store(rank: int, limit: timedelta) -> Any:
     return dist.PrefixStore(f"pipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
 
 
-def gathered(own: bytes, group: dist.ProcessGroup | None, device: str | torch.device = "cpu") -> list[bytes]:
+def gathered(own: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return the bytes `own` of each rank of the group, in the ranks' order. Without a group return only this process's
     bytes. Objects are not gathered, because torch would unpickle them, which can run code."""
     if group is None:
         return [own]
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
-    rooms = [torch.zeros(max(1, *map(int, sizes)), dtype=torch.uint8, device=device) for _ in sizes]
-    told = torch.frombuffer(bytearray(own.ljust(len(rooms[0]), b"\0")), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    rooms = [torch.zeros(max(1, *map(int, sizes)), dtype=torch.uint8) for _ in sizes]
+    told = torch.frombuffer(bytearray(own.ljust(len(rooms[0]), b"\0")), dtype=torch.uint8)
     dist.all_gather(rooms, told, group=group)
-    return [room.cpu().numpy().tobytes()[: int(size)] for room, size in zip(rooms, sizes, strict=True)]
+    return [room.numpy().tobytes()[: int(size)] for room, size in zip(rooms, sizes, strict=True)]
