@@ -105,7 +105,10 @@ def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str]
     machines = Machines(folder, schedule.num_machines)
     write_whole(machines.pace, FAST)
     call = command(machines, schedule.num_stages, [*script, "--steps", str(num_steps)])
-    environment = child_environment() | {"PACE_FILE": str(machines.pace), "OMP_NUM_THREADS": "1"}
+    # Jobs are compared to the last digits, so all compute on the CPU: one worker alone would take a GPU, several not.
+    environment = child_environment() | {
+        "PACE_FILE": str(machines.pace), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""
+    }  # fmt: skip
     seconds: dict[str, list[float]] = {by: [] for by in CAUSES}
     with open(folder / "output.txt", "w") as output:
 

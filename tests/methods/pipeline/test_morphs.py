@@ -552,12 +552,9 @@ def test_the_example_trains_on_a_machine_with_one_gpu(machines: int, tmp_path: P
 
 
 @pytest.mark.heavy
-def test_a_job_on_machines_that_leave_die_and_come_trains_as_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_on_machines_that_leave_die_and_come_trains_as_one_process(tmp_path: Path) -> None:
     """4 -> 2 -> 4 -> 3 -> 1 workers: two leave by SIGTERM, two come, one dies by kill -9, two leave; then the launcher
     itself dies by kill -9, and another one takes over."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # one worker alone would compute on a GPU, four on the CPU
     steps = 34
     changes = (Change(4, 2, "notice"), Change(8, 4), Change(16, 3, "death"), Change(20, 1), Change(26, 1, "launcher"))
     alone = undisturbed(tmp_path / "alone", steps)
