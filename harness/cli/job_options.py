@@ -203,7 +203,10 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
     if elsewhere and device == "cuda" and not machine.gpu() and budget.device_bytes is None:
         raise ValueError("expected the memory of the other machine's GPU, got none: try --device-memory 80GiB")
     if device not in there and not elsewhere:
-        raise ValueError(f"--device: expected {' or '.join(there)} on this machine, got {device}")
+        why = machine.cuda_refused() if device == "cuda" and machine.gpu() else ""
+        raise ValueError(
+            f"--device: expected {' or '.join(there)} on this machine, got {device}{f': {why}' if why else ''}"
+        )
     if words["link"] and device != "sim":
         raise ValueError(f"--link: expected --device sim, got {device}, whose link is real; leave --link out")
     return device

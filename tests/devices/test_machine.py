@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from harness.cli import doctor
-from harness.core.job import GIB, Job
+from harness.cli import doctor, job_options
+from harness.core.job import GIB, Budget, Job
 from harness.core.record import Record
 from harness.devices import device_lock, machine
 from harness.places.shared import place
@@ -161,3 +161,9 @@ def test_an_old_driver_at_a_place_is_told_in_the_record(driver: Callable[..., No
     place.perform(place.order(Job("resident", TINY, device="cuda"), "key", tmp_path / "log", ()))
     record = Record.read(tmp_path / "log.json")
     assert (record.status, "got cpu and sim: torch is built for CUDA 13" in record.reason) == ("unavailable", True)
+
+
+def test_a_gpu_that_is_asked_for_and_cannot_be_used_is_refused_with_the_reason(driver: Callable[..., None]) -> None:
+    driver("2.13.0+cu130", 12040)
+    with pytest.raises(ValueError, match=r"expected cpu or sim on this machine, got cuda: torch is built for CUDA 13"):
+        job_options._device({"device": "cuda"}, Budget())
