@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch.multiprocessing  # lets connections send tensors in shared memory
@@ -61,24 +62,38 @@ class Here:
         return self.done
 
 
-class Elsewhere:
+class Process:
+    """A process of its own, which runs entry(connection, *given) and ends with the call. `module`: the name of a module
+    that this call needs, which is imported once for all such processes. Raises pickle.PicklingError, AttributeError or
+    TypeError if an argument cannot be sent."""
+
+    def __init__(self, module: str, entry: Callable[..., None], *given: Any) -> None:
+        order = ForkingPickler.dumps((entry, given))  # before the process starts, because this may fail
+        # `told` has what the process needs to find the classes of the caller's script, and the key to shared memory.
+        told = spawn.get_preparation_data("device")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            imports = (module, "torch._dynamo")
+            self.process = fork_server.start(__name__, 1, 2, child_environment(), [theirs.fileno()], imports)
+            print(theirs.fileno(), file=self.process.stdin, flush=True)
+        self.connection = Connection(ours.detach())
+        self.connection.send(told | {"authkey": bytes(told["authkey"])})
+        self.connection.send_bytes(order)
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.wait()
+
+
+class Elsewhere(Process):
     """A device in a process of its own. The process makes its worker by make_worker(*given). `num_threads`: torch's
     threads in the process. On a CPU this number changes the rounding of sums, so runs that are compared bit by bit need
     the same number."""
 
     def __init__(self, make_worker: Callable[..., Any], *given: Any, num_threads: int = 1) -> None:
-        # `told` has what the process needs to find the classes of the caller's script, and the key to shared memory.
-        told = spawn.get_preparation_data("device")
         if num_threads > 1:  # A process's idle threads must sleep, so that they leave the cores to other processes.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            imports = (make_worker.__module__, "torch._dynamo")
-            self.process = fork_server.start(__name__, 1, 2, child_environment(), [theirs.fileno()], imports)
-            print(theirs.fileno(), file=self.process.stdin, flush=True)
-        self.connection = Connection(ours.detach())
-        self.connection.send(told | {"authkey": bytes(told["authkey"])})
-        self.connection.send((num_threads, make_worker, given))
+        super().__init__(make_worker.__module__, serve, num_threads, make_worker, *given)
         self.told = 0  # number of halved shards that the process was told of
         self.moved_bytes, self.peaks = 0, dict[str, int]()  # the process's values at its last reply
 
@@ -98,10 +113,6 @@ class Elsewhere:
         died."""
         left, seconds, self.moved_bytes, self.peaks = pickle.loads(self.connection.recv_bytes())
         return left, seconds
-
-    def close(self) -> None:
-        self.connection.close()
-        self.process.wait()
 
 
 def start_processes(
@@ -166,14 +177,13 @@ def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Entry point of a device's process. The process reads the file descriptor of its connection from standard
-    input."""
+    """Entry point of a Process, which reads the file descriptor of its connection from standard input."""
     connection, this = Connection(int(sys.stdin.readline())), multiprocessing.current_process()
     this._inheriting = True  # type: ignore[attr-defined]  # without this, a script without a main guard would run again
     spawn.prepare(connection.recv())
     del this._inheriting  # type: ignore[attr-defined]
-    num_threads, make_worker, given = connection.recv()
-    serve(connection, num_threads, make_worker, *given)
+    entry, given = connection.recv()
+    entry(connection, *given)
 
 
 def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *given: Any) -> None:

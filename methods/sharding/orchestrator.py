@@ -33,7 +33,7 @@ from methods.sharding.device_process import Here, lock_homes, start_processes
 from methods.sharding.device_worker import Worker
 from methods.sharding.dispatch import Dispatcher, Turned
 from methods.sharding.partition import longest_runs, run_sizes
-from methods.sharding.rehearsal import foretold_bytes, rehearse
+from methods.sharding.rehearsal import foretold_bytes, foretold_elsewhere, rehearse
 from methods.sharding.scheduler import key_of
 from methods.sharding.shard import Shard, cut
 from methods.sharding.task import Task
@@ -271,8 +271,10 @@ class ModelOrchestrator:
         return any(name.startswith("cuda") for name in self.devices)
 
     def _foretold(self, lengths: list[list[int]]) -> int | None:
-        batches = [task.first_batch() for task in self.tasks]
-        return foretold_bytes(self._cut(lengths), batches, self.words, **self.options)
+        models, batches = self._cut(lengths), [task.first_batch() for task in self.tasks]
+        if self._on_gpu:
+            return foretold_elsewhere(models, batches, self.words, self.options)
+        return foretold_bytes(models, batches, self.words, **self.options)
 
     def train_models(self) -> Report:
         """Train every model to its end. A model gets the same weights and losses as if it were trained alone. A failure

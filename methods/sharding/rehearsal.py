@@ -7,7 +7,10 @@ the same rehearsal predicts the peak in bytes.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from harness.devices.memory_rehearsal import without_memory
 from harness.devices.streams import Device
-from methods.sharding.device_process import Here
+from methods.sharding.device_process import Here, Process
 from methods.sharding.device_worker import Worker
 from methods.sharding.dispatch import Dispatcher
 from methods.sharding.shard import Shard, settle
@@ -76,6 +79,25 @@ def foretold_bytes(models: list[list[Shard]], batches: Sequence[Any], words: Wor
             return None if any(task.failure for task in dispatcher.tasks) else tracker.stats()["device_peak"]
     except Exception:  # A user's code may raise anything where it reads values of a tensor that has none.
         return None
+
+
+def foretold_elsewhere(
+    models: list[list[Shard]], batches: Sequence[Any], words: Words, options: dict[str, Any]
+) -> int | None:
+    """Return foretold_bytes() from a process of its own. A process that foretells gives torch a device called sim, and
+    can then use no GPU. Return None, too, if that process does not find the classes of the models."""
+    empty = [map_tensors(lambda tensor: tensor.to("meta"), batch) for batch in batches]
+    with suppress(EOFError, AttributeError, TypeError, pickle.PicklingError):
+        process = Process(__name__, _foretell, models, empty, words, options)
+        try:
+            return int(process.connection.recv())
+        finally:
+            process.close()
+    return None
+
+
+def _foretell(connection: Connection, models: Any, batches: Any, words: Words, options: dict[str, Any]) -> None:
+    connection.send(foretold_bytes(models, batches, words, **options))
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

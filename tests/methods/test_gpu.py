@@ -124,3 +124,11 @@ def test_hydras_random_state_of_a_gpu_is_that_of_torchs_generator() -> None:
     task = ModelTask("linear", nn.Sequential(nn.Linear(2, 2)), nn.functional.mse_loss, [()], 0.1)
     _, on_gpu = ModelOrchestrator([task], [f"{DEVICE}:0"])._random(258)
     assert torch.equal(on_gpu, torch.Generator(DEVICE).manual_seed(258).get_state())
+
+
+def test_a_model_of_ones_own_trains_within_a_memory_limit() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    data = [(torch.randn(8, 64), torch.randn(8, 64)) for _ in range(3)]
+    task = ModelTask("own", model, torch.nn.MSELoss(), data, lr=0.05)
+    report = ModelOrchestrator([task], [f"{DEVICE}:0"], device_memory=2 * 2**30).train_models()
+    assert report.failures == {} and len(task.losses) == 3

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -464,3 +465,38 @@ def test_the_memory_of_a_gpu_that_a_refusal_names_is_the_least(monkeypatch: pyte
     cut(least)
     with pytest.raises(ValueError, match="smallest feasible device_memory"):
         cut(least - 2)
+
+
+FORETELLS = """
+import sys
+import torch
+from methods.hydra import ModelOrchestrator
+from tests.methods.sharding.test_orchestrator import tasks
+
+if __name__ == "__main__":
+    torch.cuda.device_count = lambda: 1
+    on_gpu, on_cpu = (ModelOrchestrator(tasks(["single"]), [name], device_memory=2**30) for name in ("cuda:0", "cpu"))
+    lengths = [[1] * len(on_gpu.tasks[0].layers)]
+    found = on_gpu._foretold(lengths)
+    print(torch._C._get_privateuse1_backend_name(), found == on_cpu._foretold(lengths) > 0)
+"""
+
+
+def test_foretelling_leaves_the_process_able_to_use_its_gpu(tmp_path: Path) -> None:
+    """A process that has named a device sim makes no backward pass on a GPU: torch then asks sim for its streams."""
+    (script := tmp_path / "script.py").write_text(FORETELLS)
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, env=path)
+    assert done.stdout.split() == ["privateuseone", "True"], done.stderr
+
+
+def test_a_model_whose_class_no_other_process_finds_has_no_foretold_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Linear):
+        pass
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    model, data = nn.Sequential(Own(4, 4), Own(4, 4)), [(torch.ones(2, 4), torch.ones(2, 4))]
+    task = ModelTask("own", model, nn.MSELoss(), data, 0.05)
+    orchestrator = ModelOrchestrator([task], ["cuda:0"], device_memory=2 * GIB)
+    assert orchestrator._foretold([[1, 1]]) is None
+    assert orchestrator.generate()[0]["shards"] == [2]
