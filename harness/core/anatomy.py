@@ -32,7 +32,7 @@ Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
 SKETCHES = ROOT / ".venv" / "sketches"  # folder with the kept answers of harness/forecast/sketch.py and block_sketch.py
-FORMAT = 2  # format number of the cached files; raise it when the fields of a sketch change
+FORMAT = 3  # format number of the cached files; raise it when the fields or the numbers of a sketch change
 MOST_SEEN = 8  # most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
 PARTS = ("embedding", "layer", "head")
 NEEDS = "models by their config.json need transformers: pip install transformers==5.23.0"

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from harness.core import hub_config, job, token_blocks
 from harness.core.anatomy import NEEDS
 from harness.core.gpt import DTYPES, Bend, HeadLoss
+from harness.core.grouped_heads import takes_groups
 from harness.core.hub_config import narrowed
 from harness.core.job import Workload
 from harness.core.unavailable import Unavailable
@@ -280,15 +281,24 @@ def config_to_save(workload: Workload) -> Any:
     return causal.config
 
 
+@functools.cache
 def library() -> Any:
-    """Import the module transformers and return it. If it is missing, raises Unavailable, whose text names the command
-    that installs it."""
+    """Import the module transformers and return it. From then on its attention groups heads only where torch should get
+    them so (grouped_heads.py). If transformers is missing, raises Unavailable, whose text names the command that
+    installs it."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # configurations are local files, so transformers need not ask a server
     try:
         import transformers
+        from transformers.integrations import sdpa_attention
     except ImportError as error:
         raise Unavailable(NEEDS) from error
     transformers.utils.logging.set_verbosity_error()
+    may_group = sdpa_attention.use_gqa_in_sdpa
+
+    def may_group_now(attention_mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
+        return may_group(attention_mask, key, value) and takes_groups(key)
+
+    sdpa_attention.use_gqa_in_sdpa = may_group_now
     return transformers
 
 

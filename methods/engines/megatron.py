@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from harness.core.grouped_heads import repeated, takes_groups
 from harness.core.job import Workload
 from harness.core.model import new_ends
 from methods.engines.megatron_names import QKV, Sizes, shared_dim
@@ -204,6 +205,8 @@ class FusedAttention(MegatronModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        if not takes_groups(key):
+            key, value = (repeated(heads, query.shape[1]) for heads in (key, value))
         how = {"is_causal": True, "dropout_p": self.dropout, "enable_gqa": query.shape[1] != key.shape[1]}
         mixed = F.scaled_dot_product_attention(query, key, value, **how)
         return mixed.permute(2, 0, 1, 3).flatten(2)

@@ -133,12 +133,13 @@ def test_methods_have_the_bits_of_resident_in_blocks(family: str, dtype: str, in
 def test_the_plan_is_the_peak_on_sim(
     name: str, options: dict[str, Any], family: str, dtype: str, in_blocks: None
 ) -> None:
-    """The plan of resident training counts the top layer's input and output twice."""
+    """The plan of resident training counts the top layer's input and output twice, and up to a twentieth of an input
+    more, because it takes attention's memory from larger samples."""
     workload = configured(family, dtype=dtype, seq_len=TOKENS, batch_size=24)
     with Tracker() as tracker:
         train(name, workload, 2, device="sim", **options)
     peak, planned = tracker.stats()["device_peak"], create(name, options).plan(workload, Room()).device_bytes
-    twice = 2 * workload.boundary_bytes if name == "resident" else 0
+    twice = 2.05 * workload.boundary_bytes if name == "resident" else 0
     assert peak <= planned <= peak + small_bytes(workload) + twice, (planned - peak, small_bytes(workload))
 
 
