@@ -3,6 +3,7 @@ entry to machines.yaml."""
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterable
@@ -181,9 +182,29 @@ def spelled(name: str) -> str:
     return found[0] if len(found) == 1 else name
 
 
-def of_gpu(gpu: str | None) -> str | None:
-    """Return the name of the machine whose GPU the driver calls `gpu`; None if there is no such machine."""
-    return max((name for name in names() if plain(name) in plain(gpu or "")), key=len, default=None)
+def of_gpu(gpu: str | None, gpu_bytes: int | None = None) -> str | None:
+    """Return the name of the machine whose GPU the driver calls `gpu`; None if there is no such machine. Of several
+    machines with this GPU, return the one whose device memory is nearest to `gpu_bytes` or, if that is None, the one
+    whose name has the fewest other words."""
+
+    def distance(name: str) -> tuple[float, int]:
+        own = load(name).device_bytes
+        return abs(math.log(own / gpu_bytes)) if own and gpu_bytes else math.inf, len(_gpu_words(name))
+
+    return min((name for name in names() if has_gpu(name, gpu)), key=distance, default=None)
+
+
+def has_gpu(name: str, gpu: str | None) -> bool:
+    """True if the machine `name` has the GPU that the driver calls `gpu`: if the first word of the machine's name is a
+    word of the GPU's. So a10 is no NVIDIA A100-SXM4-80GB, and h200 and h200-141 are both an NVIDIA H200."""
+    first = _gpu_words(name)[:1]
+    return bool(first) and first[0] in _gpu_words(gpu or "")
+
+
+def _gpu_words(name: str) -> list[str]:
+    """Return the words of the name of a GPU or a machine, without those of makers and series."""
+    found = re.findall(r"[a-z0-9]+", re.sub(r"\brtx\s+", "rtx", name.lower()))
+    return [word for word in found if word not in ("nvidia", "geforce", "tesla", "gpu")]
 
 
 def source(name: str) -> str:

@@ -13,7 +13,6 @@ from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.core.record import Record
 from harness.devices import machine, named_machines
-from harness.devices.named_machines import plain
 from harness.forecast.resources import Forecast
 from harness.forecast.step import predicted
 
@@ -81,7 +80,14 @@ def entry_of(record: Record) -> str | None:
     machine; any other record's machine is found by its GPU. None if no entry has that GPU."""
     if record.origin == "imported":
         return named_machines.PUBLISHED
-    return named_machines.of_gpu(str(record.machine.get("gpu") or ""))
+    return named_machines.of_gpu(str(record.machine.get("gpu") or ""), record.machine.get("gpu_bytes"))
+
+
+def ran_on(record: Record, name: str) -> bool:
+    """True if a record was made on the GPU of the machine `name`, or is an imported log of that machine."""
+    if record.origin == "imported":
+        return name == named_machines.PUBLISHED
+    return named_machines.has_gpu(name, record.machine.get("gpu"))
 
 
 def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None:
@@ -114,13 +120,14 @@ def has_disk(record: Record) -> bool:
 
 
 def measured_for(
-    records: Iterable[Record], name: str, workload: Workload, gpu: str | None, on_disk: bool
+    records: Iterable[Record], name: str, workload: Workload, there: str | None, on_disk: bool
 ) -> list[float]:
-    """Return the step seconds of the runs that trained this workload by the method `name`. `gpu`: the name of the runs'
-    GPU; None: runs on this machine. `on_disk`: True for runs with states on a disk, False for runs without."""
+    """Return the step seconds of the runs that trained this workload by the method `name`. `there`: a machine of
+    machines.yaml, whose GPU the runs must have; None: runs on this machine. `on_disk`: True for runs with states on a
+    disk, False for runs without."""
 
     def is_there(record: Record) -> bool:
-        return is_here(record) if gpu is None else plain(gpu) in plain(str(record.machine.get("gpu") or ""))
+        return is_here(record) if there is None else ran_on(record, there)
 
     asked = (name, workload, on_disk)
     same = [each for each in records if (each.job.method, each.job.workload, has_disk(each)) == asked]

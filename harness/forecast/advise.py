@@ -19,7 +19,7 @@ from harness.core import method
 from harness.core.job import GIB, MEMORIES, Budget, Job, Workload, gib
 from harness.core.record import Record
 from harness.devices import named_machines
-from harness.forecast.accuracy import accuracy, entry_of, error_of, is_here, measured_for
+from harness.forecast.accuracy import accuracy, entry_of, error_of, is_here, measured_for, ran_on
 from harness.forecast.best_settings import NEAR, Try, best
 from harness.forecast.fit import largest
 from harness.forecast.step import predicted
@@ -114,7 +114,8 @@ class Advice:
         return (then.tokens_per_second or 0.0) > WORTH * chosen["tokens_per_second"]
 
     def _decide(self, names: list[str], workload: Workload) -> Decision:
-        is_there = is_here if self.place.name is None else lambda record: entry_of(record) == self.place.name
+        there = self.place.name
+        is_there = is_here if there is None else lambda record: ran_on(record, there)
         off = accuracy(filter(is_there, self.records), self.folders)
         rows = []
         for name in names:

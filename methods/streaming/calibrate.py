@@ -258,7 +258,7 @@ def exchange(device_name: str) -> dict[str, float]:
     measured by sums over two ranks. For a GPU it is the rate of the datasheet, because the machine may have only one
     GPU; for an unknown GPU the dictionary is empty."""
     if device_name == "cuda":
-        known = named_machines.of_gpu(facts()["gpu"])
+        known = named_machines.of_gpu(facts()["gpu"], facts()["gpu_bytes"])
         rates = named_machines.load(known).rates("fp32") if known else None
         return {"exchange": rates.exchange_bytes_per_second} if rates else {}
     with tempfile.TemporaryDirectory() as folder:
