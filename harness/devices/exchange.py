@@ -49,9 +49,12 @@ class Ranks:
             join_others(device)
             self.rank, self.copiers = dist.get_rank(), dist.new_group()
             # In the first collective of a group, NCCL makes the group's communicator and CUDA loads the kernels, which
-            # waits for the device. So each group's first collective is here, in the same order on all ranks.
+            # waits for the device. So the first collective of each kind is here, in the same order on all ranks.
+            parts = torch.zeros(num_ranks, device=device)
             for group in (None, self.copiers):
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                dist.all_reduce(parts, group=group)
+            self.gather(parts)
+            self.sum_part(parts)
 
     def part(self, whole: Tensor) -> Tensor:
         """Return a view of this rank's part of a slab or of a batch. The parts of all ranks are equally large."""
