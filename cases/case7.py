@@ -14,12 +14,11 @@ import itertools
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cases import _case7_figure, _morphs
-from harness.base.child_process import ask
 from harness.core.job import Budget, Job, Workload
 from harness.core.named_models import load
 from harness.core.rates import Rates
@@ -33,6 +32,7 @@ from methods.pipeline import simulate as pipelines
 from methods.pipeline.auto_config import AutoConfig
 from methods.pipeline.gpt_costs import GptCosts
 from methods.pipeline.launch.folder import read_lines
+from methods.pipeline.measured_profile import measure_profile
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 METRIC = "step_seconds"
@@ -67,10 +67,15 @@ class Pipelines(Case):
         return (replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used,)
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+        """Return a job for each number of stages and size of micro-batch, at the published depth or, on a GPU, at the
+        largest depth at which the largest micro-batch fits."""
         [its] = self.profiles(used)
         num_ranks = RANKS[its.device]
+        most = max(RUNS[used.kind])
+        fits = its.largest_planned(OURS, num_stages=1, chunk_size=most) if its.device == "cuda" else used.common
+        num_layers = max(1, min(used.common, fits))
         return [
-            its.job(OURS, used.common, world_size=num_ranks, num_stages=num_stages, chunk_size=chunk_size)
+            its.job(OURS, num_layers, world_size=num_ranks, num_stages=num_stages, chunk_size=chunk_size)
             for num_stages in range(1, num_ranks + 1) if num_ranks % num_stages == 0
             for chunk_size in RUNS[used.kind]
             if used.workload.batch_size * num_stages // num_ranks % chunk_size == 0
@@ -83,10 +88,8 @@ class Pipelines(Case):
             if not (folder / "profile").exists():
                 report({"event": "build", "text": "case 7: a profile"})
                 job, *_ = self.jobs(used, {})
-                ask("methods.pipeline.measure_model", {
-                    "workload": asdict(job.workload), "sizes": RUNS[used.kind], "num_ranks": RANKS[job.device],
-                    "folder": str(folder / "profile"), "device": job.device,
-                })  # fmt: skip
+                sizes, num_ranks = RUNS[used.kind], RANKS[job.device]
+                measure_profile(job.workload, sizes, num_ranks, folder / "profile", job.device, report)
             for name, schedule in (
                 ("undisturbed", _morphs.Schedule(1, 1)),
                 ("morphed", _morphs.Schedule(2, 2, CHANGES)),

@@ -81,9 +81,10 @@ class CaseProfile:
         workload = self.workload.at_depth(num_layers)
         return Job(name, workload, {}, self.budget, self.device, PROBE["steps"], PROBE["warmup"])
 
-    def largest_planned(self, name: str) -> int:
-        """Return the largest number of layers with which the method's plan fits the profile's memories."""
-        trained, room = method.create(name, {}), self.room
+    def largest_planned(self, name: str, **options: Any) -> int:
+        """Return the largest number of layers with which the method's plan, with these options, fits the profile's
+        memories."""
+        trained, room = method.create(name, options), self.room
         return method.largest_depth(
             lambda depth: trained.plan(self.workload.at_depth(depth), room).shortfall(room) is None
         )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.base.child_process import ask
 from harness.base.console import print_table
 from harness.cli import options
 from harness.cli.options import FILE, FOLDER, Bytes, Finite, Numbers, check_writable
@@ -19,6 +17,7 @@ from harness.core.rates import Rates
 from harness.devices import named_machines
 from harness.forecast import memories
 from methods.pipeline.launch.run import launch
+from methods.pipeline.measured_profile import measure_profile
 from methods.pipeline.profile import FILE as PROFILE_FILE
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 
@@ -86,8 +85,8 @@ def profile(num_ranks: int, sizes: list[int], device: str, folder: Path, **words
         raise ValueError("expected -l and -h, or --model NAME, got neither")
     workload = _workload(words)
     check_writable(folder, "--out")
-    order = {"workload": asdict(workload), "sizes": sizes, "folder": str(folder.resolve()), "device": device}
-    if note := ask("methods.pipeline.measure_model", {**order, "num_ranks": num_ranks}):
+    tell = lambda event: print(event["text"], file=sys.stderr, flush=True)  # noqa: E731
+    if note := measure_profile(workload, sizes, num_ranks, folder, device, tell):
         print(note, file=sys.stderr)
     print(folder / PROFILE_FILE)
 
