@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.base.checkout import ROOT
-from harness.devices import machine
-from methods.pipeline import measure_model
+from harness.core.job import Job, Workload
+from harness.devices import device_lock, machine
+from methods.pipeline import measure_model, measured_profile
 from methods.pipeline.profile import Profile, read
 from methods.pipeline.profiler import tensor_bytes
 from methods.varuna import AutoConfig, CutPoint, Profiler
@@ -247,3 +249,17 @@ def test_the_snippet_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
     )
     assert {each.num_ranks for each in found.sums} == {2} and all(each.seconds > 0 for each in found.sums)
     assert AutoConfig(2, 2, 8, tmp_path / "profile").get_min().num_stages in (1, 2)
+
+
+def test_a_profile_waits_for_the_job_that_holds_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, told, done = Workload(**TINY), list[str](), threading.Event()
+    monkeypatch.setattr(measured_profile, "ask", lambda module, order: done.set() or "")
+    given = (workload, [1], 1, tmp_path, "cpu", lambda event: told.append(event["text"]))
+    thread = threading.Thread(target=measured_profile.measure_profile, args=given)
+    with device_lock.turn(Job("some", workload), lambda event: None):
+        thread.start()
+        while not told:
+            time.sleep(0.01)
+        assert not done.is_set() and told[0].startswith("waiting for the cpu device: ")
+    thread.join(30)
+    assert done.is_set()
