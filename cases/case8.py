@@ -72,12 +72,15 @@ class Scaling(Case):
     def _points(self, used: CaseProfile) -> Iterator[tuple[str, int, Job]]:
         """Yield for each point of the figure its series, its number of ranks and its job."""
         by_size = {each.workload.batch_size: each for each in self.profiles(used)}
-        whole = used.workload.batch_size
+        whole, num_layers = used.workload.batch_size, used.common
+        if used.device == "cuda":  # a budget that holds the published depth may not hold it for every method
+            largest = (by_size[whole].largest_planned(name) for name in self.methods)
+            num_layers = max(1, min(num_layers, *largest))
         for name in self.methods:
-            streamed = {"window_size": used.window_at(used.common), **STREAMED} if name == OURS else {}
+            streamed = {"window_size": used.window_at(num_layers), **STREAMED} if name == OURS else {}
             for series, sizes in ((STRONG, [whole] * len(RANKS)), (WEAK, RANKS)):
                 for num_ranks, size in zip(RANKS, sizes, strict=True):
                     # For one rank leave the option world_size out: the job then also finds records that were made
                     # without this option.
                     options = streamed | ({"world_size": num_ranks} if num_ranks > 1 else {})
-                    yield series, num_ranks, by_size[size].job(name, used.common, **options)
+                    yield series, num_ranks, by_size[size].job(name, num_layers, **options)

@@ -35,6 +35,11 @@ def test_one_batch_is_split_and_one_sample_is_each_ranks(used: profile.CaseProfi
     assert "sim" not in {job.device for job in jobs}
 
 
+def test_every_job_of_one_gpu_fits_beside_its_context_and_reserve() -> None:
+    for job in (each for each in SCALING.jobs(QUICK, {}) if each.world_size == 1):
+        assert method.create(job.method, job.options).plan(job.workload, QUICK.room).shortfall(QUICK.room) is None
+
+
 def rows(machine: dict) -> list[FigureRow]:
     """The rows of case 8 from a record of each job on this machine, a second for each rank."""
     made: list[Record] = [record(job, job.world_size, machine=machine) for job in SCALING.jobs(QUICK, {})]
@@ -45,7 +50,7 @@ def test_each_point_is_foretold_by_the_rates_of_its_machine() -> None:
     found = {(row.series, row.x, row.metric): row.value for row in rows(V100) if row.method == "zero-offload"}
     (job,) = [job for job in SCALING.jobs(QUICK, {})
               if (job.method, job.world_size, job.workload.batch_size) == ("zero-offload", 2, 4)]  # fmt: skip
-    rates = named_machines.load(named_machines.of_gpu(V100["gpu"])).rates("fp32")
+    rates = named_machines.load(named_machines.of_gpu(V100["gpu"], V100["gpu_bytes"])).rates("fp32")
     trained = method.create(job.method, job.options)
     plan = trained.plan(job.workload, dataclasses.replace(job.budget.share(2).room, rates=rates))
     assert rates and found["strong", 2.0, case8.FORETOLD] == pytest.approx(
