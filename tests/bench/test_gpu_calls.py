@@ -185,6 +185,15 @@ def test_an_end_that_another_try_may_change_is_no_result(results: Path) -> None:
     assert made.left(ends) == ends[3:]
 
 
+def test_tests_that_pytest_could_not_begin_are_left(results: Path) -> None:
+    """Its exit codes 4 and 5 are the harness's for out of memory and a failed gate."""
+    made = call(results)
+    steps = [step(f"tests {code}", f"raise SystemExit({code})")._replace(results=(0,)) for code in (0, 4, 5)]
+    made.run(steps)
+    assert made.left(steps) == steps[1:]
+    assert next(each for each in gpu.steps(gpu.DEMO, results) if each.title == "tests").results == (0,)
+
+
 def test_an_ended_step_leaves_no_process(results: Path) -> None:
     child = f"import os, time; open({str(results / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"

@@ -290,6 +290,7 @@ def test_no_tasks_are_refused() -> None:
 
 def example(*words: str) -> subprocess.CompletedProcess:
     command, path = [sys.executable, "examples/two_models.py", *words], {**os.environ, "PYTHONPATH": str(ROOT)}
+    path["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=path)
 
 
