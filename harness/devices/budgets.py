@@ -90,19 +90,6 @@ def baseline_bytes(device: str) -> int:
     return kept.get(about, 0)
 
 
-def rank_room(job: Job) -> Room:
-    """Return machine.rank_room() without the bytes that each rank's imports take of the job's host budget."""
-    return less_imports(machine.rank_room(job), job.budget, job.device)
-
-
-def less_imports(room: Room, asked: Budget, device: str) -> Room:
-    """Return this room of a rank without the bytes that the rank's imports take of the host's budget, if the host has a
-    budget that counts them. On sim it does not."""
-    if asked.host_bytes is None or room.host_bytes is None or device not in ("cpu", "cuda"):
-        return room
-    return dataclasses.replace(room, host_bytes=max(1, room.host_bytes - baseline_bytes(device)))
-
-
 def enforce(job: Job) -> dict[str, str]:
     """Enforce the job's budgets in this process, the worker, after the imports that every run needs. Return, for each
     memory with a budget, text that names the mechanism that enforces it."""
