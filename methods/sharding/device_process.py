@@ -64,11 +64,14 @@ class Here:
 
 class Process:
     """A process of its own, which runs entry(connection, *given) and ends with the call. `module`: the name of a module
-    that this call needs, which is imported once for all such processes. Raises pickle.PicklingError, AttributeError or
-    TypeError if an argument cannot be sent."""
+    that this call needs, which is imported once for all such processes. Raises TypeError if an argument cannot be
+    sent."""
 
     def __init__(self, module: str, entry: Callable[..., None], *given: Any) -> None:
-        order = ForkingPickler.dumps((entry, given))  # before the process starts, because this may fail
+        try:
+            order = ForkingPickler.dumps((entry, given))  # before the process starts, because this may fail
+        except (AttributeError, pickle.PicklingError) as error:
+            raise TypeError(f"expected what another process can be sent, got: {error}") from error
         # `told` has what the process needs to find the classes of the caller's script, and the key to shared memory.
         told = spawn.get_preparation_data("device")
         ours, theirs = socket.socketpair()

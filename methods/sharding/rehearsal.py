@@ -7,7 +7,6 @@ the same rehearsal predicts the peak in bytes.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -87,7 +86,7 @@ def foretold_elsewhere(
     """Return foretold_bytes() from a process of its own. A process that foretells gives torch a device called sim, and
     can then use no GPU. Return None, too, if that process does not find the classes of the models."""
     empty = [map_tensors(lambda tensor: tensor.to("meta"), batch) for batch in batches]
-    with suppress(EOFError, AttributeError, TypeError, pickle.PicklingError):
+    with suppress(EOFError, TypeError):
         process = Process(__name__, _foretell, models, empty, words, options)
         try:
             return int(process.connection.recv())
