@@ -92,7 +92,9 @@ def plan(exact: bool, **words: Any) -> None:
     if all("error" in row for row in found):
         raise ValueError("; ".join(dict.fromkeys(row["error"] for row in found)))
     if not words["scale"]:
-        print(memories.told(name, asked, machine.room(jobs[0].budget, jobs[0].device), jobs[0].device))
+        room = machine.room(jobs[0].budget, jobs[0].device)
+        fills = room if is_elsewhere else budgets.less_imports(room, jobs[0].budget, jobs[0].device)
+        print(memories.told(name, asked, fills, jobs[0].device))
     plan_table.show(found, exact)
     if published:
         plan_table.show_published(published)

@@ -26,7 +26,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     method.check(trained, job.workload, folders)
     if job.device == "cuda":
         budgets.check_device(job.budget.device_bytes, job.world_size)
-    room = room or machine.rank_room(job)
+    room = room or budgets.plan_room(job)
     plan = trained.plan(job.workload, room)
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
     for name in OF_SEVERAL_MODELS:

@@ -21,8 +21,13 @@ def told(name: str | None, asked: Budget, fills: Room, device: str) -> str:
     plans fill."""
     about = named_machines.load(name).about if name in named_machines.names() else ""
     host = "not limited" if fills.host_bytes is None else gib(fills.host_bytes)
-    line = f"memories that plans fill: device {_device(name, asked, fills, device)}; host {host} ({_host(name, asked)})"
+    host += f" ({_host(name, asked)}{', less imports' if _counts_imports(name, asked, device) else ''})"
+    line = f"memories that plans fill: device {_device(name, asked, fills, device)}; host {host}"
     return f"{line}\n{name}: {about}" if about else line
+
+
+def _counts_imports(name: str | None, asked: Budget, device: str) -> bool:
+    return name is None and asked.host_bytes is not None and device in ("cpu", "cuda")
 
 
 def device_of(name: str) -> str:

@@ -13,7 +13,7 @@ from harness.base.child_process import ask
 from harness.base.console import print_table
 from harness.core import method
 from harness.core.job import MEMORIES, STATE_KINDS, Job, Room, gib
-from harness.devices import machine
+from harness.devices import budgets, machine
 from harness.forecast import published_laws
 from harness.forecast.fit import largest, resolve
 from harness.forecast.step import least_seconds
@@ -32,7 +32,8 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
         # A plan for a machine with a GPU (page_locks) leaves dropout out: on a GPU, attention with dropout has a kernel
         # of its own, which needs no more memory.
         kept = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
-        room = machine.rank_room(dataclasses.replace(job, workload=kept))
+        there = dataclasses.replace(job, workload=kept)
+        room = machine.rank_room(there) if page_locks else budgets.plan_room(there)
         room = dataclasses.replace(room, page_locks=page_locks or room.page_locks)
         resolved, plan, shortfall = resolve(job, folders, room)
     except ValueError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.core.job import Budget, Room, Workload
 from harness.core.rates import NEEDED
-from harness.devices import cuda_budget, machine, named_machines
+from harness.devices import budgets, cuda_budget, machine, named_machines
 from harness.devices.named_machines import Machine
 from harness.forecast import memories
 
@@ -37,7 +37,7 @@ class TrainingPlace:
         whose host memory neither the call nor the entry states, the plan takes ASSUMED_HOST_BYTES."""
         asked, entry = self.asked, self.entry
         if self.name is None:
-            room = machine.room(asked, self.device, workload, num_ranks)
+            room = budgets.less_imports(machine.room(asked, self.device, workload, num_ranks), asked, self.device)
             disk_bytes = room.disk_bytes or shutil.disk_usage(tempfile.gettempdir()).free
             rates = room.rates or (entry.rates(workload.dtype) if entry else None)
             return replace(room, disk_bytes=disk_bytes, rates=rates)

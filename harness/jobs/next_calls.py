@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.core import method
 from harness.core.job import Budget, Job, Room, gib
-from harness.devices import machine, named_machines
+from harness.devices import budgets, machine, named_machines
 from harness.forecast.fit import largest, resolve
 from harness.forecast.run_time import probe_seconds, run_seconds, text
 from harness.gate.probe import Extent
@@ -35,7 +35,7 @@ def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterat
     with contextlib.suppress(ValueError):  # the placement is fixed, or no factor divides the sizes
         if seconds := _seconds_of_all([to_fit(job, folders)[0] for job in jobs], folders):
             yield f"{command(all_of_them, is_short=True)} --scale fit", f"scaled down, {_about(seconds)}"
-    depth = min(largest(method.create(job.method, job.options, folders), job, machine.rank_room(job)) for job in jobs)
+    depth = min(largest(method.create(job.method, job.options, folders), job, budgets.plan_room(job)) for job in jobs)
     with contextlib.suppress(ValueError):  # no layer fits, or fewer layers fit than the given window has
         load = told.workload.at_depth(depth)
         if seconds := _seconds_of_all([dataclasses.replace(job, workload=load) for job in jobs], folders):
@@ -55,7 +55,7 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
             yield f"{command(job, is_short=True)} --scale fit", f"scaled by {factor}: {sizes}, {memories}; {told}"
     yield from _on_disk(job, folders)
     trained = method.create(job.method, job.options, folders)
-    depth = largest(trained, job, machine.rank_room(job))
+    depth = largest(trained, job, budgets.plan_room(job))
     if depth:
         smaller = dataclasses.replace(job, workload=job.workload.at_depth(depth))
         if told := minutes(smaller, folders):
@@ -82,10 +82,10 @@ def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
     folder = tempfile.gettempdir()
     disk_bytes = job.budget.disk_bytes or shutil.disk_usage(folder).free
     asked = dataclasses.replace(job, options={**job.options, "disk": folder})
-    room = dataclasses.replace(machine.rank_room(asked), disk_bytes=disk_bytes)
+    room = dataclasses.replace(budgets.plan_room(asked), disk_bytes=disk_bytes)
     depth = min(largest(method.create(job.method, asked.options, folders), asked, room), job.workload.num_layers)
     deeper = dataclasses.replace(asked, workload=job.workload.at_depth(depth)) if depth else asked
-    without = largest(method.create(job.method, job.options, folders), job, machine.rank_room(job))
+    without = largest(method.create(job.method, job.options, folders), job, budgets.plan_room(job))
     if depth > without and (told := minutes(deeper, folders)):
         yield command(deeper, is_short=True), f"with layers on the disk; {told}"
 

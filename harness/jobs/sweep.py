@@ -18,7 +18,7 @@ from harness.core import log_lines, method, weight_files
 from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan, Workload
 from harness.core.record import Gate, Record, new_stem, read_all
-from harness.devices import device_lock, machine
+from harness.devices import budgets, device_lock, machine
 from harness.forecast.fit import largest, resolve
 from harness.forecast.run_time import probe_seconds, run_seconds
 from harness.gate import probe
@@ -272,7 +272,7 @@ class Sweep:
 
     def _most_layers(self, reference: Job) -> int:
         trained = method.create(reference.method, {}, self.folders)
-        return largest(trained, reference, machine.room(reference.budget, reference.device))
+        return largest(trained, reference, budgets.plan_room(reference))
 
     def _with_probe(self, whole: Record, number: int, verdict: Gate) -> Gate:
         """Return the verdict on a run, combined with the verdict on a probe. If a probe cannot change the verdict,

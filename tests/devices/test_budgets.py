@@ -48,6 +48,38 @@ def test_the_smallest_budget_that_is_named_suffices_for_a_small_run(tmp_path: Pa
     assert record.limits["host"].startswith("RLIMIT_DATA at ")
 
 
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "expected"), [("cpu", 1, 824), ("cpu", 2, 312), ("sim", 1, 1024), ("cuda", 1, 824)]
+)
+def test_a_plan_leaves_room_for_the_imports_of_each_rank(
+    device: str, num_ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, of 1 GiB, in MiB; on sim tensors alone count."""
+    monkeypatch.setattr(budgets, "baseline_bytes", lambda device: 200 * MIB)
+    job = Job("stronghold", TINY, {"world_size": num_ranks}, Budget(2**30, 2**30), device=device)
+    assert budgets.plan_room(job).host_bytes == expected * MIB
+
+
+THREADS = """
+import torch
+from harness.core.job import Budget, Job
+from harness.devices import budgets
+from tests.support.tiny import TINY
+
+torch.set_num_threads(8)
+budgets.enforce(Job("resident", TINY, budget=Budget(host_bytes=2**31), device="cpu"))
+before = budgets.process_bytes()["VmData"]
+(torch.ones(256, 256) @ torch.ones(2**20).view(256, -1)).sum()
+print(budgets.process_bytes()["VmData"] - before)
+"""
+
+
+def test_stacks_of_the_threads_of_torch_do_not_count_in_a_budget() -> None:
+    """Seven stacks of 8 MiB, mapped and hardly used; the sums themselves take 4 MiB twice, and go back."""
+    done = subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16 * MIB
+
+
 def tree(folder: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
     """A process folder and the files of its groups, as the kernel shows them."""
     for name, text in files.items():

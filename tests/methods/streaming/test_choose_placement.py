@@ -88,7 +88,8 @@ def test_the_depth_that_is_advised_is_the_largest_that_fits(is_one_pool: bool) -
     for number, name in itertools.product(range(0, NUM_BUDGETS, 10), names()):
         workload, budget, _ = random_case(number, is_one_pool)
         try:
-            _, _, shortfall = resolve(Job(name, workload, budget=budget, device="cpu" if is_one_pool else "sim"))
+            job = Job(name, workload, budget=budget, device="cpu" if is_one_pool else "sim")
+            _, _, shortfall = resolve(job, room=budget.room)
         except ValueError:  # this method does not train this workload
             continue
         if shortfall is None:
