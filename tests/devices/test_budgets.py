@@ -69,15 +69,15 @@ from tests.support.tiny import TINY
 torch.set_num_threads(8)
 budgets.enforce(Job("resident", TINY, budget=Budget(host_bytes=2**31), device="cpu"))
 before = budgets.process_bytes()["VmData"]
-(torch.ones(256, 256) @ torch.ones(2**20).view(256, -1)).sum()
+(torch.ones(256, 256) @ torch.ones(256, 256)).sum() + torch.ones(2**20).sum()
 print(budgets.process_bytes()["VmData"] - before)
 """
 
 
 def test_stacks_of_the_threads_of_torch_do_not_count_in_a_budget() -> None:
-    """Seven stacks of 8 MiB, mapped and hardly used; the sums themselves take 4 MiB twice, and go back."""
+    """Seven stacks of 8 MiB, mapped and hardly used, and a product's buffers."""
     done = subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 16 * MIB
+    assert int(done.stdout) < 8 * MIB
 
 
 def tree(folder: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
