@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.core.method import Unavailable
+from harness.devices.cpu_cores import use_cores
 from harness.devices.exchange import Ranks
 from harness.devices.update_threads import Workers
 
@@ -53,12 +54,8 @@ class CpuStreams:
         return nullcontext()
 
     def pool(self, num_threads: int) -> Any:
-        """Make a pool of threads, each of which computes with one core.
-
-        A thread takes its number of cores from a global count at its first parallel work; the pool's threads set this
-        count to 1. So the calling thread, which computes, first takes its own number of cores here."""
-        torch.get_num_threads()
-        return ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
+        """Make a pool of threads, each of which computes with one core."""
+        return ThreadPoolExecutor(num_threads, initializer=use_cores, initargs=(1,))
 
     def workers(self, num_threads: int) -> Any:
         """Make the threads for the optimizer's updates on the host."""
@@ -81,27 +78,17 @@ class CudaStreams(CpuStreams):
 
     def pool(self, num_threads: int) -> Any:
         """Make a pool whose threads use the caller's current device; by default a new thread uses device 0."""
-        torch.get_num_threads()  # as in CpuStreams.pool()
         return ThreadPoolExecutor(num_threads, initializer=_start_thread, initargs=(torch.cuda.current_device(),))
 
 
 def _start_thread(device_index: int) -> None:
-    torch.set_num_threads(1)
+    use_cores(1)
     torch.cuda.set_device(device_index)
 
 
 class SimStreams(CpuStreams):
     """Streams of the compiled device sim. Work runs when it is queued; a wait for a copy sleeps until the simulated
     link would have copied. If sim is counted in Python (memory_account.py), its streams are CpuStreams instead."""
-
-    def pool(self, num_threads: int) -> Any:
-        """Make a pool as CpuStreams does. Before that, let sim's thread for backward passes take its number of cores.
-
-        With another number of cores, sums in a backward pass would be rounded differently from those of a CPU run."""
-        one = torch.ones((), device="sim", requires_grad=True)
-        one.register_hook(lambda grad: torch.get_num_threads() and None)
-        (one * 1).backward()
-        return super().pool(num_threads)
 
     def stream(self) -> Any:
         return torch.get_device_module("sim").Stream()

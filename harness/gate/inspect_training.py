@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.core.gpt import drawn_blocks
 from harness.core.job import Job, Workload
 from harness.core.method import TensorState
+from harness.devices.cpu_cores import use_cores
 
 SKETCH_BUCKETS = 8
 SKETCH_ROWS = 65_537  # number of rows of signs, a prime: the signs repeat with a period that no tensor's structure has
@@ -44,12 +45,10 @@ def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any
     """Compare each tensor with its seeded starting values. Return, by name of the tensor, the evidence that look()
     finds."""
     cores = len(os.sched_getaffinity(0))
-    # fix this thread's number of threads before the pool's initializer changes the default, as in devices/streams.py
-    torch.get_num_threads()
     # `tensors` may make each tensor only when it is asked for: hold at most one tensor for each core, and one more
     room = threading.Semaphore(cores + 1)
     found: dict[str, Future] = {}
-    with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(cores, initializer=use_cores, initargs=(1,)) as pool:
         for state in tensors:
             room.acquire()
             found[state.name] = pool.submit(look, state, job.workload)

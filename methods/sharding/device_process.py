@@ -24,6 +24,7 @@ from harness.base import fork_server
 from harness.base.child_process import child_environment
 from harness.devices import cuda_budget, machine
 from harness.devices.budgets import cap_allocator, device_peaks
+from harness.devices.cpu_cores import use_cores
 from harness.devices.streams import Device
 from methods.sharding.device_worker import Worker
 from methods.sharding.shard import Shard, split
@@ -196,7 +197,7 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
     def reply(left: Any, seconds: float = 0.0, moved_bytes: int = 0, peaks: dict[str, int] | None = None) -> None:
         connection.send_bytes(pickle.dumps((left, seconds, moved_bytes, peaks or {})))
 
-    torch.set_num_threads(num_threads)
+    use_cores(num_threads)
     try:
         worker = make_worker(*given)
     except Exception:
