@@ -270,12 +270,13 @@ def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks
 
     A memory's bytes are those of the budget `asked` or, if it sets no limit, those of the machine. A GPU's bytes leave
     out the context and the reserve. On a CPU, which has no device memory, device_bytes is None unless the budget sets
-    it. On sim a memory without a budget has no limit. If the workload has dropout and computes on a CPU,
+    it, as on CUDA if this machine, which may submit jobs to others, has no GPU. On sim a memory without a budget has no
+    limit. If the workload has dropout and computes on a CPU,
     dropout_bytes() are subtracted. The rates are the budget's or, if it has none, those calibrated for this workload.
     """
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
-        device_bytes = gpu()["gpu_bytes"]
+        device_bytes = gpu().get("gpu_bytes")
     if device_bytes is not None and device == "cuda":
         device_bytes = cuda_budget.tensor_bytes(device_bytes, context_bytes(num_ranks))
     most = asked.host_bytes or (None if device == "sim" else host_bytes())
@@ -289,6 +290,15 @@ def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks
         link = asked.link_bytes_per_second
         known = dataclasses.replace(known, inbound_bytes_per_second=link, outbound_bytes_per_second=link)
     return Room(device_bytes, most and most // num_ranks, asked.disk_bytes, known, page_locks=device == "cuda")
+
+
+def device_limit_bytes(job: Job) -> int | None:
+    """Return the most bytes that torch's allocator may reserve of a device for the job: the budget or, on a GPU, the
+    budget less the context; without a budget the bytes of the GPU. None: no limit."""
+    asked = job.budget.device_bytes
+    if job.device != "cuda":
+        return asked
+    return cuda_budget.allocator_bytes(asked, context_bytes(job.world_size)) if asked else gpu().get("gpu_bytes")
 
 
 def dropout_bytes(workload: Workload) -> int:

@@ -241,7 +241,8 @@ def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
     asked, used, limit = (evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
     if used and limit:
         return f"{memory}: {gib(used)} of {gib(limit)} in use" + (f", {gib(asked)} more asked for" if asked else "")
-    peak, have = measured(best).get(memory) if best else 0, getattr(probes.room, f"{memory}_bytes", None)
+    limits = dataclasses.replace(probes.room, device_bytes=machine.device_limit_bytes(probes.job))
+    peak, have = measured(best).get(memory) if best else 0, getattr(limits, f"{memory}_bytes", None)
     return f"{memory}: the largest takes {gib(peak)} of {gib(have)}" if peak and have else memory
 
 

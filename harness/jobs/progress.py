@@ -209,10 +209,10 @@ def closing_line(record: Record, has_options: bool = True) -> str:
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
     speed += "".join(f" ({told})" for told in (record.slowed_by, few_steps(record)) if told)
-    budget = machine.room(job.budget, job.device)
-    host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), budget.host_bytes)}"
+    host_limit, device_limit = machine.room(job.budget, job.device).host_bytes, machine.device_limit_bytes(job)
+    host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), host_limit)}"
     taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
-    device = f"device peak {_of(taken, budget.device_bytes)}, " if taken else ""
+    device = f"device peak {_of(taken, device_limit)}, " if taken else ""
     verdict = f"passed ({gate.verdict})" if gate.passed else gate.verdict
     return f"{title}: {speed}, {device}{host}; gate {verdict}: {gate.text}"
 

@@ -7,10 +7,12 @@ import re
 
 import pytest
 
-from harness.core.job import GIB, Budget, Job, Workload
+from harness.core.job import GIB, Budget, Job, Workload, gib
+from harness.core.record import Record
 from harness.devices import budgets, cuda_budget, machine, named_machines
 from harness.forecast.advise import named_place
 from harness.forecast.fit import resolve
+from harness.jobs.progress import closing_line
 from tests.cli.test_doctor import entry
 from tests.support.fake_gpu import FakeGpu
 
@@ -76,6 +78,32 @@ def test_a_measured_context_takes_the_place_of_the_stated_one(gpu: FakeGpu) -> N
     assert found == cuda_budget.tensor_bytes(4 * GIB, 600 * MIB) > cuda_budget.tensor_bytes(4 * GIB)
     budgets._cap_device(4 * GIB)
     assert gpu.cap_bytes == pytest.approx(4 * GIB - 600 * MIB, abs=1)
+
+
+def test_a_machine_by_name_has_one_room_whatever_the_context_here(gpu: FakeGpu) -> None:
+    v100 = named_machines.load("v100-vm")
+    before = machine.room(v100.budget_on("cuda"), "cuda").device_bytes
+    machine.keep_calibration({**entry(Workload(), 1e12), "device": "cuda", "measured": {"context_bytes": 600 * MIB}})
+    assert machine.room(v100.budget_on("cuda"), "cuda").device_bytes == before == v100.room.device_bytes
+
+
+def test_jobs_for_a_gpu_elsewhere_have_no_limit_where_no_gpu_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpu", dict)
+    job = Job("resident", Workload(num_layers=1), device="cuda")
+    assert machine.rank_room(job).device_bytes is None and machine.device_limit_bytes(job) is None
+    assert resolve(job)[2] is None
+
+
+@pytest.mark.parametrize(("device", "asked", "told"), [("cuda", 8, 7.25), ("cuda", None, 79.560546875), ("cpu", 8, 8)])
+def test_a_peak_is_compared_with_what_the_allocator_may_reserve(
+    gpu: FakeGpu, device: str, asked: int | None, told: float
+) -> None:
+    """By hand: 768 MiB less than 8 GiB, or all 80 GiB less 450 MiB. An allocator that fills its cap is not over it."""
+    job = Job("resident", Workload(num_layers=1), budget=Budget(asked and asked * GIB), device=device)
+    record = Record(job, "", peaks={"device_reserved": int(told * GIB)}, status="ok")
+    assert machine.device_limit_bytes(job) == told * GIB
+    size = gib(int(told * GIB))
+    assert f"device peak {size} of {size}" in closing_line(record)
 
 
 def test_each_of_several_ranks_leaves_room_for_nccl(gpu: FakeGpu) -> None:
