@@ -98,7 +98,8 @@ job_options = options.together(
     click.option("--ranks", "world_size", type=int, help="Number of processes that train one model."),
     click.option("--resume", metavar="FOLDER", help="Continue from the newest checkpoint in this folder."),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto",
-                 help="sim: simulated on the CPU; auto: cuda if any, else sim if --device-memory is set, else cpu."),
+                 help="sim: simulated on the CPU; auto: cuda if a GPU is here or --on asks for one, else sim if"
+                 " --device-memory is set, else cpu."),
     click.option("--machine", "--gpu", "machine_name", type=options.MachineName(),
                  help="Set the budgets to the memories of this machine or GPU of machines.yaml."),
     click.option("--scale", type=click.Choice(["fit"]),
@@ -197,9 +198,11 @@ def _names(words: dict[str, Any], folders: tuple[Path, ...]) -> list[str]:
 def _device(words: dict[str, Any], budget: Budget) -> str:
     there = machine.devices()
     device = there[0] if words["device"] == "auto" else words["device"]
-    if words["device"] == "auto" and device == "cpu" and budget.device_bytes:
-        device = "sim"
     elsewhere = words.get("on", "local") != "local"
+    if words["device"] == "auto" and elsewhere and place.load(words["on"]).asks_for_gpus(words):
+        device = "cuda"
+    elif words["device"] == "auto" and device == "cpu" and budget.device_bytes:
+        device = "sim"
     if elsewhere and device == "cuda" and not machine.gpu() and budget.device_bytes is None:
         raise ValueError("expected the memory of the other machine's GPU, got none: try --device-memory 80GiB")
     if device not in there and not elsewhere:

@@ -134,6 +134,10 @@ class Kubernetes(Place):
             found.cluster  # noqa: B018 - connect now, before anything is planned
         return found
 
+    @classmethod
+    def asks_for_gpus(cls, words: dict[str, Any]) -> bool:
+        return bool(options_of("kubernetes", words["kubernetes"], PodOptions).get("gpus"))
+
     def __init__(self, options: dict[str, Any], device: str = "cpu") -> None:
         self.options = {"image": default_image(device), "wait": WAIT_SECONDS, "nodes": 1, **options}
 

@@ -30,6 +30,7 @@ from harness.core import failures
 from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
+from harness.devices import machine
 from harness.forecast.run_time import deadline_seconds
 from harness.places.docker import PYTHON, folders_shown, memory_limit
 from harness.places.shared.cluster import complete, killed, late, num_nodes, options_of, out_of_memory
@@ -58,7 +59,7 @@ class Options:
     account: int | str | None = None
     qos: int | str | None = None
     time: int | str | None = None
-    gpus: int | str | None = None  # GPUs of each node
+    gpus: int | str | None = None  # GPUs of each node; None: on CUDA one for each rank or device, else 0
     cpus: int | None = None  # CPUs of each task; a node has one task
     nodes: PositiveInt | None = None
     requeue: Literal["yes", "no"] | None = None  # whether Slurm restarts a job that the cluster preempted
@@ -109,6 +110,10 @@ class Slurm(Place):
     @classmethod
     def of(cls, words: dict[str, Any], device: str) -> Slurm:
         return cls(options_of("slurm", words["slurm"], Options))
+
+    @classmethod
+    def asks_for_gpus(cls, words: dict[str, Any]) -> bool:
+        return bool(options_of("slurm", words["slurm"], Options).get("gpus"))
 
     def __init__(self, options: dict[str, Any]) -> None:
         for command in ("sbatch", "srun", "scontrol"):
@@ -164,6 +169,7 @@ class Slurm(Place):
         container."""
         seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
         found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
+        found |= {"gpus_per_node": machine.num_gpus(job) // self._num_nodes(job)} if job.device == "cuda" else {}
         found |= {SBATCH_NAMES.get(name, name): value for name, value in self.options.items() if name != "requeue"}
         if requeue := self.options.get("requeue"):
             found["additional_parameters"] = {"requeue" if requeue == "yes" else "no_requeue": True}

@@ -15,7 +15,7 @@ from harness.cli.job_options import make_jobs
 from harness.cli.main import FIRST_CALLS, door
 from harness.cli.options import Bytes, Numbers
 from harness.core.job import GIB, Budget, Job, Workload
-from harness.devices import named_machines
+from harness.devices import machine, named_machines
 from harness.jobs.command import command, size_text
 from tests.support import records
 from tests.support.cli import run
@@ -23,6 +23,22 @@ from tests.support.tiny import TINY
 
 ENDS = ("see", "train", "compare", "which", "make")  # what begins to explain a call
 SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
+
+
+@pytest.mark.parametrize(
+    ("words", "device"),
+    [
+        ("--on slurm --slurm gpus=1", "cuda"), ("--on kubernetes --kubernetes gpus=2", "cuda"),
+        ("--on slurm --slurm cpus=1", "sim"), ("--on slurm --slurm gpus=1 --device cpu", "cpu"),
+    ],
+)  # fmt: skip
+def test_a_place_that_is_asked_for_gpus_trains_on_them(
+    monkeypatch: pytest.MonkeyPatch, words: str, device: str
+) -> None:
+    monkeypatch.setattr(machine, "devices", lambda: ["cpu", "sim"])
+    monkeypatch.setattr(machine, "gpu", dict)
+    asked = job_verbs.run.make_context("run", ["-m", "resident", "--device-memory", "24GiB", *words.split()]).params
+    assert make_jobs(asked, ())[0].device == device
 
 
 @pytest.mark.parametrize(

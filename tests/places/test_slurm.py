@@ -54,6 +54,16 @@ def place(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     return Slurm({"partition": "tests"})
 
 
+def test_a_job_on_cuda_asks_for_a_gpu_of_each_rank_unless_told(place: Slurm, tmp_path: Path) -> None:
+    job = Job("resident", TINY, {"world_size": 2}, device="cuda")
+    assert place.words(job, tmp_path, ())["gpus_per_node"] == 2
+    place.options |= {"nodes": 2}
+    assert place.words(job, tmp_path, ())["gpus_per_node"] == 1
+    place.options |= {"gpus": 4}
+    assert place.words(job, tmp_path, ())["gpus_per_node"] == 4
+    assert "gpus_per_node" not in Slurm({}).words(dataclasses.replace(job, device="cpu"), tmp_path, ())
+
+
 def test_eight_jobs_have_eight_records_and_the_same_call_runs_those_without_a_result(
     place: Slurm, tmp_path: Path
 ) -> None:

@@ -51,6 +51,11 @@ class Place(ABC):
         """Return the place for jobs on this device. `words`: the values of the command line's options, by name. Raises
         Unavailable if the place cannot be reached."""
 
+    @classmethod
+    def asks_for_gpus(cls, words: dict[str, Any]) -> bool:
+        """Return True if the place's own options ask for GPUs. `words`: as in of()."""
+        return False
+
     @abstractmethod
     def context(self) -> dict[str, str]:
         """Return the facts of the place on which results depend. They become part of a job's key, where they replace
