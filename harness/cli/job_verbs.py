@@ -93,7 +93,7 @@ def plan(exact: bool, **words: Any) -> None:
         raise ValueError("; ".join(dict.fromkeys(row["error"] for row in found)))
     if not words["scale"]:
         room = machine.room(jobs[0].budget, jobs[0].device)
-        fills = room if is_elsewhere else budgets.less_imports(room, jobs[0].budget, jobs[0].device)
+        fills = room if is_elsewhere else budgets.less_reserve(room, jobs[0].budget, jobs[0].device)
         print(memories.told(name, asked, fills, jobs[0].device))
     plan_table.show(found, exact)
     if published:

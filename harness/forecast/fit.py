@@ -26,6 +26,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     method.check(trained, job.workload, folders)
     if job.device == "cuda":
         budgets.check_device(job.budget.device_bytes, job.world_size)
+    less = budgets.reserve_text(job.budget, job.device) if room is None else ""
     room = room or budgets.plan_room(job)
     plan = trained.plan(job.workload, room)
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
@@ -45,6 +46,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
             least = cuda_budget.budget_bytes(least, machine.context_bytes(job.world_size))
         hint += f", and this one needs --device-memory {-(-least // 1024)}KiB at least"
     each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
+    shortfall += f" (--host-memory {less})" if less and next(iter(plan.lacks(room))) == "host" else ""
     told = f"{shortfall}; tried, too: {tried}" if tried else shortfall
     return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {told}; {hint}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.core.job import GIB, Budget, Room, gib
-from harness.devices import named_machines
+from harness.devices import budgets, named_machines
 
 ASSUMED_HOST_BYTES = 64 * GIB  # host memory of a named machine whose entry in machines.yaml has no host_memory
 
@@ -21,13 +21,10 @@ def told(name: str | None, asked: Budget, fills: Room, device: str) -> str:
     plans fill."""
     about = named_machines.load(name).about if name in named_machines.names() else ""
     host = "not limited" if fills.host_bytes is None else gib(fills.host_bytes)
-    host += f" ({_host(name, asked)}{', less imports' if _counts_imports(name, asked, device) else ''})"
+    less = budgets.reserve_text(asked, device) if name is None else ""
+    host += f" ({', '.join(filter(None, (_host(name, asked), less)))})"
     line = f"memories that plans fill: device {_device(name, asked, fills, device)}; host {host}"
     return f"{line}\n{name}: {about}" if about else line
-
-
-def _counts_imports(name: str | None, asked: Budget, device: str) -> bool:
-    return name is None and asked.host_bytes is not None and device in ("cpu", "cuda")
 
 
 def device_of(name: str) -> str:

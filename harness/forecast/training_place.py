@@ -37,7 +37,7 @@ class TrainingPlace:
         whose host memory neither the call nor the entry states, the plan takes ASSUMED_HOST_BYTES."""
         asked, entry = self.asked, self.entry
         if self.name is None:
-            room = budgets.less_imports(machine.room(asked, self.device, workload, num_ranks), asked, self.device)
+            room = budgets.less_reserve(machine.room(asked, self.device, workload, num_ranks), asked, self.device)
             disk_bytes = room.disk_bytes or shutil.disk_usage(tempfile.gettempdir()).free
             rates = room.rates or (entry.rates(workload.dtype) if entry else None)
             return replace(room, disk_bytes=disk_bytes, rates=rates)
