@@ -55,6 +55,7 @@ def test_every_call_that_is_written_runs(
     call: str, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)  # where a call may write
+    (tmp_path / "cluster.yaml").write_text("nodes: 2\n")  # a file that the reader has
     words, told = calls.parsed(calls.filled(call))
     verb = next(iter(words), "")
     if "--help" in words:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.core.cpu_cores import use_cores
 from harness.core.method import Unavailable
-from harness.devices.cpu_cores import use_cores
 from harness.devices.exchange import Ranks
 from harness.devices.update_threads import Workers
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.core.cpu_cores import use_cores
 from harness.core.gpt import drawn_blocks
 from harness.core.job import Job, Workload
 from harness.core.method import TensorState
-from harness.devices.cpu_cores import use_cores
 
 SKETCH_BUCKETS = 8
 SKETCH_ROWS = 65_537  # number of rows of signs, a prime: the signs repeat with a period that no tensor's structure has

@@ -22,9 +22,9 @@ import torch.multiprocessing  # lets connections send tensors in shared memory
 
 from harness.base import fork_server
 from harness.base.child_process import child_environment
+from harness.core.cpu_cores import use_cores
 from harness.devices import cuda_budget, machine
 from harness.devices.budgets import cap_allocator, device_peaks
-from harness.devices.cpu_cores import use_cores
 from harness.devices.streams import Device
 from methods.sharding.device_worker import Worker
 from methods.sharding.shard import Shard, split

@@ -14,7 +14,7 @@ from harness.base.checkout import ROOT
 ATTENTION = """
 import hashlib, sys, torch
 from torch.nn.functional import scaled_dot_product_attention
-from harness.devices.cpu_cores import use_cores
+from harness.core.cpu_cores import use_cores
 from harness.devices.streams import STREAMS
 
 assert torch.get_num_threads() == 2
