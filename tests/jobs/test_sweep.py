@@ -340,8 +340,8 @@ def test_a_speed_that_rests_on_few_steps_says_so(steps: int, warmup: int, told: 
 def test_a_refused_job_is_advised_about_what_was_asked_for() -> None:
     """A resolved job names a placement that nobody gave, and a window that was."""
     asked = Job("stronghold", Workload(num_layers=40), {"window_size": 2}, Budget(host_bytes=24 * GIB))
-    resolved, _, shortfall = resolve(asked)
-    again = resolve(resolved)[2]
+    resolved, _, shortfall = resolve(asked, room=asked.budget.room)
+    again = resolve(resolved, room=asked.budget.room)[2]
     assert "placement" in resolved.options and again == shortfall and "the largest that should fit has -l 2" in again
     given = dataclasses.replace(asked, options={"placement": "R1W39"})
-    assert "without --placement R1W39" in str(resolve(given)[2])
+    assert "without --placement R1W39" in str(resolve(given, room=asked.budget.room)[2])
