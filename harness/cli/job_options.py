@@ -251,6 +251,18 @@ def place_of(words: dict[str, Any], device: str) -> place.Place | None:
     return None if words["on"] == "local" else place.load(words["on"]).of(words, device)
 
 
+def place_words(words: dict[str, Any]) -> list[str]:
+    """Return the words of a command line that name the call's place and the settings of the place; empty if the place
+    is this process's machine."""
+    if words["on"] == "local":
+        return []
+    found = ["--on", words["on"]]
+    for name in place.load(words["on"]).cli_options:
+        given = words[name] if isinstance(words[name], tuple) else filter(None, [words[name]])
+        found += [word for value in given for word in (f"--{name}", str(value))]
+    return found
+
+
 def check_files(workload: Workload) -> None:
     """Raise ValueError if the workload's corpus or weights cannot be read. This is called before any process starts."""
     if workload.weights is not None:

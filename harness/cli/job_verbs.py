@@ -15,7 +15,15 @@ from click.core import ParameterSource
 from harness.base.console import print_table
 from harness.base.whole_file import check_new, check_replaceable
 from harness.cli import exit_codes, options
-from harness.cli.job_options import WithMethods, check_files, job_options, make_jobs, place_of, place_options
+from harness.cli.job_options import (
+    WithMethods,
+    check_files,
+    job_options,
+    make_jobs,
+    place_of,
+    place_options,
+    place_words,
+)
 from harness.cli.options import FILE, FOLDER, Duration, check_writable
 from harness.core.job import Budget, Job, Room
 from harness.devices import budgets, machine, named_machines
@@ -274,7 +282,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         _show_verdicts(asked, [each if isinstance(each, str) else next(ended) for each in resolved], words)
     refused = [record for record in records if (record.status, record.phase) == ("does-not-fit", "plan")]
     if not is_sweep and len(refused) == len(asked):
-        _advise(asked, folders, words["as_json"])
+        _advise(asked, folders, words)
     sys.exit(exit_codes.of_records(records, is_sweep))
 
 
@@ -314,10 +322,15 @@ def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[P
     print(place.draft([(job, runs.key(job)) for job in jobs], folders))
 
 
-def _advise(jobs: list[Job], folders: tuple[Path, ...], as_json: bool) -> None:
-    """Print commands that the user may call instead of these jobs, which do not fit."""
+def _advise(jobs: list[Job], folders: tuple[Path, ...], words: dict[str, Any]) -> None:
+    """Print commands that the user may call instead of these jobs, which do not fit. For another place than this
+    machine, leave out the commands that put layers on a disk of this machine."""
+    elsewhere = place_words(words)
     for call, why in next_calls_of(jobs, folders):
-        print(json.dumps({"event": "next", "call": call, "why": why}) if as_json else f"try {call}\n    {why}")
+        if elsewhere and "--disk" in shlex.split(call):
+            continue
+        call = shlex.join([*shlex.split(call), *elsewhere])
+        print(json.dumps({"event": "next", "call": call, "why": why}) if words["as_json"] else f"try {call}\n    {why}")
 
 
 def _folders(words: dict[str, Any]) -> tuple[Path, ...]:

@@ -34,6 +34,9 @@ LEAST_ROOM_BYTES = 64 * MIB
 # The reserve of a CPU's host budget, for fragments of the C library's heap, in which all tensors of a CPU below 32 MiB
 # lie: runs of the reference took 5 to 39 % more than their plans. On a GPU the host's tensors are few and large.
 HEAP_PARTS = 3
+# Bytes that the imports and the context of a process on a GPU take of the host where no GPU is here to measure them, as
+# in a call that submits jobs to other machines: an upper estimate, not measured.
+CUDA_BASELINE_BYTES = 2048 * MIB
 STACK_BYTES = MIB  # of a thread of Python in a process with a host budget; the system's default is 8 MiB
 AGENT_BYTES = 256 * MIB  # bytes of the agent that starts several ranks; the memory group counts them, too
 # The memory group's limit is above the budget by WALL_BYTES and by WALL_SHARE of the budget, because page tables,
@@ -78,9 +81,9 @@ def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
 
 @functools.cache
 def baseline_bytes(device: str) -> int:
-    """Return the bytes of anonymous memory of a process that has a worker's imports but does not train; 0 if they
-    cannot be measured. The number is measured once for each device, machine and set of packages and kept in BASELINES,
-    because making a GPU's context takes seconds."""
+    """Return the bytes of anonymous memory of a process that has a worker's imports but does not train. If they cannot
+    be measured, return 0 or, on CUDA, CUDA_BASELINE_BYTES. The number is measured once for each device, machine and set
+    of packages and kept in BASELINES, because making a GPU's context takes seconds."""
     about, kept = json.dumps([device, machine.checked()]), dict[str, int]()
     with contextlib.suppress(OSError, ValueError, TypeError):
         kept = {str(name): int(size) for name, size in dict(json.loads(BASELINES.read_text())).items()}
@@ -90,7 +93,7 @@ def baseline_bytes(device: str) -> int:
             with contextlib.suppress(OSError):  # .venv may belong to another user; then the next process measures again
                 BASELINES.parent.mkdir(exist_ok=True)
                 write_whole(BASELINES, json.dumps(kept, indent=1))
-    return kept.get(about, 0)
+    return kept.get(about, CUDA_BASELINE_BYTES if device == "cuda" else 0)
 
 
 def plan_room(job: Job) -> Room:

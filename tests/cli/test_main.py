@@ -41,6 +41,19 @@ def test_a_place_that_is_asked_for_gpus_trains_on_them(
     assert make_jobs(asked, ())[0].device == device
 
 
+def test_calls_that_are_advised_go_to_the_place_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "devices", lambda: ["cpu", "sim"])
+    monkeypatch.setattr(machine, "gpu", dict)
+    words = "-m stronghold -l 400 --device-memory 80GiB --host-memory 64GiB --on slurm --slurm gpus=1 --slurm cpus=8"
+    asked = job_verbs.run.make_context("run", words.split()).params
+    job_verbs._advise(make_jobs(asked, ()), (), asked)
+    calls = [line for line in capsys.readouterr().out.splitlines() if line.startswith("try ")]
+    assert calls and all(call.endswith(" --on slurm --slurm gpus=1 --slurm cpus=8") for call in calls)
+    assert not any("--disk" in call for call in calls)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -349,6 +349,20 @@ def test_the_baseline_is_measured_once_for_a_set_up_not_in_each_call(
     budgets.baseline_bytes.cache_clear()
 
 
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 0), ("cuda", budgets.CUDA_BASELINE_BYTES)])
+def test_where_no_gpu_is_here_a_plan_for_one_leaves_room_for_its_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, expected: int
+) -> None:
+    def fail(module: str, device: str) -> int:
+        raise ValueError("no CUDA device here")
+
+    monkeypatch.setattr(budgets, "BASELINES", tmp_path / "baselines.json")
+    monkeypatch.setattr(budgets, "ask", fail)
+    budgets.baseline_bytes.cache_clear()
+    assert budgets.baseline_bytes(device) == expected
+    budgets.baseline_bytes.cache_clear()
+
+
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes a stand-in for this process's entry in /proc tell these sizes, in MiB."""
