@@ -115,7 +115,7 @@ def reserve_text(asked: Budget, device: str) -> str:
     """Return what less_reserve() subtracts, as text; empty if it subtracts nothing."""
     if asked.host_bytes is None or device not in ("cpu", "cuda"):
         return ""
-    return "less imports and a reserve" if device == "cpu" else "less imports"
+    return "less a reserve" if device == "cpu" else "less imports"
 
 
 def enforce(job: Job) -> dict[str, str]:
