@@ -270,9 +270,9 @@ def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks
 
     A memory's bytes are those of the budget `asked` or, if it sets no limit, those of the machine. A GPU's bytes leave
     out the context and the reserve. Without a budget device_bytes is None on a CPU, which has no device memory, and on
-    CUDA if this machine has no GPU, because it submits jobs to others. On sim a memory without a budget has no limit. If
-    the workload has dropout and computes on a CPU, dropout_bytes() are subtracted. The rates are the budget's or, if it
-    has none, those calibrated for this workload.
+    CUDA if this machine has no GPU, because it submits jobs to others. On sim a memory without a budget has no limit.
+    If the workload has dropout and computes on a CPU, dropout_bytes() are subtracted. The rates are the budget's or, if
+    it has none, those calibrated for this workload.
     """
     device_bytes = asked.device_bytes
     if device_bytes is None and device == "cuda":
