@@ -18,12 +18,13 @@ from typing import Any
 import hypothesis
 import pytest
 
+from harness.base import cgroup
 from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.job import Job
 from harness.core.method import source_hash
 from harness.core.record import new_stem
-from harness.devices import cgroup, machine, sim
+from harness.devices import machine, sim
 from harness.gate import probe
 from tests.support import covering, forks, longest_first, packages
 

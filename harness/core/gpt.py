@@ -8,7 +8,6 @@ Shapes: B batch, T tokens, D hidden, V vocabulary."""
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.core import weight_files
 from harness.core.anatomy import anatomy_of
+from harness.core.cpu_cores import available_cores
 from harness.core.job import BETAS, EPSILON, NUM_LOGITS, WEIGHT_DECAY, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -213,7 +213,7 @@ def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
 
 def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> Iterator[Tensor]:
     """Yield initial() of each name and shape, in order. While callers use one tensor, the cores draw the next ones."""
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     ahead: deque[Future[Tensor]] = deque()
     with ThreadPoolExecutor(cores) as pool:
         for name, shape in shapes:

@@ -17,11 +17,13 @@ from typing import Any
 
 import psutil
 
+from harness.base import cgroup
 from harness.base.checkout import ROOT
 from harness.base.whole_file import write_whole
+from harness.core import cpu_cores
 from harness.core.job import Budget, Job, Room, Workload
 from harness.core.rates import Rates
-from harness.devices import cgroup, cuda_budget
+from harness.devices import cuda_budget
 
 CALIBRATION = ROOT / "results" / "calibration.json"  # this machine's measured rates, written by `doctor --calibrate`
 # Environment variables that change which kernels the same code runs, or how fast they are.
@@ -52,7 +54,7 @@ def facts() -> dict[str, Any]:
     system, and its first GPU and driver."""
     return {
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
+        "cores": cpu_cores.available_cores(),
         **affinity(),
         "host_bytes": host_bytes(),
         "os": platform.platform(),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.core.cpu_cores import use_cores
+from harness.core.cpu_cores import available_cores, use_cores
 from harness.core.method import Unavailable
 from harness.devices.exchange import Ranks
 from harness.devices.update_threads import Workers
@@ -222,7 +222,7 @@ def num_update_threads(device: str) -> int:
     """Return the number of threads for the host's Adam. If the device is a GPU, two cores stay free to launch kernels.
     On a CPU device all cores update: if one core updated alone, the others would wait for its share of each matrix
     product. The ranks that torchrun starts on one machine share the machine's cores."""
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, cores - 2 if device.startswith("cuda") else cores)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.core.cpu_cores import use_cores
+from harness.core.cpu_cores import available_cores, use_cores
 from harness.core.gpt import drawn_blocks
 from harness.core.job import Job, Workload
 from harness.core.method import TensorState
@@ -44,7 +43,7 @@ class Kernels(TorchDispatchMode):
 def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any]]:
     """Compare each tensor with its seeded starting values. Return, by name of the tensor, the evidence that look()
     finds."""
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     # `tensors` may make each tensor only when it is asked for: hold at most one tensor for each core, and one more
     room = threading.Semaphore(cores + 1)
     found: dict[str, Future] = {}

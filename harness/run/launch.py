@@ -20,12 +20,12 @@ from typing import IO, Any
 
 import psutil
 
-from harness.base import fork_server
+from harness.base import cgroup, fork_server
 from harness.base.child_process import GPU_ORDER, child_environment
-from harness.core import failures, log_lines, method
+from harness.core import cpu_cores, failures, log_lines, method
 from harness.core.job import Job
 from harness.core.record import Record, new_stem
-from harness.devices import budgets, cgroup, machine, shared_memory
+from harness.devices import budgets, machine, shared_memory
 from harness.devices.device_lock import turn
 from harness.forecast import run_time
 from harness.run import ranks, scratch
@@ -75,16 +75,16 @@ def launch(
 def environment(job: Job) -> dict[str, str]:
     """Return the worker's environment variables. Variables that the caller has set keep their values.
 
-    On a CPU one thread computes small layers; several ranks share the cores. CUDA numbers GPUs as NVML does. On CUDA
-    torch's allocator grows its segments instead of adding segments, which leaves fewer fragments. Other processes
-    cannot share such segments, but no method shares segments."""
+    On a CPU one thread computes small layers; ranks share the cores; torch does not know a quota of CPU time. CUDA
+    numbers GPUs as NVML does. On CUDA torch's allocator grows its segments instead of adding segments, which leaves
+    fewer fragments. Other processes cannot share such segments, but no method shares segments."""
     chosen = dict(GPU_ORDER)
     if job.device == "cuda" and not machine.allocator_settings():
         chosen["PYTORCH_ALLOC_CONF"] = EXPANDABLE
-    if job.world_size > 1:
-        chosen["OMP_NUM_THREADS"] = str(max(1, machine.facts()["cores"] // ranks.num_local_ranks(job)))
-    elif job.device != "cuda" and machine.is_small(job.workload):
+    if job.device != "cuda" and job.world_size == 1 and machine.is_small(job.workload):
         chosen["OMP_NUM_THREADS"] = "1"
+    elif job.world_size > 1 or cpu_cores.has_quota():
+        chosen["OMP_NUM_THREADS"] = str(max(1, machine.facts()["cores"] // ranks.num_local_ranks(job)))
     return chosen | child_environment()
 
 

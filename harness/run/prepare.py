@@ -7,10 +7,11 @@ import json
 import sys
 from pathlib import Path
 
+from harness.base import cgroup
 from harness.base.child_process import run_logged
 from harness.core import log_lines, method
 from harness.core.job import Job
-from harness.devices import cgroup, sim
+from harness.devices import sim
 from harness.run.launch import Report
 
 _tried: set[tuple[str, tuple[Path, ...]]] = set()  # builds that this process has tried; no build is tried twice

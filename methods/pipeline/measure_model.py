@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.base.rank_agent import OneRound, Rendezvous
+from harness.core.cpu_cores import available_cores
 from harness.core.failures import LOST_RANK
 from harness.core.gpt import DTYPES, adamw
 from harness.core.job import Workload
@@ -27,7 +28,7 @@ def measure(order: dict[str, Any]) -> str:
     environment variables tell how to find the other ranks. `order`: the request of `./run.sh varuna profile`. Raises
     ValueError if the order's device is cuda, but a rank has no GPU of its own."""
     workload = Workload(**order["workload"])
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // order["num_ranks"]))
+    torch.set_num_threads(max(1, available_cores() // order["num_ranks"]))
 
     def get_batch(size: int) -> dict[str, Tensor]:
         tokens = torch.randint(workload.vocab_size, (size, workload.seq_len + 1))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import socket
 import statistics
 import time
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.core.cpu_cores import available_cores
 from harness.core.failures import of_exception
 from harness.devices import cuda_budget, machine
 from harness.devices.memory_account import Tracker
@@ -291,7 +291,7 @@ class Profiler:
         0's machine."""
         hosts = self._gathered(socket.gethostname())
         crowded, alone = (sum(each) for each in zip(*self._gathered((self._crowded, self._alone)), strict=True))
-        num_served = len(os.sched_getaffinity(0)) / torch.get_num_threads() if self.device.type == "cpu" else None
+        num_served = available_cores() / torch.get_num_threads() if self.device.type == "cpu" else None
         return crowded / alone, hosts.count(hosts[0]), num_served
 
     def _messages(self, sizes: Sequence[int], batches: Mapping[int, Inputs]) -> list[Message]:

@@ -1,13 +1,16 @@
-"""The cores of a thread: threads beside a computation leave its bits as they are."""
+"""The cores that a process may use, and those of a thread, which leaves the bits of computations beside it alone."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from harness.base import cgroup
 from harness.base.checkout import ROOT
 
 # 16 heads of 24 columns: MKL rounds the gradients of this attention otherwise if its products share cores.
@@ -42,3 +45,40 @@ def test_threads_of_one_core_leave_the_gradients_of_attention_as_they_are(kind: 
         env=os.environ | {"OMP_NUM_THREADS": "2"},
     )  # fmt: skip
     assert done.stdout.strip() == told
+
+
+@pytest.fixture
+def quota_of_one_core() -> Iterator[Path]:
+    """A control group whose processes may take the time of one core and a half; gone afterwards."""
+    here = cgroup.current(controller="cpu")
+    folder = here.folder / f"quota-{os.getpid()}" if here else Path("none")
+    name, text = ("cpu.cfs_quota_us", "150000") if here and here.version == 1 else ("cpu.max", "150000 100000")
+    try:
+        folder.mkdir()
+        (folder / name).write_text(text)
+    except OSError as error:
+        pytest.skip(f"no group with a quota can be made here: {error}")
+    yield folder
+    folder.rmdir()
+
+
+IN_GROUP = """
+import os, sys
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+from harness.core.job import Job, Workload
+from harness.devices import machine
+from harness.devices.streams import num_update_threads
+from harness.run.launch import environment
+
+told = environment(Job("resident", Workload(), device="cpu")).get("OMP_NUM_THREADS")
+print(machine.facts()["cores"], num_update_threads("cpu"), told)
+"""
+
+
+def test_threads_keep_to_the_quota_of_the_group(quota_of_one_core: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_GROUP, str(quota_of_one_core)], cwd=ROOT, capture_output=True, text=True, check=True,
+        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["1", "1", "1"]

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import pytest
 
+from harness.base import cgroup
 from harness.base.checkout import ROOT
 from harness.core import failures
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
-from harness.devices import cgroup
 from harness.forecast import run_time
 from harness.jobs.sweep import Sweep
 from harness.run.launch import launch

@@ -20,7 +20,7 @@ from harness.base.checkout import ROOT
 from harness.core import failures
 from harness.core.job import Budget, Job
 from harness.core.record import read_all
-from harness.devices import budgets, cgroup, device_lock, machine
+from harness.devices import budgets, device_lock, machine
 from tests.support.cli import run
 from tests.support.tiny import TINY, WORDS
 
@@ -80,76 +80,11 @@ def test_stacks_of_the_threads_of_torch_do_not_count_in_a_budget() -> None:
     assert int(done.stdout) < 8 * MIB
 
 
-def tree(folder: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
-    """A process folder and the files of its groups, as the kernel shows them."""
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    process = folder / "process"
-    process.mkdir()
-    (process / "cgroup").write_text(groups)
-    (process / "mountinfo").write_text(mounts.replace("TOP", str(folder / "top")))
-    return process
-
-
-V1_MOUNT = "35 31 0:32 ROOT TOP rw,relatime shared:1 - cgroup cgroup rw,memory\n"
-V2_MOUNT = "41 31 0:38 ROOT TOP rw,relatime - cgroup2 cgroup2 rw\n"
-
-
-@pytest.mark.parametrize(
-    ("groups", "mounts", "files", "limit"),
-    [
-        # A nested group: the least limit on the way up holds.
-        ("0::/a/b\n", V2_MOUNT.replace("ROOT", "/"),
-         {"top/a/b/memory.max": "max\n", "top/a/memory.max": "1000\n", "top/cgroup.procs": ""}, 1000),
-        ("4:memory:/a/b\n0::/\n", V1_MOUNT.replace("ROOT", "/") + V2_MOUNT.replace("ROOT", "/"),
-         {"top/a/b/memory.limit_in_bytes": "3000\n", "top/a/memory.limit_in_bytes": "2000\n"}, 2000),
-        # A container of docker: its group is the top of what it sees.
-        ("4:memory:/docker/1\n", V1_MOUNT.replace("ROOT", "/docker/1"), {"top/memory.limit_in_bytes": "500\n"}, 500),
-        ("0::/\n", V2_MOUNT.replace("ROOT", "/"), {"top/memory.max": "700\n"}, 700),
-        # And one that names a group it cannot see.
-        ("4:memory:/elsewhere\n", V1_MOUNT.replace("ROOT", "/docker/1"), {"top/memory.limit_in_bytes": "9\n"}, 9),
-        ("0::/a\n", V2_MOUNT.replace("ROOT", "/"), {"top/a/memory.max": "max\n"}, None),
-    ],
-)  # fmt: skip
-def test_the_limit_in_force_is_the_least_on_the_way_up(
-    tmp_path: Path, groups: str, mounts: str, files: dict, limit: int | None
-) -> None:
-    group = cgroup.current(tree(tmp_path, groups, mounts, files))
-    assert group is not None and group.limit_bytes() == limit
-
-
-@pytest.fixture
-def group(make_memory_group):
-    return make_memory_group(64 * MIB)
-
-
 @pytest.fixture
 def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of locks that no other test uses."""
     monkeypatch.setenv("HARNESS_LOCKS", str(tmp_path))
     return tmp_path
-
-
-def test_a_group_bounds_what_is_in_it_and_leaves_nothing_behind(group: cgroup.Group) -> None:
-    code = "import mmap; input(); pages = mmap.mmap(-1, 2**27); [pages.write(bytes(4096)) for _ in range(2**15)]"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    group.enter(process.pid)
-    process.communicate(b"\n")
-    assert (process.returncode, group.oom_kills(), group.limit_bytes()) == (-9, 1, 64 * MIB)
-    group.remove()
-    assert not group.folder.exists()
-
-
-def test_a_group_of_a_dead_parent_is_removed_by_the_next(group: cgroup.Group) -> None:
-    code = (
-        "import os; from harness.devices import cgroup; print(cgroup.make(2**26).folder, flush=True);"
-        "os.kill(os.getpid(), 9)"
-    )
-    left = Path(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip())
-    assert left.is_dir()
-    cgroup.make(2**26).remove()
-    assert not left.exists() and group.folder.exists()
 
 
 def waiting(job: Job, order: list[str], lines: list[str], **words) -> threading.Thread:

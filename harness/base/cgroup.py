@@ -1,5 +1,5 @@
-"""Reads the limits of the kernel's memory groups (cgroups, v1 and v2) and how many processes the kernel killed in each
-group; also makes a group for a worker.
+"""Reads the limits of the kernel's control groups (cgroups, v1 and v2), of memory and of the CPU's time, and how many
+processes the kernel killed in each group for lack of memory; also makes a memory group for a worker.
 
 Groups form a tree. A process is under the limits of its own group and of all groups above its own group. In a container
 the visible tree may begin at the container's own group, and is often read-only.
@@ -24,7 +24,7 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class Group:
-    """A memory group: its folder, the topmost visible folder of its tree, and the version of cgroups (1 or 2)."""
+    """A control group: its folder, the topmost visible folder of its tree, and the version of cgroups (1 or 2)."""
 
     folder: Path
     top: Path
@@ -65,23 +65,35 @@ class Group:
             time.sleep(0.01)
 
 
-def current(process: Path = Path("/proc/self")) -> Group | None:
-    """Return a process's memory group; None if the process has none. `process`: the process's folder in /proc, whose
-    files `cgroup` and `mountinfo` tell the group."""
+def current(process: Path = Path("/proc/self"), controller: str = "memory") -> Group | None:
+    """Return a process's group of the controller; None if the process has none. `process`: the process's folder in
+    /proc, whose files `cgroup` and `mountinfo` tell the group. `controller`: memory or cpu."""
     groups = [line.split(":", 2) for line in _read(process / "cgroup").splitlines()]
     mounts = [line.split() for line in _read(process / "mountinfo").splitlines()]
-    # If a machine has both versions and v1 controls memory, an entry of v1 names the controller "memory".
-    own = [(1, path) for _, controllers, path in groups if "memory" in controllers.split(",")]
+    # If a machine has both versions, an entry of v1 names the controllers that v1 has.
+    own = [(1, path) for _, controllers, path in groups if controller in controllers.split(",")]
     own = own or [(2, path) for number, _, path in groups if number == "0"]
     for version, path in own:
         for mount in mounts:
             kind, _, options = mount[mount.index("-") + 1 :][:3]
-            if (kind, version) != ("cgroup2", 2) and not (kind == "cgroup" and "memory" in options.split(",")):
+            if (kind, version) != ("cgroup2", 2) and not (kind == "cgroup" and controller in options.split(",")):
                 continue
             root, top = Path(mount[3]), Path(mount[4])
             folder = top / Path(path).relative_to(root) if Path(path).is_relative_to(root) else top
             return Group(folder if folder.is_dir() else top, top, version)
     return None
+
+
+def cpu_quota(process: Path = Path("/proc/self")) -> float | None:
+    """Return how many cores' time the process may take: the lowest quota of its group and all groups above; None if no
+    group has a quota."""
+    group = current(process, "cpu")
+    if group is None:
+        return None
+    # microseconds of CPU time in each period, and the period's microseconds; "max" (v2) and -1 (v1) mean no quota
+    files = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    told = [" ".join(_read(folder / file) for file in files).split() for folder in group.lineage()]
+    return min((int(each[0]) / int(each[1]) for each in told if each and each[0].isdigit()), default=None)
 
 
 def make(limit_bytes: int) -> Group | None:
