@@ -152,7 +152,8 @@ def lift(job: Job) -> dict[str, int]:
             found["host_limit_bytes"] = job.budget.host_bytes
     torch: Any = sys.modules.get("torch")
     if job.device == "cuda" and torch is not None:
-        with contextlib.suppress(RuntimeError):  # CUDA's context may have ended by an error
+        # CUDA's context may have ended by an error; a torch without CUDA asserts
+        with contextlib.suppress(RuntimeError, AssertionError):
             found["device_free_bytes"], found["device_total_bytes"] = torch.cuda.mem_get_info()
             torch.cuda.set_per_process_memory_fraction(1.0)
     return found

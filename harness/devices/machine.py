@@ -21,7 +21,7 @@ from harness.base import cgroup
 from harness.base.checkout import ROOT
 from harness.base.whole_file import write_whole
 from harness.core import cpu_cores
-from harness.core.job import Budget, Job, Room, Workload
+from harness.core.job import Budget, Job, Room, Workload, gib
 from harness.core.rates import Rates
 from harness.devices import cuda_budget
 
@@ -174,6 +174,22 @@ def surroundings(device: str, number: int = 1) -> dict[str, Any]:
                 {"pid": other.pid, "device_bytes": other.usedGpuMemory, "gpu": name} for other in others
             )
     return found
+
+
+def warnings_beside(job: Job, found: dict[str, Any]) -> list[str]:
+    """Return warnings for people about what uses the job's GPUs beside it. `found`: the machine's surroundings(), which
+    list no displays; these only take free memory."""
+    others = found.get("foreign_processes", ())
+    told = [f"process {other['pid']} is on GPU {other['gpu']}, too: on record" for other in others]
+    whole, free = gpu().get("gpu_bytes"), gpu_free_bytes()
+    if job.device == "cuda" and whole and free is not None:
+        may_fill = job.budget.device_bytes or whole - cuda_budget.RESERVE_BYTES
+        if free < may_fill:
+            told.append(
+                f"{gib(free)} of the GPU's {gib(whole)} are free: a run that fills more ends out of memory; try"
+                f" --device-memory {free // 2**20}MiB"
+            )
+    return told
 
 
 def has_bf16() -> bool:

@@ -142,8 +142,8 @@ class Watch:
         self.shm_free_bytes: int | None = None
         self.surroundings = machine.surroundings(job.device, machine.num_gpus(job))
         self.source, self.listed_code = method.source_hash(job.method, folders), method.listed(job.method, folders)
-        for other in self.surroundings.get("foreign_processes", []):
-            report({"event": "warning", "text": f"process {other['pid']} is on GPU {other['gpu']}, too: on record"})
+        for text in machine.warnings_beside(job, self.surroundings):
+            report({"event": "warning", "text": text})
         limit = budgets.wall_bytes(job)
         self.wall = cgroup.make(limit) if limit else None  # the worker's own memory group; None: it has none
         self.group = self.wall or cgroup.current()

@@ -374,3 +374,10 @@ def test_a_method_that_hides_memory_from_its_limit_is_out_of_memory(tmp_path: Pa
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert "out of pinned host memory at drain" in done.stdout, done.stdout + done.stderr
+
+
+def test_limits_end_where_torch_knows_no_cuda() -> None:
+    """A job that asks for CUDA of a torch that was built without it: the record tells that, not this."""
+    import torch  # noqa: F401
+
+    assert "device_free_bytes" not in budgets.lift(Job("resident", TINY, device="cuda"))

@@ -131,6 +131,19 @@ def test_a_budget_beyond_the_gpu_is_refused(gpu: FakeGpu) -> None:
         budgets.check(Budget(80 * GIB), "cuda")
 
 
+@pytest.mark.parametrize(
+    ("taken", "budget", "named"),
+    [(200 * MIB, None, None), (1200 * MIB, None, 80270), (1200 * MIB, 78 * GIB, None), (3 * GIB, 78 * GIB, 78398)],
+)
+def test_memory_that_other_programs_take_of_the_gpu_is_told_with_the_budget_that_is_left(
+    gpu: FakeGpu, taken: int, budget: int | None, named: int | None
+) -> None:
+    """A display's memory, of which NVML names no process. Of 80 GiB the driver takes 450 MiB."""
+    gpu.reserved_bytes = taken
+    told = machine.warnings_beside(Job("stronghold", Workload(), budget=Budget(budget), device="cuda"), {})
+    assert [re.search(r"--device-memory (\d+)MiB", text)[1] for text in told] == [str(named)] * (named is not None)  # type: ignore[index]
+
+
 @pytest.mark.parametrize(("has_v2", "total"), [(True, 80 * GIB - 450 * MIB), (False, 80 * GIB)])
 def test_the_drivers_own_part_is_no_part_of_a_gpu(monkeypatch: pytest.MonkeyPatch, has_v2: bool, total: int) -> None:
     FakeGpu(80 * GIB, 450 * MIB, 0, has_v2=has_v2).install(monkeypatch)
