@@ -17,6 +17,7 @@ from pathlib import Path
 
 LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
 WITH_SWAP = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}  # v1 limits memory plus swap, v2 swap alone
+ANONYMOUS = {1: "total_rss", 2: "anon"}  # names in memory.stat
 KILLS = {1: "memory.oom_control", 2: "memory.events"}
 REMOVAL_SECONDS = 5.0
 _serial = itertools.count()
@@ -38,6 +39,13 @@ class Group:
         """Return the lowest limit in bytes of this group and all groups above; None if no group has a limit."""
         limits = [_read(folder / LIMIT[self.version]).strip() for folder in self.lineage()]
         return min((int(limit) for limit in limits if limit.isdigit()), default=None)  # "max" means no limit
+
+    def anonymous_bytes(self) -> int | None:
+        """Return the bytes of anonymous memory of the group and all groups below it, in which pages that processes
+        share count once; None if the kernel does not tell them."""
+        counts = dict(line.split() for line in _read(self.folder / "memory.stat").splitlines())
+        told = counts.get(ANONYMOUS[self.version])
+        return int(told) if told else None
 
     def oom_kills(self) -> int:
         return oom_kills(self.folder / KILLS[self.version])

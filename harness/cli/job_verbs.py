@@ -101,7 +101,8 @@ def plan(exact: bool, **words: Any) -> None:
         raise ValueError("; ".join(dict.fromkeys(row["error"] for row in found)))
     if not words["scale"]:
         room = machine.room(jobs[0].budget, jobs[0].device)
-        fills = room if is_elsewhere else budgets.less_reserve(room, jobs[0].budget, jobs[0].device)
+        several = max(job.options.get("num_devices", 1) for job in jobs)
+        fills = room if is_elsewhere else budgets.less_reserve(room, jobs[0].budget, jobs[0].device, several)
         print(memories.told(name, asked, fills, jobs[0].device))
     plan_table.show(found, exact)
     if published:

@@ -357,10 +357,12 @@ class Plan:
         return sum(self.disk.values())
 
     def pooled(self, room: Room) -> Plan:
-        """Return this plan or, if the room sets no device_bytes, a copy that counts device bytes as host bytes."""
+        """Return this plan or, if the room sets no device_bytes, a copy that counts the bytes of each device as host
+        bytes."""
         if room.device_bytes is not None:
             return self
-        kinds = {kind: self.device.get(kind, 0) + self.host.get(kind, 0) for kind in {**self.device, **self.host}}
+        devices, kinds = self.options.get("num_devices", 1), {**self.device, **self.host}
+        kinds = {kind: devices * self.device.get(kind, 0) + self.host.get(kind, 0) for kind in kinds}
         return dataclasses.replace(self, device={}, host=kinds)
 
     def lacks(self, room: Room) -> dict[str, int]:

@@ -98,16 +98,17 @@ def baseline_bytes(device: str) -> int:
 
 def plan_room(job: Job) -> Room:
     """Return the room that the plan of each of the job's ranks fills: machine.rank_room() less_reserve()."""
-    return less_reserve(machine.rank_room(job), job.budget, job.device)
+    return less_reserve(machine.rank_room(job), job.budget, job.device, job.options.get("num_devices", 1))
 
 
-def less_reserve(room: Room, asked: Budget, device: str) -> Room:
-    """Return a rank's room without what the process takes of a host budget and plans do not count: its imports and, on
-    a CPU, 1/HEAP_PARTS of the rest for fragments. The room stays as it is if no host budget was asked for, and on sim,
-    whose host budget counts tensors alone."""
+def less_reserve(room: Room, asked: Budget, device: str, num_devices: int = 1) -> Room:
+    """Return a rank's room without what its processes take of a host budget and plans do not count: imports and, on a
+    CPU, 1/HEAP_PARTS of the rest for fragments. The processes of several devices share imports of their own, beside
+    those of the process that leads them. The room stays as it is if no host budget was asked for, and on sim, whose
+    host budget counts tensors alone."""
     if not reserve_text(asked, device) or room.host_bytes is None:
         return room
-    left = room.host_bytes - baseline_bytes(device)
+    left = room.host_bytes - baseline_bytes(device) * min(num_devices, 2)
     return dataclasses.replace(room, host_bytes=max(1, left - left // HEAP_PARTS if device == "cpu" else left))
 
 

@@ -126,7 +126,8 @@ class Probes:
         """Return a better guess(): it counts the bytes that the two small runs took beyond their plans."""
         self.lacking.clear()
         for record in (record for record in self.records if record.status == "ok"):
-            planned = Plan(record.predicted["device"], record.predicted["host"]).pooled(self.room)
+            found, options = record.predicted, record.job.options
+            planned = Plan(found["device"], found["host"], options=options).pooled(self.room)
             for memory, num_bytes in measured(record).items():
                 beyond = {"run": num_bytes - getattr(planned, f"{memory}_bytes")}
                 self.excess.setdefault(memory, []).append((self.axis.number(record.job.workload), beyond))

@@ -316,6 +316,8 @@ class Watch:
                 sizes = budgets.process_bytes(process.pid)
                 anonymous += sizes.get("RssAnon") or process.memory_info().rss
                 shared[process.pid] = sizes.get("RssShmem", 0)
+        if self.wall and self.job.world_size == 1:  # forks share pages, which the group counts once
+            anonymous = self.wall.anonymous_bytes() or anonymous
         self.sampled = {"host_anonymous": anonymous, "host_shared": shared_memory.total_bytes(shared)}
 
     def _confirm(self) -> None:

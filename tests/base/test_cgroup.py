@@ -87,6 +87,23 @@ def test_a_group_bounds_what_is_in_it_and_leaves_nothing_behind(group: cgroup.Gr
     assert not group.folder.exists()
 
 
+def test_pages_that_forks_share_count_once(group: cgroup.Group) -> None:
+    """A process writes 32 MiB and forks twice."""
+    code = (
+        "import os; input(); kept = bytes(range(256)) * 2**17; [os.fork() or (input(), os._exit(0)) for _ in range(2)];"
+        "print(flush=True); input()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    group.enter(process.pid)
+    assert process.stdin and process.stdout
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    assert 32 * MIB <= (group.anonymous_bytes() or 0) < 48 * MIB
+    process.kill()
+    process.wait()
+
+
 def test_a_group_of_a_dead_parent_is_removed_by_the_next(group: cgroup.Group) -> None:
     code = (
         "import os; from harness.base import cgroup; print(cgroup.make(2**26).folder, flush=True);"

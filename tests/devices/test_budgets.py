@@ -16,6 +16,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from harness.base import cgroup
 from harness.base.checkout import ROOT
 from harness.core import failures
 from harness.core.job import Budget, Job
@@ -58,6 +59,30 @@ def test_a_plan_leaves_room_for_the_imports_of_each_rank_and_on_a_cpu_for_fragme
     monkeypatch.setattr(budgets, "baseline_bytes", lambda device: 300 * MIB)
     job = Job("stronghold", TINY, {"world_size": num_ranks}, Budget(2**30, 1200 * MIB), device=device)
     assert budgets.plan_room(job).host_bytes == expected * MIB
+
+
+def test_the_processes_of_several_devices_share_imports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, in MiB: the leading process and the one that the devices are forked from leave 600 of 1,200."""
+    monkeypatch.setattr(budgets, "baseline_bytes", lambda device: 300 * MIB)
+    job = Job("hydra", TINY, {"num_devices": 3}, Budget(host_bytes=1200 * MIB), device="cpu")
+    assert budgets.plan_room(job).host_bytes == 400 * MIB
+
+
+@pytest.mark.heavy
+def test_two_devices_train_in_the_host_memory_that_their_plan_needs_and_the_record_says_no_more(
+    make_memory_group: Callable[[int], cgroup.Group], tmp_path: Path
+) -> None:
+    """The pages that the devices' processes share count once."""
+    make_memory_group(64 * MIB)  # skips where no group can be made
+    words = "-m hydra -l 4 -h 128 --seq 256 -b 4 --heads 4 --devices 2 --device cpu".split()
+    row = json.loads(run("plan", *words, "--json").stdout)
+    needs = 2 * row["device_bytes"] + row["host_bytes"]
+    budget = MIB + 2 * budgets.baseline_bytes("cpu") + needs * budgets.HEAP_PARTS // (budgets.HEAP_PARTS - 1)
+    words += ["--steps", "3", "--no-probe", "--results", str(tmp_path)]
+    done = run(*words, "--host-memory", f"{budget // MIB}MiB")
+    assert done.returncode == 0, done.stdout
+    (record,) = (each for each in read_all(tmp_path)[0].values() if each.job.method == "hydra")
+    assert needs < record.host_peak_bytes <= budget
 
 
 THREADS = """
