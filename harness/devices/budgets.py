@@ -103,12 +103,13 @@ def plan_room(job: Job) -> Room:
 
 def less_reserve(room: Room, asked: Budget, device: str, num_devices: int = 1) -> Room:
     """Return a rank's room without what its processes take of a host budget and plans do not count: imports and, on a
-    CPU, 1/HEAP_PARTS of the rest for fragments. The processes of several devices share imports of their own, beside
-    those of the process that leads them. The room stays as it is if no host budget was asked for, and on sim, whose
-    host budget counts tensors alone."""
+    CPU, 1/HEAP_PARTS of the rest for fragments. Beside the process that leads several devices, their processes share
+    imports of their own; on GPUs each process also has a context. The room stays as it is if no host budget was asked
+    for, and on sim, whose host budget counts tensors alone."""
     if not reserve_text(asked, device) or room.host_bytes is None:
         return room
-    left = room.host_bytes - baseline_bytes(device) * min(num_devices, 2)
+    times = 1 if num_devices == 1 else 2 if device == "cpu" else 1 + num_devices
+    left = room.host_bytes - baseline_bytes(device) * times
     return dataclasses.replace(room, host_bytes=max(1, left - left // HEAP_PARTS if device == "cpu" else left))
 
 

@@ -61,11 +61,14 @@ def test_a_plan_leaves_room_for_the_imports_of_each_rank_and_on_a_cpu_for_fragme
     assert budgets.plan_room(job).host_bytes == expected * MIB
 
 
-def test_the_processes_of_several_devices_share_imports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand, in MiB: the leading process and the one that the devices are forked from leave 600 of 1,200."""
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 600), ("cuda", 300)])
+def test_several_devices_share_imports_on_a_cpu_and_have_contexts_of_their_own_on_gpus(
+    device: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, of 1,500 MiB, in MiB: 2 times 300 MiB, and of the rest two thirds; with the leading process 4 times."""
     monkeypatch.setattr(budgets, "baseline_bytes", lambda device: 300 * MIB)
-    job = Job("hydra", TINY, {"num_devices": 3}, Budget(host_bytes=1200 * MIB), device="cpu")
-    assert budgets.plan_room(job).host_bytes == 400 * MIB
+    job = Job("hydra", TINY, {"num_devices": 3}, Budget(2**30, 1500 * MIB), device=device)
+    assert budgets.plan_room(job).host_bytes == expected * MIB
 
 
 @pytest.mark.heavy
