@@ -176,10 +176,10 @@ class LoopbackCluster:
                 del self.pods[name]
             elif pod.job == job and not pod.has_ended and not pod.is_stopping:
                 pod.is_stopping = True
-                if pod.process:
-                    pod.process.send_signal(signal.SIGTERM)
-                else:
+                if pod.index in self.planted:
                     pod.has_ended = True
+                elif pod.process and pod.process.returncode is None:
+                    pod.process.send_signal(signal.SIGTERM)
 
     # ---- Nodes
 
@@ -195,6 +195,9 @@ class LoopbackCluster:
             return
         volumes = [(each, self.folder / name / each["name"]) for each in pod.spec["volumes"]]
         while not all(self._mount(each, folder) for each, folder in volumes):
+            if pod.is_stopping:
+                pod.has_ended = True
+                return
             await asyncio.sleep(TURN_SECONDS)  # until what it mounts is there
         code = 0
         for container in (*pod.spec["initContainers"], *pod.spec["containers"]):
@@ -240,6 +243,8 @@ class LoopbackCluster:
             *command, cwd=here(container["workingDir"]), env=environment, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE, limit=2**28, start_new_session=True,
         )  # fmt: skip
+        if pod.is_stopping:  # since the process was ordered
+            pod.process.send_signal(signal.SIGTERM)
         if container["name"] == MAIN:
             running = {"name": MAIN, "state": {"running": {"startedAt": "now"}}}
             self._tell(name, {"phase": "Running", "containerStatuses": [running]})
