@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import click
 
 from bench.gate_power import SIZE, train_all
 from harness.base.whole_file import write_whole
+from harness.core.cpu_cores import available_cores
 from harness.core.job import Job, Workload
 from harness.core.record import Record
 from harness.gate import evidence, limits
@@ -93,7 +93,7 @@ def job(method: str, size: Workload, **options: Any) -> Job:
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results/dropout-rule.json"))
-@click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
+@click.option("--cores", type=int, default=available_cores())
 @click.option(
     "--case",
     "chosen",

@@ -36,6 +36,7 @@ from bench import convention_faults
 from harness.base import fork_server
 from harness.base.whole_file import write_whole
 from harness.core import method, named_models
+from harness.core.cpu_cores import available_cores
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate import probe
@@ -325,7 +326,7 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
     metavar="FILE",
     help="File of the results; default: results/gate-power.json, with --model results/gate-power-NAME.json.",
 )
-@click.option("--cores", type=int, default=len(os.sched_getaffinity(0)))
+@click.option("--cores", type=int, default=available_cores())
 @click.option(
     "--model",
     metavar="NAME",
