@@ -18,6 +18,7 @@ from methods.offload.adamw_kernel import factors
 
 SOURCE, BODY = (Path(__file__).with_name(name) for name in ("adamw_cuda.cu", "adamw_element.h"))
 NUM_THREADS = 256  # threads of a block
+AT_ONCE = 4  # elements that a thread takes at once, as in adamw_cuda.cu
 MOST_BLOCKS = 2048  # most blocks for one tensor: enough, because a GPU runs fewer blocks at once
 _failed: set[int] = set()  # indices of the devices for which torch could not compile the kernel
 
@@ -63,7 +64,7 @@ def run(
     pieces = _on_device(tuple(table), grads.device)
     longest = max(stop - start for start, stop in zip(table[::3], table[1::3], strict=True))
     load()(
-        grid=(min(MOST_BLOCKS, -(-longest // NUM_THREADS)), len(table) // 3, 1),
+        grid=(min(MOST_BLOCKS, -(-longest // (NUM_THREADS * AT_ONCE))), len(table) // 3, 1),
         block=(NUM_THREADS, 1, 1),
         args=[
             grads, *source, *target, pieces, grads if factor is None else factor, int(factor is not None),

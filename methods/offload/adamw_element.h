@@ -19,6 +19,7 @@ using int32_t = int;
 using int64_t = long;
 using uint16_t = unsigned short;
 using uint32_t = unsigned int;
+using uint64_t = unsigned long;
 #else
 #include <cmath>
 #include <cstdint>
@@ -104,7 +105,11 @@ template <bool is_tail, typename Format>
 INLINE void update(
     const typename Format::Word* grads, State<Format> from, State<Format> to, int64_t count, Factors by) {
     constexpr bool is_split = Format::is_split, is_half = Format::is_half;
+#if defined(__CUDACC_RTC__)
+#pragma unroll  // so that a count that the compiler knows leaves all in registers
+#else
 #pragma GCC ivdep
+#endif
     for (int64_t i = 0; i < count; ++i) {
         const uint32_t marked = as_bits(from.exp_avg_sq[i]);
         float master, grad;

@@ -17,7 +17,7 @@ from harness.core import native_build
 from harness.core.method import create
 from methods.offload import adamw_cuda
 from methods.offload.adamw import published_settings
-from methods.offload.state import joined, keep_
+from methods.offload.state import State, joined, keep_
 from tests.methods.offload.test_adamw_kernel import NUM_STEPS, NUMEL, by_torch, empty_state, pieces, random
 from tests.support.training import tiny
 
@@ -30,6 +30,7 @@ SHIM = """
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __launch_bounds__(...)
 static uint32_t bits_of(float value) { uint32_t bits; std::memcpy(&bits, &value, 4); return bits; }
 static float of_bits(uint32_t bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 #define __float_as_uint bits_of
@@ -118,6 +119,16 @@ def test_a_layer_in_halves_has_the_very_bits_of_torchs_fused_adamw(
     slabs = (state.weights, joined(state), state.exp_avg, state.exp_avg_sq.abs())
     ours = [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]
     assert all(map(torch.equal, ours, by_torch(factor)))
+
+
+def test_slabs_that_start_between_vectors_get_the_same_bits(gpu: None) -> None:
+    """A thread takes four elements at once only where all slabs allow it."""
+    inside, aligned = (State(*(slab[start:] for slab in empty_state(NUMEL + start))) for start in (1, 0))
+    for state in (inside, aligned):
+        keep_(state, random(NUMEL, 0))
+        grads = random(NUMEL, 1).bfloat16()
+        adamw_cuda.run(grads, list(state), list(state), None, 1.0, TABLE, settings(1e-3), 1, 1, 0)
+    assert inside.exp_avg.any() and all(map(torch.equal, inside, aligned))
 
 
 def test_a_scale_that_is_known_takes_part_in_the_factor(gpu: None) -> None:
