@@ -28,10 +28,12 @@ class Layout:
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Size, torch.dtype | None]]) -> None:
         self.places: dict[str, SlabPlace] = {}
+        self.strides: dict[str, tuple[int, ...]] = {}
         self.numel = 0  # elements of the slab
         for name, shape, dtype in tensors:
             size, unit = (shape.numel() * dtype.itemsize, 1) if dtype else (shape.numel(), 4)
             self.places[name] = SlabPlace(self.numel, self.numel + size, shape, dtype)
+            self.strides[name] = torch.empty(shape, device="meta").stride()
             self.numel += aligned(size, ALIGNMENT // unit)  # rounded up: each tensor aligned like an fp32 allocation
 
     @property
@@ -48,8 +50,9 @@ class Layout:
 
     def view(self, slab: Tensor, name: str) -> Tensor:
         start, stop, shape, dtype = self.places[name]
-        part = slab[start:stop]
-        return (part.view(dtype) if dtype else part).view(shape)
+        if dtype is None:  # one operation, because a step makes many views
+            return slab.as_strided(shape, self.strides[name], slab.storage_offset() + start)
+        return slab[start:stop].view(dtype).view(shape)
 
     def views(self, slab: Tensor) -> list[Tensor]:
         return [self.view(slab, name) for name in self.places]

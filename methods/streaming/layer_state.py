@@ -98,7 +98,9 @@ class LayerState:
         self.boundary: Boundary | None = None  # holds the layer's inputs on the host; None: the device keeps these
         # For each micro-batch: the layer's inputs, and the edges at which the outputs' gradients enter the graph.
         self.saved: list[tuple[Passed, list[GradientEdge]]] = []
-        self._rooms: dict[str, Tensor] = {}  # by a parameter's name, the memory for its gradient
+        self.collected = torch.empty(0)  # slab that the last backward pass filled with gradients
+        self._own: dict[str, nn.Parameter] = {}  # the module's parameters by name; empty: not yet looked up
+        self._rooms: dict[str, Tensor] = {}  # by a parameter's name, the memory for its gradient: a view of that slab
         if shelf is not None:
             shelf.prefix = prefix
 
@@ -144,18 +146,23 @@ class LayerState:
 
     def bind(self, weights: Tensor) -> None:
         """Make the module's parameters views of the slab `weights` on the device."""
-        for name, weight in zip(self.layout.names, self.layout.views(weights), strict=True):
-            parameter = self.module.get_parameter(name)
+        for (name, parameter), weight in zip([*self._parameters().items()], self.layout.views(weights), strict=True):
             if parameter.is_meta:
                 parameter = nn.Parameter(weight)
                 self.adopt(name, parameter)
             # Keep the parameter objects in every slot: the graph of the forward pass knows them by identity.
             parameter.data = weight
 
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        if not self._own:
+            self._own.update((name, self.module.get_parameter(name)) for name in self.layout.names)
+        return self._own
+
     def adopt(self, name: str, parameter: nn.Parameter) -> Any:
         """Make this tensor the module's parameter of that name. A hook moves the gradients to the slab that
         collect_gradients() was given; return the handle of this hook."""
         install(self.module, name, parameter)
+        self._own.clear()
         return parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, name))
 
     def forward(self, xs: list[Passed]) -> list[Passed]:
@@ -195,10 +202,11 @@ class LayerState:
         """Make the next backward passes leave the sum of their gradients in the slab `grads` on the device. The first
         gradient of each parameter is copied into the slab, so the slab need not be cleared; later gradients are added.
         If the layer `adds`, the first gradient is added, too."""
-        self.collected = grads
-        self._rooms.update(zip(self.layout.names, self.layout.views(grads), strict=True))
-        for name in self.layout.names:
-            self.module.get_parameter(name).grad = self._rooms[name] if self.adds else None
+        if self.collected is not grads:
+            self.collected = grads
+            self._rooms.update(zip(self.layout.names, self.layout.views(grads), strict=True))
+        for name, parameter in self._parameters().items():
+            parameter.grad = self._rooms[name] if self.adds else None
 
     def norms(self) -> list[Tensor]:
         """Return the norm of each parameter's gradient after the last backward pass, fp32, on the device. If the layer
