@@ -22,7 +22,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -50,14 +49,18 @@ from methods.streaming.starting_values import draw
 
 CPU_LAYER_FLOPS = 1.5e10  # most FLOPs of a timed forward pass on a CPU: 0.2 s on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # bytes of a timed copy: more than any cache holds
-UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates are timed: 200 MiB each
+UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates by the host are timed: 200 MiB each
+# Hidden size of the layers that the device updates: on a GPU a smaller layer's update takes less time than its launch.
+UPDATED_THERE = {"cpu": 1024, "cuda": 2048}
+# Passes that are queued together: a GPU that is waited for after each pass stands still while the next is launched.
+PASSES_AT_ONCE = {"cpu": 1, "cuda": 4}
 MOST_UPDATED = (
     16  # most layers that are updated at once; more threads share these, so the memory does not grow with cores
 )
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 32 * 2**20
 SUMMED_BYTES, NUM_SUMS = 32 * 2**20, 8
-UPDATES_AT_ONCE = 16  # updates on the device that are timed together
+UPDATES_AT_ONCE = 16  # updates on the device that are queued together
 SETTINGS = published_settings(1e-4)
 ENOUGH_SECONDS = 1.0  # each timed call is repeated for about so many seconds
 
@@ -124,11 +127,12 @@ def compute(workload: Workload, device: Device) -> dict[str, Any]:
     layer.bind(layer.current.weights)
     x, dy = torch.randn(2, *size, dtype=DTYPES[workload.dtype], device=device.name)
     xs: list[Passed] = [(x.requires_grad_(),)]
-    both = median_seconds(device, lambda: layer.forward(xs) and layer.backward([(dy,)], layer.grads))
-    forward = median_seconds(device, lambda: layer.forward(xs))
+    at_once = PASSES_AT_ONCE[device.name.type]
+    both = median_seconds(device, lambda: layer.forward(xs) and layer.backward([(dy,)], layer.grads), at_once)
+    forward = median_seconds(device, lambda: layer.forward(xs), at_once)
     targets = torch.randint(workload.vocab_size, size[:2], device=device.name)
     ends = ResidentEnds(device, workload)
-    head = median_seconds(device, lambda: ends.loss(xs, targets, 1.0))
+    head = median_seconds(device, lambda: ends.loss(xs, targets, 1.0), at_once)
     return {"layer": {"forward_seconds": forward, "backward_seconds": max(both - forward, 0.0)}, "head_seconds": head}
 
 
@@ -171,8 +175,10 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
     by the host, into the spare states. `under_copies`: by the host, while copies go both ways. `on_device`, `streamed`:
     by the device, a resident layer and a streamed layer.
     """
-    size = min(UPDATED_HIDDEN_SIZE, workload.hidden_size)
-    small = dataclasses.replace(workload, num_layers=1, hidden_size=size, num_heads=1)
+    small, there = (
+        dataclasses.replace(workload, num_layers=1, hidden_size=min(size, workload.hidden_size), num_heads=1)
+        for size in (UPDATED_HIDDEN_SIZE, UPDATED_THERE[device_name])
+    )
     most = facts()["cores"] - (2 if device_name == "cuda" else 0)
     most, alone = max(1, most), {}
     for threads in sorted({1, most, *(2**power for power in range(1, 10) if 2**power < most)}):
@@ -182,19 +188,17 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
             alone[str(threads)] = len(layers) * small.layer_params / seconds
             if threads == most:
                 loaded = under_copies(device, layers, small.layer_params)
-                there = on_device(device, small)
+                by_device = on_device(device, there)
         del layers  # page-locked memory
     with Device(device_name, num_workers=most) as device:
         layers = landed_layers(device, small, min(most, MOST_UPDATED), spare=True)
         ahead = len(layers) * small.layer_params / median_seconds(device, lambda: update_all(layers, ahead=True))
-    return {"alone": alone, "ahead": ahead, "under_copies": {"threads": most, **loaded}, **there}
+    return {"alone": alone, "ahead": ahead, "under_copies": {"threads": most, **loaded}, **by_device}
 
 
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
     """Return the rates of updates on the device, in parameters a second: of a resident layer, and of a streamed layer
-    in its slot. UPDATES_AT_ONCE updates are timed together, because launching one update on a GPU takes as long as the
-    update itself.
-    """
+    in its slot."""
     here = LayerState.of_model(device, workload, 0, host=False)
     home = LayerState.of_model(device, workload, 0, host=True, streamed=True)
     slot, grads, step = Slot(home, whole=True), GradientRoom(home).slab, home.next_step(SETTINGS)
@@ -203,12 +207,10 @@ def on_device(device: Device, workload: Workload) -> dict[str, float]:
         "streamed": lambda: home.adamw(grads, slot.state, slot.state, home.chunks, step, None),
     }
 
-    def several(update: Callable[[], Any]) -> None:
-        for _ in range(UPDATES_AT_ONCE):
-            update()
-
-    params = UPDATES_AT_ONCE * workload.layer_params
-    return {name: params / median_seconds(device, partial(several, update)) for name, update in updates.items()}
+    return {
+        name: workload.layer_params / median_seconds(device, update, UPDATES_AT_ONCE)
+        for name, update in updates.items()
+    }
 
 
 def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare: bool = False) -> list[LayerState]:
@@ -307,17 +309,18 @@ def disk(folder: Path) -> dict[str, float]:
     return {"write": FILE_BYTES / written, "read": FILE_BYTES / was_read, "both_ways": 2 * FILE_BYTES / both}
 
 
-def median_seconds(device: Device, work: Callable[[], Any]) -> float:
-    """Return the median seconds of a call of work(). After a first call that does not count, work() is called for about
-    ENOUGH_SECONDS, 3 to 99 times.
+def median_seconds(device: Device, work: Callable[[], Any], at_once: int = 1) -> float:
+    """Return the median seconds of a call of work(). The device is waited for after `at_once` calls. After a first
+    round that does not count, there are rounds for about ENOUGH_SECONDS, 3 to 99 of them.
     """
     times: list[float] = []
     while len(times) < 4 or (sum(times) < ENOUGH_SECONDS and len(times) < 100):
         started = time.perf_counter()
-        work()
+        for _ in range(at_once):
+            work()
         device.synchronize()
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+    return statistics.median(times[1:]) / at_once
 
 
 def main() -> None:
