@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,20 +63,22 @@ class Scale(NamedTuple):
     half: int
     headline: tuple[tuple[int, str], ...]
     deep: int  # depth whose model is larger than the limited device memory
-    beyond: int  # depth whose model is larger than all device memory
+    beyond: tuple[int, str, str]  # depth, dtype and options of a model that is larger than all device memory
     methods: tuple[str, ...] = METHODS
 
 
 def cuda(host_bytes: int, gpu_bytes: int) -> Scale:
     """Return the published sizes. Jobs get 7/8 of each memory, but at most 90 GiB of host memory and 32 GiB of GPU
     memory."""
+    wide = Workload(hidden_size=4096)
     host_gib, gpu_gib = (min(most, size * 7 // 8 // GIB) for most, size in ((90, host_bytes), (32, gpu_bytes)))
     return Scale(
         "cuda", "-h 2048 -b 4", f"--device cuda --timeout 400 --host-memory {host_gib}GiB",
         capped=f"--device-memory {gpu_gib}GiB", whole="",
         steps={"fp32": "--steps 8 --warmup 3", "bf16": "--steps 25 --warmup 5"},
         small=8, half=24, headline=((48, "fp32"), (48, "bf16"), (32, "fp32")), deep=78,
-        beyond=gpu_bytes * 5 // 4 // (16 * Workload().layer_params),
+        # A few wide layers: as many narrow ones would take the host longer to launch than the GPU to compute.
+        beyond=(gpu_bytes * 5 // 4 // (16 * wide.layer_params), "bf16", f"-h {wide.hidden_size} --steps 8 --warmup 3"),
     )  # fmt: skip
 
 
@@ -83,7 +86,7 @@ DEMO = Scale(
     "cpu", "-h 64 -b 2 --heads 4 --seq 32", "--vocab 512 --device sim --timeout 60 --host-memory 64MiB",
     capped="--device-memory 4MiB", whole="--device-memory 16MiB",
     steps=dict.fromkeys(("fp32", "bf16"), "--steps 4 --warmup 1"),
-    small=2, half=2, headline=((2, "fp32"),), deep=6, beyond=8,
+    small=2, half=2, headline=((3, "fp32"),), deep=6, beyond=(8, "bf16", ""),
     methods=("stronghold", "resident", "zero-offload"),
 )  # fmt: skip
 
@@ -120,8 +123,8 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
         title, files = f"{title}, {depth} layers, {dtype}", [known[name] for name in {"resident", *names.split(",")}]
         return harness(title, seconds, f"run {sizes} {more} {probe}", *traced, files=sorted(files))
 
-    def several(depth: int, dtype: str) -> GpuStep:  # the command refuses each method whose plan does not fit
-        return train("all methods", ",".join(scale.methods), depth, dtype, seconds=400)
+    def several(depth: int, dtype: str) -> list[GpuStep]:  # a command refuses a method whose plan does not fit
+        return [train(name, name, depth, dtype, seconds=200) for name in scale.methods]
 
     def probes(depth: int, dtype: str) -> GpuStep:
         return train("probes", ",".join(scale.methods), depth, dtype, seconds=400, probe="")
@@ -142,13 +145,13 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
         train("the reference, capped", "resident", half, "bf16"),
         train("all resident", "stronghold", half, "bf16", f"--placement R{half}"),
         *(train(name, name, small, "fp32", seconds=120) for name in scale.methods[2:]),
-        *(several(depth, dtype) for depth, dtype in scale.headline),
-        several(deep, "fp32"),
+        *chain.from_iterable(several(depth, dtype) for depth, dtype in scale.headline),
+        *several(deep, "fp32"),
         train("one step", "stronghold", deep, "fp32", seconds=300, trace="deep"),
         train("without clipping", "stronghold", deep, "bf16", "--clip 0", 300),
-        several(deep, "bf16"),
+        *several(deep, "bf16"),
         train("a large batch", "stronghold", deep, "bf16", "-b 16", 300),
-        train("beyond the whole device", "stronghold", scale.beyond, "bf16", seconds=400, memory=scale.whole),
+        train("beyond the whole device", "stronghold", *scale.beyond, seconds=400, memory=scale.whole),
         *(probes(depth, dtype) for depth, dtype in scale.headline),
         train("four models", "hydra", half, "bf16", "--models 4", 240),
         train("four models, one buffer", "hydra", half, "bf16", "--models 4 --double-buffer off", 240),

@@ -80,7 +80,13 @@ def test_the_headline_comes_before_what_is_deeper_and_the_reference_is_measured_
     depths = [int(words(one, "-l")) for one in gpu.steps(CUDA, ROOT) if "-l" in one.command]
     first, headline = depths.index(24), [depths.index(depth) for depth in (48, 32, 78)]
     assert depths[first : first + 2] == [24, 24] and first < min(headline) and headline == sorted(headline)
-    assert max(depths) * 16 * Workload().layer_params == pytest.approx(139 * GIB * 1.25, rel=0.01)
+
+
+def test_the_largest_model_is_larger_than_the_whole_device() -> None:
+    (beyond,) = (one for one in gpu.steps(CUDA, ROOT) if one.title.startswith("beyond the whole device"))
+    layer = Workload(hidden_size=int(words(beyond, "-h")))
+    assert int(words(beyond, "-l")) * 16 * layer.layer_params == pytest.approx(139 * GIB * 1.25, rel=0.02)
+    assert "--device-memory" not in beyond.command
 
 
 def test_a_step_in_bf16_is_timed_20_times_beyond_the_clocks_rise() -> None:
