@@ -48,12 +48,18 @@ def loss_differences(name: str, workloads: dict[str, Workload]) -> dict[str, flo
 
 
 def drawn(name: str, workload: Workload) -> tuple[dict[str, int], int]:
-    """How often each tensor's values are drawn by the first step, and by how many threads."""
+    """How often each tensor's values are drawn by the first step, and by how many threads. The first thread waits for
+    another one: alone it may have drawn all tensors before a second one starts."""
     counts, threads, drawing = collections.Counter[str](), set[int](), gpt._drawing
+    has_several = threading.Event()
 
     def counted(name: str, *arguments):
-        counts[name] += 1
+        is_first, counts[name] = not counts, counts[name] + 1
         threads.add(threading.get_ident())
+        if len(threads) > 1:
+            has_several.set()
+        if is_first:
+            has_several.wait(30)
         return drawing(name, *arguments)
 
     gpt._drawing = counted
