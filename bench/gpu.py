@@ -171,7 +171,7 @@ class GpuCall:
         self.around = json.dumps([machine.gpu().get("gpu"), packages])
 
     def run(self, steps: Sequence[GpuStep]) -> None:
-        for step in sorted(steps, key=lambda step: self.tried.get(step.title, {"times": 0})["times"]):
+        for step in steps:
             left = self.until - time.monotonic()
             if left < min(LEAST_SECONDS, step.seconds):
                 print(f"-- {step.title}: no time left, the next call goes on here", flush=True)
@@ -179,13 +179,14 @@ class GpuCall:
                 self.attempt(step, min(left, step.seconds))
 
     def left(self, steps: Sequence[GpuStep]) -> list[GpuStep]:
-        """Return the steps that have no result of the present code, packages and GPU."""
+        """Return the steps that have no result of the present code, packages and GPU; those tried least often first."""
 
         def is_done(step: GpuStep) -> bool:
             told = self.tried.get(step.title, {"code": None})
             return told["code"] in step.results and told["source"] == self.source(step)
 
-        return [step for step in steps if not is_done(step)]
+        unfinished = (step for step in steps if not is_done(step))
+        return sorted(unfinished, key=lambda step: self.tried.get(step.title, {"times": 0})["times"])
 
     def source(self, step: GpuStep) -> str:
         return hashlib.sha256("".join([self.around, *map(_hash, step.files)]).encode()).hexdigest()[:16]
