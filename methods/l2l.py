@@ -52,7 +52,7 @@ class L2L(Method):
         return one_layer_plan(workload, room, self.ends, self.activations, self.world_size)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return describe(workload, "this project", adamw_kernel.describe(workload.dtype))
+        return describe(workload, "this project", adamw_kernel.describe(workload.dtype), has_own_recompute=True)
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.devices.streams import Device, num_update_threads

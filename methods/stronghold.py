@@ -98,7 +98,7 @@ class Stronghold(Method):
         if device == "cuda":
             halves = f"of masters in halves: {adamw_cuda.describe()}"
             adam += f"; on the device {halves if workload.dtype == 'bf16' else 'torch AdamW, fused'}"
-        row = describe(workload, "this project", adam)
+        row = describe(workload, "this project", adam, has_own_recompute=True)
         return {**row, "clipping": f"{row['clipping']}, {self.clipping}"} if self.clipping else row
 
     def train(self, workload: Workload, batches, device: str) -> Training:

@@ -125,18 +125,22 @@ def resident_plan(workload: Workload) -> Plan:
     return Plan({**states, "activations": activations})
 
 
-def describe(workload: Workload, implementation: str, optimizer: str) -> dict[str, str]:
+def describe(
+    workload: Workload, implementation: str, optimizer: str, *, has_own_recompute: bool = False
+) -> dict[str, str]:
     """Return the row of the fairness table for a method that trains the model's own layers with torch.
-    `implementation` and `optimizer`: the texts of these two cells."""
+    `implementation` and `optimizer`: the texts of these two cells. `has_own_recompute`: without dropout, the method
+    recomputes by methods/streaming/recompute.py."""
     scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
     blocks = ", its MLP and norms by blocks of tokens" if workload.anatomy.blocks else ""
     kept = "" if workload.dtype == "fp32" else f", master and moments fp32{scaled}"
+    recomputed_by = "this project's code" if has_own_recompute and not workload.dropout else "torch checkpoint"
     return {
         "implementation": implementation,
         "model": "harness/core/gpt.py" if workload.config is None else f"transformers, {workload.model}",
         "attention": "torch scaled_dot_product_attention",
         "optimizer": optimizer,
         "precision": f"weights {workload.dtype}{kept}",
-        "recompute": f"every layer{blocks}, torch checkpoint",
+        "recompute": f"every layer{blocks}, {recomputed_by}",
         "clipping": "exact global norm",
     }

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import checkpoint
 
 from harness.core.gpt import DTYPES, drawn_blocks
 from harness.core.job import Workload
@@ -27,6 +26,7 @@ from methods.offload.layout import cut, install, layout_of
 from methods.offload.state import State, joined, keep_, kept_dtypes, master_of
 from methods.shared.memory_needs import CHUNK, block_numel, shared_numel
 from methods.shared.terms import Terms
+from methods.streaming.recompute import recomputed
 
 if TYPE_CHECKING:
     from methods.streaming.boundaries import Boundary
@@ -167,15 +167,12 @@ class LayerState:
 
     def forward(self, xs: list[Passed]) -> list[Passed]:
         """Return the layer's outputs; keep only the layer's inputs for backward(), which returns the gradients of those
-        inputs that require one.
-
-        Source: Chen et al. 2016, sublinear memory, by torch's checkpoint, which keeps the random state for dropout and
-        stops the recompute once backward() has all it needs."""
+        inputs that require one."""
         self.saved, ys = [], list[Passed]()
         with self.device.span("compute", "forward", self.prefix):
             for x in xs if self.boundary is None else self.boundary.keep(xs):
                 x = tuple(each.detach().requires_grad_(each.requires_grad) for each in x)
-                y = checkpoint(self.module, *x, use_reentrant=False, preserve_rng_state=self.terms.keeps_random)
+                y = recomputed(self.module, x, keeps_random=self.terms.keeps_random)
                 y = y if isinstance(y, tuple) else (y,)
                 self.saved.append((x, [get_gradient_edge(each) for each in y if each.requires_grad]))
                 ys.append(tuple(each.detach().requires_grad_(each.requires_grad) for each in y))
