@@ -77,7 +77,7 @@ def cuda(host_bytes: int, gpu_bytes: int) -> Scale:
         capped=f"--device-memory {gpu_gib}GiB", whole="",
         steps={"fp32": "--steps 8 --warmup 3", "bf16": "--steps 25 --warmup 5"},
         small=8, half=24, headline=((48, "fp32"), (48, "bf16"), (32, "fp32")), deep=78,
-        # A few wide layers: as many narrow ones would take the host longer to launch than the GPU to compute.
+        # In narrow layers as many parameters would take the host longer to launch than the GPU to compute.
         beyond=(gpu_bytes * 5 // 4 // (16 * wide.layer_params), "bf16", f"-h {wide.hidden_size} --steps 8 --warmup 3"),
     )  # fmt: skip
 
@@ -123,8 +123,8 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
         title, files = f"{title}, {depth} layers, {dtype}", [known[name] for name in {"resident", *names.split(",")}]
         return harness(title, seconds, f"run {sizes} {more} {probe}", *traced, files=sorted(files))
 
-    def several(depth: int, dtype: str) -> list[GpuStep]:  # a command refuses a method whose plan does not fit
-        return [train(name, name, depth, dtype, seconds=200) for name in scale.methods]
+    def several(depth: int, dtype: str) -> list[GpuStep]:  # a step for each method: a short call does some of them
+        return [train(name, name, depth, dtype, seconds=400) for name in scale.methods]
 
     def probes(depth: int, dtype: str) -> GpuStep:
         return train("probes", ",".join(scale.methods), depth, dtype, seconds=400, probe="")

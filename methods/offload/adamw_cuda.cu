@@ -33,7 +33,7 @@ INLINE bool is_aligned(State<Bf16> state, int64_t start) {
 
 // From one state into another, or the same. A row of blocks for each piece; its threads stride through it. `factor` is
 // read where it is computed, so nothing waits for it. Numbers come in double precision, as torch passes them.
-extern "C" __global__ void __launch_bounds__(256, 4) adamw(  // 4 blocks of 256 threads share a multiprocessor
+extern "C" __global__ void __launch_bounds__(256, 4) adamw(  // NUM_THREADS of adamw_cuda.py; room for 4 blocks on a multiprocessor
     const uint16_t* grads, const uint16_t* weights, const uint16_t* rest, const float* exp_avg, const float* exp_avg_sq,
     uint16_t* to_weights, uint16_t* to_rest, float* to_exp_avg, float* to_exp_avg_sq, const Piece* pieces,
     const float* factor, int has_factor, double scale, double decay, double grad_weight, double beta2,
@@ -55,9 +55,10 @@ extern "C" __global__ void __launch_bounds__(256, 4) adamw(  // 4 blocks of 256 
     const State<Bf16> to = {to_weights, to_rest, to_exp_avg, to_exp_avg_sq};
     const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int64_t first = is_aligned(grads, piece.start) && is_aligned(from, piece.start) &&
-                                  is_aligned(to, piece.start) ? tail : piece.start;  // of those that are taken singly
-    for (int64_t i = piece.start + AT_ONCE * thread; i < first; i += AT_ONCE * stride) {
+    const bool are_aligned =
+        is_aligned(grads, piece.start) && is_aligned(from, piece.start) && is_aligned(to, piece.start);
+    const int64_t singly_from = are_aligned ? tail : piece.start;
+    for (int64_t i = piece.start + AT_ONCE * thread; i < singly_from; i += AT_ONCE * stride) {
         Several<uint16_t> gradient = load(grads + i), weight = load(from.weights + i), low = load(from.rest + i);
         Several<float> avg = load(from.exp_avg + i), avg_sq = load(from.exp_avg_sq + i);
         const State<Bf16> here = {weight.at, low.at, avg.at, avg_sq.at};
@@ -65,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) adamw(  // 4 blocks of 256 
         store(to.weights + i, weight), store(to.rest + i, low);
         store(to.exp_avg + i, avg), store(to.exp_avg_sq + i, avg_sq);
     }
-    for (int64_t i = first + thread; i < piece.stop; i += stride) {
+    for (int64_t i = singly_from + thread; i < piece.stop; i += stride) {
         if (i < tail)
             update<false>(grads + i, from.at(i), to.at(i), 1, by);
         else

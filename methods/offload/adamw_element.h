@@ -106,7 +106,7 @@ INLINE void update(
     const typename Format::Word* grads, State<Format> from, State<Format> to, int64_t count, Factors by) {
     constexpr bool is_split = Format::is_split, is_half = Format::is_half;
 #if defined(__CUDACC_RTC__)
-#pragma unroll  // so that a count that the compiler knows leaves all in registers
+#pragma unroll  // with a constant count, arrays stay in registers
 #else
 #pragma GCC ivdep
 #endif

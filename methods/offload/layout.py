@@ -50,6 +50,7 @@ class Layout:
 
     def view(self, slab: Tensor, name: str) -> Tensor:
         start, stop, shape, dtype = self.places[name]
+        assert stop <= len(slab)  # as_strided() would reach beyond a slab that is a part of a larger one
         if dtype is None:  # one operation, because a step makes many views
             return slab.as_strided(shape, self.strides[name], slab.storage_offset() + start)
         return slab[start:stop].view(dtype).view(shape)

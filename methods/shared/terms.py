@@ -14,7 +14,8 @@ class Terms(NamedTuple):
 
     dtype: str  # of weights, gradients and activations: fp32, bf16, fp16
     clip_norm: float = 0.0  # 0: no clipping
-    keeps_random: bool = True  # True: a recompute draws the random numbers of the forward pass
+    # True: a recompute draws the random numbers of the forward pass and runs under its autocast.
+    keeps_random: bool = True
     norms_in_blocks: bool = False
     accumulates: bool = False  # True: several backward passes, each through all layers, add to one step's gradients
 

@@ -175,10 +175,8 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
     by the host, into the spare states. `under_copies`: by the host, while copies go both ways. `on_device`, `streamed`:
     by the device, a resident layer and a streamed layer.
     """
-    small, there = (
-        dataclasses.replace(workload, num_layers=1, hidden_size=min(size, workload.hidden_size), num_heads=1)
-        for size in (UPDATED_HIDDEN_SIZE, UPDATED_THERE[device_name])
-    )
+    one = dataclasses.replace(workload, num_layers=1, num_heads=1)
+    small = dataclasses.replace(one, hidden_size=min(UPDATED_HIDDEN_SIZE, workload.hidden_size))
     most = facts()["cores"] - (2 if device_name == "cuda" else 0)
     most, alone = max(1, most), {}
     for threads in sorted({1, most, *(2**power for power in range(1, 10) if 2**power < most)}):
@@ -188,11 +186,14 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
             alone[str(threads)] = len(layers) * small.layer_params / seconds
             if threads == most:
                 loaded = under_copies(device, layers, small.layer_params)
-                by_device = on_device(device, there)
         del layers  # page-locked memory
     with Device(device_name, num_workers=most) as device:
         layers = landed_layers(device, small, min(most, MOST_UPDATED), spare=True)
         ahead = len(layers) * small.layer_params / median_seconds(device, lambda: update_all(layers, ahead=True))
+    with Device(device_name) as device:
+        by_device = on_device(
+            device, dataclasses.replace(one, hidden_size=min(UPDATED_THERE[device_name], workload.hidden_size))
+        )
     return {"alone": alone, "ahead": ahead, "under_copies": {"threads": most, **loaded}, **by_device}
 
 

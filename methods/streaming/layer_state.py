@@ -200,8 +200,8 @@ class LayerState:
         gradient of each parameter is copied into the slab, so the slab need not be cleared; later gradients are added.
         If the layer `adds`, the first gradient is added, too."""
         if self.collected is not grads:
-            self.collected = grads
             self._rooms.update(zip(self.layout.names, self.layout.views(grads), strict=True))
+            self.collected = grads
         for name, parameter in self._parameters().items():
             parameter.grad = self._rooms[name] if self.adds else None
 

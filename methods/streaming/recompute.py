@@ -1,9 +1,9 @@
 """A module's forward pass that keeps only the module's inputs; the backward pass computes the rest again.
 
 Source: Chen et al. 2016, sublinear memory. torch's checkpoint does this for any module: it also restores random states
-and autocast, and may run under torch.compile. All that takes the host a third of the time in which it launches a layer,
-and in half precision a fast GPU waits for the host (results/h200.md). So a module that draws no random numbers has the
-few lines below. Both end the recompute as soon as the backward pass has all it needs.
+and autocast, and may run under torch.compile. With it the launches of a layer's passes take half as long again, as
+measured on a CPU (results/LOG.md), and in half precision a fast GPU waits for the host. So a module that draws no
+random numbers has the few lines below. Both end the recompute as soon as the backward pass has all it needs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 
 def recomputed(module: nn.Module, xs: Sequence[Tensor], *, keeps_random: bool) -> Any:
-    """Return the module's outputs for the inputs `xs`. `keeps_random`: the module may draw random numbers, and the
-    recompute must draw the same ones."""
+    """Return the module's outputs for the inputs `xs`. `keeps_random`: the module may draw random numbers or run under
+    autocast, and the recompute must do the same. The backward pass raises CheckpointError if the recompute saves other
+    tensors than the forward pass."""
     if keeps_random:
         return checkpoint(module, *xs, use_reentrant=False)
     saved = _Saved(module, xs)
@@ -29,41 +30,45 @@ def recomputed(module: nn.Module, xs: Sequence[Tensor], *, keeps_random: bool) -
 
 
 class _Enough(BaseException):
-    """Ends a recompute: all tensors that the forward pass would have saved are there again."""
+    """Ends a recompute: all tensors that the forward pass would have saved are there again. It is no Exception, so a
+    module that catches exceptions lets it through."""
 
 
 class _Saved:
     """The tensors that autograd would save in one forward pass, in the order in which it asks to save them. Until the
-    backward pass asks for one of them, only their shapes are kept."""
+    backward pass asks for one of them, only their shapes and dtypes are kept."""
 
     def __init__(self, module: nn.Module, xs: Sequence[Tensor]) -> None:
         self.module, self.xs = module, xs
-        self.shapes: list[torch.Size] = []
+        self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.again: list[Tensor | None] = []  # the recomputed tensors; each is dropped when it is handed out
 
     def pack(self, tensor: Tensor) -> int:
-        self.shapes.append(tensor.shape)
-        return len(self.shapes) - 1
+        self.forms.append((tensor.shape, tensor.dtype))
+        return len(self.forms) - 1
 
     def unpack(self, place: int) -> Tensor:
         if not self.again:
-            self._recompute()
+            self.again += self._recompute()
         found, self.again[place] = self.again[place], None
         if found is None:
-            raise RuntimeError("expected one backward pass for each forward pass, got two")
+            raise CheckpointError("expected each saved tensor to be asked for once, got a second backward pass")
         return found
 
-    def _recompute(self) -> None:
-        xs = [x.detach().requires_grad_(x.requires_grad) for x in self.xs]
-        with suppress(_Enough), torch.enable_grad(), saved_tensors_hooks(self._keep, lambda tensor: tensor):
-            self.module(*xs)
-        shapes = [tensor.shape for tensor in self.again if tensor is not None]
-        if shapes != self.shapes:
-            raise RuntimeError(f"expected a recompute to save tensors of shapes {self.shapes}, got {shapes}")
+    def _recompute(self) -> list[Tensor]:
+        again: list[Tensor] = []
 
-    def _keep(self, tensor: Tensor) -> Tensor:
-        kept = tensor.detach()  # the graph would hold itself if it saved its own output
-        self.again.append(kept)
-        if len(self.again) == len(self.shapes):
-            raise _Enough
-        return kept
+        def keep(tensor: Tensor) -> Tensor:
+            # Without detach() the recompute's graph would hold its own output, and so itself.
+            again.append(tensor.detach() if tensor.requires_grad else tensor)
+            if len(again) == len(self.forms):
+                raise _Enough
+            return again[-1]
+
+        xs = [x.detach().requires_grad_(x.requires_grad) for x in self.xs]
+        with suppress(_Enough), torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
+            self.module(*xs)
+        forms = [(tensor.shape, tensor.dtype) for tensor in again]
+        if forms != self.forms:
+            raise CheckpointError(f"expected a recompute to save tensors of {self.forms}, got {forms}")
+        return again
