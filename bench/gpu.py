@@ -218,7 +218,7 @@ class GpuCall:
         told = [
             "== facts", *(gpu_facts.lines(json.loads(facts.read_text())) if facts.exists() else ["none"]),
             f"== {len(steps) - len(left)} of {len(steps)} steps done; left:", *map(self.outcome, left),
-            "== went wrong:",
+            "== refused or failed:",
             *(self.outcome(step) for step in steps if step not in left and self.tried[step.title]["code"]),
             "== runs", *sorted(map(row, runs.values())),
         ]  # fmt: skip

@@ -411,7 +411,10 @@ def test_the_demo_does_every_step_and_goes_on_from_its_archive(tmp_path: Path) -
         return process.stdout, time.monotonic() - started
 
     told, seconds = done()
-    assert seconds < 480 and "left:\n== went wrong:\n== runs" in told
+    left, _, rest = told.partition("left:\n")[2].partition("== refused or failed:\n")
+    refused = [line.rpartition(", ")[0] for line in rest.partition("== runs")[0].splitlines()]
+    assert seconds < 480 and left == ""
+    assert refused == ["resident, 6 layers", "zero-offload, 6 layers", "resident, 6 layers"]
     records = read_all(tree / "results" / "gpu-demo")[0].values()
     probed = {record.job.method for record in records if record.gate.evidence.get("probe")}
     assert probed == {*gpu.DEMO.methods}
