@@ -190,7 +190,7 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
     with Device(device_name, num_workers=most) as device:
         layers = landed_layers(device, small, min(most, MOST_UPDATED), spare=True)
         ahead = len(layers) * small.layer_params / median_seconds(device, lambda: update_all(layers, ahead=True))
-    with Device(device_name) as device:
+    with Device(device_name, num_workers=most) as device:
         by_device = on_device(
             device, dataclasses.replace(one, hidden_size=min(UPDATED_THERE[device_name], workload.hidden_size))
         )
