@@ -26,7 +26,7 @@ from harness.core.method import source_hash
 from harness.core.record import new_stem
 from harness.devices import machine, sim
 from harness.gate import probe
-from tests.support import covering, forks, longest_first, packages
+from tests.support import closing_lines, covering, forks, packages, seconds
 
 _serial = itertools.count()
 hypothesis.settings.register_profile("harness", deadline=None)  # a busy machine is no failure
@@ -45,16 +45,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--methods", action="append", default=[], help="another folder of methods to put to the contract")
 
 
+pytest_configure = closing_lines.pytest_configure
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the heavy tests out unless --all or an expression of -m asks for them."""
-    covering.mark(items)
-    if not (config.getoption("--all") or config.getoption("-m")):
-        heavy = [item for item in items if item.get_closest_marker("heavy")]
-        config.hook.pytest_deselected(items=heavy)
-        items[:] = [item for item in items if not item.get_closest_marker("heavy")]
+    """Thin the grids. Unless --all, an expression of -m or a test's own name asks for more, leave out what costs much:
+    see the marks `heavy` and `shows`."""
+    covering.thin(config, items)
+    is_named = any("::" in argument for argument in config.args)
+    if not (config.getoption("--all") or config.getoption("-m") or is_named):
+        slow = {node_id for node_id, value in seconds.measured().items() if value > seconds.PLAIN}
+        left_out = [item for item in items if _is_left_out(item, slow)]
+        closing_lines.leave_out(config, items, left_out)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items[:] = longest_first.order(items, int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+        items[:] = seconds.order(items, int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+
+
+def _is_left_out(item: pytest.Item, slow: set[str]) -> bool:
+    is_slow = item.nodeid in slow and not item.get_closest_marker("shows")
+    return is_slow or item.get_closest_marker("heavy") is not None
 
 
 def pytest_collection_finish() -> None:
