@@ -48,7 +48,8 @@ def test_a_run_that_is_cut_off_names_the_tests_that_had_not_ended(
     assert run.stdout
     output = ""
     while "test_without_an_end" not in output:  # pytest's first process knows of it
-        assert (character := run.stdout.read(1)), output
+        character = run.stdout.read(1)
+        assert character, output
         output += character
     run.send_signal(number)
     output, _ = run.communicate()
