@@ -19,6 +19,7 @@ from pathlib import Path
 from harness.artifact_logs import judge_curves
 from harness.artifact_logs.parse import NAME, NotALog, read
 from harness.artifact_logs.to_record import to_record
+from harness.base.foreign_file import parsed_json
 from harness.core import method
 from harness.core.job import Room, Workload, params_text
 from harness.core.log_lines import BUILD_LOG
@@ -40,6 +41,7 @@ def import_logs(
     chosen: dict[Path, list[Path]] = {}
     for path in _find(asked):
         chosen.setdefault(path.parent, []).append(path)
+    written: dict[str, Path] = {}  # by key of a record: the log that this call read it from
     there = {record.key: path for path, record in read_all(results)[0].items() if record.origin == "imported"}
     found = {folder: _read_folder(folder, paths) for folder, paths in chosen.items()}
     names = sorted({record.job.method for records, _ in found.values() for record in records.values()})
@@ -51,9 +53,18 @@ def import_logs(
         for path in chosen[folder]:
             if path in complaints:
                 skipped(path, complaints[path])
-            else:
-                record = dataclasses.replace(records[path], gate=judged[path])
-                yield record, _write(record, path, results, there)
+                continue
+            record = dataclasses.replace(records[path], gate=judged[path])
+            first = written.setdefault(record.key, path)
+            if first != path:
+                skipped(path, f"the same log as {first.name}")
+                continue
+            try:
+                Record.from_dict(parsed_json(json.dumps(record.to_dict())))
+            except ValueError as error:
+                skipped(path, f"no verb could read its record: {error}")
+                continue
+            yield record, _write(record, path, results, there)
 
 
 def references(records: Iterable[Record], asked: str | None = None) -> list[str]:

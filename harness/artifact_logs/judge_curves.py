@@ -40,7 +40,16 @@ def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate
     """
     anchors = [record for name in references for record in records if record.job.method == name]
     judged = [(record, _judge(record, anchors)) for record in records]
-    return [_hold_to_others(record, gate, judged) for record, gate in judged]
+    return [_timed(record, _hold_to_others(record, gate, judged)) for record, gate in judged]
+
+
+def _timed(record: Record, gate: Gate) -> Gate:
+    """Return the verdict, or `untested` in place of a passing one for a log without times: a record that passed has a
+    throughput."""
+    if not gate.passed or any(record.timed_seconds):
+        return gate
+    text = f"no time of a step could be read; without times: {gate.text}"
+    return Gate("untested", "incomplete", text, gate.evidence)
 
 
 def learned(record: Record) -> float:

@@ -28,12 +28,16 @@ NAME = re.compile(
 # COLOR matches the codes for colors that programs put into a line. PREFIX matches the time, rank or host that launchers
 # put before a line, such as "[2024-01-02 03:04:05] worker-0:".
 COLOR = re.compile(r"\x1b\[[\d;]{0,20}m")
-PREFIX = re.compile(r"(?:\[[\d :.,/TZ+-]{8,40}\] ?|\[\w{1,20}\d\]: |(?:[A-Za-z][\w.-]{0,40})?\d: )*")
-ARGUMENT = re.compile(r"^ {2}(\w+) \.+ (.+)$")
+PREFIX = re.compile(
+    r"(?:\[[\d :.,/TZ+-]{8,40}\] ?|\d{4}-\d\d-\d\d[ T][\d:.,]{5,15}(?:Z|[+-]\d\d:?\d\d)? ?|\[\w{1,20}\d\]: ?"
+    r"|(?:[A-Za-z][\w.-]{0,40})?\d: )*"
+)
+ARGUMENT = re.compile(r"^ {0,8}(\w+) \.{2,} (.+)$")
 ARGUMENTS = frozenset((
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "batch_size",
     "hidden_dropout", "clip_grad", "lr", "seed", "params_dtype", "train_iters", "log_interval", "gl_window_size",
-    "data_path",
+    "data_path", "global_batch_size", "rampup_batch_size", "world_size", "data_parallel_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size",
 ))  # fmt: skip
 NUMBER = r"([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|nan|inf)\b)"
 OWN_HEADER = re.compile(r"^method (\S+) with (.*), (\d{1,9}) steps on (\w+), Workload\((.*)\)\s*$")
@@ -42,14 +46,26 @@ OWN_END = re.compile(
 )
 EXACT_PARAMETERS = re.compile(r"number of parameters on \([^:]{1,80}: (\d{1,18})\s*$")
 PADDED_VOCABULARY = re.compile(r"\(new size: (\d{1,9})\)")
-ITERATION = re.compile(r"^\s*iteration +(\d{1,12})/ *(\d{1,12}) \|(.*)$")
-STEP_TIME = ("elapsed time per iteration (ms)", PLAIN_WORDS["elapsed time per iteration (ms)"])
+# Anything may stand before the word: Megatron since 2024 writes a time in brackets, launchers write other prefixes.
+ITERATION = re.compile(r"iteration +(\d{1,12}) */ *(\d{1,12}) *\|(.*)$")
+# A line with both, or with the start of Megatron's form, looks like one about a step, whatever its form is.
+STEP_NUMBER = re.compile(r"(?<![-\w])(?:iteration|iter|(?:global_?)?step|epoch)s?\b[\"' :=#\[(]{0,8}\d", re.IGNORECASE)
+LOSS = re.compile(r"(?<![a-z])loss(?![ _-]?scal)", re.IGNORECASE)
+CUT_ITERATION = re.compile(r"iteration +\d{1,12} */")
+EVALUATION = re.compile(r"\b(?:validation|valid|test|eval)", re.IGNORECASE)  # word of a line about no training step
+# For each name of a step's time: its unit in milliseconds.
+STEP_TIME = {
+    "elapsed time per iteration (ms)": 1.0,
+    PLAIN_WORDS["elapsed time per iteration (ms)"]: 1.0,
+    "elapsed time per iteration (s)": 1000.0,
+}
 ITERATION_FIELDS = frozenset((
     *STEP_TIME, "learning rate", "global batch size", "loss scale", "grad norm",
     "number of skipped iterations", "number of nan iterations", "consumed samples", "num zeros", "params norm",
-    "throughput per GPU (TFLOP/s/GPU)",
+    "throughput per GPU (TFLOP/s/GPU)", "consumed tokens", "samples per second", "actual seqlen", "TFLOPs",
+    "tokens per gpu per second (tgs)",
 ))  # fmt: skip
-FIELD = re.compile(rf"([a-z][A-Za-z0-9/ ()-]*): +{NUMBER}")
+FIELD = re.compile(rf"([A-Za-z][\w/ ().-]*): *{NUMBER}")
 METRICS = {  # by field of RawLog: the pattern of a line that has one value for this field
     "parameters_billion": re.compile(
         rf"(?:total parameters|{PLAIN_WORDS['total parameters']}|model parallel rank 0) +{NUMBER} B"
@@ -59,29 +75,43 @@ METRICS = {  # by field of RawLog: the pattern of a line that has one value for 
     "tera_flops": re.compile(rf"Effective Tera Flops per GPU: {NUMBER}"),
 }
 MEMORY = re.compile(r"after \d+ iterations\)? memory \(MB\) \|(.*)$")
+# Patterns of the number of samples that a step trains, and of the number of GPUs that share the training.
+SAMPLES_PER_STEP = re.compile(r"\bSamplesPerStep: (\d{1,9})\b|\btrain_batch_size \.+ (\d{1,9})\s*$")
+WORLD_SIZE = re.compile(r"\busing world size: (\d{1,6})\b|\bNumWorkers: (\d{1,6})\b")
 EXIT = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
 
 # A log may have gigabytes. So only lines with one of these words are searched for the patterns in ENDS.
 END_SIGNS = (
-    "memory", "Memory", "ALLOC_FAILED", "line ", "return code", "Killed", "Terminated", "Interrupt", "Error",
-    "Exception", "Unavailable", "can not create", "exitcode", "oom",
+    "emory", "MEMORY", "ALLOC_FAILED", "line ", "return code", "Killed", "Terminated", "Interrupt", "Error",
+    "Exception", "Unavailable", "can not create", "exitcode", "oom", "CANCELLED", "DUE TO", "us error", "task",
 )  # fmt: skip
 # Ways in which a run can end early, the most specific first. Each has a status, the pattern of a log line that shows
-# this end, and an explanation, which is empty if the line explains itself.
+# this end, and an explanation, which is empty if the line explains itself. Slurm's lines are those of slurmstepd and
+# srun; their statuses are those that harness/places/slurm.py gives to the states of the same name.
 ENDS = (
-    ("oom-device", re.compile(r"(?:CUDA|sim device|CUDA error:) out of memory|ALLOC_FAILED"), ""),
+    ("oom-device", re.compile(r"(?:CUDA|sim device|CUDA error:) out of memory|ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY"),
+     ""),
     ("oom-host", re.compile(r"can't allocate memory|Cannot allocate memory|^MemoryError|sim (?:host|pinned) out of "
-                            r"memory"), ""),
+                            r"memory|insufficient shared memory"), ""),
+    ("oom-host", re.compile(r"\b(?:OUT OF MEMORY|Out Of Memory|OUT_OF_MEMORY)\b.{0,40}|Out of memory: Kill.{0,80}|"
+                            r"oom[-_]kill|[Ee]xceeded (?:\w+ )?memory limit"), ""),
+    ("timeout", re.compile(r"\bDUE TO (?:TIME ?LIMIT|DEADLINE)\b"), "Slurm's limit of time"),
+    ("killed", re.compile(r"\bDUE TO (?:JOB )?(?:PREEMPTION|NODE FAIL(?:URE)?|REQUEUE)\b"), "Slurm ended the job"),
+    ("interrupted", re.compile(r"(?:JOB|STEP) [\w.+]{1,40} ON \S{1,80} CANCELLED AT [\dT:-]{8,30}"),
+     "somebody cancelled the job"),
     ("oom-host", re.compile(r"\bline \d+: +\d+ Killed|^Killed\s*$|exits with return code = -9\b|"
-                            r"exitcode *: -9\b|oom[-_]kill"),
+                            r"exitcode *: -9\b"),
      "SIGKILL that nothing in the log asked for: the host ran out of memory (inferred)"),
     ("does-not-fit", re.compile(r"layers needs [\d.]+ \w+ of (?:\w+ )?memory .*"), ""),
     ("interrupted", re.compile(r"^KeyboardInterrupt|\bline \d+: +\d+ (?:Interrupt|Hangup)\b"), ""),
-    ("killed", re.compile(r"\bline \d+: +\d+ Terminated|^Terminated\s*$|exits with return code = -15\b"), ""),
+    ("killed", re.compile(r"\bline \d+: +\d+ Terminated|^Terminated\s*$|exits with return code = -15\b|"
+                          r"\btasks? [\d,-]+: (?:Killed|Terminated)\b"), ""),
     ("unavailable", re.compile(r"^(?:ModuleNotFoundError|ImportError|[\w.]*Unavailable): .*"), ""),
     ("oom-host", re.compile(r"can not create \w+.*"), "the artifact's README: how running out of memory may look"),
     ("crash", re.compile(r"^(?:[\w.]*(?:Error|Exception)|AssertionError)\b.*|\bline \d+: +\d+ (?:Segmentation fault|"
-                         r"Aborted|Bus error|Illegal instruction).*|exits with return code = -?[1-9]\d*"), ""),
+                         r"Aborted|Bus error|Illegal instruction).*|exits with return code = -?[1-9]\d*|"
+                         r"\b(?:Bus error|bus error encountered)\b.*|"
+                         r"\btasks? [\d,-]+: (?:Segmentation fault|Aborted|Exited with exit code [1-9]).*"), ""),
 )  # fmt: skip
 
 
@@ -101,6 +131,9 @@ class Interval:
     elapsed_ms: float | None
     loss: float | None  # NaN if a complete line has no loss, because the dialects leave out a loss that is not finite
     grad_norm: float | None
+    batch_size: float | None = None  # samples of a step, of all GPUs together
+    consumed: float | None = None  # samples since the training's start
+    unread: str = ""  # first part of the line that is no number with a name
 
 
 @dataclass
@@ -116,6 +149,10 @@ class RawLog:
     parameters: list[int] = field(default_factory=list)
     parameters_billion: list[float] = field(default_factory=list)
     vocab_size: int | None = None
+    samples_per_step: int | None = None  # of all GPUs together
+    world_size: int | None = None  # number of GPUs
+    num_unread_steps: int = 0  # number of lines that look like a step's, but have no known form
+    unread_step: str = ""  # the first of these lines
     intervals: list[Interval] = field(default_factory=list)
     interval_speeds: list[float] = field(default_factory=list)
     cumulative_speeds: list[float] = field(default_factory=list)
@@ -157,7 +194,7 @@ def _lines(path: Path, update: Callable[[bytes], None]) -> Iterator[str]:
 
 
 def _take(log: RawLog, line: str) -> None:
-    if match := ITERATION.match(line):
+    if match := ITERATION.search(line):
         log.intervals.append(_interval(int(match[1]), int(match[2]), match[3]))
     elif line.startswith("time (ms) |"):
         log.timers_ms.append(_fields(line.partition("|")[2]))
@@ -185,30 +222,60 @@ def _take_number(log: RawLog, line: str) -> None:
             getattr(log, name).append(value)
     if "padded vocab" in line and (match := PADDED_VOCABULARY.search(line)):
         log.vocab_size = int(match[1])
+    if ("SamplesPerStep" in line or "train_batch_size" in line) and (match := SAMPLES_PER_STEP.search(line)):
+        log.samples_per_step = int(match[1] or match[2])
+    if ("world size" in line or "NumWorkers" in line) and (match := WORLD_SIZE.search(line)):
+        log.world_size = int(match[1] or match[2])
     if match := EXIT.search(line):
         log.exit_iteration = int(match[1])
+    if end := _end(line):
+        log.ends.setdefault(*end)
+    elif _is_like_a_step(line):
+        log.num_unread_steps += 1
+        log.unread_step = log.unread_step or clean(line, 80)
+
+
+def _end(line: str) -> tuple[int, str] | None:
+    """Return the index in ENDS and the text of the end that the line tells; None if it tells no end."""
     if any(sign in line for sign in END_SIGNS):
         for place, (_, pattern, _) in enumerate(ENDS):
             if match := pattern.search(line):
-                log.ends.setdefault(place, clean(match[0]))
-                break
+                return place, clean(match[0])
+    return None
+
+
+def _is_like_a_step(line: str) -> bool:
+    """True if the line looks like one about a step of the training, not of an evaluation."""
+    if "loss" in line.lower() and LOSS.search(line) and STEP_NUMBER.search(line) and not EVALUATION.search(line):
+        return True
+    return CUT_ITERATION.search(line) is not None
 
 
 def _interval(iteration: int, total: int, rest: str) -> Interval:
     values = _fields(rest)
-    elapsed = next((values[name] for name in STEP_TIME if name in values), None)
+    elapsed = next((unit * values[name] for name, unit in STEP_TIME.items() if name in values), None)
     elapsed = elapsed if elapsed and 1e-3 < elapsed < 1e12 else None  # a garbled number is dropped
     loss = values.get("lm loss")
+    unread = next((clean(part, 60) for part in rest.split("|") if part.strip() and _field(part) is None), "")
     is_whole = rest.rstrip().endswith("|") and rest.count("|") == len(values) and "number of nan iterations" in values
     if (is_whole and set(values) <= ITERATION_FIELDS) or (loss is not None and values.get("number of nan iterations")):
         loss = math.nan
-    return Interval(iteration, total, elapsed, loss, values.get("grad norm"))
+    return Interval(
+        iteration, total, elapsed, loss, values.get("grad norm"), values.get("global batch size"),
+        values.get("consumed samples"), unread,
+    )  # fmt: skip
 
 
 def _fields(text: str) -> dict[str, float]:
     """Return, by name, the numbers in a text such as `name: number | name: number`."""
-    matches = (FIELD.fullmatch(part.strip()) for part in text.split("|"))
-    return {match[1]: value for match in matches if match and (value := number(match[2])) is not None}
+    return dict(pair for part in text.split("|") if (pair := _field(part)) is not None)
+
+
+def _field(text: str) -> tuple[str, float] | None:
+    """Return name and number of a text such as `name: number`; None if the text has another form."""
+    match = FIELD.fullmatch(text.strip())
+    value = number(match[2]) if match else None
+    return None if match is None or value is None else (match[1], value)
 
 
 def _pairs(pattern: str, text: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ cases under `doubts`, and the workload's fields that the log does not tell under
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -39,16 +40,17 @@ FLOPS_PER_PARAMETER = 8  # operations that the artifact's Tera Flops count for e
 
 def to_record(log: RawLog, name: str) -> Record:
     """Return the log as a record that is not yet judged. Raises NotALog if the log's sizes or iterations make no
-    sense."""
-    doubts = _contradictions(log)
-    workload, unsaid = _workload(log, doubts)
-    intervals, interval_steps, steps = _intervals(log, doubts)
+    sense, or if its steps differ in their number of samples."""
+    intervals, interval_steps, steps, doubts = _intervals(log)
+    batch_size = _batch_size(log, intervals)
+    doubts = [*_contradictions(log, batch_size), *doubts, *_unread(log, intervals)]
+    workload, unsaid = _workload(log, batch_size, doubts)
     status, phase, reason, evidence = _end(log, intervals, steps)
     job = Job(
         log.name["method"], workload, _options(log), device=log.own.get("device", "cuda"), steps=steps,
         warmup=min(interval_steps, steps - 1),
     )  # fmt: skip
-    _check_flops(log, workload, intervals, doubts)
+    doubts += _implausible(log, job, intervals, interval_steps)
     at = {interval.iteration: interval for interval in intervals}
     grid = [at.get(step) for step in range(interval_steps, max(at, default=0) + 1, interval_steps)]
     mebibytes = {"device_allocated": "max allocated", "device_reserved": "max reserved"}
@@ -60,7 +62,7 @@ def to_record(log: RawLog, name: str) -> Record:
         step_seconds=[each.elapsed_ms / 1000 if each and each.elapsed_ms else None for each in grid],  # type: ignore[misc]
         peaks={key: int(log.memory_mb[word] * 2**20) for key, word in mebibytes.items()
                if 0 < log.memory_mb.get(word, 0) < LARGEST_MB},
-        evidence={**evidence, **_raw(log, name, intervals), **_parameters(log, workload), "unsaid": unsaid,
+        evidence={**evidence, **_raw(log, name, intervals), **_parameters(log, workload, doubts), "unsaid": unsaid,
                   "doubts": doubts},
     )  # fmt: skip
 
@@ -78,23 +80,66 @@ def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _contradictions(log: RawLog) -> list[str]:
+def _world_size(log: RawLog) -> int:
+    """Return the number of GPUs that shared the training; 1 if the log does not tell it."""
+    return log.world_size or _whole(log.arguments.get("world_size")) or 1
+
+
+def _model_parallel(log: RawLog) -> int:
+    """Return the number of parts into which the model was cut, each on a GPU of its own; 1 if the log does not tell
+    it."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size")
+    return math.prod(_whole(log.arguments.get(name)) or 1 for name in names)
+
+
+def _batch_size(log: RawLog, intervals: list[Interval]) -> int:
+    """Return the samples of a step, of all GPUs together. The lines of the intervals tell it best, the log's name
+    least: Megatron's name for the batch of one GPU is micro-batch. Raises NotALog if the steps differ."""
+    sizes = sorted({interval.batch_size for interval in intervals if interval.batch_size is not None})
+    ramp = log.arguments.get("rampup_batch_size", "None")
+    if len(sizes) > 1 or (not sizes and ramp not in ("None", "[]")):
+        steps = f"steps of {sizes[0]:g} to {sizes[-1]:g} samples" if sizes else f"a ramp-up of the batch ({ramp:.40})"
+        raise NotALog(f"expected steps of one batch size, got {steps}; try a log from after the ramp-up")
+    if sizes and not (sizes[0] >= 1 and sizes[0].is_integer()):
+        raise NotALog(f"expected a whole number as its global batch size, got {sizes[0]:g}")
+    if sizes:
+        return int(sizes[0])
+    micro = next((log.arguments[name] for name in SIZES["batch_size"] if name in log.arguments), None)
+    replicas = _whole(log.arguments.get("data_parallel_size")) or _world_size(log) // _model_parallel(log) or 1
+    stated = _whole(log.arguments.get("global_batch_size")) or log.samples_per_step or replicas * _whole(micro)
+    header = log.own.get("workload", {}).get("batch_size")
+    return stated or (header if isinstance(header, int) else 0) or int(log.name["batch_size"])
+
+
+def _contradictions(log: RawLog, batch_size: int) -> list[str]:
     """Return a text for each fact (the method or a size) on which the log's name and its lines disagree."""
     workload = log.own.get("workload", {})
-    told = {size: next((log.arguments[word] for word in words if word in log.arguments), workload.get(size))
-            for size, words in SIZES.items()}  # fmt: skip
-    told["method"] = log.own.get("method")
+    stated = {size: next((log.arguments[word] for word in words if word in log.arguments), workload.get(size))
+              for size, words in SIZES.items()}  # fmt: skip
+    stated |= {"method": log.own.get("method"), "batch_size": batch_size}
     return [
         f"{size} is {log.name[size]} in the name and {text} in the log"
-        for size, text in told.items()
+        for size, text in stated.items()
         if text is not None and str(text) != str(log.name[size])
     ]
 
 
-def _workload(log: RawLog, doubts: list[str]) -> tuple[Workload, list[str]]:
+def _unread(log: RawLog, intervals: list[Interval]) -> list[str]:
+    """Return a text for each kind of line about a step that could not be read, or only in part."""
+    doubts, parts = [], [interval.unread for interval in intervals if interval.unread]
+    if log.num_unread_steps:
+        doubts.append(f"{log.num_unread_steps} lines look like steps and could not be read: {log.unread_step!r}")
+    if parts:
+        doubts.append(f"{len(parts)} of {len(intervals)} iteration lines were read in part, without {parts[0]!r}")
+    if num_untimed := sum(interval.elapsed_ms is None for interval in intervals):
+        doubts.append(f"{num_untimed} of {len(intervals)} iteration lines tell no time of a step in ms or s")
+    return doubts
+
+
+def _workload(log: RawLog, batch_size: int, doubts: list[str]) -> tuple[Workload, list[str]]:
     """Return the workload, and the names of those of its fields that the log does not tell. Raises NotALog if the sizes
-    in the log's name make no workload."""
-    sizes = {size: log.name[size] for size in ("num_layers", "hidden_size", "batch_size")}
+    make no workload."""
+    sizes = {"num_layers": log.name["num_layers"], "hidden_size": log.name["hidden_size"], "batch_size": batch_size}
     stated = {name: value for name, value in log.own.get("workload", {}).items() if name not in sizes}
     stated |= {name: scalar(log.arguments[word]) for word, name in FIELDS.items() if word in log.arguments}
     if log.vocab_size:
@@ -122,18 +167,19 @@ def _is_like(value: Any, default: Any) -> bool:
 
 
 def _options(log: RawLog) -> dict[str, Any]:
-    """Return the options that the log tells. If it tells none, and the method has a window, return the window in the
-    log's name."""
+    """Return the options that the log tells, the number of GPUs among them if there are several. If it tells none, and
+    the method has a window, return the window in the log's name."""
     if log.own:
         return dict(log.own["options"])
+    ranks = {"world_size": _world_size(log)} if _world_size(log) > 1 else {}
     known = log.name["method"] in method.names() and method.option_names(method.load(log.name["method"]))
     has_window = "gl_window_size" in log.arguments or (known and "window_size" in known)
-    return {"window_size": log.name["window"]} if has_window else {}
+    return {"window_size": log.name["window"], **ranks} if has_window else ranks
 
 
-def _intervals(log: RawLog, doubts: list[str]) -> tuple[list[Interval], int, int]:
-    """Return three values: the logged intervals in order, the number of steps in an interval, and the number of steps
-    that the run was to do.
+def _intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
+    """Return four values: the logged intervals in order, the number of steps in an interval, the number of steps that
+    the run was to do, and doubts.
 
     Lines that do not fit the schedule are dropped. Of repeated lines, the last one counts. Raises NotALog if the
     iterations make no schedule.
@@ -151,9 +197,9 @@ def _intervals(log: RawLog, doubts: list[str]) -> tuple[list[Interval], int, int
         raise NotALog("the iterations that it numbers make no schedule")
     if last <= (log.exit_iteration or -1) < last + asked:  # an argument told the run to exit early
         steps = min(steps, max(1, log.exit_iteration or 1))
-    if len(legible) < len(log.intervals):
-        doubts.append(f"{len(log.intervals) - len(legible)} iteration lines are repeated or fit no schedule")
-    return legible, asked, max(1, steps)
+    num_left_out = len(log.intervals) - len(legible)
+    doubts = [f"{num_left_out} iteration lines are repeated or fit no schedule"] if num_left_out else []
+    return legible, asked, max(1, steps), doubts
 
 
 def _whole(text: str | None) -> int:
@@ -171,8 +217,9 @@ def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, 
     evidence: dict[str, Any] = {"ends": [text for _, text in told]} if told else {}
     if last and (last == steps or (log.exit_iteration or 0) >= steps):
         return "ok", "done", "", evidence
-    phase = f"step {last + 1}" if last else "start"
-    where = f"after iteration {last} of {steps}" if last else "before its first logged iteration"
+    phase = f"step {last + 1}" if last else "" if log.num_unread_steps else "start"
+    start = "in steps that could not be read" if log.num_unread_steps else "before its first logged iteration"
+    where = f"after iteration {last} of {steps}" if last else start
     if not told:
         return "interrupted", phase, f"the log ends {where} without a reason", evidence
     place, text = told[0]
@@ -182,12 +229,15 @@ def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, 
     return status, phase, f"{where}: {text} ({meaning})", {**evidence, "meaning": meaning}
 
 
-def _parameters(log: RawLog, workload: Workload) -> dict[str, Any]:
+def _parameters(log: RawLog, workload: Workload, doubts: list[str]) -> dict[str, Any]:
     """Return the parameter counts that the log tells. If they differ from the workload's, the key `other_parameters`
-    says so."""
-    billions = [each for each in log.parameters_billion if each]
+    says so. If the model was cut, each count is one part's, so none is compared, and a doubt says so."""
+    billions = [count for count in log.parameters_billion if count]
     stated = {"parameters": log.parameters, "parameters_billion": sorted(set(billions))}
-    is_near = any(abs(each - workload.num_params / 1e9) < 6e-4 for each in billions)
+    if (num_parts := _model_parallel(log)) > 1:
+        doubts.append(f"its parameters are counted in each of {num_parts} parts of the model, so they are not compared")
+        return stated
+    is_near = any(abs(count - workload.num_params / 1e9) < 6e-4 for count in billions)
     if workload.num_params in log.parameters or (not log.parameters and (is_near or not billions)):
         return stated
     counted = f"{log.parameters[0]}" if log.parameters else f"{billions[0]} B"
@@ -195,11 +245,28 @@ def _parameters(log: RawLog, workload: Workload) -> dict[str, Any]:
     return {**stated, "other_parameters": f"the log counts {counted} parameters, {sizes}"}
 
 
-def _check_flops(log: RawLog, workload: Workload, intervals: list[Interval], doubts: list[str]) -> None:
-    times = [each.elapsed_ms for each in intervals if each.elapsed_ms]
+def _implausible(log: RawLog, job: Job, intervals: list[Interval], interval_steps: int) -> list[str]:
+    """Return a text for each number of the log that its times, sizes and batches contradict."""
+    doubts, load = [], job.workload
+    is_whole = bool(intervals) and intervals[0].iteration == interval_steps
+    before = [Interval(0, 0, None, None, None, consumed=0.0)] if is_whole else []
+    grown = [
+        (after.consumed - first.consumed) / (after.iteration - first.iteration)
+        for first, after in itertools.pairwise([*before, *intervals])
+        if first.consumed is not None and after.consumed is not None and after.consumed > first.consumed
+    ]
+    if other := next((size for size in grown if size != load.batch_size), None):
+        doubts.append(f"its consumed samples grow by {other:g} a step, its batch has {load.batch_size}")
+    times = [interval.elapsed_ms / 1000 for interval in intervals if interval.elapsed_ms]
+    speeds = log.interval_speeds or log.cumulative_speeds
+    if times and speeds:
+        ratio = statistics.median(speeds) * statistics.median(times) / load.batch_size
+        if not 0.5 < ratio < 2:
+            doubts.append(f"its samples/s are {ratio:.2g} times what its batch and times give")
     if times and log.tera_flops:
-        tokens = workload.batch_size * workload.seq_len
-        expected = FLOPS_PER_PARAMETER * workload.num_params * tokens / (statistics.median(times) / 1000) / 1e12
+        tokens = load.batch_size * load.seq_len / job.world_size
+        expected = FLOPS_PER_PARAMETER * load.num_params * tokens / statistics.median(times) / 1e12
         ratio = statistics.median(log.tera_flops) / expected
         if not 0.5 < ratio < 2 and expected > 0.1:
             doubts.append(f"its Tera Flops are {ratio:.2g} times what its parameters, tokens and times give")
+    return doubts

@@ -175,10 +175,11 @@ class Record:
     @property
     def first_step_seconds(self) -> float | None:
         """Seconds from the start of the process to the end of the first step: imports, data, building the model, one
-        step. None if there is no step, or if only means over intervals of steps are known."""
+        step. None if the first step's seconds are not known, as in most imported logs."""
         before = ("process", "start", "import", "data", "build")
         spent = sum(self.phase_seconds.get(phase, 0.0) for phase in before)
-        return spent + self.step_seconds[0] if self.step_seconds and self.interval_steps == 1 else None
+        first = self.step_seconds[0] if self.step_seconds and self.interval_steps == 1 else None
+        return None if first is None else spent + first
 
     @property
     def host_peak_bytes(self) -> int:

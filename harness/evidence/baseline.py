@@ -87,7 +87,7 @@ def _same_point(point: pd.Series, points: pd.DataFrame, others: pd.DataFrame) ->
     named = theirs[theirs["name"] == point["name"]]
     if named.empty:
         method = point["name"].partition(":")[0]
-        own, theirs = (side[side["name"].str.partition(":")[0] == method] for side in (own, theirs))
+        own, theirs = (side[side["name"].str.split(":").str[0] == method] for side in (own, theirs))
         named = theirs if len(own) == len(theirs) == 1 else named
     for dropped in range(len(SETTING) + 1):
         keys = SETTING[dropped:]

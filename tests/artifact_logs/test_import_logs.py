@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import harness
 from harness.artifact_logs.import_logs import import_logs, line
 from harness.core.job import MOST_LAYERS, Budget, Job, Workload
 from harness.core.log_lines import BUILD_LOG
@@ -29,6 +30,7 @@ from tests.support.cli import run
 from tests.support.fuzz import fuzzed
 from tests.support.logs import (
     PUBLISHED,
+    SMALL_NAME,
     deepspeed_lines,
     imported,
     megatron_lines,
@@ -36,6 +38,7 @@ from tests.support.logs import (
     needs_published,
     one,
     own_lines,
+    steps_of,
     write_log,
     write_published,
 )  # fmt: skip
@@ -160,6 +163,65 @@ def test_sweep_and_fairness_table_take_no_imported_record_for_their_own(tmp_path
     assert len(read_all(tmp_path)[0]) == 1
     assert Sweep(tmp_path).records == {}
     assert fairness.rows([record]) == []
+
+
+TIMES = ("(ms): 1000.0", "(s): 1.00", "(ms): 1000,0", "(min): 0.02")
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results with the records of logs of many kinds: units that are and are not read, several GPUs, unread steps, an
+    early end, text that commands a terminal."""
+    folder = tmp_path_factory.mktemp("varied")
+    for number, time in enumerate(TIMES):
+        lines = steps_of(size=4, time=f"elapsed time per iteration {time}")
+        write_log(folder / "logs", SMALL_NAME.replace("800.txt", f"80{number}.txt"), lines)
+    many = steps_of(size=16, arguments={"world_size": 4})
+    write_log(folder / "logs", SMALL_NAME.replace("megatron-lm", "zero-offload"), many)
+    odd = [*steps_of(size=4)[:20], "step 21: loss 3.0", "RuntimeError: \x1b[31m\u202eout\x07"]
+    write_log(folder / "logs", SMALL_NAME.replace("megatron-lm", "l2l"), odd)
+    write_log(folder / "logs", SMALL_NAME.replace("megatron-lm", "other"), ["KeyboardInterrupt"])
+    own = own_lines(2, 64, [9.0])
+    own[0] = own[0].replace("no options", "{'world_size': 'x'}")
+    write_log(folder / "logs", name_of("l2l", 2, 64), own)
+    done = run("import", folder / "logs", "--results", folder / "results")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "world_size" in done.stderr
+    return folder / "results"
+
+
+def test_every_record_of_an_import_is_read_again(varied: Path) -> None:
+    records, complaints = read_all(varied)
+    assert (len(records), complaints) == (7, [])
+    assert len(harness.load(varied)) == 7
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["compare megatron-lm zero-offload", "compare --baseline {} l2l", "verify", "fairness",
+     "case 3 --profile all --extract", pytest.param("report", marks=pytest.mark.heavy),
+     pytest.param("bundle", marks=pytest.mark.heavy)],
+)  # fmt: skip
+def test_every_verb_reads_the_records_of_an_import(varied: Path, words: str) -> None:
+    done = run(*words.format(varied).split(), "--results", varied)  # a traceback would fail here
+    assert "is not a record" not in done.stderr
+
+
+def test_a_log_without_times_has_no_throughput_and_says_so(varied: Path) -> None:
+    verdicts = {record.evidence["log"][-5]: record.gate for record in read_all(varied)[0].values()
+                if record.job.method == "megatron-lm"}  # fmt: skip
+    assert [verdicts[number].verdict for number in "0123"] == ["tolerance", "tolerance", "untested", "untested"]
+    assert "no time of a step could be read" in verdicts["2"].text
+
+
+def test_a_copy_of_a_log_is_named_and_not_written(tmp_path: Path) -> None:
+    logs, skipped = tmp_path / "logs", []
+    for second in "01":
+        write_log(logs, SMALL_NAME.replace("800.txt", f"80{second}.txt"), steps_of(size=4))
+    for _ in range(2):
+        skipped.clear()
+        made = list(import_logs([logs], tmp_path, None, lambda *pair: skipped.append(pair)))
+    assert [is_new for _, is_new in made] == [False] and len(list(tmp_path.glob("*.json"))) == 1
+    assert [reason for _, reason in skipped] == [f"the same log as {SMALL_NAME.replace('800.txt', '800.txt')}"]
 
 
 def mutate(lines: list[str], draw: st.DrawFn) -> list[bytes]:

@@ -15,6 +15,7 @@ from harness.core.job import Job, Workload
 from harness.core.log_lines import header_lines, interval_lines
 from tests.support.logs import (
     PUBLISHED,
+    SMALL_NAME,
     VARIANTS,
     deepspeed_lines,
     imported,
@@ -22,6 +23,7 @@ from tests.support.logs import (
     name_of,
     needs_published,
     one,
+    steps_of,
     write_log,
 )  # fmt: skip
 
@@ -116,6 +118,22 @@ def test_our_own_log_gives_its_job_back(tmp_path: Path) -> None:
         ("ModuleNotFoundError: No module named 'apex'", "unavailable"),
         ("ValueError: no such thing", "crash"),
         ("stronghold with 9 layers needs 9.0 GiB of host memory (weights 9.0 GiB), there is 1.0 GiB", "does-not-fit"),
+        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO TIME LIMIT ***", "timeout"),
+        ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO PREEMPTION ***", "killed"),
+        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO NODE FAILURE ***", "killed"),
+        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 ***", "interrupted"),
+        ("srun: error: n1: task 0: Out Of Memory", "oom-host"),
+        ("slurmstepd: error: Exceeded job memory limit at some point.", "oom-host"),
+        ("State: OUT_OF_MEMORY (exit code 0)", "oom-host"),
+        ("srun: error: n1: task 0: Bus error (core dumped)", "crash"),
+        ("Bus error (core dumped)", "crash"),
+        ("Fatal Python error: Bus error", "crash"),
+        (
+            "RuntimeError: DataLoader worker is killed by signal: Bus error. insufficient shared memory (shm)",
+            "oom-host",
+        ),
+        ("srun: error: n1: tasks 0-3: Exited with exit code 1", "crash"),
+        ("srun: error: n1: task 0: Killed", "killed"),
         ("", "interrupted"),  # cut
     ],
 )
@@ -184,3 +202,111 @@ def test_a_long_file_of_anything_is_read_in_seconds(tmp_path: Path) -> None:
     assert to_record(read(path), path.name).losses == [9.0, 8.0]
     lines = ["method m with , 3 steps on cpu, Workload(" + "a" * 16_000 + ")"] * 100
     assert read(write_log(tmp_path, path.name, lines)).own["workload"] == {}
+
+
+def test_slurms_reason_goes_before_the_kill_that_it_caused(tmp_path: Path) -> None:
+    cancelled = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO TIME LIMIT ***"
+    record = one(tmp_path, SMALL_NAME, [*steps_of()[:-1], "run.sh: line 5: 7 Killed  python", cancelled])
+    assert (record.status, record.phase) == ("timeout", "step 20")
+
+
+def test_steps_after_a_time_in_brackets_are_read(tmp_path: Path) -> None:
+    record = one(tmp_path, SMALL_NAME, steps_of(size=4))
+    assert (record.status, record.job.steps, len(record.losses)) == ("ok", 20, 20)
+    assert record.evidence["doubts"] == []
+
+
+@pytest.mark.parametrize(
+    "before", ["", "2024-03-30 12:00:00 ", "[rank0]: ", "[default0]:[2024-03-30 12:00:00] ", "0: "]
+)
+def test_whatever_stands_before_a_step_it_is_read(tmp_path: Path, before: str) -> None:
+    lines = [before + text for text in steps_of(size=4, before="")]
+    record = one(tmp_path, SMALL_NAME, lines)
+    assert (record.job.workload.num_heads, len(record.losses), record.evidence["doubts"]) == (8, 20, [])
+
+
+def test_the_samples_of_a_step_are_the_global_batch(tmp_path: Path) -> None:
+    record = one(tmp_path, SMALL_NAME, steps_of(size=16))
+    assert record.samples_per_step / record.median_step_seconds == 16.0  # a step of 16 samples takes one second
+    assert record.evidence["doubts"] == ["batch_size is 4 in the name and 16 in the log"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"global_batch_size": 32}, {"data_parallel_size": 8}, {"world_size": 16, "tensor_model_parallel_size": 2}],
+)
+def test_without_a_size_on_the_lines_the_arguments_tell_the_global_batch(tmp_path: Path, arguments: dict) -> None:
+    record = one(tmp_path, SMALL_NAME, steps_of(size=None, arguments=arguments))
+    assert record.samples_per_step == 32
+
+
+def test_the_gpus_that_share_a_training_are_its_ranks(tmp_path: Path) -> None:
+    record = one(tmp_path, SMALL_NAME, steps_of(size=16, arguments={"world_size": 4}))
+    assert record.job.world_size == 4
+
+
+def test_a_batch_that_ramps_up_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotALog, match="one batch size, got steps of 4 to 8 samples"):
+        one(tmp_path, SMALL_NAME, steps_of(size=[4] * 10 + [8] * 10))
+    with pytest.raises(NotALog, match="one batch size, got a ramp-up"):
+        one(tmp_path, SMALL_NAME, steps_of(size=None, arguments={"rampup_batch_size": "['2', '2', '100']"}))
+
+
+def test_a_ramp_up_within_the_first_interval_is_a_doubt(tmp_path: Path) -> None:
+    lines = steps_of(size=[4] * 5 + [8] * 15, arguments={"log_interval": 10})
+    record = one(tmp_path, SMALL_NAME, [text for text in lines if "iteration" not in text or "0/      20" in text])
+    assert "its consumed samples grow by 6 a step, its batch has 8" in record.evidence["doubts"]
+
+
+def test_parameters_of_one_part_of_a_model_are_not_compared_with_the_whole(tmp_path: Path) -> None:
+    count = " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 1000"
+    cut = steps_of(arguments={"tensor_model_parallel_size": 2, "world_size": 2})
+    record = one(tmp_path, SMALL_NAME, [count, *cut])
+    assert "other_parameters" not in record.evidence
+    assert any("in each of 2 parts" in doubt for doubt in record.evidence["doubts"])
+
+
+def test_seconds_in_place_of_milliseconds_are_seconds(tmp_path: Path) -> None:
+    record = one(tmp_path, SMALL_NAME, steps_of(size=4, time="elapsed time per iteration (s): 1.50"))
+    assert record.step_seconds == [1.5] * 20
+    assert record.evidence["doubts"] == []
+
+
+@pytest.mark.parametrize("time", ["elapsed time per iteration (ms): 1000,0", "elapsed time per iteration (min): 1.0"])
+def test_a_time_that_cannot_be_read_is_a_doubt(tmp_path: Path, time: str) -> None:
+    record = one(tmp_path, SMALL_NAME, steps_of(size=4, time=time))
+    assert record.step_seconds == [None] * 20 and record.first_step_seconds is None
+    assert record.evidence["doubts"][-1] == "20 of 20 iteration lines tell no time of a step in ms or s"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["step 7/20: train loss 10.1, 1000 ms", "{'loss': 10.8, 'grad_norm': 1.0, 'epoch': 0.1}", "iter: 3 lm_loss=9.1",
+     " iteration        7/      20", "iteration 7: loss 3.0"],
+)  # fmt: skip
+def test_a_line_that_looks_like_a_step_and_is_not_read_is_a_doubt(tmp_path: Path, line: str) -> None:
+    record = one(tmp_path, SMALL_NAME, [*steps_of(size=4), line])
+    (doubt,) = record.evidence["doubts"]
+    assert doubt.startswith("1 lines look like steps and could not be read:")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [" validation loss at iteration 10 | lm loss value: 1.080000E+01 | lm loss PPL: 4.9E+04 |",
+     "Overflow: reducing loss scale from 65536 to 32768 at step 3", "python train.py --train-iters 50 --loss-scale 1"],
+)  # fmt: skip
+def test_a_line_about_no_step_of_the_training_is_no_doubt(tmp_path: Path, line: str) -> None:
+    assert one(tmp_path, SMALL_NAME, [*steps_of(size=4), line]).evidence["doubts"] == []
+
+
+def test_a_log_of_unread_steps_is_not_said_to_have_ended_before_its_first(tmp_path: Path) -> None:
+    lines = [text for text in steps_of(size=4) if "iteration" not in text]
+    record = one(tmp_path, SMALL_NAME, [*lines, *(f"step {step}: loss 9.0" for step in range(20))])
+    assert record.reason == "the log ends in steps that could not be read without a reason"
+    assert (record.status, record.phase) == ("interrupted", "")
+
+
+def test_a_speed_that_batch_and_times_contradict_is_a_doubt(tmp_path: Path) -> None:
+    speed = "NumWorkers: 1; IterationTime: 1.0;  SamplesPerSecond: 16.0"
+    record = one(tmp_path, SMALL_NAME, [*steps_of(size=4), *[speed] * 3])
+    assert record.evidence["doubts"] == ["its samples/s are 4 times what its batch and times give"]

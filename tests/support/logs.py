@@ -163,16 +163,47 @@ def prefixed(lines: list[str]) -> list[str]:
 
 
 def newer(lines: list[str]) -> list[str]:
-    """Megatron-LM of later years: a time before the iteration, other fields, no speed line, no arguments."""
+    """Megatron-LM since 2024: a time in brackets before the iteration, other fields, no speed line, no arguments."""
     kept = [text for text in lines if text.startswith(" iteration") or "number of parameters" in text]
-    more = " consumed samples: 40 | throughput per GPU (TFLOP/s/GPU): 1.5 | elapsed time per iteration (ms):"
-    return [
-        "[2024-01-02 03:04:05] "
-        + text.replace(" elapsed time per iteration (ms):", more).replace(" loss scale", " num zeros: 0 | loss scale")
-        if text.startswith(" iteration")
-        else text
-        for text in kept
-    ]
+    return [_as_of_2024(text) if text.startswith(" iteration") else text for text in kept]
+
+
+def _as_of_2024(text: str) -> str:
+    samples = 4 * int(text.split()[1].rstrip("/"))
+    more = f" consumed samples: {samples:12d} | elapsed time per iteration (ms):"
+    text = text.replace(" elapsed time per iteration (ms):", more)
+    text = text.replace(" learning rate", " throughput per GPU (TFLOP/s/GPU): 1.5 | learning rate")
+    return " [2024-01-02 03:04:05]" + text.replace(" loss scale", " num zeros: 0 | params norm: 7.125 | loss scale")
+
+
+def steps_of(
+    size: int | Sequence[int] | None = 16,
+    time: str = "elapsed time per iteration (ms): 1000.0",
+    before: str = " [2024-03-30 12:00:00.250]",
+    arguments: dict[str, object] | None = None,
+) -> list[str]:
+    """Twenty lines of steps of a 4-layer model of 256, each printed, as Megatron prints them since 2024.
+
+    `size`: the global batch of all steps or of each; None: no line tells it. `time`: the field of the step's time.
+    """
+    stated: dict[str, object] = {
+        "num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 128, "micro_batch_size": 4,
+        "params_dtype": "torch.bfloat16", "train_iters": 20, "log_interval": 1, "clip_grad": 1.0,
+    }  # fmt: skip
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in (stated | (arguments or {})).items()]
+    sizes = list(size) if isinstance(size, Sequence) else [size] * 20
+    for step in range(1, 21):
+        samples = sum(sizes[:step]) if size else None
+        lines.append(
+            f"{before} iteration {step:8d}/{20:8d} |{f' consumed samples: {samples:12d} |' if samples else ''} {time} |"
+            f" learning rate: 2.000000E-06 |{f' global batch size: {sizes[step - 1]:5d} |' if samples else ''}"
+            f" lm loss: {10.8 - 0.05 * step:.6E} | loss scale: 1.0 | grad norm: 1.010 |"
+            " number of skipped iterations:   0 | number of nan iterations:   0 |"
+        )
+    return lines
+
+
+SMALL_NAME = "log_megatron-lm_l-4_hs-256_bs-4_ws-4_2024-03-30.1711828800.txt"  # of steps_of()
 
 
 def two_ranks(lines: list[str]) -> list[str]:
