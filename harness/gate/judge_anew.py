@@ -1,7 +1,7 @@
 """Judges a record that others sent in, by the records sent with it, because nothing can be run again on their machine.
 
 The record's reference, twin and probe are looked for among these records. The verdict that the record brings is not
-trusted; it only tells which twin and which probe to look for.
+trusted to be good: it tells which twin and which probes to look for, and the new verdict is never better.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from harness.gate.probe import LEARNING_RATE, ROUNDED, Probe
 from harness.gate.trial import Trial
 from harness.gate.verdict import CERTAIN, judge, together, unasked, with_probe
 
+ASCENDING = ("failed", "untested", "twin", "tolerance", "exact")  # verdicts, from the worst to the best
+
 
 class Beside(NamedTuple):
     """The records that were sent together. `runs`: records of jobs. `probes`: records of the trainings of the gate's
@@ -27,14 +29,21 @@ class Beside(NamedTuple):
 
 
 def judge_anew(record: Record, beside: Beside) -> Gate:
-    """Judge a record by the records that were sent with it, and return the verdict. Raises ValueError if the record has
-    values that cannot be judged."""
+    """Judge a record by the records that were sent with it, and return the verdict.
+
+    It is not better than the verdict that the record brings: what made that one worse, such as a probe, may not have
+    come with it. Raises ValueError if the record has values that cannot be judged.
+    """
     if record.status != "ok":
         return Gate()
     try:
-        return unasked(record) or together([_verdict(record, n, beside) for n in range(1 + len(record.others))])
+        verdict = unasked(record) or together([_verdict(record, n, beside) for n in range(1 + len(record.others))])
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # some fields may hold any JSON value
         raise ValueError(f"expected a record that can be judged, got {type(error).__name__}: {error}") from error
+    if ASCENDING.index(verdict.verdict) <= ASCENDING.index(record.gate.verdict):
+        return verdict
+    text = f"sent as {record.gate.verdict}: {record.gate.text}; by what came with it: {verdict.text}"
+    return Gate(record.gate.verdict, record.gate.reason, text, verdict.evidence)
 
 
 def _verdict(whole: Record, number: int, beside: Beside) -> Gate:
@@ -53,7 +62,11 @@ def _verdict(whole: Record, number: int, beside: Beside) -> Gate:
         verdict = judge(record, reference)
     if verdict.verdict == "untested" or verdict.reason in CERTAIN or not whole.is_exact:
         return verdict
-    trials = tuple(_trials(whole, number, beside.probes))
+    trials, named = tuple(_trials(whole, number, beside.probes)), whole.gate.evidence.get("probe")
+    if verdict.passed and named and len(trials) < len(named):
+        rests = {**verdict.evidence, "probe": {trial.dtype: trial.record.key for trial in trials}}
+        text = f"{len(trials)} of the {len(named)} probes that its verdict names came with it; {verdict.text}"
+        return Gate("untested", "probe", text, rests)
     return with_probe(verdict, record, Probe(trials, "" if trials else "no probe came with it"))
 
 
