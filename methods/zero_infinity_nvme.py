@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.base.marked_folder import is_marked, mark
 from harness.core.job import Plan, Room, Workload, gib
 from harness.core.method import Training, Unavailable
 from methods.engines.deepspeed_config import is_built, lacks_to_build, stage_3, stage_3_device, stage_3_exchanged
@@ -114,16 +115,17 @@ def sub_group_params(workload: Workload) -> int:
 
 @contextmanager
 def swap_folder(parent: Path, need: int) -> Iterator[Path]:
-    """Make a folder for this process in `parent`, and remove the folder at the end. First remove the folders of dead
-    processes. Raises OSError(ENOSPC) if the disk has less than `need` bytes free."""
+    """Make a folder for this process in `parent`, and remove the folder at the end. First remove the marked folders of
+    dead processes. Raises OSError(ENOSPC) if the disk has less than `need` bytes free."""
     for left in parent.glob(f"{PREFIX}*"):
-        if not Path(f"/proc/{left.name.removeprefix(PREFIX)}").exists():
+        if is_marked(left) and not Path(f"/proc/{left.name.removeprefix(PREFIX)}").exists():
             shutil.rmtree(left, ignore_errors=True)
     free = shutil.disk_usage(parent).free
     if free < need:
         raise OSError(errno.ENOSPC, f"needs {gib(need)} of disk, {parent} has {gib(free)} free")
     folder = parent / f"{PREFIX}{os.getpid()}"
     folder.mkdir()
+    mark(folder)
     try:
         yield folder
     finally:

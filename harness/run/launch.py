@@ -153,7 +153,7 @@ class Watch:
         try:
             self.process = self._start(log, (writer, *locks, held))
         except BaseException:
-            os.rmdir(self.scratch)
+            shutil.rmtree(self.scratch, ignore_errors=True)
             raise
         finally:
             os.close(held)  # only the worker may hold the folder's lock

@@ -1,5 +1,5 @@
 """The temporary folder of a run. The run removes the folder at its end; if the run is killed, the next run removes
-it."""
+it. A folder of such a name without the harness's mark stays."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+
+from harness.base.marked_folder import is_marked, mark
 
 PREFIX = "harness-run-"
 
@@ -20,6 +22,7 @@ def make() -> tuple[Path, int]:
     while True:
         new = Path(tempfile.mkdtemp(prefix=PREFIX))
         with contextlib.suppress(FileNotFoundError):  # another run may remove the folder before this run locks it
+            mark(new)
             handle = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(handle, fcntl.LOCK_EX)
             if new.exists():
@@ -28,13 +31,13 @@ def make() -> tuple[Path, int]:
 
 
 def remove_left() -> None:
-    """Remove the temporary folders of this user's killed runs. These are the folders whose lock no process holds."""
+    """Remove the temporary folders of this user's killed runs: the marked folders whose lock no process holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # the folder may be in use, or belong to another user
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(handle).st_uid == os.getuid():
+                if os.fstat(handle).st_uid == os.getuid() and is_marked(handle):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)

@@ -253,6 +253,14 @@ def test_a_folder_of_a_run_whose_processes_were_killed_goes_with_the_next_one(
     os.close(held)
 
 
+def test_a_folder_of_a_users_own_stays_whatever_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (results := tmp_path / f"{scratch.PREFIX}results").mkdir()
+    (results / "log_l2l.json").write_text("a record")
+    scratch.remove_left()
+    assert (results / "log_l2l.json").read_text() == "a record"
+
+
 def test_a_run_killed_before_it_locked_its_folder_leaves_nothing_and_a_living_one_makes_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
