@@ -339,7 +339,7 @@ def _groups(engine: Any) -> list[dict[str, Any]]:
 def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
     """Yield the weight and moments of one parameter at a time. Stage 3 gathers these tensors on the device, which has
     no room for the tensors of all parameters. At the end close the context `needed`."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_fp32_param
 
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         # Stage 2 links parameters to moments after the first group's step, when the second group has no moments yet.
@@ -351,5 +351,15 @@ def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
     with needed:
         for name, parameter in engine.module.named_parameters():
             weight = safe_get_full_fp32_param(parameter)
-            moments = [safe_get_full_optimizer_state(parameter, each).clone() for each in ("exp_avg", "exp_avg_sq")]
-            yield TensorState(name, weight.clone(), *moments)
+            yield TensorState(name, weight.clone(), _moment(parameter, "exp_avg"), _moment(parameter, "exp_avg_sq"))
+
+
+def _moment(parameter: Any, name: str) -> Any:
+    """Return a parameter's moment of Adam; None before the parameter's first update, which in ZenFlow comes only after
+    update_interval steps."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    try:
+        return safe_get_full_optimizer_state(parameter, name).clone()
+    except (KeyError, ValueError):  # by stage: DeepSpeed looks the name up, or says that it is not found
+        return None

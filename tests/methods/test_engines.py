@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.base.checkout import ROOT
+from harness.base.marked_folder import mark
 from harness.core import native_build
 from harness.core.job import GIB, Budget, Job, Room, Workload
 from harness.core.method import Unavailable, create
@@ -20,6 +21,7 @@ from harness.forecast.fit import largest, resolve
 from harness.jobs.sweep import Sweep
 from harness.run.prepare import prepare
 from harness.simulation.batches import token_batches
+from methods import zero_infinity_nvme
 from methods.engines import deepspeed, deepspeed_config
 from tests.support import cli, engine_runs, forks
 from tests.support.configured import configured
@@ -246,10 +248,26 @@ def test_nvme_holds_the_model_in_files_meanwhile_and_leaves_none(on_disk: tuple)
 def test_what_a_killed_run_left_on_the_disk_goes_with_the_next(
     tmp_path: Path, shared_results: Path, libaio: None
 ) -> None:
-    left = tmp_path / "harness-nvme-999999999"
-    left.mkdir()
+    left, own = tmp_path / "harness-nvme-999999999", tmp_path / "harness-nvme-of-mine"
+    for folder in (left, own):
+        folder.mkdir()
+    mark(left)
     run(shared_results, "zero-infinity-nvme", SMALL, disk=str(tmp_path))
-    assert not left.exists()
+    assert not left.exists() and own.exists()
+
+
+def test_a_folder_on_the_disk_that_no_run_marked_stays(tmp_path: Path) -> None:
+    (own := tmp_path / "harness-nvme-of-mine").mkdir()
+    (left := tmp_path / "harness-nvme-999999999").mkdir()
+    mark(left)
+    with zero_infinity_nvme.swap_folder(tmp_path, 1):
+        assert own.exists() and not left.exists()
+
+
+@pytest.mark.heavy
+def test_zenflow_ends_in_a_verdict_before_its_first_update_by_the_host(shared_results: Path) -> None:
+    record = run(shared_results, "zenflow", SMALL, update_interval=8)  # of five steps
+    assert record.status == "ok", record.reason
 
 
 @pytest.mark.heavy
