@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -228,11 +229,33 @@ def _can_write(path: Path) -> bool:
 
 def _open(path: Path) -> int:
     """Open the file, or create it, and return its descriptor. A file that belongs to another user may be opened for
-    reading only, which is enough to lock it."""
-    for flags in (os.O_RDWR, os.O_RDONLY):
-        with contextlib.suppress(FileNotFoundError, PermissionError):
-            return os.open(path, flags | os.O_NOFOLLOW)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    reading only, which is enough to lock it.
+
+    Raises ValueError for a link, a pipe or another name of some file, which another user may have put there: a pipe
+    would be waited for, and a file of one's own would be overwritten.
+    """
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        for access in (os.O_RDWR, os.O_RDONLY):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                return _checked(os.open(path, access | flags), path)
+        handle = _checked(os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666), path)
+    except OSError as error:
+        raise _no_lock(path, error.strerror or "an error") from error
     with contextlib.suppress(PermissionError):
         os.fchmod(handle, 0o666)
     return handle
+
+
+def _checked(handle: int, path: Path) -> int:
+    """Return the descriptor of a regular file that has no second name; close any other, and raise ValueError."""
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return handle
+    os.close(handle)
+    kind = "another kind" if not stat.S_ISREG(status.st_mode) else f"one with {status.st_nlink} names"
+    raise _no_lock(path, f"{kind}, of user {status.st_uid}")
+
+
+def _no_lock(path: Path, got: str) -> ValueError:
+    return ValueError(f"{path}: expected a regular file for a lock, got {got}; remove it, or set HARNESS_LOCKS=FOLDER")

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pynvml
@@ -113,6 +114,25 @@ def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of locks that no other test uses."""
     monkeypatch.setenv("HARNESS_LOCKS", str(tmp_path))
     return tmp_path
+
+
+@pytest.mark.parametrize("name", ["harness-cpu.lock", "harness-cpu.queue", "harness-cpu.holders"])
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [(os.mkfifo, "another kind, of user"), (os.mkdir, "Is a directory"),
+     (lambda path: os.symlink("own", path), "Too many"),
+     (lambda path: os.link(path.with_name("own"), path), "one with 2 names, of user")],
+    ids=["pipe", "folder", "link", "second-name"],
+)  # fmt: skip
+def test_what_is_no_file_of_locks_is_refused_and_not_waited_for(locks: Path, name: str, make, got: str) -> None:
+    (locks / "own").write_text("kept")
+    make(locks / name)
+    with (
+        pytest.raises(ValueError, match=f"{name}: expected a regular file for a lock, got {got}"),
+        ExitStack() as turns,
+    ):
+        turns.enter_context(device_lock.turn(Job("some", TINY), lambda event: None, is_timed=False))
+    assert (locks / "own").read_text() == "kept"
 
 
 def waiting(job: Job, order: list[str], lines: list[str], **words) -> threading.Thread:
