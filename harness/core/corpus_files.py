@@ -17,9 +17,12 @@ def corpus_files(corpus: str) -> tuple[Path, Path]:
 
 def sampled_hash(path: Path, num_blocks: int = BLOCKS) -> str:
     """Return a hash of a file's size and of `num_blocks` blocks of BLOCK_BYTES bytes at equal distances; "missing" if
-    there is no file. A file of fewer blocks is hashed whole. The file's time stamps are not hashed, so a copy has the
-    same hash, and a change in a hashed block changes the hash even if the time stamps stay."""
+    there is no regular file, because a pipe would be waited for. A file of fewer blocks is hashed whole. The file's
+    time stamps are not hashed, so a copy has the same hash, and a change in a hashed block changes the hash even if the
+    time stamps stay."""
     digest = hashlib.sha256()
+    if not path.is_file():
+        return "missing"
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size

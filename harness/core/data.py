@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,9 @@ def _open_tokens(prefix: str) -> np.ndarray:
     documents (u64), number of tokens of each sequence (i32).
     """
     try:
+        for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
+            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+                raise ValueError(f"{path}: expected a regular file, got another kind; try another --data")
         with open(f"{prefix}.idx", "rb") as index:
             head = index.read(len(INDEX_MAGIC) + 17)
         if len(head) < len(INDEX_MAGIC) + 17 or not head.startswith(INDEX_MAGIC):
@@ -125,6 +129,8 @@ def _open_tokens(prefix: str) -> np.ndarray:
         tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
         listed = (Path(f"{prefix}.idx").stat().st_size - len(INDEX_MAGIC) - 25) // 4  # lengths that the file holds
         lengths = np.fromfile(f"{prefix}.idx", "<i4", min(count, max(0, listed)), offset=len(INDEX_MAGIC) + 25)
+        if lengths.size and lengths.min() < 0:
+            raise ValueError(f"{prefix}.idx: expected lengths of at least 0, got {lengths.min()}; make the index again")
         if lengths.sum(dtype=np.int64) != len(tokens):
             told = f"expected {lengths.sum(dtype=np.int64)} tokens, as {prefix}.idx says, got {len(tokens)}"
             raise ValueError(f"{prefix}.bin: {told}")

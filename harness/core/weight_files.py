@@ -97,7 +97,7 @@ def _files(folder: Path) -> dict[str, str]:
     """Return, for the name of each tensor, the name of its file. Raises ValueError if the folder has no weights or has
     a damaged index."""
     for name in (ALONE, INDEX):
-        if (folder / name).exists():
+        if (folder / name).is_file():
             return _listed(folder, name, *_state(folder / name))
     found = "a folder without either" if folder.is_dir() else "no such folder"
     raise ValueError(f"--weights {folder}: expected a folder with {ALONE} or {INDEX}, as Hugging Face has, got {found}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from harness.core.data import batches, sha256
+from harness.core.data import batches, corpus_hash, sha256
 from harness.simulation.batches import token_batches
 from tests.support.training import tiny, train_resident
 
@@ -203,3 +204,19 @@ def test_corpus_cut_within_a_token_is_told_by_its_path(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [1] * 50, 4, "i")
     (tmp_path / "text.bin").write_bytes(b"\x00" * 199)
     assert f"{prefix}.bin" in told_of(prefix)
+
+
+def test_an_index_of_negative_lengths_is_refused_although_their_sum_is_right(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path, [1] * 50, 8, "H")
+    lengths = np.array([60, -10], "<i4").tobytes()
+    (tmp_path / "text.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3) + lengths)
+    assert told_of(prefix) == f"{prefix}.idx: expected lengths of at least 0, got -10; make the index again"
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_pipe_in_place_of_a_corpus_is_not_waited_for(tmp_path: Path, suffix: str) -> None:
+    prefix = write_corpus(tmp_path, [1] * 50, 8, "H")
+    Path(f"{prefix}{suffix}").unlink()
+    os.mkfifo(f"{prefix}{suffix}")
+    assert told_of(prefix) == f"{prefix}{suffix}: expected a regular file, got another kind; try another --data"
+    assert len(corpus_hash(tiny(corpus=prefix), 4)) == 16
