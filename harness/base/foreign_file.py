@@ -6,17 +6,20 @@ from __future__ import annotations
 import copy
 import errno
 import functools
+import itertools
 import json
 import math
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 256 * 2**20
 MOST_DEPTH = 40
 MOST_PARTS = 100_000  # most values in a YAML file; a value counts again at each use of an alias for it
+TOO_MUCH_YAML = f"expected YAML of at most {MOST_DEPTH} nested levels and {MOST_PARTS} values, got more"
 MOST_DIGITS = 19  # most digits of an integer, so that it fits 64 bits
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # start of JSON's escape of a surrogate, which is half of a character
 
@@ -91,18 +94,46 @@ def _parsed_yaml(text: str, as_text: bool) -> Any:
     import yaml
 
     try:
+        _check_events(yaml.parse(text, Loader=yaml.SafeLoader))
         data = yaml.load(text, Loader=yaml.BaseLoader if as_text else yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # impossible dates or numbers
         raise ValueError(" ".join(str(error).split())) from error
     if not _is_limited(data, MOST_PARTS):
-        raise ValueError(f"expected YAML of at most {MOST_DEPTH} nested levels and {MOST_PARTS} values, got more")
+        raise ValueError(TOO_MUCH_YAML)
     return data
+
+
+def _check_events(events: Iterable[Any]) -> None:
+    """Raise ValueError if a YAML document, which is not built yet, has too many levels or nodes. An alias counts as
+    often as the nodes that it stands for: a merge (`<<`) copies them."""
+    import yaml
+
+    sizes: dict[str, int] = {}  # number of nodes by anchor; without anchors that are still open
+    open_nodes: list[list[Any]] = [["", 0]]  # anchor and number of nodes of each collection that is not complete
+    for event in events:
+        anchor, size = getattr(event, "anchor", None), 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append([anchor, 1])
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_nodes.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            anchor, size = None, sizes.get(event.anchor, 2 * MOST_PARTS + 1)
+        elif not isinstance(event, yaml.ScalarEvent):
+            continue
+        if not isinstance(event, yaml.CollectionStartEvent):
+            open_nodes[-1][1] += size
+            if anchor:
+                sizes[anchor] = size
+        # of a mapping both keys and values are nodes
+        if open_nodes[-1][1] > 2 * MOST_PARTS or len(open_nodes) > MOST_DEPTH + 1:
+            raise ValueError(TOO_MUCH_YAML)
 
 
 def _is_limited(data: Any, most_parts: float = math.inf) -> bool:
     level, num_parts = [data], 0
     for _ in range(MOST_DEPTH + 1):
-        level = [item for part in level for item in _parts(part)]
+        items = (item for part in level for item in _parts(part))
+        level = list(items) if most_parts == math.inf else list(itertools.islice(items, int(most_parts) + 1))
         num_parts += len(level)
         if not level or num_parts > most_parts:
             break
