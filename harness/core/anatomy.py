@@ -35,6 +35,7 @@ SKETCHES = ROOT / ".venv" / "sketches"  # folder with the kept answers of harnes
 FORMAT = 3  # format number of the cached files; raise it when the fields or the numbers of a sketch change
 MOST_SEEN = 8  # most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
 PARTS = ("embedding", "layer", "head")
+_refusals: dict[str, dict[str, str]] = {}  # answers of this process that were refusals, by hash of the question
 NEEDS = "models by their config.json need transformers: pip install transformers==5.23.0"
 
 
@@ -156,7 +157,10 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
     dtype, blocks = "half" if is_half else "fp32", None
     if block_tokens:
         asked = {"config": config, "is_half": is_half, "block_tokens": block_tokens}
-        blocks = _kept("harness.forecast.block_sketch", asked, [library, FORMAT])["blocks"]
+        answer = _kept("harness.forecast.block_sketch", asked, [library, FORMAT])
+        if told := answer.get("unlike"):
+            raise ValueError(f"{model} cannot be trained here: {told}")
+        blocks = answer["blocks"]
     parts = {part: {name: tuple(shape) for name, shape in found[part].items()} for part in PARTS}
     return Anatomy(
         **parts, layer_prefix=found["layer_prefix"], ends_prefix="",
@@ -183,16 +187,24 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
 
 def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
     """Return the answer of a module that sketches a model. The answer is read from its file in SKETCHES or, if there is
-    no file, asked of the module and then written to the file. If the module refuses the model, nothing is written."""
+    no file, asked of the module and then written to the file. If the module refuses the model, nothing is written, but
+    this process keeps the refusal."""
     digest = hashlib.sha256(json.dumps([asked, *versions], sort_keys=True).encode()).hexdigest()
     file = SKETCHES / f"{digest[:16]}.json"
+    if (refusal := _refusals.get(digest)) is not None:
+        return refusal
     try:
         return read_json(file)
     except (OSError, ValueError):
         if sys.stderr.isatty():  # a person waits
             print("reading the model's tensors, FLOPs and memory off its config.json, once: seconds", file=sys.stderr)
+    try:
         found = ask(module, asked)
-    if not found.get("unlike"):
+    except ValueError as error:
+        found = {"unlike": str(error)}
+    if found.get("unlike"):
+        _refusals[digest] = found
+    else:
         with contextlib.suppress(OSError):  # if the file cannot be written, the next process sketches the model again
             SKETCHES.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(found))

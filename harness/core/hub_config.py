@@ -24,6 +24,9 @@ SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_h
 USUAL = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
          "n_positions": "max_position_embeddings"}  # fmt: skip
 WIDTHS = ("intermediate_size", "head_dim", "n_inner")  # fields of widths, which shrink with the hidden size
+# Fields that are counts, or null: the harness computes with them before transformers sees them.
+COUNTS = (*WIDTHS, "num_key_value_heads", "max_position_embeddings", "sliding_window")
+MOST = 10**9  # upper bound of every count, as in harness/core/job.py
 OF_LAYERS = ("layer_types", "no_rope_layers")  # fields that are lists with an entry for each layer
 # For a type of model: the values that transformers assumes for sizes that a file leaves out. Gemma 3's models of texts
 # and images leave out most sizes of their part for texts.
@@ -64,6 +67,7 @@ def checked_config(config: Any, source: str) -> dict[str, Any]:
         if not isinstance(config.get(name), int):
             told = f"expected {name} as a number, got {config.get(name)!r:.40}"
             raise ValueError(f"{source}: {told}; models of type {config['model_type']} cannot be trained here")
+    _check_counts(config, source)
     if is_quantized or config.get("quantization_config"):
         raise ValueError(f"{source}: expected weights that can be trained, got quantized ones: try the original model")
     if others := [kind for kind in _rope_types(config) if kind not in ROPE_TYPES]:
@@ -71,6 +75,21 @@ def checked_config(config: Any, source: str) -> dict[str, Any]:
         told = f"expected rotary positions of type {known}, got {got}, whose angles depend on the sample"
         raise ValueError(f"{source}: {told}")
     return config
+
+
+def _check_counts(config: dict[str, Any], source: str) -> None:
+    """Raise ValueError, which names the field, if a count is no count, or ids of tokens are no ids."""
+    for name in (*SIZES.values(), *COUNTS):
+        value = config.get(name)
+        if value is not None and (type(value) is not int or not 0 <= value <= MOST):
+            raise ValueError(f"{source}: expected {name} as one number from 0 to {MOST}, got {value!r:.40}")
+    if config["hidden_size"] < 1 or config["num_attention_heads"] < 1:
+        sizes = f"{config['hidden_size']} and {config['num_attention_heads']}"
+        raise ValueError(f"{source}: expected hidden_size and num_attention_heads of at least 1, got {sizes}")
+    for name in TOKENS:
+        ids = config.get(name)
+        if ids is not None and not all(type(number) is int for number in (ids if isinstance(ids, list) else [ids])):
+            raise ValueError(f"{source}: expected {name} as a number or numbers, got {ids!r:.40}")
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +151,7 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
             config[name] = [kinds[index % len(kinds)] for index in range(num_layers)]  # more layers repeat the list
     for name in TOKENS:
         ids = config.get(name) or 0
-        if max(ids if isinstance(ids, list) else [ids]) >= vocab_size:
+        if max(ids if isinstance(ids, list) else [ids], default=0) >= vocab_size:
             config[name] = None
     dropouts = [name for name in config if name.endswith(("dropout", "_pdrop"))]
     return config | dict.fromkeys([*dropouts, *DROPOUTS.get(config["model_type"], ())], 0.0)

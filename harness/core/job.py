@@ -409,9 +409,8 @@ class Job:
                 raise ValueError(f"expected options as numbers, texts or None, got {value!r:.80} for {name}")
             if isinstance(value, int) and abs(value) > MOST:
                 raise ValueError(f"option {name}: expected -{MOST} to {MOST}, got a number outside")
-        for name in ("world_size", *OF_SEVERAL_MODELS):
-            if not isinstance(value := self.options.get(name, 1), int) or value < 1:
-                raise ValueError(f"option {name}: expected a whole number of at least 1, got {value!r:.80}")
+        if not isinstance(ranks := self.options.get("world_size", 1), int) or ranks < 1:
+            raise ValueError(f"option world_size: expected a whole number of at least 1, got {ranks!r:.80}")
 
     @property
     def world_size(self) -> int:
