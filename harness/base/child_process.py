@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -51,6 +52,15 @@ def when_closed(descriptor: int, then: Callable[[], Any]) -> None:
 
 def interrupt_here() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Let this process map at most `num_bytes` of private memory; a larger allocation raises MemoryError or, in torch,
+    RuntimeError."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = num_bytes if most == resource.RLIM_INFINITY else min(num_bytes, most)
+    with contextlib.suppress(ValueError, OSError):  # a system without this limit
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
 def ask(module: str, arguments: Any) -> Any:

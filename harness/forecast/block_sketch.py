@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.base.child_process import limit_memory
 from harness.core import hub_config, model, token_blocks
 from harness.core.gpt import DTYPES
 from harness.core.job import Workload
 from harness.forecast.sketch import (
     GRADIENT_TOLERANCE,
+    MOST_BYTES,
     SAMPLES,
     TOKENS,
     is_plain,
@@ -104,6 +106,7 @@ def main() -> None:
     """Entry point for child_process.ask(): reads JSON with `config`, `is_half` and `block_tokens` from standard input,
     and prints {"blocks": the fields of TokenBlocks, or null}."""
     asked = json.load(sys.stdin)
+    limit_memory(MOST_BYTES)
     sizes, dtype = hub_config.sizes_of(asked["config"]), "bf16" if asked["is_half"] else "fp32"
     workload = Workload(**sizes, seq_len=TOKENS, dtype=dtype, config=json.dumps(asked["config"]))
     print(json.dumps({"blocks": sketch(workload, asked["block_tokens"])}))

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from harness.base.child_process import limit_memory
 from harness.core import hub_config, model
 from harness.core.gpt import DTYPES
 from harness.core.hub_model import HubEmbedding, HubEnds, HubHead, Unlike, bend_of, parts_of, theirs
@@ -36,6 +37,8 @@ COUNTED = (64, 128)  # numbers of tokens of the two samples whose operations are
 # number of tokens whose activations are measured: so large that a weight's memory is negligible beside theirs
 MEASURED = 2**16
 SAMPLE = 1024  # most tokens of one sample while activations are measured
+# Most private memory of a sketch's process: a config.json may ask for anything. Qwen3-8B's took 0.5 GiB.
+MOST_BYTES = 4 * 2**30
 SHORT = 256  # most tokens of one sample if attention stores the scores and masks of all pairs of tokens
 
 
@@ -244,9 +247,12 @@ def main() -> None:
     """Entry point for child_process.ask(): reads a configuration from standard input, and prints the fields of an
     Anatomy as JSON, or {"unlike": reason}."""
     config = json.load(sys.stdin)
+    limit_memory(MOST_BYTES)
     sizes = hub_config.sizes_of(config)
     try:
         print(json.dumps(sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))))
+    except MemoryError:
+        print(json.dumps({"unlike": f"a narrow model of its kind needs more than {MOST_BYTES / 2**30:g} GiB"}))
     # a layer that reads its tensors' values, as experts do, fails: tensors without memory have no values
     except (AssertionError, RuntimeError, Unlike) as error:
         print(json.dumps({"unlike": (str(error).splitlines() or [type(error).__name__])[0]}))

@@ -109,6 +109,13 @@ REFUSED = [
     ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "got dynamic"),
     ({"quantization_config": {"bits": 4}}, "got quantized ones"),
     ({"num_hidden_layers": None}, "expected num_hidden_layers as a number"),
+    ({"hidden_size": True}, "expected hidden_size as one number from 0"),
+    ({"num_attention_heads": 0}, "num_attention_heads of at least 1, got 32 and 0"),
+    ({"intermediate_size": [64, 64]}, r"expected intermediate_size as one number from 0 to \d+, got \[64, 64\]"),
+    ({"max_position_embeddings": "64"}, "expected max_position_embeddings as one number"),
+    ({"sliding_window": 1e30}, "expected sliding_window as one number"),
+    ({"head_dim": -8}, "expected head_dim as one number"),
+    ({"eos_token_id": ["2"]}, r"expected eos_token_id as a number or numbers, got \['2'\]"),
 ]  # fmt: skip
 
 
@@ -128,6 +135,15 @@ def test_code_that_a_configuration_names_is_not_run(named: str, tmp_path: Path) 
     planted = {"auto_map": {"AutoConfig": named, "AutoModelForCausalLM": named}, "_name_or_path": str(tmp_path)}
     workload = dataclasses.replace(configured("llama"), config=json.dumps({**config_of("llama"), **planted}))
     assert build(workload) is not None and not (tmp_path / "touched").exists()
+
+
+@pytest.mark.heavy
+def test_a_sketch_that_needs_too_much_memory_is_one_line(tmp_path: Path) -> None:
+    changes = {"num_attention_heads": 8192, "num_key_value_heads": 8192, "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config_of("mistral", **changes, intermediate_size=10**6)))
+    ended = cli.run("plan", "-m", "resident", "--model", str(tmp_path), "--seq", "16")
+    assert ended.returncode == 2 and len(ended.stderr.strip().splitlines()) == 1
+    assert re.search("more than 4 GiB|can't allocate memory", ended.stderr), ended.stderr
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
