@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 200  # width of a table in characters if output goes to a file or a pipe; longer cells are folded
-# Pattern of characters that must not reach a terminal. Control characters (except tab and line end) and marks that
-# change the direction of writing control the terminal. Surrogates stand for bytes of a file name that are not UTF-8,
-# and no stream can write surrogates.
-COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# Pattern of characters that must not reach a terminal or a page. Control characters (except tab and line end) and marks
+# that change the direction of writing control the terminal; line separators break a line in two. Surrogates stand for
+# bytes of a file name that are not UTF-8, and no stream can write surrogates.
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def readable(text: str) -> str:

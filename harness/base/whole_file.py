@@ -7,13 +7,18 @@ import contextlib
 import fcntl
 import glob
 import os
+import re
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.base.console import readable
+
 UNFINISHED = ".unfinished"  # ending of a temporary file's name
+# Pattern of the names of temporary files and folders, and of no name that a user would choose.
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.unfinished", re.DOTALL)
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
@@ -39,6 +44,12 @@ def write_whole(path: Path, data: str | bytes) -> None:
         raise
 
 
+def write_page(path: Path, text: str) -> None:
+    """Write a text that people read, as write_whole() does. Parts of it may come from records, logs and archives of
+    others: characters that would control a terminal or change the direction of writing become escapes."""
+    write_whole(path, readable(text))
+
+
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Make a new folder whole or not at all. Yield a temporary folder beside it, to be filled within the context; at
@@ -48,7 +59,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{glob.escape(folder.name)}.*{UNFINISHED}"):
         with contextlib.suppress(OSError), _locked(left):
-            if any(left.iterdir()):  # an empty folder may have a writer that has not locked it yet
+            # an empty folder may have a writer that has not locked it yet
+            if TEMPORARY.fullmatch(left.name) and any(left.iterdir()):
                 shutil.rmtree(left)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
     temporary.mkdir()
@@ -80,7 +92,7 @@ def _remove_left(folder: Path) -> None:
     for left in folder.glob(f".*{UNFINISHED}"):
         with contextlib.suppress(OSError), open(left, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_size:
+            if TEMPORARY.fullmatch(left.name) and os.fstat(file.fileno()).st_size:
                 left.unlink()
 
 

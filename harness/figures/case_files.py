@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.base.checked_data import checked
+from harness.base.console import readable
 from harness.base.foreign_file import read_text
 from harness.base.whole_file import write_whole
 from harness.core import method
@@ -71,8 +72,8 @@ def write_table(frame: DataFrame, path: Path) -> None:
 
 def _csv(frame: DataFrame) -> str:
     """Return the table as CSV. Each text that a spreadsheet would evaluate as a formula gets an apostrophe before
-    it."""
-    safe = frame.map(lambda cell: FORMULA.sub("'", cell) if isinstance(cell, str) else cell)
+    it, and characters that would control a terminal become escapes."""
+    safe = frame.map(lambda cell: FORMULA.sub("'", readable(cell)) if isinstance(cell, str) else cell)
     return safe.to_csv(index=False, lineterminator="\n")
 
 

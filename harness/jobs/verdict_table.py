@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from harness.base.whole_file import write_whole
+from harness.base.whole_file import write_page
 from harness.core.job import Job, Workload
 from harness.core.record import Record
 from harness.devices import machine
@@ -57,4 +57,4 @@ def write_markdown(
     about = f"By `{command}` on {machine.facts()['cpu']}, {machine.facts()['cores']} cores."
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
     below = ["", *(f"- {note}" for note in notes)]
-    write_whole(path, "\n".join([f"# {title}", "", about, "", *lines, *(below if below[1:] else []), ""]))
+    write_page(path, "\n".join([f"# {title}", "", about, "", *lines, *(below if below[1:] else []), ""]))

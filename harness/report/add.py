@@ -15,9 +15,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.base.console import readable
 from harness.base.foreign_archive import LISTABLE, MOST_FILES, read_archive
 from harness.base.foreign_file import parsed_json, read_bytes
 from harness.base.whole_file import own_folder
+from harness.core import named_models
 from harness.core.job import params_text
 from harness.core.record import ADDED, Record, added_folders, marks, read_all
 from harness.figures.point import machine_of
@@ -37,17 +39,22 @@ def add(source: Path, results: Path) -> Iterator[str]:
     """
     files = _of_folder(source) if source.is_dir() else read_archive(source, FOLDER, MANIFEST, ENDINGS)
     taken = {name: data for name, data in files.items() if TAKEN.fullmatch(name)}
-    there = {name: _record(source, name, data) for name, data in taken.items() if name.endswith(".json")}
+    sent = {name: _record(source, name, data) for name, data in taken.items() if name.endswith(".json")}
+    configs = _known_configs(results)
+    there = {name: record for name, record in sent.items() if record.job.workload.config in configs}
     probes = {name: record for name, record in there.items() if name.startswith(f"{probe.FOLDER}/")}
     runs = {name: record for name, record in there.items() if name not in probes and record.origin == "run"}
     new = _new(runs, results)
     if not new:
         told = f"expected a new run, got {len(runs)} known ones" if runs else "expected a record of a run, got none"
-        raise ValueError(f"{source}: {told}; nothing was added")
+        others = f" of a model that is known here; {_of_others(sent, there)}" if len(there) < len(sent) else ""
+        raise ValueError(f"{source}: {told}{others}; nothing was added")
     beside = Beside(list(runs.values()), list(probes.values()))
     judged = {name: _judged(source, name, record, beside) for name, record in new.items()}
     if len(new) < len(runs):
         yield f"{len(runs) - len(new)} of {len(runs)} runs are there already: left out"
+    if len(there) < len(sent):
+        yield f"{_of_others(sent, there)}, then add again"
     if logs := len(there) - len(runs) - len(probes):
         yield f"{logs} imported logs are left out: ask for the logs, which ./run.sh import reads"
     for machine in sorted({machine_of(record) for record in new.values()}):
@@ -57,6 +64,21 @@ def add(source: Path, results: Path) -> Iterator[str]:
         for name, record in own.items():
             yield _line(record, new[name])
         yield str(_write(results, machine, {**own, **beside_it}, texts))
+
+
+def _known_configs(results: Path) -> set[str | None]:
+    """Return the configurations of models whose records are taken: those of models.yaml and of the records in
+    `results`; None stands for the GPT. To learn another model's sizes, its modules must be made, with tensors as large
+    as the sender chose."""
+    named = (named_models.load(name) for name in named_models.names())
+    own = (record.job.workload.config for record in read_all(results)[0].values())
+    return {None, *own, *(model.sizes.get("config") for model in named)}
+
+
+def _of_others(sent: dict[str, Record], taken: dict[str, Record]) -> str:
+    names = sorted({f"{record.job.workload.model_name:.60}" for name, record in sent.items() if name not in taken})
+    some = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+    return f"{len(sent) - len(taken)} records of models that are not known here ({some}) are left out: train them first"
 
 
 def _of_folder(folder: Path) -> dict[str, bytes]:
@@ -117,7 +139,7 @@ def _write(results: Path, machine: str, records: dict[str, Record], texts: dict[
         for path, record in records.items():
             record.write(stage / path)
         for path, text in texts.items():
-            (stage / path).write_text(text.decode(errors="replace"))
+            (stage / path).write_text(readable(text.decode(errors="replace")))
         stage.chmod(0o755)
         stage.rename(folder)
     except BaseException:

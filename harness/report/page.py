@@ -19,7 +19,7 @@ from typing import Any
 from pandas import DataFrame
 
 from cases import overlap
-from harness.base.whole_file import own_folder, write_whole
+from harness.base.whole_file import own_folder, write_page
 from harness.core import method
 from harness.core.record import Record, added_folders, read_all
 from harness.devices import named_machines
@@ -90,9 +90,9 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
     page.parent.mkdir(parents=True, exist_ok=True)
     for section in (*told["sections"], *(each for sent in told["sent_in"] for each in sent.sections)):
         data = pages.texts(section.table).to_csv(index=False, lineterminator="\n")
-        write_whole(page.parent / section.csv, data)
+        write_page(page.parent / section.csv, data)
     for path, text in made.items():
-        write_whole(path, text)
+        write_page(path, text)
     return list(made)
 
 

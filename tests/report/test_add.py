@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from harness.base import child_process
 from harness.core.job import Job
 from harness.core.record import Gate, Record, added_folders, read_all
 from harness.gate.probe import FOLDER as PROBES
@@ -21,6 +22,7 @@ from harness.report.add import add
 from tests.cli.test_main import run
 from tests.report.test_page import RECORDS
 from tests.support import records
+from tests.support.configured import config_of, configured
 from tests.support.tiny import TINY
 
 THERE, HERE = {"cpu": "Abacus 9", "cores": 4}, {"cpu": "Sliderule 1", "cores": 2}
@@ -111,7 +113,38 @@ def test_another_sources_probe_is_none(tmp_path: Path) -> None:
     other = trained("l2l", 1e9, workload=PROBED, key="p", software={"source": "other"})
     records.write(theirs / PROBES, trained("resident", 1e9, workload=PROBED), other)
     *_, last = add(theirs, tmp_path / "mine")
-    assert "no probe came with it" in list(read_all(Path(last))[0].values())[-1].gate.text
+    gate = list(read_all(Path(last))[0].values())[-1].gate
+    assert gate.text.startswith("0 of the 1 probes that its verdict names came with it")
+    assert (gate.verdict, gate.reason) == ("untested", "probe")
+
+
+@pytest.mark.parametrize("sent", ["failed", "untested", "twin", "tolerance"])
+def test_no_run_is_judged_better_than_it_was_sent(sent: str, tmp_path: Path) -> None:
+    """Its probe, which failed, stayed with the sender."""
+    asked = dataclasses.replace(RUN, gate=Gate(sent, "update", "the update is off (probe in fp32)"))
+    *_, last = add(records.write(tmp_path / "theirs", REFERENCE, asked), tmp_path / "mine")
+    taken = next(each for each in read_all(Path(last))[0].values() if each.job.method == "l2l")
+    assert taken.gate.verdict == sent and "(probe in fp32)" in taken.gate.text
+
+
+def test_a_model_that_is_not_known_is_left_out_and_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "_run", pytest.fail)  # a sketch would make tensors as large as the sender chose
+    foreign = configured("mistral", config=json.dumps(config_of("mistral", num_key_value_heads=1)), learning_rate=1e-3)
+    theirs = records.write(tmp_path / "theirs", REFERENCE, RUN, trained("l2l", 1e9 + 70, workload=foreign))
+    *told, last = add(theirs, tmp_path / "mine")
+    assert (
+        "1 records of models that are not known here (mistral) are left out: train them first, then add again" in told
+    )
+    assert len(read_all(Path(last))[0]) == 2
+    alone = records.write(tmp_path / "alone", trained("l2l", 1e9 + 70, workload=foreign))
+    refused(alone, tmp_path / "other", "expected a record of a run, got none of a model that is known here")
+
+
+def test_a_log_that_is_added_commands_no_terminal(tmp_path: Path) -> None:
+    theirs = records.write(tmp_path / "theirs", REFERENCE)
+    (theirs / "log_0.txt").write_text("step 1 \x1b[2J\u202e\n")
+    *_, last = add(theirs, tmp_path / "mine")
+    assert (Path(last) / "log_0.txt").read_text() == "step 1 \\x1b[2J\\u202e\n"
 
 
 def test_a_record_that_is_none_leaves_nothing(tmp_path: Path) -> None:

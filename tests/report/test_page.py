@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from harness.base import console
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from harness.evidence import claims, verify
@@ -31,6 +32,7 @@ from tests.support.records import write
 MACHINE = {"cpu": "Some CPU", "cores": 2, "host_bytes": 2**34}
 HOSTILE = (
     '</td></script><script>alert(1)</script><img src=x onerror=alert(2)>" | $\\frac{ \n# [x](http://x) $ {{ 7*7 }}'
+    "\x1b]0;owned\x07\u202e"
 )
 DEMO = case.profile_of("demo", None, MACHINE)
 A4_LANDSCAPE_PIXELS = 1031  # 297 mm less two margins of 12, at 96 pixels an inch
@@ -252,6 +254,12 @@ def test_the_conclusion_says_what_was_measured_where_and_which_claims_hold() -> 
     measured, judged = conclusion.sentences([LOG], [Finding(first, "NOT TESTED")], [])
     assert measured == "In imported logs, 1 of 1 run of 1 method trained as the reference does."
     assert judged == "None of 1 claim of the papers could be tested by them."
+
+
+def test_no_page_holds_a_character_that_commands_a_terminal_or_turns_text(written: Path) -> None:
+    texts = [path.read_text() for path in written.parent.iterdir() if path.suffix in (".md", ".html", ".csv")]
+    assert len(texts) > 2 and not any(console.COMMANDS.search(text) for text in texts)
+    assert "\\\\x1b]0;owned" in (written.parent / "review.md").read_text()
 
 
 def test_a_figure_has_a_caption_on_the_page(written: Path) -> None:
