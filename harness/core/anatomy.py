@@ -25,6 +25,7 @@ from harness.base.child_process import ask
 from harness.base.foreign_file import read_json
 from harness.base.whole_file import write_whole
 from harness.core.hub_config import narrowed
+from harness.core.refused_model import RefusedModel
 from harness.core.unavailable import Unavailable
 
 Shape = tuple[int, ...]
@@ -32,10 +33,10 @@ Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
 SKETCHES = ROOT / ".venv" / "sketches"  # folder with the kept answers of harness/forecast/sketch.py and block_sketch.py
-FORMAT = 3  # format number of the cached files; raise it when the fields or the numbers of a sketch change
+FORMAT = 4  # format number of the cached files; raise it when the fields or the numbers of a sketch change
 MOST_SEEN = 8  # most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
 PARTS = ("embedding", "layer", "head")
-_refusals: dict[str, dict[str, str]] = {}  # answers of this process that were refusals, by hash of the question
+_refusals: dict[str, dict[str, Any]] = {}  # answers of this process that were refusals, by hash of the question
 NEEDS = "models by their config.json need transformers: pip install transformers==5.23.0"
 
 
@@ -77,6 +78,7 @@ class Anatomy:
     # For some tensors of a layer: the elements [start, stop) whose gradient is nothing but rounding error.
     noise: dict[str, tuple[int, int]] = field(default_factory=dict)
     blocks: TokenBlocks | None = None  # None: a layer computes all tokens at once
+    ignored: tuple[str, ...] = ()  # patterns of names in files of weights that transformers ignores for this model
 
     @cached_property
     def ends(self) -> Shapes:
@@ -86,6 +88,12 @@ class Anatomy:
     def is_tied(self) -> bool:
         """True if the head shares a tensor with the embedding."""
         return not self.embedding.keys().isdisjoint(self.head)
+
+    @cached_property
+    def most_tokens(self) -> float:
+        """The most tokens of a sample: the rows of the smallest table of learned positions, infinity without any."""
+        _, *positions = self.embedding.values()
+        return min((shape[0] for shape in positions), default=math.inf)
 
     @cached_property
     def end_parts(self) -> list[int]:
@@ -132,13 +140,17 @@ class Anatomy:
 
 
 def anatomy_of(workload: Any) -> Anatomy:
-    """Return the parts of a workload's model. Raises ValueError if the harness cannot train the model, and Unavailable
-    if transformers is missing."""
+    """Return the parts of a workload's model. Raises RefusedModel if the harness cannot train the model, ValueError if
+    a sample is longer than its table of positions, and Unavailable if transformers is missing."""
     if workload.config is None:
         return _gpt(workload)
     sizes = min(workload.num_layers, MOST_SEEN), workload.hidden_size, workload.vocab_size
     half, at_once = workload.dtype != "fp32", workload.block_tokens
-    return _of_config(workload.config, sizes, workload.model or "the model", is_half=half, block_tokens=at_once)
+    anatomy = _of_config(workload.config, sizes, workload.model or "the model", is_half=half, block_tokens=at_once)
+    if (most := anatomy.most_tokens) < workload.seq_len:
+        told = f"expected at most {most}, the number of the model's positions, got {workload.seq_len}"
+        raise ValueError(f"--seq: {told}; try --seq {most}")
+    return anatomy
 
 
 @lru_cache(maxsize=64)
@@ -152,15 +164,13 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
         raise Unavailable(NEEDS) from error
     config = narrowed(text, *sizes)
     found = _kept("harness.forecast.sketch", config, [library, FORMAT])
-    if told := found.get("unlike"):
-        raise ValueError(f"{model} cannot be trained here: {told}")
+    if refused := found.get("refused"):
+        code, values = refused
+        raise RefusedModel(code, f"{model} cannot be trained here", **values)
     dtype, blocks = "half" if is_half else "fp32", None
     if block_tokens:
         asked = {"config": config, "is_half": is_half, "block_tokens": block_tokens}
-        answer = _kept("harness.forecast.block_sketch", asked, [library, FORMAT])
-        if told := answer.get("unlike"):
-            raise ValueError(f"{model} cannot be trained here: {told}")
-        blocks = answer["blocks"]
+        blocks = _kept("harness.forecast.block_sketch", asked, [library, FORMAT])["blocks"]
     parts = {part: {name: tuple(shape) for name, shape in found[part].items()} for part in PARTS}
     return Anatomy(
         **parts, layer_prefix=found["layer_prefix"], ends_prefix="",
@@ -172,6 +182,7 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
         given_bytes=found["given_bytes"][dtype], pair_given_bytes=found["pair_given_bytes"][dtype],
         pair_boundaries=found["pair_boundaries"][dtype], slopes=found["slopes"],
         starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
+        ignored=tuple(found["ignored"]),
         # The bias of the keys adds nearly the same number to every score of a query, even with rotary positions, which
         # hardly turn a head's slow pairs. So the gradient of this bias is little more than rounding error. In GPT-2's
         # c_attn.bias the bias of the keys is the second of three equal parts.
@@ -198,11 +209,8 @@ def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
     except (OSError, ValueError):
         if sys.stderr.isatty():  # a person waits
             print("reading the model's tensors, FLOPs and memory off its config.json, once: seconds", file=sys.stderr)
-    try:
         found = ask(module, asked)
-    except ValueError as error:
-        found = {"unlike": str(error)}
-    if found.get("unlike"):
+    if found.get("refused"):
         _refusals[digest] = found
     else:
         with contextlib.suppress(OSError):  # if the file cannot be written, the next process sketches the model again

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.foreign_file import parsed_json, read_json
+from harness.core.refused_model import RefusedModel
 
 FILE = "config.json"
 # For each size of a Workload: the name of its field in a configuration.
@@ -24,81 +25,157 @@ SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_h
 USUAL = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
          "n_positions": "max_position_embeddings"}  # fmt: skip
 WIDTHS = ("intermediate_size", "head_dim", "n_inner")  # fields of widths, which shrink with the hidden size
-# Fields that are counts, or null: the harness computes with them before transformers sees them.
-COUNTS = (*WIDTHS, "num_key_value_heads", "max_position_embeddings", "sliding_window")
+# Other fields of whole numbers that this project reads; each may be missing.
+NUMBERS = (*WIDTHS, "num_key_value_heads", "sliding_window", "max_position_embeddings")
 MOST = 10**9  # upper bound of every count, as in harness/core/job.py
-OF_LAYERS = ("layer_types", "no_rope_layers")  # fields that are lists with an entry for each layer
+OF_LAYERS = ("layer_types", "no_rope_layers")  # fields that are lists with an entry for each layer, of any length
 # For a type of model: the values that transformers assumes for sizes that a file leaves out. Gemma 3's models of texts
 # and images leave out most sizes of their part for texts.
 UNSAID = {"gemma3_text": {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
                           "max_position_embeddings": 131072}}  # fmt: skip
 TEXT_PART = "text_config"  # field with the part for texts, in the configuration of a model of texts and images
-DROPOUTS = {"gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop")}  # dropout fields whose default is not 0, by model type
+TIES = "tie_word_embeddings"
+# Types of models of texts and images that tie their head to their embedding unless their file says otherwise.
+TIED_WHOLES = """
+deepseek_vl deepseek_vl_hybrid diffusion_gemma ernie4_5_vl_moe flava florence2 fun_asr_nano gemma3 gemma3n
+gemma4 gemma4_unified gemma4_unified_assistant glmasr got_ocr2 granite_docling granite_speech
+granite_speech_plus grounding-dino hunyuan_vl hyperclovax_vision_v2 internvl janus kimi_k25 kosmos-2 kosmos-2.5
+lfm2_vl lfm3_vl lighton_ocr minicpm_ocr mistral3 mm-grounding-dino moss_transcribe_diarize ovis2 paddleocr_vl
+paligemma pe_audio_video pp_chart2table qwen3_asr shieldgemma2 t5gemma2_encoder voxtral_realtime
+"""
+# For a type of model: the dropout fields whose default in transformers is not 0, with this default.
+GPT2_DROPOUTS = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+DROPOUTS = {
+    "gpt2": GPT2_DROPOUTS,
+    "gpt-sw3": GPT2_DROPOUTS,
+    "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},
+}
+OF_OTHER_HEADS = ("classifier_", "summary_")  # begin dropout fields of heads that a causal model does not have
+PER_LAYER = "per_layer_config"  # field with settings of single layers, by the layer's number
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LEAST_WIDTH = 8  # smallest width of a narrowed model; widths are multiples of 8, as kernels need
 # Fields of a configuration that the text in a Workload leaves out, because training does not depend on them.
 LEFT_OUT = {
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # rotary positions whose angles do not depend on the sample
+# Rotary positions whose angles do not depend on the sample, and those whose angles do.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+ROPE_TYPES_OF_SAMPLES = ("dynamic", "longrope")
+# Fields that choose code for attention or experts, and their values. transformers takes any other value as the name of
+# a repository whose kernels it loads and runs.
+IMPLEMENTATIONS = tuple(
+    name.format(of=of)
+    for of in ("attn", "experts")
+    for name in ("{of}_implementation", "_{of}_implementation", "_{of}_implementation_internal")
+)
+ATTENTIONS = (None, "sdpa", "eager")
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
     """Return the configuration in a file, or in a folder's config.json, and a text. For a model of texts and images,
     the configuration is that of the part for texts, and the text is the type of the whole model; for any other model,
-    the text is empty. Raises ValueError if the file cannot be read, or as checked_config() does."""
+    the text is empty. Raises RefusedModel if the file cannot be read, or as checked_config() does."""
     file = path / FILE if path.is_dir() else path
     try:
         whole = read_json(file.resolve())  # files in the Hub's cache are symbolic links, which read_json() refuses
     except (OSError, ValueError) as error:
-        told = getattr(error, "strerror", None) or error
-        raise ValueError(f"cannot read {file}: {told}; expected a model's {FILE}, as Hugging Face has it") from error
+        raise RefusedModel("unreadable", str(file), why=getattr(error, "strerror", None) or error) from error
     config = checked_config(whole, str(file))
     return config, "" if config["model_type"] == whole["model_type"] else whole["model_type"]
 
 
 def checked_config(config: Any, source: str) -> dict[str, Any]:
-    """Return the configuration of the causal model, as text_part() does. Raises ValueError, which tells the reason, if
-    the harness cannot train this model. `source` names the configuration's file in the error."""
+    """Return the configuration of the causal model, as text_part() does. Raises RefusedModel if the harness cannot
+    train this model, or if a field has another type than transformers' configurations give it. `source` names the
+    configuration's file in the error."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ValueError(f"{source}: expected a model's {FILE} with a model_type, got none")
-    is_quantized, config = bool(config.get("quantization_config")), text_part(config)
-    for name in SIZES.values():
-        if not isinstance(config.get(name), int):
-            told = f"expected {name} as a number, got {config.get(name)!r:.40}"
-            raise ValueError(f"{source}: {told}; models of type {config['model_type']} cannot be trained here")
-    _check_counts(config, source)
-    if is_quantized or config.get("quantization_config"):
-        raise ValueError(f"{source}: expected weights that can be trained, got quantized ones: try the original model")
-    if others := [kind for kind in _rope_types(config) if kind not in ROPE_TYPES]:
-        known, got = ", ".join(ROPE_TYPES), others[0]
-        told = f"expected rotary positions of type {known}, got {got}, whose angles depend on the sample"
-        raise ValueError(f"{source}: {told}")
-    return config
-
-
-def _check_counts(config: dict[str, Any], source: str) -> None:
-    """Raise ValueError, which names the field, if a count is no count, or ids of tokens are no ids."""
-    for name in (*SIZES.values(), *COUNTS):
-        value = config.get(name)
-        if value is not None and (type(value) is not int or not 0 <= value <= MOST):
-            raise ValueError(f"{source}: expected {name} as one number from 0 to {MOST}, got {value!r:.40}")
-    if config["hidden_size"] < 1 or config["num_attention_heads"] < 1:
-        sizes = f"{config['hidden_size']} and {config['num_attention_heads']}"
-        raise ValueError(f"{source}: expected hidden_size and num_attention_heads of at least 1, got {sizes}")
-    for name in TOKENS:
-        ids = config.get(name)
-        if ids is not None and not all(type(number) is int for number in (ids if isinstance(ids, list) else [ids])):
-            raise ValueError(f"{source}: expected {name} as a number or numbers, got {ids!r:.40}")
+        raise RefusedModel("no-type", source)
+    try:
+        if config.get("quantization_config"):
+            raise RefusedModel("quantized")
+        for part in (config, text := text_part(config)):
+            _check_implementations(part)
+        _check_values(text)
+        _check_positions(text)
+    except RefusedModel as error:
+        raise RefusedModel(error.code, source, **error.values) from None
+    return text
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part for texts of the configuration or, if there is none, the whole configuration. Fields get their
-    usual names (USUAL), and sizes that are left out get their values (UNSAID)."""
+    usual names (USUAL), and sizes that are left out get their values (UNSAID). Raises RefusedModel if it is unclear
+    whether the whole model ties its head to its embedding."""
     part = config.get(TEXT_PART)
-    config = part if isinstance(part, dict) and isinstance(part.get("model_type"), str) else config
-    usual = {USUAL.get(name, name): value for name, value in config.items()}
-    return UNSAID.get(config["model_type"], {}) | usual
+    if isinstance(part, dict) and isinstance(part.get("model_type"), str):
+        part = part | {TIES: _ties(config, part)}
+    else:
+        part = config
+    usual = {USUAL.get(name, name): value for name, value in part.items()}
+    return UNSAID.get(part["model_type"], {}) | usual
+
+
+def _ties(whole: dict[str, Any], part: dict[str, Any]) -> bool:
+    """Return whether a model of texts and images ties its head to its embedding. transformers reads the field of the
+    whole model. Raises RefusedModel if the part for texts says otherwise, because its files were then written by a
+    program that read the part's field."""
+    default = whole["model_type"] in TIED_WHOLES.split()
+    ties, of_part = (default if value is None else value for value in (whole.get(TIES), part.get(TIES)))
+    for value in (ties, of_part):
+        if not isinstance(value, bool):
+            raise RefusedModel("value", field=TIES, expected="true or false", value=f"{value!r:.40}")
+    if part.get(TIES) is not None and of_part != ties:
+        raise RefusedModel("tie", whole=str(ties).lower(), part=str(of_part).lower())
+    return ties
+
+
+def _check_implementations(config: dict[str, Any]) -> None:
+    """Raise RefusedModel if a field names code of attention or experts that is not transformers' own."""
+    for field in IMPLEMENTATIONS:
+        if (value := config.get(field)) not in ATTENTIONS:
+            known = " or ".join(filter(None, ATTENTIONS))
+            raise RefusedModel("attention", field=field, known=known, value=f"{value!r:.60}")
+
+
+def _check_values(config: dict[str, Any]) -> None:
+    """Raise RefusedModel if a field that this project reads has a value of another type or range."""
+    for name in SIZES.values():
+        if not _is_count(value := config.get(name)):
+            raise RefusedModel("size", field=name, value="none" if value is None else f"{value!r:.40}")
+    for name in NUMBERS:
+        value = config.get(name)
+        if name in WIDTHS and isinstance(value, list):
+            raise RefusedModel("list-of-widths", field=name)
+        if value is not None and not _is_count(value) and (name, value) != ("sliding_window", 0):
+            raise RefusedModel("value", field=name, expected=f"a whole number from 1 to {MOST}", value=f"{value!r:.40}")
+    for name in TOKENS:
+        ids = config.get(name)
+        if not all(_is_id(number) for number in (ids if isinstance(ids, list) else [ids])):
+            raise RefusedModel("value", field=name, expected="a token's number", value=f"{ids!r:.40}")
+    for name, value in dropouts(config).items():
+        if not isinstance(value, int | float):
+            raise RefusedModel("value", field=name, expected="a number", value=f"{value!r:.40}")
+    heads, key_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    if key_heads and heads % key_heads:
+        raise RefusedModel("key-heads", heads=heads, key_heads=key_heads)
+    if config.get("quantization_config"):
+        raise RefusedModel("quantized")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
+
+
+def _is_id(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _check_positions(config: dict[str, Any]) -> None:
+    """Raise RefusedModel unless all rotary positions have angles that do not depend on the sample."""
+    for kind in map(_rope_type, rope_tables(config)):
+        if kind not in ROPE_TYPES:
+            code = "angles-of-sample" if kind in ROPE_TYPES_OF_SAMPLES else "positions"
+            raise RefusedModel(code, known=", ".join(ROPE_TYPES), kind=f"{kind:.40}")
 
 
 @functools.lru_cache(maxsize=32)
@@ -125,43 +202,80 @@ def inner_size(text: str, hidden_size: int) -> int:
 
 
 def check_samples(config: dict[str, Any], seq_len: int) -> None:
-    """Raise ValueError if a sample of `seq_len` tokens is longer than the model's sliding window or than the number of
-    its positions."""
+    """Raise ValueError if a sample of `seq_len` tokens is longer than the model's sliding window. Only a table of
+    learned positions bounds a sample otherwise (Anatomy.most_tokens)."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is not None and window < seq_len:
         raise ValueError(f"--seq: expected at most {window}, the tokens of the model's sliding window, got {seq_len};"
                          f" try --seq {window}")  # fmt: skip
-    most = config.get("max_position_embeddings")
-    if most is not None and most < seq_len:
-        raise ValueError(f"--seq: expected at most {most}, the number of the model's positions, got {seq_len}; try"
-                         f" --seq {most}")  # fmt: skip
+
+
+def dropouts(config: dict[str, Any]) -> dict[str, float]:
+    """Return the configuration's dropout probabilities that are not 0, by field, with those that transformers assumes
+    for fields that are left out (DROPOUTS)."""
+    assumed = DROPOUTS.get(config["model_type"], {})
+    return {name: value for name, value in (assumed | config).items() if _is_dropout(name) and value}
+
+
+def _is_dropout(field: str) -> bool:
+    return field.endswith(("dropout", "_pdrop", "_dropout_prob", "layerdrop")) and not field.startswith(OF_OTHER_HEADS)
 
 
 def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
     """Return the configuration changed to these sizes, without dropout. All widths shrink by the same factor as the
-    hidden size; the number of heads stays."""
+    hidden size; the number of heads stays. Lists and tables with an entry for each layer get the number of layers. A
+    special token beyond a smaller vocabulary becomes its last one, so a model that has a padding token keeps one."""
     config = json.loads(text)
     share = hidden_size / config["hidden_size"]
     for name in WIDTHS:
         if isinstance(config.get(name), int):
             config[name] = config[name] if share == 1 else max(LEAST_WIDTH, int(config[name] * share) // 8 * 8)
+    of_layers = [name for name, value in config.items() if _is_of_layers(name, value, config["num_hidden_layers"])]
+    for name in of_layers:
+        kinds = config[name]
+        config[name] = [kinds[index % len(kinds)] for index in range(num_layers)]  # more layers repeat the list
+    if isinstance(tables := config.get(PER_LAYER), dict):
+        config[PER_LAYER] = {index: table for index, table in tables.items() if _is_below(index, num_layers)}
+    if vocab_size < config["vocab_size"]:
+        for name in TOKENS:
+            config[name] = _within(config.get(name), vocab_size)
     config |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
-    for name in OF_LAYERS:
-        if (kinds := config.get(name)) and isinstance(kinds, list):
-            config[name] = [kinds[index % len(kinds)] for index in range(num_layers)]  # more layers repeat the list
-    for name in TOKENS:
-        ids = config.get(name) or 0
-        if max(ids if isinstance(ids, list) else [ids], default=0) >= vocab_size:
-            config[name] = None
-    dropouts = [name for name in config if name.endswith(("dropout", "_pdrop"))]
-    return config | dict.fromkeys([*dropouts, *DROPOUTS.get(config["model_type"], ())], 0.0)
+    return config | dict.fromkeys(dropouts(config), 0.0)
 
 
-def _rope_types(config: dict[str, Any]) -> list[str]:
-    """Return the types of rotary positions, one for each kind of layer. Newer files hold these types in
-    rope_parameters, older files in rope_scaling."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        return [str(scaling)]
-    kinds = [each for each in scaling.values() if isinstance(each, dict)] or [scaling]
-    return [str(each.get("rope_type", each.get("type", "default"))) for each in kinds]
+def _is_of_layers(field: str, value: Any, num_layers: int) -> bool:
+    """True if the field holds a list with an entry for each layer."""
+    if not isinstance(value, list) or not value or field in TOKENS:
+        return False
+    return field in OF_LAYERS or len(value) == num_layers
+
+
+def _is_below(index: str, num_layers: int) -> bool:
+    return not index.isdecimal() or int(index) < num_layers
+
+
+def _within(ids: Any, vocab_size: int) -> Any:
+    """Return a special token, or a list of such tokens, within a vocabulary of this size."""
+    if isinstance(ids, list):
+        return [_within(number, vocab_size) for number in ids]
+    return ids if ids is None else min(ids, vocab_size - 1)
+
+
+def rope_tables(config: dict[str, Any]) -> list[Any]:
+    """Return the settings of rotary positions, one table for each kind of layer. transformers reads the older field
+    rope_scaling before rope_parameters, and takes tables within a table for those of kinds of layers."""
+    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    nested = [kind for kind in table.values() if isinstance(kind, dict)] if isinstance(table, dict) else []
+    is_flat = not nested or "rope_type" in table or "type" in table
+    return nested + [table] * is_flat
+
+
+def _rope_type(table: Any) -> str:
+    return str(table.get("rope_type", table.get("type", "default")) if isinstance(table, dict) else table)
+
+
+def rotary_share(config: dict[str, Any]) -> float:
+    """Return the share of a head's columns that rotary positions turn, 1 if the configuration does not tell it."""
+    shares = [config, *(table for table in rope_tables(config) if isinstance(table, dict))]
+    given = [share for table in shares if isinstance(share := table.get("partial_rotary_factor"), int | float)]
+    return given[-1] if given else 1.0

@@ -17,7 +17,10 @@ import functools
 import inspect
 import json
 import os
+import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,13 +35,11 @@ from harness.core.gpt import DTYPES, Bend, HeadLoss
 from harness.core.grouped_heads import takes_groups
 from harness.core.hub_config import narrowed
 from harness.core.job import Workload
+from harness.core.refused_model import RefusedModel
 from harness.core.unavailable import Unavailable
 
+FLOAT = "__float__"  # key with which transformers writes numbers that JSON does not have
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # names of the norm after the last layer
-
-
-class Unlike(ValueError):
-    """Raised if the harness cannot train a model; the text tells what is unlike the models that it can train."""
 
 
 class KeepsBuffers(nn.Module):
@@ -115,7 +116,7 @@ class HubEnds(KeepsBuffers):
         if inputs.is_meta:  # the model's loop might read the ids to choose a mask, but meta tensors have no values
             shaped: Tensor = base.get_input_embeddings()(inputs)
             return shaped
-        with _replaced(base._modules, _norm_name(base), nn.Identity()):
+        with _replaced(base._modules, norm_name(base), nn.Identity()):
             embedded: Tensor = base(input_ids=inputs, use_cache=False)[0]
         return embedded
 
@@ -132,7 +133,7 @@ class HubEnds(KeepsBuffers):
     def normalized(self, x: Tensor) -> Tensor:
         """Return the output of the norm before the head."""
         base = _base(self)
-        normalized: Tensor = base._modules[_norm_name(base)](x)
+        normalized: Tensor = base._modules[norm_name(base)](x)
         return normalized
 
 
@@ -142,7 +143,7 @@ class HubEmbedding(HubEnds):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
         base = _base(self)
-        base._modules[_norm_name(base)] = nn.Identity()
+        base._modules[norm_name(base)] = nn.Identity()
         self._modules.pop("lm_head", None)
 
     forward = HubEnds.embed
@@ -182,7 +183,7 @@ class HubParts:
             causal = made(text, dtype)
         self.layers = _take_out(causal)
         self.base = causal.base_model
-        self.base._modules[_norm_name(self.base)] = nn.Identity()
+        self.base._modules[norm_name(self.base)] = nn.Identity()
         for name, table in _tables(self.base):
             if table is not self.base.get_input_embeddings():
                 self.base._modules[name] = NoPositions(table)
@@ -204,13 +205,14 @@ class HubParts:
     @torch.no_grad()
     def heard(self, x: Tensor) -> list[dict[str, Any]]:
         """Run the model's loop on the embedded tokens x, with stand-ins in place of the layers. Return the arguments
-        that each layer gets beside its input, by name. Raises Unlike if the loop does not call each layer once."""
+        that each layer gets beside its input, by name. Raises RefusedModel if the loop does not call each layer
+        once."""
         heard: list[dict[str, Any]] = []
         stands = nn.ModuleList(StandIn(layer, heard) for layer in self.layers)
-        with _replaced(self.base._modules, _list_name(self.base), stands):
+        with _replaced(self.base._modules, list_name(self.base), stands):
             self.base(inputs_embeds=x, use_cache=False)
         if len(heard) != len(stands):
-            raise Unlike(f"its {len(stands)} layers are called {len(heard)} times")
+            raise RefusedModel("calls", num_layers=len(stands), calls=len(heard))
         return heard
 
 
@@ -248,7 +250,7 @@ class NoPositions(nn.Module):
 
 def made(text: str, dtype: torch.dtype) -> Any:
     """Return transformers' model of a configuration. The model's buffers have memory and values; its parameters have no
-    memory. Raises Unlike if the model cannot be trained here."""
+    memory. Raises RefusedModel if the model cannot be trained here."""
     with torch.device("meta"):
         causal = theirs(json.loads(text), dtype)
     _compute_buffers(causal)
@@ -258,20 +260,58 @@ def made(text: str, dtype: torch.dtype) -> Any:
 
 
 def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Return the model that transformers makes of a configuration, with transformers' starting values. Raises Unlike if
-    transformers cannot make it."""
+    """Return the model that transformers makes of a configuration, with transformers' starting values. Raises
+    RefusedModel if transformers cannot make it."""
     transformers = library()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    version, kind = transformers.__version__, config["model_type"]
+    # The part for texts of some models has a type of its own, such as emu3_text_model, but the causal class of the
+    # whole model's type.
+    named = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == name or kind.startswith(f"{name}_")]
+    if not named or kind not in transformers.CONFIG_MAPPING:
+        raise RefusedModel("unknown-type", version=version, kind=f"{kind:.40}")
+    causal_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[max(named, key=len)])
+    if kind not in named and causal_class.config_class is not transformers.CONFIG_MAPPING[kind]:
+        raise RefusedModel("unknown-type", version=version, kind=f"{kind:.40}")
     try:
-        own = transformers.AutoConfig.for_model(**config)
-        return transformers.AutoModelForCausalLM.from_config(own, dtype=dtype, trust_remote_code=False)
-    except (ImportError, KeyError, TypeError, ValueError) as error:
-        told = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
-        raise Unlike(f"transformers {transformers.__version__} does not make it: {told:.200}") from error
+        configuration = transformers.AutoConfig.for_model(**_with_floats(config))
+        return causal_class._from_config(configuration, dtype=dtype)
+    except Exception as error:  # transformers raises errors of many kinds for configurations that it cannot use
+        raise _unmade(error, config, version) from error
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value of a configuration with the numbers that transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        return float(value[FLOAT]) if value.keys() == {FLOAT} else {name: _with_floats(value[name]) for name in value}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
+
+
+def _unmade(error: Exception, config: dict[str, Any], version: str) -> RefusedModel:
+    """Return the reason why transformers made no model of a configuration. Its checks of fields and of the whole
+    configuration raise errors whose text begins with the name of the field or check."""
+    kind = type(error).__name__
+    named = re.search(r"'(\w+)'", str(error).partition("\n")[0])
+    if kind == "StrictDataclassFieldValidationError" and named:
+        return RefusedModel("rejected-field", version=version, field=named[1])
+    heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
+    if hidden_size % heads:
+        return RefusedModel("heads", version=version, heads=heads, hidden_size=hidden_size)
+    if kind == "StrictDataclassClassValidationError" and named:
+        return RefusedModel("rejected", version=version, check=named[1])
+    return RefusedModel("unmade", version=version, error=kind, place=place_of(error))
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file and line that raised an error."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
 def config_to_save(workload: Workload) -> Any:
     """Return transformers' configuration of the workload's model, to be saved beside its weights. Dropout has the
-    values of the workload's config.json. Raises Unlike if transformers cannot make the model."""
+    values of the workload's config.json. Raises RefusedModel if transformers cannot make the model."""
     text, dtype = _key(workload)
     given = json.loads(str(workload.config))
     config = json.loads(text) | {name: given[name] for name in given if name.endswith(("dropout", "_pdrop"))}
@@ -316,7 +356,7 @@ def _set_blocks(workload: Workload, layers: Iterable[nn.Module], base: nn.Module
     for layer in layers:
         token_blocks.set_blocks(layer, blocks.parts, at_once, most)
     if base is not None:
-        token_blocks.set_blocks(base, [_norm_name(base)], at_once, most)
+        token_blocks.set_blocks(base, [norm_name(base)], at_once, most)
 
 
 def _key(workload: Workload) -> tuple[str, torch.dtype]:
@@ -378,21 +418,24 @@ def _head(module: Any) -> Tensor:
     return weight
 
 
-def _list_name(base: nn.Module) -> str:
-    """Return the name of the base model's list of layers. Raises Unlike if there is no such list."""
+def list_name(base: nn.Module) -> str:
+    """Return the name of the base model's list of layers. Raises RefusedModel if there is no such list."""
     config: Any = base.config
-    for name, child in base.named_children():
-        if isinstance(child, nn.ModuleList) and len(child) in (0, config.num_hidden_layers):
+    lists = [(name, child) for name, child in base.named_children() if isinstance(child, nn.ModuleList)]
+    for name, child in lists:
+        if len(child) in (0, config.num_hidden_layers):
             return name
-    raise Unlike(f"it has no list of its {config.num_hidden_layers} layers")
+    lengths = ", ".join(f"{name} of {len(child)}" for name, child in lists) or "none"
+    raise RefusedModel("no-layers", num_layers=config.num_hidden_layers, base=type(base).__name__, lists=lengths)
 
 
-def _norm_name(base: nn.Module) -> str:
-    """Return the name of the norm after the last layer, one of NORMS. Raises Unlike if no module has such a name."""
+def norm_name(base: nn.Module) -> str:
+    """Return the name of the norm after the last layer, one of NORMS. Raises RefusedModel if no module has such a
+    name."""
     for name in NORMS:
         if name in base._modules:
             return name
-    raise Unlike(f"it has none of {', '.join(NORMS)} after its layers")
+    raise RefusedModel("no-norm", known=", ".join(NORMS))
 
 
 def _tables(base: nn.Module) -> list[tuple[str, nn.Embedding]]:
@@ -403,14 +446,14 @@ def _tables(base: nn.Module) -> list[tuple[str, nn.Embedding]]:
 
 def _layers(module: Any) -> nn.ModuleList:
     base = _base(module)
-    found: nn.ModuleList = base._modules[_list_name(base)]
+    found: nn.ModuleList = base._modules[list_name(base)]
     return found
 
 
 def _take_out(causal: Any) -> nn.ModuleList:
     """Remove the layers from the model `causal`, and return them."""
     base = causal.base_model
-    name = _list_name(base)
+    name = list_name(base)
     layers: nn.ModuleList = base._modules[name]
     base._modules[name] = nn.ModuleList()
     return layers
@@ -418,15 +461,16 @@ def _take_out(causal: Any) -> nn.ModuleList:
 
 def _compute_buffers(causal: Any) -> None:
     """Set the values of the model's buffers, on the CPU. To get them, make each module that holds only buffers again
-    from the configuration. Raises Unlike for a buffer that the configuration does not determine."""
+    from the configuration. Raises RefusedModel for a buffer that the configuration does not determine."""
     for name, module in list(causal.named_modules()):
         if not module._buffers:
             continue
         if list(module._buffers) == ["embed_scale"]:  # the scale of Gemma's embedding
             module.embed_scale = torch.tensor(module.scalar_embed_scale, device="cpu")
             continue
-        if module._parameters or not hasattr(module, "config") or ".layers." in name:
-            raise Unlike(f"{name} ({type(module).__name__}) holds buffers that are no function of the configuration")
+        has_weights = any(True for _ in module.parameters())
+        if has_weights or not hasattr(module, "config") or f".{list_name(causal.base_model)}." in name:
+            raise RefusedModel("buffers", part=f"{name} ({type(module).__name__})")
         with torch.device("cpu"):
             causal.set_submodule(name, type(module)(module.config))
 

@@ -57,8 +57,11 @@ class ConfiguredModel:
 
     @property
     def note(self) -> str:
-        """Describe the part that is trained in place of the whole model; empty if the whole model is trained."""
-        return f"the part for texts of a {self.part_of}, without the others" if self.part_of else ""
+        """Describe how the trained model differs from the configured one: it may be only the part for texts, and it
+        has no dropout. Empty if it does not differ."""
+        part = f"the part for texts of a {self.part_of}, without the others" if self.part_of else ""
+        dropouts = ", ".join(f"{name} {value:g}" for name, value in hub_config.dropouts(self.config).items())
+        return " and ".join(filter(None, (part, dropouts and f"trained without its dropout ({dropouts})")))
 
     @property
     def sizes(self) -> dict[str, Any]:

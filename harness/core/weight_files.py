@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.base.foreign_file import read_json
+from harness.core import hub_config
 from harness.core.corpus_files import sampled_hash
 
 if TYPE_CHECKING:
@@ -26,24 +29,92 @@ INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names of the dtypes that weights may have here
 HASHED_BLOCKS = 2**14  # number of hashed blocks of each file; a file of up to 64 MiB is hashed whole
 TEXT_PART = "language_model"  # prefix of the part for texts, in files of models of texts and images
+ADAPTER = "adapter_config.json"  # file beside which transformers loads an adapter's weights, too
+PICKLES = "*.bin"  # files of weights that older versions of transformers wrote
+COMPARED_BYTES = 2**24  # bytes of two tensors that are compared at once
+HEAD = "lm_head.weight"
 OTHER_HEAD = "embed_out.weight"  # name of the head's matrix in the files of some families of models
 
 
 def check(workload: Workload) -> None:
     """Raise ValueError unless the folder `workload.weights` holds every tensor of the workload's model, in the model's
-    shape and in a dtype of DTYPES."""
+    shape and in a dtype of DTYPES, and no tensor that transformers would load or warn of, and that the model lacks."""
     anatomy, folder = workload.anatomy, Path(str(workload.weights))
-    files = _files(folder)
+    if (folder / ADAPTER).exists():
+        told = f"expected weights of a whole model, got an adapter beside them ({ADAPTER})"
+        raise ValueError(f"{folder}: {told}; merge it into the model first, by merge_and_unload of peft")
+    files, read = _files(folder), set[str]()
     for name in anatomy.names(workload.num_layers):
         expected = list(anatomy.ends.get(name) or anatomy.layer[anatomy.within(name)])
         with _opened(files, folder, name, "np") as (file, own):
+            read.add(own)
             tensor = file.get_slice(own)
             if (dtype := tensor.get_dtype()) not in DTYPES:
                 told = f"expected weights in {', '.join(DTYPES)}, got {dtype} for {own}"
                 raise ValueError(f"{folder}: {told}; try the original model's weights")
-            if (found := tensor.get_shape()) != expected:
-                told = f"expected {own} of shape {expected}, got {found}"
+            if (shape := tensor.get_shape()) != expected:
+                told = f"expected {own} of shape {expected}, got {shape}"
                 raise ValueError(f"{folder}: {told}; try --model {folder}")
+    _check_tied_head(workload, files, read)
+    if others := _others(workload, files, read):
+        told = f"expected only tensors of the model, got {min(others)}, one of {len(others)} that it lacks"
+        way = "try the config.json that has them, or remove them from the files"
+        raise ValueError(f"{folder}: {told} and would not train; {way}")
+
+
+def _check_tied_head(workload: Workload, files: dict[str, str], read: set[str]) -> None:
+    """Raise ValueError if the configuration ties the head to the embedding, but the files hold a head with other
+    values: transformers then does not tie them. A head with the embedding's values counts as read."""
+    anatomy, folder = workload.anatomy, Path(str(workload.weights))
+    heads = [name for name in _names(HEAD) if name in files] if anatomy.is_tied else []
+    if not heads:
+        return
+    table = next(own for own in _names(next(iter(anatomy.embedding))) if own in files)
+    paths = [folder / files[own] for own in (heads[0], table)]
+    if not _is_same(heads[0], table, *paths, *map(_state, paths)):
+        told = f"expected no {heads[0]}, or one with the values of {table}, since config.json ties them, got another"
+        raise ValueError(f"{folder}: {told}; write tie_word_embeddings: false into config.json")
+    read.add(heads[0])
+
+
+def _others(workload: Workload, files: dict[str, str], read: set[str]) -> set[str]:
+    """Return the names of tensors in the files that the model lacks. Not among them are layers that the workload leaves
+    out, the other parts of a model of texts and images, and what transformers ignores for this model."""
+    anatomy, num_layers = workload.anatomy, workload.num_layers
+    whole = hub_config.sizes_of(hub_config.parsed(str(workload.config)))["num_layers"]
+    left_out = {f"{anatomy.layer_name(index)}{name}" for index in range(num_layers, whole) for name in anatomy.layer}
+    others = files.keys() - read - {own for name in left_out for own in _names(name)}
+    if any(TEXT_PART in own.split(".") for own in read):
+        others = {own for own in others if TEXT_PART in own.split(".")}
+    ignored = re.compile("|".join(f"({pattern})" for pattern in anatomy.ignored) or r"(?!)")
+    return {own for own in others if not ignored.search(own)}
+
+
+@functools.lru_cache(maxsize=8)
+def _is_same(name: str, other: str, path: Path, other_path: Path, *states: tuple[int, int, int]) -> bool:
+    """True if two tensors in files of safetensors have the same bytes. The answer is cached for the files' states."""
+    spans = [_span(path, name), _span(other_path, other)]
+    if len({stop - start for start, stop in spans}) > 1:
+        return False
+    with open(path, "rb") as file, open(other_path, "rb") as other_file:
+        for opened, (start, _) in zip((file, other_file), spans, strict=True):
+            opened.seek(start)
+        left = spans[0][1] - spans[0][0]
+        while left:
+            size = min(left, COMPARED_BYTES)
+            if file.read(size) != other_file.read(size):
+                return False
+            left -= size
+    return True
+
+
+def _span(path: Path, name: str) -> tuple[int, int]:
+    """Return where a tensor's bytes begin and end in a file of safetensors. The file begins with the header's length, 8
+    bytes, and the header; offsets count from the header's end."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        start, stop = json.loads(file.read(length))[name]["data_offsets"]
+    return 8 + length + start, 8 + length + stop
 
 
 def files_hash(folder: str) -> str:
@@ -99,8 +170,12 @@ def _files(folder: Path) -> dict[str, str]:
     for name in (ALONE, INDEX):
         if (folder / name).is_file():
             return _listed(folder, name, *_state(folder / name))
-    found = "a folder without either" if folder.is_dir() else "no such folder"
-    raise ValueError(f"--weights {folder}: expected a folder with {ALONE} or {INDEX}, as Hugging Face has, got {found}")
+    pickles = sorted(path.name for path in folder.glob(PICKLES)) if folder.is_dir() else []
+    if pickles:
+        told = f"{pickles[0]}, which only unpickling reads: try from_pretrained({str(folder)!r}) and save_pretrained of"
+        raise ValueError(f"--weights {folder}: expected {ALONE} or {INDEX}, got {told} transformers, into a new folder")
+    kind = "a folder without either" if folder.is_dir() else "no such folder"
+    raise ValueError(f"--weights {folder}: expected a folder with {ALONE} or {INDEX}, as Hugging Face has, got {kind}")
 
 
 @functools.lru_cache(maxsize=8)
@@ -125,19 +200,27 @@ def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _opened(files: dict[str, str], folder: Path, name: str, framework: str) -> Iterator[tuple[Any, str]]:
-    """Yield the opened file that holds the model's tensor `name`, and the tensor's name in this file. The two names may
-    differ: some files leave out the prefix of the base model, such as `model.`, and files of models of texts and images
-    add the prefix TEXT_PART. Raises ValueError if there is no such tensor."""
-    base = name.partition(".")[2]
-    others = [OTHER_HEAD] if name == "lm_head.weight" else []
-    for own in (name, base, f"{TEXT_PART}.{name}", f"model.{TEXT_PART}.{base}", *others):
+    """Yield the opened file that holds the model's tensor `name`, and the tensor's name in this file. Raises ValueError
+    if there is no such tensor."""
+    for own in _names(name):
         if own in files:
             with _file(folder, files[own], framework) as file:
                 if own not in file.keys():  # noqa: SIM118 a file of tensors is no dictionary
                     raise ValueError(f"{folder / files[own]}: expected {own}, as the index says; fetch it again")
                 yield file, own
             return
+    if longer := next((own for own in files if own.endswith(f".{name}")), None):
+        told = f"got {longer}; save the files again without {longer.removesuffix(name)} before each name"
+        raise ValueError(f"{folder}: expected weights of {name}, {told}")
     raise ValueError(f"{folder}: expected weights of {name}, got none of this name; try --model {folder}")
+
+
+def _names(name: str) -> tuple[str, ...]:
+    """Return the names that the model's tensor `name` may have in files. Some files leave out the prefix of the base
+    model, such as `model.`, and files of models of texts and images add the prefix TEXT_PART."""
+    base = name.partition(".")[2]
+    others = (OTHER_HEAD,) if name == HEAD else ()
+    return (name, base, f"{TEXT_PART}.{name}", f"model.{TEXT_PART}.{base}", *others)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+import traceback
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,15 +26,36 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from harness.base.checkout import ROOT
 from harness.base.child_process import limit_memory
 from harness.core import hub_config, model
 from harness.core.gpt import DTYPES
-from harness.core.hub_model import HubEmbedding, HubEnds, HubHead, Unlike, bend_of, parts_of, theirs
+from harness.core.hub_model import (
+    HubEmbedding,
+    HubEnds,
+    HubHead,
+    bend_of,
+    library,
+    list_name,
+    norm_name,
+    parts_of,
+    place_of,
+    theirs,
+)
 from harness.core.job import Workload
+from harness.core.refused_model import RefusedModel
 from harness.devices.memory_account import NAME
 from harness.devices.memory_rehearsal import without_memory
 
 HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # sizes of the narrow model
+MOST_HEADS_SIZES = 17  # widths of heads that are tried for the narrow model, up to 16 * HEAD_SIZE columns
+MOST_COMPARED = 2**25  # most parameters of a model that is compared at its own width
+# Reasons that may come of the narrow model's sizes alone.
+OF_SIZES = ("heads", "rejected-field", "rejected", "unmade")
+# Names of classes of transformers' modules that send each token through a few of several experts.
+EXPERTS = re.compile(r"(Experts|Router|MoE|Moe|MoeBlock|MoELayer)$")
+# Buffers that older versions of transformers wrote into files, and the pattern of their names.
+OLDER_BUFFERS = {"inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 GRADIENT_TOLERANCE = 1e-5  # largest relative difference between the parts' gradients and the whole model's
 COUNTED = (64, 128)  # numbers of tokens of the two samples whose operations are counted
 # number of tokens whose activations are measured: so large that a weight's memory is negligible beside theirs
@@ -43,25 +67,28 @@ SHORT = 256  # most tokens of one sample if attention stores the scores and mask
 
 
 def sketch(workload: Workload) -> dict[str, Any]:
-    """Return the fields of an Anatomy. Raises Unlike if the harness cannot train this model in parts."""
-    starts = prove(workload)
+    """Return the fields of an Anatomy. Raises RefusedModel if the harness cannot train this model in parts."""
+    causal = without_values(workload)
+    check_kind(causal)
     whole = model.whole(workload)
     layers = [shapes_of(layer) for layer in whole.layers]
-    if any(layer != layers[0] for layer in layers):
-        raise Unlike("its layers have unequal tensors")
+    for index, layer in enumerate(layers):
+        if others := {name for name in {*layer, *layers[0]} if layer.get(name) != layers[0].get(name)}:
+            raise RefusedModel("unequal-layers", part=f"{min(others)}, unlike in layers 0 and {index}")
+    starts = proved(workload, sum(weight.numel() for weight in causal.parameters()))
     embedding, head = shapes_of(HubEmbedding(workload)), shapes_of(HubHead(workload))
     size = [workload.vocab_size, workload.hidden_size]
     table, *positions = embedding.values()
     matrices = [table, *(shape for shape in head.values() if len(shape) > 1)]
     if matrices != [size, size] or any(shape[1:] != size[1:] for shape in positions):
-        raise Unlike(f"its ends have other matrices than those of {size[0]} words and of positions")
+        raise RefusedModel("ends", vocab_size=size[0], hidden_size=size[1])
     token_flops, pair_flops = work(workload)
     fp32, half = measured(workload), measured(replace(workload, dtype="bf16"))
     return {
         "embedding": embedding, "layer": layers[0], "head": head,
         "layer_prefix": prefix_of(whole), "token_flops": token_flops, "pair_flops": pair_flops,
         **{name: {"fp32": fp32[name], "half": half[name]} for name in fp32},
-        "slopes": keeps_slopes(workload), "starts": starts,
+        "slopes": keeps_slopes(workload), "starts": starts, "ignored": ignored_names(causal),
     }  # fmt: skip
 
 
@@ -70,16 +97,71 @@ def shapes_of(module: nn.Module) -> dict[str, list[int]]:
     return {name: list(parameter.shape) for name, parameter in module.named_parameters()}
 
 
+def without_values(workload: Workload) -> Any:
+    """Return transformers' model of the workload, whose tensors have no memory."""
+    sizes = (workload.num_layers, workload.hidden_size, workload.vocab_size)
+    config = hub_config.narrowed(str(workload.config), *sizes)
+    with torch.device("meta"):
+        return theirs(config, torch.float32)
+
+
+def check_kind(causal: Any) -> None:
+    """Raise RefusedModel if the model has modules or settings that the harness cannot take apart. The reasons are in
+    the order in which they tell most."""
+    base, config = causal.base_model, causal.config
+    if experts := [name for name, child in causal.named_modules() if EXPERTS.search(type(child).__name__)]:
+        raise RefusedModel("mixture", part=experts[0])
+    if getattr(config, "is_encoder_decoder", False) or "encoder" in base._modules:
+        raise RefusedModel("encoder-decoder")
+    held = {list_name(base), norm_name(base)}
+    if not causal.supports_gradient_checkpointing:
+        raise RefusedModel("no-checkpoints")
+    for name, child in base.named_children():
+        if name not in held and not isinstance(child, nn.Embedding) and any(True for _ in child.parameters()):
+            raise RefusedModel("before-layers", part=f"{name} ({type(child).__name__})")
+    if getattr(head := causal.get_output_embeddings(), "bias", None) is not None:
+        raise RefusedModel("head-bias", part=f"{head.bias.numel()} elements")
+    if (scale := getattr(config, "logit_scale", None)) not in (None, 1):
+        known = "final_logit_softcapping or logits_scaling"
+        raise RefusedModel("scaled-logits", known=known, field="logit_scale", value=scale)
+    if assumed := hub_config.dropouts(config.to_dict()):
+        field, value = next(iter(assumed.items()))
+        raise RefusedModel("dropout", part=f"{field} {value}")
+
+
+def ignored_names(causal: Any) -> list[str]:
+    """Return patterns of the names of tensors that transformers ignores in files of this model: buffers that older
+    versions wrote, and tensors of other heads."""
+    buffers = {name.rpartition(".")[2] for name, _ in causal.named_buffers()}
+    older = [pattern for name, pattern in OLDER_BUFFERS.items() if name in buffers]
+    return sorted({*(causal._keys_to_ignore_on_load_unexpected or ()), *older})
+
+
+def proved(workload: Workload, num_params: int) -> dict[str, tuple[float, float]]:
+    """Return what prove() does for a narrow model or, if transformers cannot make or run a narrow one, for a model of
+    the workload's own width. Raises RefusedModel, too, if that one is too large to be compared."""
+    small = narrow(workload)
+    try:
+        return prove(small)
+    except Exception as error:
+        code = error.code if isinstance(error, RefusedModel) else ""
+        if is_own(error) or small.hidden_size == workload.hidden_size or (code and code not in OF_SIZES):
+            raise
+        if num_params > MOST_COMPARED:
+            told = {"error": type(error).__name__, "place": place_of(error), "hidden_size": small.hidden_size}
+            raise RefusedModel("narrow", version=library().__version__, **told) from error
+    return prove(replace(small, hidden_size=workload.hidden_size))
+
+
 def prefix_of(whole: nn.Module) -> str:
     """Return the text with which the tensor names of all layers begin; the layer's number follows it."""
     (name,) = (name for name, module in whole.named_modules() if module is whole.layers)
     return f"{name}."
 
 
-def prove(workload: Workload) -> dict[str, tuple[float, float]]:
-    """Compare the parts of a narrow model with the whole. Return the mean and the standard deviation of the whole
-    model's starting values, by tensor. Raises Unlike if the parts compute something else than the whole."""
-    small = narrow(workload)
+def prove(small: Workload) -> dict[str, tuple[float, float]]:
+    """Compare the parts of a small model with the whole. Return the mean and the standard deviation of the whole
+    model's starting values, by tensor. Raises RefusedModel if the parts compute something else than the whole."""
     torch.manual_seed(1)
     config = hub_config.narrowed(str(small.config), small.num_layers, small.hidden_size, small.vocab_size)
     whole, ends = theirs(config, torch.float32).train(), HubEnds(small)
@@ -103,22 +185,26 @@ def prove(workload: Workload) -> dict[str, tuple[float, float]]:
     for layer in layers:
         x = layer(x)
     if not torch.equal(ends.logits(x), logits):
-        raise Unlike("embedding, layers, norm and a linear head give other logits than the whole model")
+        raise RefusedModel("other-logits")
     ends.loss(x, targets).backward()
     for names, part in parts.items():
         for name, weight in part.named_parameters():
             grad, expected = weight.grad, named[names + name].grad
             if grad is None or expected is None:
-                raise Unlike(f"{names}{name} has no gradient")
+                raise RefusedModel("no-gradient", part=names + name)
             if float((grad - expected).norm()) > GRADIENT_TOLERANCE * float(expected.norm()):
-                raise Unlike(f"its parts give another gradient of {names}{name} than the whole")
+                raise RefusedModel("other-gradient", part=names + name)
     return starts
 
 
 def narrow(workload: Workload) -> Workload:
-    """Return the workload of a narrow model of the same kind, in fp32."""
+    """Return the workload of a narrow model of the same kind, in fp32. Its heads have the fewest columns, a multiple of
+    HEAD_SIZE, of which rotary positions turn whole pairs."""
+    share = hub_config.rotary_share(hub_config.parsed(str(workload.config)))
+    sizes = (HEAD_SIZE * count for count in range(1, MOST_HEADS_SIZES))
+    head_size = next((size for size in sizes if int(size * share) >= 2 and int(size * share) % 2 == 0), HEAD_SIZE)
     return replace(
-        workload, hidden_size=HEAD_SIZE * workload.num_heads, vocab_size=min(WORDS, workload.vocab_size),
+        workload, hidden_size=head_size * workload.num_heads, vocab_size=min(WORDS, workload.vocab_size),
         seq_len=TOKENS, batch_size=SAMPLES, dtype="fp32",
     )  # fmt: skip
 
@@ -129,13 +215,13 @@ def within(name: str, prefix: str) -> str:
 
 
 def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a tensor's starting values. Raises Unlike if the elements of a
-    vector start from different values."""
+    """Return the mean and the standard deviation of a tensor's starting values. Raises RefusedModel if the elements
+    of a vector start from different values."""
     if weight.ndim > 1:
         return 0.0, float(getattr(whole.config, "initializer_range", 0.02))
     first = float(weight.detach()[0])
     if not torch.equal(weight, torch.full_like(weight, first)):
-        raise Unlike(f"{name} does not start from one value")
+        raise RefusedModel("starts", part=name)
     return first, 0.0
 
 
@@ -244,18 +330,32 @@ def given_bytes(workload: Workload) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): reads a configuration from standard input, and prints the fields of an
-    Anatomy as JSON, or {"unlike": reason}."""
+    """Entry point for child_process.ask(): reads a configuration from standard input, and prints answer() as JSON."""
     config = json.load(sys.stdin)
     limit_memory(MOST_BYTES)
-    sizes = hub_config.sizes_of(config)
+    print(json.dumps(answer(config)))
+
+
+def answer(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an Anatomy, or {"refused": [code, values]} with the code and values of a RefusedModel. An
+    error of transformers or torch becomes a reason, too: a layer that reads its tensors' values fails, for example,
+    because tensors without memory have no values."""
     try:
-        print(json.dumps(sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))))
-    except MemoryError:
-        print(json.dumps({"unlike": f"a narrow model of its kind needs more than {MOST_BYTES / 2**30:g} GiB"}))
-    # a layer that reads its tensors' values, as experts do, fails: tensors without memory have no values
-    except (AssertionError, RuntimeError, Unlike) as error:
-        print(json.dumps({"unlike": (str(error).splitlines() or [type(error).__name__])[0]}))
+        sizes = hub_config.sizes_of(config)
+        return sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))
+    except RefusedModel as error:
+        return {"refused": [error.code, error.values]}
+    except Exception as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):  # torch's is a RuntimeError
+            return {"refused": ["memory", {"gib": MOST_BYTES // 2**30}]}
+        if is_own(error):
+            raise
+        return {"refused": ["apart", {"error": type(error).__name__, "place": place_of(error)}]}
+
+
+def is_own(error: Exception) -> bool:
+    """True if this project's code raised the error: that is a bug, not a property of the model."""
+    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(ROOT / "harness")
 
 
 if __name__ == "__main__":
