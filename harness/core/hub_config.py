@@ -172,7 +172,7 @@ def _is_id(value: Any) -> bool:
 
 def _check_positions(config: dict[str, Any]) -> None:
     """Raise RefusedModel unless all rotary positions have angles that do not depend on the sample."""
-    for kind in map(_rope_type, rope_tables(config)):
+    for kind in rope_types(config):
         if kind not in ROPE_TYPES:
             code = "angles-of-sample" if kind in ROPE_TYPES_OF_SAMPLES else "positions"
             raise RefusedModel(code, known=", ".join(ROPE_TYPES), kind=f"{kind:.40}")
@@ -261,7 +261,13 @@ def _within(ids: Any, vocab_size: int) -> Any:
     return ids if ids is None else min(ids, vocab_size - 1)
 
 
-def rope_tables(config: dict[str, Any]) -> list[Any]:
+def rope_types(config: dict[str, Any]) -> list[str]:
+    """Return the types of rotary positions, one for each kind of layer."""
+    tables = [table if isinstance(table, dict) else {"rope_type": table} for table in _rope_tables(config)]
+    return [str(table.get("rope_type", table.get("type", "default"))) for table in tables]
+
+
+def _rope_tables(config: dict[str, Any]) -> list[Any]:
     """Return the settings of rotary positions, one table for each kind of layer. transformers reads the older field
     rope_scaling before rope_parameters, and takes tables within a table for those of kinds of layers."""
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -270,12 +276,8 @@ def rope_tables(config: dict[str, Any]) -> list[Any]:
     return nested + [table] * is_flat
 
 
-def _rope_type(table: Any) -> str:
-    return str(table.get("rope_type", table.get("type", "default")) if isinstance(table, dict) else table)
-
-
 def rotary_share(config: dict[str, Any]) -> float:
     """Return the share of a head's columns that rotary positions turn, 1 if the configuration does not tell it."""
-    shares = [config, *(table for table in rope_tables(config) if isinstance(table, dict))]
+    shares = [config, *(table for table in _rope_tables(config) if isinstance(table, dict))]
     given = [share for table in shares if isinstance(share := table.get("partial_rotary_factor"), int | float)]
     return given[-1] if given else 1.0

@@ -49,7 +49,7 @@ from harness.devices.memory_rehearsal import without_memory
 
 HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # sizes of the narrow model
 MOST_HEADS_SIZES = 17  # widths of heads that are tried for the narrow model, up to 16 * HEAD_SIZE columns
-MOST_COMPARED = 2**25  # most parameters of a model that is compared at its own width
+MOST_COMPARED = 2**22  # most parameters of a model that is compared at its own width
 # Reasons that may come of the narrow model's sizes alone.
 OF_SIZES = ("heads", "rejected-field", "rejected", "unmade")
 # Names of classes of transformers' modules that send each token through a few of several experts.

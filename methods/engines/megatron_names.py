@@ -68,21 +68,29 @@ def check(workload: Workload) -> None:
     """Raise ValueError if GPTModel lacks some of the model's tensors, or would compute the model differently."""
     if workload.config is None:
         return
-    config = hub_config.parsed(workload.config)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    asked: list[tuple[str, Any, tuple[Any, ...]]] = [
-        ("a model of type", config["model_type"], FAMILIES),
-        ("the activation", config.get("hidden_act", "silu"), ("silu",)),
-        ("positions of type", rope.get("rope_type", rope.get("type", "default")), ("default", "linear", "llama3")),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
-    ]
-    for told, given, known in asked:
-        if given not in known:
-            raise ValueError(f"expected {told} {', '.join(map(str, known))}, got {given}; try -m stronghold or l2l")
+    for field, value, known in _conventions(hub_config.parsed(workload.config)):
+        if value not in known:
+            expected = ", ".join(map(str, known))
+            raise ValueError(f"expected {field} {expected}, got {value}; try -m stronghold or l2l")
     held = {**layer_tensors(workload), **end_tensors(workload)}
     if others := {*workload.anatomy.layer, *workload.anatomy.ends}.difference(*held.values()):
         told = f"expected only tensors that megatron-core has, got {min(others)}"
         raise ValueError(f"{told}; try -m stronghold or l2l")
+
+
+def _conventions(config: dict[str, Any]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Yield each convention that transformers' modules of FAMILIES take from the configuration and that no tensor's
+    shape shows: its name, the model's value and the values that GPTModel computes alike. Left out are those that
+    GPTModel gets from elsewhere: angles from transformers' own buffer, the norms' epsilon from sizes_of(), starting
+    values from the harness; a sliding window is never shorter than a sample."""
+    yield "a model of type", config["model_type"], FAMILIES
+    yield "the activation", config.get("hidden_act", "silu"), ("silu",)
+    # transformers gives the padding token's row of the embedding no gradient, GPTModel does.
+    yield "pad_token_id", config.get("pad_token_id"), (None,)
+    yield "is_causal", config.get("is_causal", True), (True,)
+    yield "partial_rotary_factor", hub_config.rotary_share(config), (1,)
+    for kind in hub_config.rope_types(config):
+        yield "positions of type", kind, ("default", "linear", "llama3")  # yarn scales attention, too
 
 
 def sizes_of(workload: Workload) -> Sizes:

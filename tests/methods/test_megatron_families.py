@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
+from harness.core import hub_config
 from harness.core.job import Job, Room
 from harness.core.method import create
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from methods.engines import megatron_names
 from tests.support import engine_runs, forks
 from tests.support.configured import FAMILIES, configured
 
@@ -54,9 +58,43 @@ def test_what_megatron_does_not_have_is_one_line(family: str, options: dict[str,
         create("megatron-lm", options).plan(configured(family), Room())
 
 
-def test_megatron_refuses_what_it_computes_otherwise() -> None:
-    for changes in ({"hidden_act": "gelu"}, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {"mlp_bias": True}):
-        load = configured("llama")
-        load = dataclasses.replace(load, config=json.dumps(json.loads(str(load.config)) | changes))
-        with pytest.raises(ValueError, match=r"^expected .*, got (gelu|yarn|mlp\.\w+_proj\.bias); try -m"):
-            create("megatron-lm", {}).plan(load, Room())
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hidden_act": "gelu"}, "the activation silu, got gelu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "default, linear, llama3, got yarn"),
+        ({"mlp_bias": True}, r"got mlp\.\w+_proj\.bias"),
+        ({"pad_token_id": 0}, "pad_token_id None, got 0"),
+        ({"is_causal": False}, "is_causal True, got False"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "1, got 0.5"),
+    ],
+    ids=str,
+)
+def test_megatron_refuses_what_it_computes_otherwise(changes: dict[str, Any], told: str) -> None:
+    load = configured("llama")
+    load = dataclasses.replace(load, config=json.dumps(json.loads(str(load.config)) | changes))
+    with pytest.raises(ValueError, match=f"^expected .*{told}; try -m"):
+        create("megatron-lm", {}).plan(load, Room())
+
+
+# Fields that transformers' modules of these families read: sizes and biases, which the tensors' shapes show; angles,
+# which are copied; what sizes_of() and the anatomy hand over; what Workload bounds or sets to 0; and the conventions.
+SHOWN = {
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
+    "vocab_size", "attention_bias", "mlp_bias", "tie_word_embeddings", "rope_parameters", "max_position_embeddings",
+    "rms_norm_eps", "sliding_window", "layer_types", "attention_dropout", "_attn_implementation",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", megatron_names.FAMILIES)
+def test_every_field_that_transformers_reads_is_known_to_megatrons_check(family: str) -> None:
+    modules = (f"models.{family}.modeling_{family}", "masking_utils")
+    sources = [(Path(transformers.__file__).parent / f"{name.replace('.', '/')}.py").read_text() for name in modules]
+    causal_masks = sources[1].partition("def create_chunked_causal_mask")[0]
+    read = {*re.findall(r"config\.(\w+)", sources[0])} | {*re.findall(r'getattr\(config, "(\w+)"', causal_masks)}
+    conventions = {name.rpartition(" ")[2] for name, _, _ in megatron_names._conventions(configured_fields(family))}
+    assert read <= SHOWN | conventions | {"hidden_act"}
+
+
+def configured_fields(family: str) -> dict[str, Any]:
+    return hub_config.parsed(str(configured(family).config))

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -23,10 +24,13 @@ NEEDED = ("head_dim",)  # sizes that transformers demands of some types, though 
 
 
 @functools.cache
-def tiny(kind: str) -> str:
+def tiny(kind: str) -> str | None:
     """Return config.json of the smallest model of this type whose sizes are these; other fields keep the values of
-    transformers. Fields that transformers makes from the sizes are left out."""
-    config = json.loads(transformers.CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
+    transformers. None if transformers rejects its own defaults."""
+    try:
+        config = json.loads(transformers.CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
+    except StrictDataclassClassValidationError:
+        return None
     part = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     sizes = dict(SIZES)
     if "qk_rope_head_dim" in part:  # latent attention: widths of heads of its own, and a key for each head
