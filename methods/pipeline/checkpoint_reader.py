@@ -98,6 +98,8 @@ def metadata(path: Path) -> Metadata:
         told, there = sum(map(_num_bytes, found.state_dict_metadata.values())), sum(map(_size, path.iterdir()))
         if told > there:
             raise ValueError(f"expected files with the table's {told} bytes of tensors, got {there} bytes")
+        for stored in (found.storage_data or {}).values():
+            _check_inside(stored)
         found.storage_meta = found.storage_meta or StorageMeta()
     except Exception as error:  # reading damaged or foreign bytes may raise anything
         raise unreadable(path, error) from error
@@ -116,8 +118,15 @@ def _num_bytes(kind: Any) -> int:
     return math.prod(kind.size) * kind.properties.dtype.itemsize
 
 
+def _check_inside(stored: Any) -> None:
+    """Raise ValueError unless a table's entry names a file of the checkpoint's own folder: torch opens any path."""
+    name = getattr(stored, "relative_path", None)
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"expected files in the checkpoint's folder, got {name!r:.80}")
+
+
 def _size(file: Path) -> int:
-    status = file.stat()
+    status = file.lstat()  # a symbolic link may lead out of the folder
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"expected regular files, got another kind: {file.name}")
     return status.st_size

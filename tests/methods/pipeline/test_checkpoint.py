@@ -184,6 +184,27 @@ def test_a_table_changes_no_class(tmp_path: Path, name: bytes) -> None:
     assert not hasattr(Path, "changed") and not hasattr(Metadata, "changed")
 
 
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "..", "sub/file", ""])
+def test_a_table_that_leads_out_of_its_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    state(7)[2].save(tmp_path, 7, PROGRESS).result()
+    path = folder_of(tmp_path, 7)
+    shutil.copy(next(path.glob("*.distcp")), tmp_path / "outside")
+    table = checkpoint_reader.metadata(path)
+    for stored in table.storage_data.values():
+        stored.relative_path = name
+    (path / COMPLETE).write_bytes(pickle.dumps(table))
+    with pytest.raises(ValueError, match="expected files in the checkpoint's folder, got "):
+        state(1)[2].load(tmp_path, GptProgress)
+
+
+def test_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    state(7)[2].save(tmp_path, 7, PROGRESS).result()
+    (file,) = folder_of(tmp_path, 7).glob("*.distcp")
+    file.symlink_to(file.rename(tmp_path / "outside"))
+    with pytest.raises(ValueError, match="expected regular files, got another kind"):
+        state(1)[2].load(tmp_path, GptProgress)
+
+
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_truncated_file_is_told_with_its_checkpoint(tmp_path: Path, size: int) -> None:
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
