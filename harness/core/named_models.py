@@ -53,6 +53,7 @@ class ConfiguredModel:
     config: dict[str, Any]
     about: str = ""
     name: str = ""
+    ids: tuple[str, ...] = ()  # models of the Hub, OWNER/NAME, whose config.json is the same in all that training needs
     part_of: str = ""  # type of the whole model, if the configuration is only its part for texts
 
     @property
@@ -86,11 +87,13 @@ def several(text: str, file: Path = FILE) -> list[str]:
 
 def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:
     """Return the model that `name` names. `name` is a name in models.yaml, with or without the owner on the Hub
-    (owner/model), or the path of a config.json or of its folder. If `name` has a slash and is an existing path, `name`
-    is read as a path. Raises ValueError, which names the nearest models, or tells what is wrong with the file."""
-    found, known = entries(file, EXAMPLE), name.rpartition("/")[2]
-    if known in found and not ("/" in name and Path(name).exists()):
-        if "config" not in found[known]:
+    (owner/model), one of an entry's `ids`, or the path of a config.json or of its folder. If `name` has a slash and is
+    an existing path, `name` is read as a path. Raises ValueError, which names the nearest models, or tells what is
+    wrong with the file."""
+    models = entries(file, EXAMPLE)
+    known = _known(name, models)
+    if known in models and not ("/" in name and Path(name).exists()):
+        if "config" not in models[known]:
             return entry(NamedModel, "model", known, (file,), EXAMPLE)
         model = entry(ConfiguredModel, "model", known, (file,), EXAMPLE)
         return dataclasses.replace(model, config=hub_config.checked_config(model.config, str(file)), name=known)
@@ -98,3 +101,15 @@ def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:
         config, whole = hub_config.read(Path(name))
         return ConfiguredModel(config, name=name, part_of=whole)
     return entry(NamedModel, "model", name, (file,), EXAMPLE)
+
+
+def _known(name: str, models: dict[str, Any]) -> str:
+    """Return the entry's name that `name` means: an entry or one of its ids, with or without the owner. If there is
+    none, return `name` without the owner."""
+    short = name.rpartition("/")[2]
+    if short not in models:
+        for known, fields in models.items():
+            ids = fields.get("ids") if isinstance(fields, dict) else None
+            if isinstance(ids, list) and any(name in (spelled, str(spelled).rpartition("/")[2]) for spelled in ids):
+                return known
+    return short

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -11,16 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from harness.core import hub_config, named_models
 from harness.core.job import Workload
 from harness.core.model import build
+from harness.core.refused_model import RefusedModel
 from harness.simulation.batches import token_batches
 from tests.support import cli
 from tests.support.configured import FAMILIES, config_of, configured, in_parts
 
 # Parameters of the published checkpoints.
 PUBLISHED = {
+    "Llama-2-7b-hf": 6_738_415_616, "Llama-2-13b-hf": 13_015_864_320, "Llama-2-70b-hf": 68_976_648_192,
+    "Mistral-7B-v0.2": 7_241_732_096, "Mistral-7B-v0.3": 7_248_023_552,
     "Llama-3-8B": 8_030_261_248, "Llama-3.1-8B": 8_030_261_248, "Llama-3.1-70B": 70_553_706_496,
     "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B": 3_212_749_824, "Mistral-7B": 7_241_732_096,
     "Mistral-Nemo": 12_247_782_400, "Qwen2.5-0.5B": 494_032_768, "Qwen2.5-1.5B": 1_543_714_304,
@@ -104,18 +109,17 @@ def test_angles_stay_fp32_in_a_bf16_model() -> None:
 REFUSED = [
     ({"model_type": "nonsense"}, "transformers [0-9.]+ does not make it"),
     ({"sliding_window": 8}, "sliding window, got"),
-    ({"max_position_embeddings": 8}, "positions, got"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of type default, linear, llama3, yarn, got dynamic"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of type default, linear, .*, got dynamic"),
     ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "got dynamic"),
     ({"quantization_config": {"bits": 4}}, "got quantized ones"),
-    ({"num_hidden_layers": None}, "expected num_hidden_layers as a number"),
-    ({"hidden_size": True}, "expected hidden_size as one number from 0"),
-    ({"num_attention_heads": 0}, "num_attention_heads of at least 1, got 32 and 0"),
-    ({"intermediate_size": [64, 64]}, r"expected intermediate_size as one number from 0 to \d+, got \[64, 64\]"),
-    ({"max_position_embeddings": "64"}, "expected max_position_embeddings as one number"),
-    ({"sliding_window": 1e30}, "expected sliding_window as one number"),
-    ({"head_dim": -8}, "expected head_dim as one number"),
-    ({"eos_token_id": ["2"]}, r"expected eos_token_id as a number or numbers, got \['2'\]"),
+    ({"num_hidden_layers": None}, "expected num_hidden_layers as a positive whole number, got none"),
+    ({"hidden_size": True}, "expected hidden_size as a positive whole number, got True"),
+    ({"num_attention_heads": 0}, "expected num_attention_heads as a positive whole number, got 0"),
+    ({"intermediate_size": [64, 64]}, "expected one intermediate_size for all layers, got a list"),
+    ({"max_position_embeddings": "64"}, "expected max_position_embeddings as a whole number from 1 to "),
+    ({"sliding_window": 1e30}, "expected sliding_window as a whole number from 1 to "),
+    ({"head_dim": -8}, "expected head_dim as a whole number from 1 to "),
+    ({"eos_token_id": ["2"]}, r"expected eos_token_id as a token's number, got \['2'\]"),
 ]  # fmt: skip
 
 
@@ -148,7 +152,7 @@ def test_a_sketch_that_needs_too_much_memory_is_one_line(tmp_path: Path) -> None
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     ended = cli.run("plan", "-m", "resident", "--model", f"{tmp_path}/config.json")
-    assert ended.returncode == 2 and f"cannot read {tmp_path}/config.json" in ended.stderr
+    assert ended.returncode == 2 and f"{tmp_path}/config.json: cannot read it" in ended.stderr
 
 
 def test_widths_shrink_with_the_hidden_size() -> None:
@@ -165,7 +169,43 @@ def test_more_layers_than_a_model_has_go_on_with_its_kinds(name: str, kinds: lis
     assert hub_config.narrowed(text, 5, 32, 101)[name] == [*kinds, *kinds, kinds[0]]
 
 
-def test_a_token_beyond_a_smaller_vocabulary_is_none() -> None:
-    text = hub_config.text_of(config_of("llama", eos_token_id=[7, 99], bos_token_id=5))
+def test_a_token_beyond_a_smaller_vocabulary_is_its_last_one() -> None:
+    text = hub_config.text_of(config_of("llama", eos_token_id=[7, 99], bos_token_id=5, pad_token_id=100))
     narrow = hub_config.narrowed(text, 2, 32, 50)
-    assert (narrow["eos_token_id"], narrow["bos_token_id"]) == (None, 5)
+    assert [narrow[name] for name in hub_config.TOKENS] == [5, [7, 49], 49]
+
+
+@pytest.mark.parametrize(
+    ("whole", "part", "ties"),
+    [("gemma3", None, True), ("gemma3", True, True), ("llava", None, False), ("mistral3", None, True)],
+)
+def test_a_part_for_texts_ties_its_head_as_the_whole_model_does(whole: str, part: bool | None, ties: bool) -> None:
+    config = {"model_type": whole, "text_config": config_of("llama", tie_word_embeddings=part)}
+    assert hub_config.text_part(config)["tie_word_embeddings"] is ties
+    assert hub_config.text_part({**config, "tie_word_embeddings": part or False})["tie_word_embeddings"] is bool(part)
+
+
+@pytest.mark.parametrize(("whole", "part"), [(True, False), (False, True), (None, False)])
+def test_a_part_for_texts_that_contradicts_the_whole_is_refused(whole: bool | None, part: bool) -> None:
+    config = {"model_type": "gemma3", "text_config": config_of("llama", tie_word_embeddings=part)}
+    with pytest.raises(RefusedModel, match="write the same value into both"):
+        hub_config.checked_config({**config, "tie_word_embeddings": whole}, "it")
+
+
+@pytest.mark.heavy
+def test_whole_models_tie_their_heads_by_transformers_defaults() -> None:
+    """Among types whose default makes a part for texts."""
+    tied = set()
+    for kind, cls in transformers.CONFIG_MAPPING.items():
+        with contextlib.suppress(Exception):  # a type that rejects its own defaults
+            if getattr(cls, "tie_word_embeddings", None) and hasattr(cls().text_config, "model_type"):
+                tied.add(kind)
+    assert tied == {*hub_config.TIED_WHOLES.split()}
+
+
+def test_the_dropout_of_a_configuration_is_named() -> None:
+    """With what transformers assumes for GPT-2."""
+    model = named_models.ConfiguredModel(config_of("llama", attention_dropout=0.1, classifier_dropout=0.5))
+    assert model.note == "trained without its dropout (attention_dropout 0.1)"
+    config = {name: value for name, value in config_of("gpt2").items() if name != "attn_pdrop"} | {"embd_pdrop": 0}
+    assert named_models.ConfiguredModel(config).note.endswith("(attn_pdrop 0.1, resid_pdrop 0.1)")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.core import ParameterSource
 
+from harness.base.named_entries import entries
 from harness.cli import main
 from harness.cli.job_options import make_jobs
 from harness.core import named_models
@@ -144,6 +145,26 @@ def test_a_folder_is_not_taken_for_the_model_whose_name_it_has(tmp_path: Path) -
     (folder / "config.json").write_text(json.dumps(config_of("llama")))
     assert named_models.load(str(folder)).sizes["hidden_size"] == 32
     assert named_models.load("Qwen/Qwen3-8B").sizes["hidden_size"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "Llama-3-8B"),
+        ("Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B-v0.3"),
+        ("meta-llama/Llama-2-7b-hf", "Llama-2-7b-hf"),
+        ("Qwen/Qwen3-8B-Base", "Qwen3-8B"),
+    ],
+)
+def test_ids_as_the_hub_spells_them_are_known(spelled: str, name: str) -> None:
+    assert named_models.load(spelled) == named_models.load(name)
+
+
+def test_no_id_is_that_of_two_models_or_an_entry() -> None:
+    models = entries(named_models.FILE, named_models.EXAMPLE)
+    ids = [spelled.rpartition("/")[2] for fields in models.values() for spelled in fields.get("ids", ())]
+    assert len({*ids, *models}) == len(ids) + len(models)
 
 
 def test_sizes_that_make_no_model_are_one_line(tmp_path: Path) -> None:
