@@ -106,6 +106,87 @@ def test_names_may_lack_the_name_of_the_model(tmp_path: Path) -> None:
     assert all(torch.equal(loaded(folder)[name], weight) for name, weight in build(workload).named_parameters())
 
 
+def with_tensors(folder: Path, new: Path, **changes: torch.Tensor | None) -> Path:
+    """The same model in one file, with these tensors changed or, for None, without them. Underscores are dots."""
+    new.mkdir()
+    weights = {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+    weights |= {name.replace("__", "."): weight for name, weight in changes.items()}
+    save_file({name: weight for name, weight in weights.items() if weight is not None}, new / "model.safetensors")
+    (new / "config.json").write_text((folder / "config.json").read_text())
+    return new
+
+
+LEFT_OUT = {
+    "a bias": "model__layers__0__mlp__down_proj__bias",
+    "a layer": "model__layers__3__input_layernorm__weight",
+    "a norm": "model__layers__1__self_attn__q_norm__weight",
+    "another head": "score__weight",
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_a_tensor_that_the_model_lacks_is_named(name: str, tmp_path: Path) -> None:
+    """transformers warns of it, loads the rest, and trains another model than the one that was saved."""
+    folder = with_tensors(written(tmp_path / "in"), tmp_path / "new", **{name: torch.ones(32)})
+    with pytest.raises(ValueError, match=rf"got {name.replace('__', '.')}, one of 1 that it lacks and would not train"):
+        weight_files.check(starting_from(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen2", "model__layers__0__self_attn__rotary_emb__inv_freq"),
+        ("gpt2", "transformer__h__0__attn__bias"),
+        ("gpt_neox", "gpt_neox__layers__1__attention__masked_bias"),
+    ],
+)
+def test_buffers_that_older_versions_wrote_are_ignored(family: str, name: str, tmp_path: Path) -> None:
+    folder = with_tensors(written(tmp_path / "in", family), tmp_path / "new", **{name: torch.ones(4)})
+    weight_files.check(starting_from(folder))
+
+
+def test_layers_that_are_left_out_may_be_in_the_files(tmp_path: Path) -> None:
+    weight_files.check(starting_from(written(tmp_path / "in"), num_layers=2))
+
+
+def test_a_tied_head_in_the_files_has_the_values_of_the_embedding(tmp_path: Path) -> None:
+    """Else transformers does not tie it."""
+    folder = written(tmp_path / "in")
+    table = loaded(folder)["model.embed_tokens.weight"].detach().clone()
+    equal = with_tensors(folder, tmp_path / "equal", lm_head__weight=table.clone())
+    weight_files.check(starting_from(equal))
+    other = with_tensors(folder, tmp_path / "other", lm_head__weight=table + 1)
+    causal = transformers.AutoModelForCausalLM.from_pretrained(other)
+    assert not torch.equal(causal.lm_head.weight, causal.model.embed_tokens.weight)
+    with pytest.raises(ValueError, match=r"config.json ties them, got another; write tie_word_embeddings: false into"):
+        weight_files.check(starting_from(other))
+
+
+def test_names_with_another_prefix_have_a_way_out(tmp_path: Path) -> None:
+    folder = written(tmp_path / "in")
+    prefixed = {name: None for path in folder.glob("*.safetensors") for name in load_file(path)}
+    weights = {f"module.{name}": weight.detach().clone() for name, weight in loaded(folder).items() if name in prefixed}
+    new = with_tensors(folder, tmp_path / "new", **prefixed, **weights)
+    with pytest.raises(ValueError, match=r"got module\.model\.\S+; save the files again without module\. before each"):
+        weight_files.check(starting_from(new))
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("pytorch_model.bin", r"got pytorch_model\.bin, which only unpickling reads: try from_pretrained\("),
+        ("pytorch_model-00001-of-00002.bin", r"try from_pretrained\(.*\) and save_pretrained of transformers"),
+        ("adapter_config.json", "expected weights of a whole model, got an adapter .*; merge it"),
+    ],
+)
+def test_files_that_are_not_read_have_a_way_out(file: str, told: str, tmp_path: Path) -> None:
+    workload = starting_from(written(tmp_path / "in"), weights=str(tmp_path / "new"))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / file).touch()
+    with pytest.raises(ValueError, match=told):
+        weight_files.check(workload)
+
+
 def test_the_part_for_texts_of_a_model_of_texts_and_images_is_trained_alone(tmp_path: Path) -> None:
     """Its sizes are in text_config, where those that transformers takes by default are missing, and its tensors have
     names of their own."""
