@@ -33,7 +33,7 @@ Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
 SKETCHES = ROOT / ".venv" / "sketches"  # folder with the kept answers of harness/forecast/sketch.py and block_sketch.py
-FORMAT = 4  # format number of the cached files; raise it when the fields or the numbers of a sketch change
+FORMAT = 5  # format number of the cached files; raise it when the fields or the numbers of a sketch change
 MOST_SEEN = 8  # most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
 PARTS = ("embedding", "layer", "head")
 _refusals: dict[str, dict[str, Any]] = {}  # answers of this process that were refusals, by hash of the question
@@ -78,6 +78,8 @@ class Anatomy:
     # For some tensors of a layer: the elements [start, stop) whose gradient is nothing but rounding error.
     noise: dict[str, tuple[int, int]] = field(default_factory=dict)
     blocks: TokenBlocks | None = None  # None: a layer computes all tokens at once
+    # The configuration's fields with transformers' values for those that are left out; empty for the published GPT.
+    fields: dict[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # patterns of names in files of weights that transformers ignores for this model
 
     @cached_property
@@ -182,7 +184,7 @@ def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: b
         given_bytes=found["given_bytes"][dtype], pair_given_bytes=found["pair_given_bytes"][dtype],
         pair_boundaries=found["pair_boundaries"][dtype], slopes=found["slopes"],
         starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
-        ignored=tuple(found["ignored"]),
+        ignored=tuple(found["ignored"]), fields=found["fields"],
         # The bias of the keys adds nearly the same number to every score of a query, even with rotary positions, which
         # hardly turn a head's slow pairs. So the gradient of this bias is little more than rounding error. In GPT-2's
         # c_attn.bias the bias of the keys is the second of three equal parts.

@@ -8,6 +8,7 @@ model.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -33,6 +34,16 @@ ADAPTER = "adapter_config.json"  # file beside which transformers loads an adapt
 PICKLES = "*.bin"  # files of weights that older versions of transformers wrote
 COMPARED_BYTES = 2**24  # bytes of two tensors that are compared at once
 HEAD = "lm_head.weight"
+# Fields of a configuration that may differ between weights and model: no number of a training depends on them.
+NOT_COMPUTED = {
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+    "max_window_layers",
+    "pretraining_tp",
+    "use_cache",
+}
 OTHER_HEAD = "embed_out.weight"  # name of the head's matrix in the files of some families of models
 
 
@@ -43,6 +54,7 @@ def check(workload: Workload) -> None:
     if (folder / ADAPTER).exists():
         told = f"expected weights of a whole model, got an adapter beside them ({ADAPTER})"
         raise ValueError(f"{folder}: {told}; merge it into the model first, by merge_and_unload of peft")
+    _check_config(workload, folder)
     files, read = _files(folder), set[str]()
     for name in anatomy.names(workload.num_layers):
         expected = list(anatomy.ends.get(name) or anatomy.layer[anatomy.within(name)])
@@ -60,6 +72,23 @@ def check(workload: Workload) -> None:
         told = f"expected only tensors of the model, got {min(others)}, one of {len(others)} that it lacks"
         way = "try the config.json that has them, or remove them from the files"
         raise ValueError(f"{folder}: {told} and would not train; {way}")
+
+
+def _check_config(workload: Workload, folder: Path) -> None:
+    """Raise ValueError if the folder has a config.json of another model than --model: tensors of the same shapes may
+    belong to other angles of positions or another epsilon of the norms."""
+    if not (folder / hub_config.FILE).exists():
+        return
+    config, _ = hub_config.read(folder)
+    if (text := hub_config.text_of(config)) == workload.config:
+        return
+    heads = hub_config.sizes_of(config)["num_heads"]
+    written = dataclasses.replace(workload, config=text, num_heads=heads, weights=None).anatomy.fields
+    fields = workload.anatomy.fields
+    for name in sorted((fields.keys() | written.keys()) - NOT_COMPUTED):
+        if fields.get(name) != written.get(name):
+            told = f"expected weights of the model of --model, got a config.json with {name} {written.get(name)!r:.80}"
+            raise ValueError(f"{folder}: {told} instead of {fields.get(name)!r:.80}; try --model {folder}")
 
 
 def _check_tied_head(workload: Workload, files: dict[str, str], read: set[str]) -> None:

@@ -10,6 +10,7 @@ Shapes: B batch, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -89,6 +90,7 @@ def sketch(workload: Workload) -> dict[str, Any]:
         "layer_prefix": prefix_of(whole), "token_flops": token_flops, "pair_flops": pair_flops,
         **{name: {"fp32": fp32[name], "half": half[name]} for name in fp32},
         "slopes": keeps_slopes(workload), "starts": starts, "ignored": ignored_names(causal),
+        "fields": fields_of(causal.config),
     }  # fmt: skip
 
 
@@ -135,6 +137,15 @@ def ignored_names(causal: Any) -> list[str]:
     buffers = {name.rpartition(".")[2] for name, _ in causal.named_buffers()}
     older = [pattern for name, pattern in OLDER_BUFFERS.items() if name in buffers]
     return sorted({*(causal._keys_to_ignore_on_load_unexpected or ()), *older})
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """Return the fields that configurations of this type have, with transformers' values for those that are left out.
+    Fields that all configurations have are left out: they do not change what a model computes."""
+    common = {field.name for field in dataclasses.fields(library().PreTrainedConfig)}
+    names = [field.name for field in dataclasses.fields(config) if field.name not in common]
+    fields = {"model_type": config.model_type, **{name: getattr(config, name) for name in names}}
+    return dict(json.loads(json.dumps(fields, default=str)))
 
 
 def proved(workload: Workload, num_params: int) -> dict[str, tuple[float, float]]:

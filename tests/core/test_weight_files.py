@@ -162,6 +162,26 @@ def test_a_tied_head_in_the_files_has_the_values_of_the_embedding(tmp_path: Path
         weight_files.check(starting_from(other))
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rms_norm_eps": 1e-4}, "got a config.json with rms_norm_eps 1e-06 instead of 0.0001; try --model"),
+        ({"rope_theta": 1e4}, "with rope_parameters .*1000000.* instead of .*10000"),
+        ({"pad_token_id": 3}, "with pad_token_id None instead of 3"),
+    ],
+    ids=str,
+)
+def test_weights_of_a_model_that_computes_otherwise_are_refused(
+    changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    """Their tensors have the same names and shapes."""
+    folder = written(tmp_path / "in")
+    with pytest.raises(ValueError, match=told):
+        weight_files.check(starting_from(folder, config=hub_config.text_of(config_of("qwen2", **changes))))
+    same = config_of("qwen2", max_position_embeddings=128, bos_token_id=3, use_sliding_window=False)
+    weight_files.check(starting_from(folder, config=hub_config.text_of(same)))
+
+
 def test_names_with_another_prefix_have_a_way_out(tmp_path: Path) -> None:
     folder = written(tmp_path / "in")
     prefixed = {name: None for path in folder.glob("*.safetensors") for name in load_file(path)}

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
+from harness.core import hub_config
 from harness.core.job import Job
 from harness.core.method import check, create, loadable
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from tests.methods.test_agree import difference, largest_difference
-from tests.support.configured import FAMILIES, OTHERS, configured
+from tests.support.configured import FAMILIES, OTHERS, config_of, configured
 from tests.support.training import train
 
 STEPS = 8
 SELDOM = [family for family in OTHERS if family not in ("gemma3", "gpt2")]  # families that --all tests
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 STREAMED: list[tuple[str, dict[str, Any]]] = [
     ("l2l", {}), ("stronghold", {"placement": "W3", "window_size": 2}),
     ("stronghold", {"placement": "R1W1S1", "window_size": 1}), ("stronghold", {"placement": "P1S2", "window_size": 2}),
@@ -45,6 +47,22 @@ def test_so_it_has_in_half_precision_and_by_micro_batches(family: str, changes: 
 )
 def test_so_it_has_for_other_families(family: str) -> None:
     workload = configured(family)
+    streamed = train("stronghold", workload, STEPS, placement="W3", window_size=2)
+    assert difference(streamed, train("resident", workload, STEPS)) == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        # as Qwen publishes it, and samples beyond the positions that the model was published for
+        ("qwen3", {"rope_scaling": YARN, "max_position_embeddings": 8}),
+        ("llama", {"pad_token_id": 7}),
+    ],
+    ids=["yarn beyond the positions", "padding"],
+)
+def test_so_it_has_for_conventions_that_hinder_nothing(family: str, changes: dict[str, Any]) -> None:
+    config = hub_config.text_of(config_of(family, **changes))
+    workload = configured(family, config=config)
     streamed = train("stronghold", workload, STEPS, placement="W3", window_size=2)
     assert difference(streamed, train("resident", workload, STEPS)) == ""
 
