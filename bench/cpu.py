@@ -81,7 +81,7 @@ def main(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def run(method: str, **options: int) -> list[float]:
-            record = Record.read(launch(Job(method, LARGE, options, steps=10), "bench", Path(folder)))
+            record = Record.read(launch(Job(method, LARGE, options, steps=10), lambda: "bench", Path(folder)))
             assert record.status == "ok", record.reason
             first_steps.append(record.first_step_seconds)
             return record.step_seconds

@@ -125,12 +125,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch, read_once: None) -> None:
     gc.freeze()  # a worker collects garbage before it trains: let it search no more than one has
 
     def launch(
-        job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Any, recorded: Any, **turn: Any
+        job: Job, key: Any, results: Path, folders: tuple[Path, ...], report: Any, recorded: Any, **turn: Any
     ) -> Path:  # fmt: skip
-        if found := recorded():
-            return found
+        if existing := recorded(before := key()):
+            return existing
         path = Path(f"{new_stem(results, job)}.json")
-        worker.run(job, key, folders, lambda event: None).write(path)
+        worker.run(job, before, folders, lambda event: None).write(path)
         return path
 
     monkeypatch.setattr("harness.jobs.sweep.launch", launch)

@@ -3,7 +3,7 @@ longer than many runs.
 
 By default the server imports no training code. So a fork imports the files of this project and of the method as they
 are when the fork starts. Each calling process has one server. The server ends with its caller, even if the caller is
-killed; its running forks go on. This file itself imports only the standard library.
+killed; its running forks go on. This file itself imports only the standard library and executed_code.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
+from harness.base import executed_code
+
 # Modules that the server imports by default. torch._dynamo is there because torch.utils.checkpoint would import it at
 # its first call, and pydantic's two modules because a worker needs them to make its record.
 IMPORTS = ("torch", "torch._dynamo", "pydantic.dataclasses", "pydantic.type_adapter")
+OF_A_RUN = ("TMPDIR", executed_code.VARIABLE)  # environment variables of which each worker has its own values
 MASKED = (signal.SIGINT, signal.SIGTERM)  # signals that a fork blocks until it has set a new process's handlers
 MESSAGE_BYTES, MOST_DESCRIPTORS = 2**20, 16
 END = b"end "  # begins the message of a fork's exit code; the message before it is the fork's process number
@@ -138,10 +141,9 @@ def import_all(names: Iterable[str]) -> None:
 
 def _connection(environment: dict[str, str], imports: Sequence[str]) -> socket.socket:
     """Return the connection to a server that has these imports, this environment and this process's present resource
-    limits. If the present server differs or has ended, start a new server. The variable TMPDIR is not compared, because
-    each worker has a TMPDIR of its own."""
+    limits. If the present server differs or has ended, start a new server. The variables OF_A_RUN are not compared."""
     global _server
-    environment = {name: value for name, value in environment.items() if name != "TMPDIR"}
+    environment = {name: value for name, value in environment.items() if name not in OF_A_RUN}
     inherited = imports, environment, [resource.getrlimit(kind) for kind in LIMITS]
     is_usable = _server and (_server.owner, _server.inherited) == (os.getpid(), inherited)
     if _server and is_usable and _server.process.poll() is None:
@@ -231,7 +233,10 @@ def _work(order: dict[str, Any], asked: socket.socket, here: int, *given: int) -
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.sched_setaffinity(0, order["cores"])
-    os.environ |= order["environment"]  # replaces all of the server's variables: the names are the same
+    for name in OF_A_RUN:
+        os.environ.pop(name, None)
+    os.environ |= order["environment"]  # replaces all of the server's other variables: the names are the same
+    executed_code.watch()
     tempfile.tempdir = None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

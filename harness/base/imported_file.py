@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import os
 import posix
 import sys
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 def imported(name: str, file: Path) -> Any:
     """Import the module `name`, which lies in `file`, and return it. Raises ValueError, one line that names the file,
     if the import fails."""
+    drop_stale_bytecode(file)
     try:
         with staying():
             return importlib.import_module(name)
@@ -26,6 +27,15 @@ def imported(name: str, file: Path) -> Any:
         raise
     except BaseException as error:
         raise ValueError(f"{file} does not load: {_text(error)}") from error
+
+
+def drop_stale_bytecode(file: Path) -> None:
+    """Remove the cached bytecode of a source file if it is not newer than the source. Python would take it for the
+    source's if both have the same size and were written within a second: it compares whole seconds."""
+    bytecode = Path(importlib.util.cache_from_source(str(file)))
+    with contextlib.suppress(FileNotFoundError):
+        if bytecode.stat().st_mtime_ns <= file.stat().st_mtime_ns:
+            bytecode.unlink()
 
 
 def guard(

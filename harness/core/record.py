@@ -120,10 +120,10 @@ class Record:
 
     @property
     def is_lasting(self) -> bool:
-        """False if the same call would run the job again: the record is no result, or the run ended by a full disk or
-        by a memory limit of a cluster or shell."""
+        """False if the same call would run the job again: the record is no result, the run ended by a full disk or by a
+        memory limit of a cluster or shell, or its code or data changed meanwhile."""
         is_of_elsewhere = (self.status == "does-not-fit" and self.phase != "plan") or "limit_of" in self.evidence
-        return self.is_result and not is_of_elsewhere
+        return self.is_result and not is_of_elsewhere and "changed" not in self.software
 
     @property
     def timed_seconds(self) -> list[float]:

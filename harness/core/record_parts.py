@@ -67,7 +67,8 @@ class SoftwareFacts(TypedDict, total=False):
     are allowed."""
 
     source: str  # the hash of the code that decides how the method trains
-    unlisted: list[str]  # files whose code the run executed, although `source` does not cover them
+    unlisted: list[str]  # code that the run executed, and programs that it started, which `source` does not cover
+    changed: list[str]  # what of the run's identity changed while the run went on
 
 
 class ScheduleFacts(TypedDict, total=False):

@@ -3,11 +3,12 @@
 The files that the hash covers are the closure, which is found by reading the source. The closure contains every
 imported module of harness/, of methods/ and of the method's own folder. Imports inside functions and by import_module()
 count; imports under TYPE_CHECKING do not. The closure also contains each C++ or Python file that a module of the
-closure names in a string and that lies beside this module.
+closure names in a string and that lies beside this module. Comments, layout and docstrings do not count.
 
 The hash also covers imported packages. An installed package counts by its version; a package elsewhere on Python's path
-counts by its code and by the packages that it imports. A run that executes code that the hash does not cover has no
-verdict from the gate.
+counts by its code, in folders, archives or compiled files, and by the packages that it imports. So do the modules that
+Python imports by itself when it starts (STARTED). A run that executes code that the hash does not cover, or whose code
+changes while it runs, has no verdict from the gate.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import os
 import re
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.base.checkout import ROOT
+from harness.base.executed_code import Executed, is_standard, site_folder
 from harness.core.corpus_files import sampled_hash
 
 # Files that decide how every method is trained and judged, even if the method's file does not import them.
@@ -36,19 +38,22 @@ SHARED = tuple(
 
 
 OWN = {"harness", "methods", "bench"}  # packages of this project
-INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that have versions
+STARTED = ("sitecustomize", "usercustomize")  # modules that Python imports by itself, if it has them
 NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py)")
 LOADERS = {"import_module", "__import__"}
-CODE = {".py", ".so", ".cpp", ".h", ".cu"}
+CODE = {".py", ".pyc", ".so", ".cpp", ".h", ".cu"}
+SHORT = {".py", ".cpp", ".h", ".cu"}  # endings of files that count by all of their bytes
+MODULE_ENDINGS = (".py", *EXTENSION_SUFFIXES, ".pyc")
 # Pattern of import lines, for the files of a package that is not installed. Such a package may have hundreds of files,
 # and parsing takes 5 ms for each.
 IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+(\w[^\n#;]*))", re.MULTILINE)
+READS_DOCSTRINGS = re.compile(rb"__doc__|getdoc")  # pattern of code to which docstrings may matter
 FIRST = re.compile(r"(?:^|,)[ \t]*(\w+)")
 
 
 class Contents(NamedTuple):
     """A file's contents for the hash, and the modules and files that the file names. The contents of a Python file are
-    its syntax tree, without comments and layout; if the file cannot be parsed, its bytes."""
+    its syntax tree, without docstrings, comments and layout; if the file cannot be parsed, its bytes."""
 
     text: bytes
     modules: tuple[str, ...] = ()
@@ -56,74 +61,151 @@ class Contents(NamedTuple):
 
 
 def source_hash(path: Path) -> str:
-    """Return the hash of the method in the file `path`: 16 hexadecimal digits. Comments and layout of Python files do
-    not change the hash."""
-    digest, found = hashlib.sha256(), closure(path)
-    for _, contents in sorted(found.items()):
+    """Return the hash of the method in the file `path`: 16 hexadecimal digits."""
+    return _hash(closure(path))
+
+
+def _hash(sources: Mapping[Path, Contents]) -> str:
+    digest = hashlib.sha256()
+    for _, contents in sorted(sources.items()):
         digest.update(contents.text)
-    for name in _packages(found):
+    for name in _packages(sources):
         digest.update(f"{name} {_package(name)}".encode())
     return digest.hexdigest()[:16]
 
 
 class Listed(NamedTuple):
-    """The inputs of a method's hash: the folder of the method's file, and the files and folders that the hash
-    covers."""
+    """A method's identity at one time: the hash, the folder of the method's file, the files and folders that the hash
+    covers, and the times at which the files of the closure were modified."""
 
+    source: str
     beside: Path
     places: frozenset[Path]
+    modified_ns: dict[Path, int]
 
     @classmethod
     def of(cls, path: Path) -> Listed:
-        found = closure(path)
-        packages = (place.resolve() for name in _packages(found) for place in _places(name))
-        return cls(path.resolve().parent, frozenset((*found, *packages)))
+        sources = closure(path)
+        packages = (_existing(place.resolve()) for name in _packages(sources) for place in _places(name))
+        modified_ns = {file: file.stat().st_mtime_ns for file in sources}
+        return cls(_hash(sources), path.resolve().parent, frozenset((*sources, *packages)), modified_ns)
 
-    def lacks(self, executed: Iterable[str]) -> list[str]:
-        """Return the executed files that the hash should cover but does not. Files of the standard library, of
-        installed packages and of harness/, and compiled modules outside the method's folder, are never returned."""
-        around = {*(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")), ROOT / "harness"}
-        told = set[str]()
-        for file in {Path(each).resolve() for each in executed}:
+    def lacks(self, notes: Iterable[Executed]) -> list[str]:
+        """Return what was executed although the hash does not cover it, as texts. Files of the standard library, of
+        harness/ and of packages that have a version are covered."""
+        lacking = set[str]()
+        for note in notes:
+            file = Path(note.text)
             above = {file, *file.parents}
-            is_foreign = bool(INSTALLED & set(file.parts) or above & around)
-            is_compiled_elsewhere = file.suffix == ".so" and self.beside not in above
-            if not (is_foreign or is_compiled_elsewhere or above & self.places):
+            if note.modified_ns is None:
+                lacking.add(note.text.replace(f"{self.beside}{os.sep}", ""))
+            elif not (
+                above & self.places or is_standard(note.text) or ROOT / "harness" in above or _is_versioned(file)
+            ):
                 base = next((base for base in (self.beside, ROOT) if base in above), None)
-                told.add(str(file.relative_to(base) if base else file))
-        return sorted(told)
+                lacking.add(str(file.relative_to(base) if base else file))
+        return sorted(lacking)
+
+    def changed(self, notes: Iterable[Executed], after: Listed) -> list[str]:
+        """Return the files of the closure that were executed in another state than the one that this identity has.
+        `after`: the identity after the run. A file that was only given other comments meanwhile is not changed, since
+        then the hash is the same and the file is the one that was executed."""
+        return sorted(
+            {
+                Path(note.text).name
+                for note in notes
+                if note.modified_ns is not None
+                and self.modified_ns.get(Path(note.text), note.modified_ns) != note.modified_ns
+                and (self.source, note.modified_ns) != (after.source, after.modified_ns.get(Path(note.text)))
+            }
+        )
 
 
 def closure(path: Path) -> dict[Path, Contents]:
     """Return the contents of the method's file, of the SHARED files, and of every file that one of these needs, by
     path. A module of `methods` is looked for in the folder of the method's file, too."""
-    found: dict[Path, Contents] = {}
+    sources: dict[Path, Contents] = {}
+    folders, seen = Folders(), set[Path]()
+    beside = path.resolve().parent
     waiting = [path.resolve(), *SHARED]
     while waiting:
         source = waiting.pop()
-        if source not in found:
+        if source not in sources:
             data = source.read_bytes()
-            found[source] = contents = _parsed(data) if source.suffix == ".py" else Contents(data)
-            waiting.extend(_needed(source, contents, path.resolve().parent))
-    return found
+            sources[source] = contents = _parsed(data) if source.suffix == ".py" else Contents(data)
+            needed = set(folders.needed(source, contents, beside)) - seen
+            seen |= needed
+            waiting.extend(file.resolve() for file in needed)
+    return sources
 
 
-@functools.cache  # a sweep parses these files for each of its runs, which takes 0.1 s
+class Folders:
+    """The names in folders, each of which is listed once: most imported names lie in none of the folders."""
+
+    def __init__(self) -> None:
+        self.names: dict[Path, frozenset[str]] = {}
+
+    def needed(self, source: Path, contents: Contents, beside: Path) -> Iterator[Path]:
+        """Yield the files that a module imports or names."""
+        for name in contents.modules:
+            bases, rest = _looked_in(name, source, beside)
+            for base in bases:
+                yield from self._module(base, rest)
+        for name in contents.files:
+            if (named := source.parent / name).is_file():
+                yield named
+
+    def _module(self, folder: Path, parts: list[str]) -> Iterator[Path]:
+        """Yield the files of a module below a folder, and of the packages above the module."""
+        if not parts and "__init__.py" in self._in(folder):
+            yield folder / "__init__.py"
+        for number, part in enumerate(parts, start=1):
+            if number == len(parts):
+                names = [f"{part}{ending}" for ending in MODULE_ENDINGS]
+                yield from (folder / name for name in names if name in self._in(folder))
+            if part not in self._in(folder):
+                return
+            folder = folder / part
+            if "__init__.py" in self._in(folder):
+                yield folder / "__init__.py"
+
+    def _in(self, folder: Path) -> frozenset[str]:
+        if folder not in self.names:
+            try:
+                self.names[folder] = frozenset(os.listdir(folder))
+            except (FileNotFoundError, NotADirectoryError):
+                self.names[folder] = frozenset()
+        return self.names[folder]
+
+
+@functools.cache  # by the contents, so that an edited file is parsed again
 def _parsed(data: bytes) -> Contents:
     try:
         tree = ast.parse(data)
     except (SyntaxError, ValueError):
         return Contents(data)
-    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    nodes = list(ast.walk(tree))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     files = tuple(text for text in texts if NAMED_FILE.fullmatch(text))
-    return Contents(ast.dump(tree).encode(), tuple(_imported(tree)), files)
+    modules = tuple(dict.fromkeys(_imported(tree)))
+    if not READS_DOCSTRINGS.search(data):
+        _drop_docstrings(nodes)
+    return Contents(ast.dump(tree).encode(), modules, files)
+
+
+def _drop_docstrings(nodes: Iterable[ast.AST]) -> None:
+    for node in nodes:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and type(first.value.value) is str:
+                node.body = node.body[1:]
 
 
 def _packages(found: Mapping[Path, Contents]) -> list[str]:
     """Return the sorted names of the packages outside this project that a closure imports, itself or through packages
     that are not installed. What an installed package imports does not count."""
     modules = {name for contents in found.values() for name in contents.modules if not name.startswith(".")}
-    names, waiting = set[str](), {name.partition(".")[0] for name in modules}
+    names, waiting = set[str](), {name.partition(".")[0] for name in modules} | {*filter(_places, STARTED)}
     while waiting := waiting - names - OWN - sys.stdlib_module_names:
         names |= waiting
         files = [file for name in waiting for file in _code(name) if file.suffix == ".py"]
@@ -145,22 +227,39 @@ def _package(name: str) -> str:
         return version
     digest, places = hashlib.sha256(), _places(name)
     for file in _code(name):
-        place = next(place for place in places if file.is_relative_to(place))
-        data = sampled_hash(file).encode() if file.suffix == ".so" else file.read_bytes()  # a library may have GBs
+        place = next((place for place in places if file.is_relative_to(place)), file.parent)
+        data = file.read_bytes() if file.suffix in SHORT else sampled_hash(file).encode()  # a library may have GBs
         digest.update(f"{file.relative_to(place)} {len(data)} ".encode(errors="replace") + data)
     return digest.hexdigest() if places else "missing"
 
 
 def _code(name: str) -> list[Path]:
-    """Return the code files of a package that is not installed; an empty list for an installed package."""
-    places = [] if _installed(name) else _places(name)
-    files = (file for place in places for file in (place.rglob("*") if place.is_dir() else [place]))
-    return sorted(file for file in files if file.suffix in CODE and file.is_file())
+    """Return the code files of a package that is not installed, or the archive that contains it; an empty list for an
+    installed package."""
+    files = set[Path]()
+    for place in [] if _installed(name) else map(_existing, _places(name)):
+        if place.is_dir():
+            inside = (file for file in place.rglob("*") if file.suffix in CODE and file.parent.name != "__pycache__")
+            files.update(file for file in inside if file.is_file())
+        elif place.is_file():
+            files.add(place)
+    return sorted(files)
+
+
+def _existing(place: Path) -> Path:
+    """Return the path itself or, for a path within an archive, the archive."""
+    return next((path for path in (place, *place.parents) if path.exists()), place)
 
 
 def _installed(name: str) -> str:
-    """Return the version of a package that lies in a folder of INSTALLED; empty for any other package."""
-    return _version(name) if INSTALLED & {part for place in _places(name) for part in place.parts} else ""
+    """Return the version of a package that lies in a folder of installed packages; empty for any other package."""
+    return _version(name) if any(site_folder(str(place)) for place in _places(name)) else ""
+
+
+def _is_versioned(file: Path) -> bool:
+    """True if the file is of an installed package that has a version."""
+    folder = site_folder(str(file))
+    return bool(folder and _version(file.relative_to(folder).parts[0].partition(".")[0]))
 
 
 def _places(name: str) -> list[Path]:
@@ -183,21 +282,6 @@ def _version(name: str) -> str:
 @functools.cache  # because this call reads the metadata of every installed package
 def _distributions() -> Mapping[str, list[str]]:
     return metadata.packages_distributions()
-
-
-def _needed(source: Path, contents: Contents, beside: Path) -> Iterator[Path]:
-    for name in contents.modules:
-        bases, rest = _looked_in(name, source, beside)
-        for base in bases:
-            module = base.joinpath(*rest)
-            above = [base.joinpath(*rest[:depth]) for depth in range(1, len(rest))]
-            files = [module.with_name(f"{module.name}{ending}") for ending in (".py", *EXTENSION_SUFFIXES)]
-            for file in (*files, *(folder / "__init__.py" for folder in (module, *above))):
-                if file.is_file():
-                    yield file.resolve()
-    for name in contents.files:
-        if (named := source.parent / name).is_file():
-            yield named.resolve()
 
 
 def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[str]]:

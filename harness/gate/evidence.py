@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from harness.core.job import Job
 from harness.core.record import Record
+from harness.gate import other_code
+from harness.gate.other_code import some
 
 LEAST = 1e-7  # smallest relative difference that counts: one rounding in fp32
 # Allowed distance, relative to a tensor's size, because a few elements may round in the other direction. It matters for
@@ -80,7 +82,9 @@ def untrained(record: Record, told: str = "") -> str:
     to the record's status."""
     if record.status != "ok":
         return f"ended as {record.status}{told}"
-    return found.text if (found := flaw(record)) else ""
+    if fault := other_code.fault(record) or flaw(record):
+        return fault[1]
+    return ""
 
 
 def unasked(record: Record) -> Flaw | None:
@@ -98,12 +102,11 @@ def unasked(record: Record) -> Flaw | None:
 
 
 def elsewhere(record: Record) -> Flaw | None:
-    """Return a flaw if the run did not do all of its training itself; else None. Such a run executed code that its key
-    does not cover, resumed from a checkpoint of other source code, or computed on a device whose memory is not
-    counted."""
-    if unlisted := record.software.get("unlisted"):
-        told = f"it executed {some(unlisted)}, which its identity lacks"
-        return Flaw("unlisted-code", f"{told}; import it by its name in the method's file")
+    """Return a flaw if the run did not do all of its training itself, by the code and data of its key; else None. Such
+    a run executed code that its key does not cover, or code or data that changed meanwhile, resumed from a checkpoint
+    of other source code, or computed on a device whose memory is not counted."""
+    if fault := other_code.fault(record):
+        return Flaw(*fault)
     steps, source = record.schedule.get("resumed_steps", 0), record.schedule.get("resumed_source")
     if steps >= record.job.steps:
         return Flaw("no-step", f"all of its {steps} steps are the checkpoint's: none was trained here")
@@ -244,7 +247,3 @@ def ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
         if record.tensors[name].get("left_out") == theirs.get("left_out")
     }
     return {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours is not None and theirs}  # type: ignore
-
-
-def some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.core.job import WEIGHT_DECAY, Workload
 from harness.core.record import VERDICTS, Gate, Record
-from harness.gate import departures, evidence
+from harness.gate import departures, evidence, other_code
 from harness.gate.evidence import MOMENTS, Flaw
 from harness.gate.limits import DROPOUT_ALLOWED, LOSS_TOLERANCE
 from harness.gate.probe import NONE, Probe, extent_of
@@ -114,7 +114,8 @@ def _within_dropout(record: Record, reference: Record, undropped: Record, rests:
 
 def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequence[Record]) -> Gate:
     depth = twin.job.workload.num_layers
-    verdict = judge(twin, twin_reference)
+    changed = Gate("untested", other_code.CHANGED, other_code.AGAIN)
+    verdict = changed if other_code.is_of_another(twin, record) else judge(twin, twin_reference)
     rests: dict[str, Any] = {"twin": twin.key, "twin_layers": depth, "twin_verdict": verdict.verdict}
     if not verdict.passed:
         reason = f"its twin at {depth} layers: {verdict.text}"
@@ -140,6 +141,8 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     if probe.refused and verdict.passed:
         return Gate("untested", "probe", f"{probe.refused}; {UNPROBED}", rests)
     for trial in probe.trials:
+        if verdict.passed and (why := other_code.of_trial(trial, record)):
+            return Gate("untested", "probe", why, rests)
         if untrained := _untrained_reference(trial):
             untested.append(untrained)
             continue

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from harness.gate import probe
 from harness.gate.probe import LEFT_OUT, MOST_STEPS, NONE, STEPS, Extent, Probe, train_probe
 from harness.gate.verdict import CERTAIN, judge, together, unasked, with_probe
 from harness.places.shared.place import Place, write_end
+from harness.run.identity import marked
 from harness.run.launch import Report, launch
 from harness.run.prepare import prepare
 
@@ -115,7 +117,7 @@ class Sweep:
         if len(pairs) < 2:
             return
         self.measured_now |= {key for _, key in pairs}
-        for path in place.launch(pairs, self.results, self.folders, self.report):
+        for path in marked(place.launch(pairs, self.results, self.folders, self.report), pairs, self.key):
             self.records[path] = Record.read(path)
 
     def _references(self, jobs: list[Job]) -> list[Job]:
@@ -178,16 +180,19 @@ class Sweep:
     def _launch(self, job: Job, key: str, plan: Plan) -> Path:
         self.measured_now.add(key)
         if self.place:
-            (path,) = self.place.launch([(job, key)], self.results, self.folders, self.report)
+            keyed = [(job, key)]
+            (path,) = marked(self.place.launch(keyed, self.results, self.folders, self.report), keyed, self.key)
         else:
             prepare(job, self.results, self.folders, self.report)
             needed = plan.device_bytes + plan.host_bytes
             is_timed = key in self.timed_keys or needed > machine.host_bytes() / SHARERS
             path = launch(
-                job, key, self.results, self.folders, self.report, lambda: self._made_meanwhile(job, key),
-                is_timed=is_timed, foreseen_seconds=run_seconds(job, plan, machine.rank_room(job).rates),
+                job, partial(self.key, job), self.results, self.folders, self.report,
+                lambda now: self._made_meanwhile(job, now), is_timed=is_timed,
+                foreseen_seconds=run_seconds(job, plan, machine.rank_room(job).rates),
             )  # fmt: skip
-        self.records[path] = Record.read(path)
+        self.records[path] = record = Record.read(path)
+        self.measured_now.add(record.key)  # the key that the job had when it was its turn
         return path
 
     def _made_meanwhile(self, job: Job, key: str) -> Path | None:

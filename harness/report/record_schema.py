@@ -33,9 +33,8 @@ In it are
 - the job: method, every option, workload, steps, warm-up, device, budgets of memory and of the link's rate; of folders,
   of the corpus and of the folder of weights the names, too;
 - the source: the code that the method's file imports, directly or not, within the project and beside the file; of an
-  installed package its version, of one that lies elsewhere on Python's path a hash of its code, and of the packages
-  that it imports. A run that executes other Python code than this, such as a module whose name it computes, is
-  `untested`, and says which file;
+  installed package its version, of one that lies elsewhere on Python's path a hash of its code, also in archives and
+  compiled files, and of the packages that it imports; `sitecustomize` and `usercustomize`, where Python has them;
 - the corpus: of its two files the sizes and 256 blocks, and the samples that are trained on, 1,024 at most;
 - the weights that `--weights` names: of each file the size and 16,384 blocks, which are all of one up to 64 MiB;
 - the machine: CPU or GPU, how many and which cores the run may use, versions of Python (such as 3.12), torch, numpy,
@@ -43,11 +42,18 @@ In it are
   allocator on a GPU;
 - the place: for containers, Slurm, Kubernetes and torchrun, what names the image and the nodes.
 
-Not in it are the time limit, the trace, the folder of `--save`, the extent of the probe, comments and layout of Python,
-the harness around the method, the operating system, compilers, drivers, clocks and temperatures, and whatever else
-runs: a record tells what of these it saw, under `machine` and `software`. Nor are the data files and variables that a
-method reads by itself, libraries that it opens by ctypes, and what the folder of `--resume` holds: after a change of
-these measure into a new folder of results.
+The key is taken when it is the run's turn at the device, and again after the run. If it changed, or if a process of the
+run executed a file in another state, the record says what changed, the run is `untested`, and the same call runs it
+again. A run is also `untested`, and says why, if one of its processes (the worker, each rank, their forks) executed
+other code than the source above: a file whose name is computed, a text by `exec()`, a program or another Python that
+the method's code starts. Not seen are libraries that are opened by ctypes, programs that an installed package starts,
+what an installed package executes on a method's behalf, and lines of `.pth` files.
+
+Not in it are the time limit, the trace, the folder of `--save`, the extent of the probe, comments, docstrings and
+layout of Python (docstrings count in a file that mentions `__doc__`), the harness around the method, the operating
+system, compilers, drivers, clocks and temperatures, and whatever else runs: a record tells what of these it saw, under
+`machine` and `software`. Nor are the data files and variables that a method reads by itself, and what the folder of
+`--resume` holds: after a change of these measure into a new folder of results.
 """
 # Matches a line that declares a field of a class: its name, its type and default, and the comment beside it.
 FIELD = re.compile(r"^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)

@@ -15,13 +15,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
-from harness.base import cgroup, fork_server
+from harness.base import cgroup, executed_code, fork_server
 from harness.base.child_process import GPU_ORDER, child_environment
+from harness.base.executed_code import Executed
+from harness.base.imported_file import drop_stale_bytecode
 from harness.core import cpu_cores, failures, log_lines, method
 from harness.core.job import Job
 from harness.core.record import Record, new_stem
@@ -29,6 +32,7 @@ from harness.devices import budgets, machine, shared_memory
 from harness.devices.device_lock import turn
 from harness.forecast import run_time
 from harness.run import ranks, scratch
+from harness.run.identity import code_facts, unless_changed
 
 SAMPLE_SECONDS = 0.1
 LIST_SECONDS = 1.0  # seconds between two lists of the worker's children; making a list takes 1.5 ms of a core
@@ -43,29 +47,32 @@ Report = Callable[[dict[str, Any]], None]
 
 
 def launch(
-    job: Job, key: str, results: Path, folders: tuple[Path, ...] = (), report: Report = lambda event: None,
-    recorded: Callable[[], Path | None] = lambda: None, stem: Path | None = None, is_timed: bool = True,
-    foreseen_seconds: float = 0.0,
+    job: Job, key: Callable[[], str], results: Path, folders: tuple[Path, ...] = (),
+    report: Report = lambda event: None, recorded: Callable[[str], Path | None] = lambda key: None,
+    stem: Path | None = None, is_timed: bool = True, foreseen_seconds: float = 0.0,
 ) -> Path:  # fmt: skip
     """Run the job in a process of its own; return the record's path, `stem`.json. If `stem` is None, choose a new name.
 
-    An untimed job may share the device with other untimed jobs; then its seconds do not count. When the device is free,
-    `recorded` is called first. If it returns the path of a record, which another process has made meanwhile, no run
-    starts. The first Ctrl-C lets the worker finish its record, a second kills the worker; both are raised again here.
+    An untimed job may share the device with other untimed jobs; then its seconds do not count. `key` returns the job's
+    present key. It is called when the device is free, because code or data may have changed while this call waited, and
+    again after the run: the record says if they changed meanwhile. `recorded` is called with the first of these keys.
+    If it returns the path of a record, which another process has made, no run starts. The first Ctrl-C lets the worker
+    finish its record, a second kills the worker; both are raised again here.
     """
     with turn(job, report, is_timed, foreseen_seconds) as held:
-        if found := recorded():
-            return found
+        if existing := recorded(before := key()):
+            return existing
         stem = stem or new_stem(results, job)
         path = Path(f"{stem}.json")
         with open(f"{stem}.txt", "w") as log:
-            watch = Watch(job, key, path, folders, log, report, held.descriptors)
+            watch = Watch(job, before, path, folders, log, report, held.descriptors)
             try:
                 watch.follow()
             finally:
                 watch.close()
                 is_alone = is_timed or not held.is_shared()
                 record = dataclasses.replace(watch.complete(watch.record or watch.obituary()), is_timed=is_alone)
+                record = unless_changed(record, key)
                 record.write(path)
                 told = record.status, record.phase, len(record.losses), record.reason
                 log.write(log_lines.end_line(job, *told) + "\n")
@@ -132,7 +139,7 @@ class Watch:
         self.listed = 0.0  # time at which `processes` was last listed
         self.events = Events("start", self._take)
         self.rank: dict[str, Any] = {}  # if a rank failed without a record: the event that tells its exit code
-        self.executed: list[str] = []  # files that the worker executed; the worker tells them after training
+        self.executed: list[Executed] = []  # what the processes of the run executed
         self.record: Record | None = None  # the worker's record, to which complete() adds this process's facts
         self.started = time.time()
         self.began = self.last_event = self.signalled = time.monotonic()  # nobody can set this clock
@@ -141,7 +148,10 @@ class Watch:
         self.broken: BrokenPipeError | None = None  # `report` raises it if its reader is gone
         self.shm_free_bytes: int | None = None
         self.surroundings = machine.surroundings(job.device, machine.num_gpus(job))
-        self.source, self.listed_code = method.source_hash(job.method, folders), method.listed(job.method, folders)
+        self.identify = partial(method.listed, job.method, folders)
+        self.identity = self.identify()
+        for file in self.identity.modified_ns:
+            drop_stale_bytecode(file)
         for text in machine.warnings_beside(job, self.surroundings):
             report({"event": "warning", "text": text})
         limit = budgets.wall_bytes(job)
@@ -150,6 +160,7 @@ class Watch:
         self.kills = (self.group.oom_kills() if self.group else 0, cgroup.oom_kills())
         reader, writer = os.pipe()
         self.scratch, held = scratch.make()
+        self.notes = self.scratch / "executed"  # file of notes about executed code
         try:
             self.process = self._start(log, (writer, *locks, held))
         except BaseException:
@@ -171,7 +182,7 @@ class Watch:
 
     def _start(self, log: IO[str], descriptors: tuple[int, ...]) -> subprocess.Popen[str] | fork_server.Forked:
         module = "harness.run.ranks" if self.job.world_size > 1 else "harness.run.worker"
-        of_worker = environment(self.job) | {"TMPDIR": str(self.scratch)}
+        of_worker = environment(self.job) | {"TMPDIR": str(self.scratch), executed_code.VARIABLE: str(self.notes)}
         # A memory group counts only memory that is taken inside the group, but a fork brings memory that the server
         # took before. So a worker in a group is a new process, not a fork.
         if self.job.device != "cuda" and not self.wall:
@@ -224,6 +235,7 @@ class Watch:
         self.process.wait()
         self.events.feed(b"")
         ranks.end_all(self.processes, GRACE_SECONDS)  # ranks have sessions of their own
+        self.executed = executed_code.read(self.notes)
         for folder in (ranks.folder_of(self.path), self.scratch):
             shutil.rmtree(folder, ignore_errors=True)
         self.end = self._end()
@@ -248,9 +260,7 @@ class Watch:
         """Return the record with the facts that only this process knows added: peaks, limits, why the worker ended."""
         changes: dict[str, Any] = {"peaks": {**record.peaks, **self.peaks}}
         changes["machine"] = {**record.machine, **self.surroundings, **machine.kernel_environment()}
-        changes["software"] = {**record.software, "source": self.source}
-        if unlisted := self.listed_code.lacks(self.executed):
-            changes["software"]["unlisted"] = unlisted
+        changes["software"] = record.software | code_facts(self.identity, self.executed, self.identify)
         if self.wall:
             changes["limits"] = {**record.limits, "host_wall": f"memory group of cgroup v{self.wall.version}"}
         failure, end = None, dataclasses.replace(self.end, phase=record.phase)
@@ -283,9 +293,6 @@ class Watch:
         if event["event"] == "record":
             with contextlib.suppress(ValueError):  # if the record is not valid, obituary() makes another
                 self.record = Record.from_dict(event["record"])
-            return
-        if event["event"] == "executed":
-            self.executed = [each for each in event["files"] if self.scratch not in Path(each).parents]  # generated
             return
         if self.wall and event["event"] == "phase" and event["phase"] in AFTER_TRAINING:
             self.wall.lift()

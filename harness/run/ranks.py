@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from harness.base import fork_server
+from harness.base import executed_code, fork_server
 from harness.base.rank_agent import OneRound, Rendezvous, write_all
 from harness.core import failures, log_lines
 from harness.core.job import Job
@@ -117,6 +117,7 @@ class JobAgent(OneRound):
 
 def main() -> None:
     """Entry point of the agent's process, which launch.py starts."""
+    executed_code.watch()  # the ranks, which are forks, watch, too
     agent = JobAgent()
     print("\n".join(log_lines.header_lines(agent.job)), flush=True)
     agent.folder.mkdir()
@@ -152,7 +153,8 @@ def followed(record: Record) -> bool:
 
 def together(records: list[Record]) -> Record:
     """Return the first record, with the facts of all records' ranks added, and with each peak and the number of
-    allocator retries raised to the maximum of all records."""
+    allocator retries raised to the maximum of all records. Code that is unlisted or changed in any record is so in the
+    returned one."""
     names = sorted({name for record in records for name in record.peaks})
     peaks = {name: max(record.peaks.get(name, 0) for record in records) for name in names}
     stated = [rank for record in records for rank in record.machine.get("ranks", [])]
@@ -160,7 +162,20 @@ def together(records: list[Record]) -> Record:
     if stated:
         told["peak_rank"] = max(stated, key=_peak_bytes)["rank"]
     retries = max(record.num_alloc_retries for record in records)
-    return dataclasses.replace(records[0], peaks=peaks, num_alloc_retries=retries, machine=told)
+    software = {**records[0].software, **_other_code(records)}
+    return dataclasses.replace(records[0], peaks=peaks, num_alloc_retries=retries, machine=told, software=software)
+
+
+def _other_code(records: list[Record]) -> dict[str, list[str]]:
+    """Return the facts about code that is not the identity's, of all records together."""
+    facts = {}
+    for name in ("unlisted", "changed"):
+        texts = sorted({text for record in records for text in record.software.get(name, [])})
+        if len({record.software.get("source") for record in records}) > 1 and name == "changed":
+            texts.append("its code, which differs between its machines")
+        if texts:
+            facts[name] = texts
+    return facts
 
 
 def _peak_bytes(stated: dict[str, Any]) -> int:

@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from harness.base import executed_code
 from harness.base.child_process import interrupt_here, when_closed
 from harness.base.foreign_file import parsed_json
 from harness.core import failures, log_lines
@@ -78,22 +79,6 @@ class Counted:
 
     def __len__(self) -> int:
         return self.number
-
-
-@functools.cache
-def executed_files() -> set[str]:
-    """Return a set of files, which grows: from the first call on, each file whose code this process executes is added,
-    however the file is loaded. The set is cached, because Python cannot remove the audit hook."""
-    files: set[str] = set()
-
-    def hear(event: str, told: tuple[Any, ...]) -> None:
-        if event == "exec":
-            files.add(told[0].co_filename)
-        elif event == "import" and told[1]:  # a compiled module
-            files.add(told[1])
-
-    sys.addaudithook(hear)
-    return files
 
 
 class Run:
@@ -259,8 +244,7 @@ class Run:
 
 def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     """Train one job in this process. Return its record, even if training failed. `emit` gets the run's events."""
-    started, run, executed = time.time(), Run(job, emit), executed_files()
-    executed.clear()
+    started, run = time.time(), Run(job, emit)
     facts = machine.facts()  # before training, because an engine may pin this process to some of its cores
     end, evidence, enforced = failures.Failure("ok", ""), {}, dict[str, str]()
     method = create(job.method, job.options, folders)
@@ -270,7 +254,6 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         plan = method.plan(job.workload, machine.room(job.budget, job.device, job.workload))
         run.measured["predicted"] = _predicted(plan)
         run.train(method.settled(plan))
-        emit({"event": "executed", "files": sorted(each for each in executed if os.path.isfile(each))})
     except KeyboardInterrupt:
         end = failures.of_stop(failures.End(run.phase, stopped="interrupt"))
     except Exception as error:
@@ -381,6 +364,7 @@ def hand_over(record: Record, order: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    executed_code.watch()
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, interrupt_once)
     order = json.loads(sys.stdin.readline())

@@ -133,7 +133,7 @@ def ended(folder: Path, lines: str, launch: Callable[..., Path] = launch, **budg
     """The record of a method that runs `lines` after its first step."""
     methods = write_ending(folder, lines)
     job = Job("ending", TINY, budget=Budget(**budget), steps=3, warmup=0)
-    return Record.read(launch(job, "key", folder, (methods,), lambda event: None, lambda: None))
+    return Record.read(launch(job, lambda: "key", folder, (methods,), lambda event: None))
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ from pathlib import Path
 from harness.run.launch import launch
 from harness.core.job import *
 for folder, methods in {folders!r}:
-    launch(Job("ending", {TINY!r}, steps=3, warmup=0), "key", Path(folder), (Path(methods),))
+    launch(Job("ending", {TINY!r}, steps=3, warmup=0), lambda: "key", Path(folder), (Path(methods),))
 """
     subprocess.run([*prefix, sys.executable, "-c", code], cwd=ROOT, preexec_fn=before, check=True)
     return [record for folder in lines for record in read_all(folder)[0].values()]

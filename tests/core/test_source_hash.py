@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import py_compile
 import shutil
-from collections.abc import Iterator
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 
 from harness.base.checkout import ROOT
+from harness.base.executed_code import Executed
 from harness.core import source_hash
 
 
@@ -104,7 +110,7 @@ def test_a_compiled_module_beside_the_method_belongs_to_it(tmp_path: Path) -> No
     fast = tmp_path / f"_fast{EXTENSION_SUFFIXES[0]}"
     fast.write_bytes(b"\x7fELF")
     assert fast.resolve() in source_hash.closure(tmp_path / "mine.py")
-    assert not source_hash.Listed.of(tmp_path / "mine.py").lacks([str(fast)])
+    assert not source_hash.Listed.of(tmp_path / "mine.py").lacks([Executed(str(fast), 0)])
 
 
 def test_a_library_beside_an_outside_method_counts(tree: Path, tmp_path: Path) -> None:
@@ -131,6 +137,115 @@ def test_a_package_on_pythons_path_counts_by_its_files(
     assert source_hash.source_hash(tmp_path / "mine.py") == before
     path.write_text("RATE = 2\n")
     assert source_hash.source_hash(tmp_path / "mine.py") != before
+
+
+def zipped(path: Path, text: str) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("aside.py", text)
+
+
+def compiled(path: Path, text: str) -> None:
+    path.with_suffix(".txt").write_text(text)
+    py_compile.compile(str(path.with_suffix(".txt")), str(path), doraise=True)
+
+
+@pytest.mark.parametrize(
+    ("write", "file", "entry"),
+    [(zipped, "aside.zip", "aside.zip"), (compiled, "aside.pyc", ""), (Path.write_text, "site-packages/aside.py",
+     "site-packages")],
+)  # fmt: skip
+def test_code_in_an_archive_a_compiled_file_or_a_folder_called_site_packages_counts(
+    tmp_path: Path, write: Callable[[Path, str], None], file: str, entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("import aside\n")
+    (path := tmp_path / "path" / file).parent.mkdir(parents=True)
+    hashes = []
+    for text in ("RATE = 1\n", "RATE = 22\n"):
+        write(path, text)
+        monkeypatch.syspath_prepend(tmp_path / "path" / entry)  # also forgets what importlib has listed
+        hashes.append(source_hash.Listed.of(tmp_path / "mine.py"))
+    first, second = hashes
+    assert first.source != second.source
+    assert second.lacks([Executed(str(path), 0)]) == []
+
+
+def test_a_compiled_file_beside_the_method_belongs_to_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from . import _part\n")
+    compiled(tmp_path / "_part.pyc", "A = 1\n")
+    assert (tmp_path / "_part.pyc").resolve() in source_hash.closure(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize("name", ["sitecustomize", "usercustomize"])
+def test_what_python_imports_by_itself_counts(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("A = 1\n")
+    before = source_hash.source_hash(tmp_path / "mine.py")
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / f"{name}.py").write_text("import torch\n")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert source_hash.source_hash(tmp_path / "mine.py") != before
+
+
+METHOD = '''"""A method."""
+class Method:
+    """Trains."""
+    def train(self):
+        """Train."""
+        return 1  # a comment
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_changed"),
+    [('"""A method."""', "", False), ('"""Trains."""', '"""Trains well."""', False), ('"""Train."""', '"""x"""', False),
+     ("  # a comment", "", False), ("return 1", "return 2", True), ("return 1", 'return """Train."""', True)],
+)  # fmt: skip
+def test_docstrings_and_comments_do_not_count_and_all_else_does(
+    tmp_path: Path, old: str, new: str, is_changed: bool
+) -> None:
+    (tmp_path / "mine.py").write_text(METHOD)
+    before = source_hash.source_hash(tmp_path / "mine.py")
+    (tmp_path / "mine.py").write_text(METHOD.replace(old, new))
+    assert (source_hash.source_hash(tmp_path / "mine.py") != before) == is_changed
+
+
+def test_a_docstring_that_the_code_reads_counts(tmp_path: Path) -> None:
+    hashes = []
+    for rate in (1, 2):
+        (tmp_path / "mine.py").write_text(f'"""{rate}"""\nRATE = float(__doc__)\n')
+        hashes.append(source_hash.source_hash(tmp_path / "mine.py"))
+    assert hashes[0] != hashes[1]
+
+
+def edited(path: Path, text: str) -> int:
+    """Write the file anew; return its time of modification, which is another one each time."""
+    path.write_text(text)
+    os.utime(path, ns=(0, next(CLOCK)))
+    return path.stat().st_mtime_ns
+
+
+CLOCK = itertools.count(10**18, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("while_it_ran", "afterwards", "changed"),
+    [
+        (None, None, []),
+        (None, "A = 1  # told\n", []),  # was executed as it was, and is the same but for a comment
+        ("A = 1  # told\n", None, []),
+        ("A = 2\n", "A = 1\n", ["own.py"]),  # is again as it was, but another one was executed
+    ],
+)
+def test_a_file_that_was_executed_in_another_state_is_told(
+    tmp_path: Path, while_it_ran: str | None, afterwards: str | None, changed: list[str]
+) -> None:
+    own = tmp_path.resolve() / "own.py"
+    executed_ns = edited(own, "A = 1\n")
+    before = source_hash.Listed.of(own)
+    executed_ns = edited(own, while_it_ran) if while_it_ran else executed_ns
+    if afterwards:
+        edited(own, afterwards)
+    assert before.changed([Executed(str(own), executed_ns)], source_hash.Listed.of(own)) == changed
 
 
 def test_a_file_of_another_name_is_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +311,10 @@ def test_of_the_executed_files_those_are_told_that_the_hash_lacks(
     monkeypatch.syspath_prepend(tmp_path / "path")
     executed = [*map(str, tmp_path.rglob("*.*")), str(source_hash.ROOT / "harness/core/job.py")]
     executed += [str(each.__file__) for each in (json, pytest)]
-    lacking = source_hash.Listed.of(tmp_path / "own" / "own.py").lacks(executed)
-    assert lacking == [f"{tmp_path}/other/one.py", "decay.py", "kernel.so"]
+    notes = [*(Executed(file, 0) for file in executed), Executed("a text in own.py line 7", None)]
+    lacking = source_hash.Listed.of(tmp_path / "own" / "own.py").lacks(notes)
+    assert lacking == [f"{tmp_path}/other/one.py", f"{tmp_path}/other/one.so", "a text in own.py line 7", "decay.py",
+                       "kernel.so"]  # fmt: skip
 
 
 def test_an_installed_package_counts_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_a_process_on_a_jobs_second_gpu_is_told_and_on_record(
     def report(event: dict) -> None:
         warnings.extend([event["text"]] if event["event"] == "warning" else [])
 
-    record = Record.read(launch.launch(job, "key", tmp_path, report=report))
+    record = Record.read(launch.launch(job, lambda: "key", tmp_path, report=report))
     assert record.status == "ok" and [each["pid"] for each in record.machine["foreign_processes"]] == [77]
     assert warnings == ["process 77 is on GPU 2, too: on record"]
 

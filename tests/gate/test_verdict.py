@@ -11,7 +11,9 @@ import pytest
 from harness.core.job import WEIGHT_DECAY, Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate import departures
-from harness.gate.verdict import judge, together
+from harness.gate.probe import Probe
+from harness.gate.trial import Trial
+from harness.gate.verdict import judge, together, with_probe
 from harness.run import worker
 from tests.support.planting import planted
 
@@ -239,6 +241,36 @@ def test_a_run_of_code_that_its_identity_lacks_is_untested() -> None:
     verdict = judge(record, reference())
     assert (verdict.verdict, verdict.reason) == ("untested", "unlisted-code")
     assert verdict.text.startswith("it executed decay.py, which its identity lacks; import it by its name")
+
+
+def of_code(record: Record, **software) -> Record:
+    return dataclasses.replace(record, software=software)
+
+
+def test_a_run_whose_code_changed_while_it_ran_is_untested_and_runs_again() -> None:
+    record = of_code(reference(), changed=["decay.py"])
+    verdict = judge(record, reference())
+    assert (verdict.verdict, verdict.reason) == ("untested", "changed-code")
+    assert verdict.text == "decay.py changed while it ran or waited; try the same call again"
+    assert reference().is_lasting and not record.is_lasting
+
+
+@pytest.mark.parametrize("name", ["changed", "unlisted"])
+def test_a_reference_that_other_code_trained_is_none(name: str) -> None:
+    verdict = judge(reference(), of_code(reference(), **{name: ["decay.py"]}))
+    assert (verdict.verdict, verdict.reason) == ("untested", "no-reference")
+
+
+def test_a_twin_that_other_code_trained_is_none() -> None:
+    verdict = judge(of_code(reference(), source="new"), twins=(of_code(reference(), source="old"), reference()))
+    assert (verdict.verdict, verdict.reason) == ("untested", "changed-code")
+
+
+@pytest.mark.parametrize("software", [{"source": "old"}, {"source": "new", "changed": ["decay.py"]}])
+def test_a_probe_that_other_code_trained_is_none(software: dict) -> None:
+    trial = Trial(of_code(reference(), **software), reference())
+    verdict = with_probe(Gate("exact"), of_code(reference(), source="new"), Probe((trial,)))
+    assert (verdict.verdict, verdict.reason) == ("untested", "probe")
 
 
 # Of WORKLOAD a layer's largest matrix has 32 x 128 elements of 4 bytes, its product with one sample of 16 tokens has

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import struct
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_other_threads_are_another_measurement_and_on_record(tmp_path: Path, mon
         monkeypatch.setenv("OMP_NUM_THREADS", number)
         (job,) = jobs("resident")
         with server:
-            record = Record.read(launch(job, Sweep(tmp_path).key(job), tmp_path))
+            record = Record.read(launch(job, partial(Sweep(tmp_path).key, job), tmp_path))
         names.append((record.key, machine_of(record)))
         assert record.machine["environment"] == f"OMP_NUM_THREADS={number}"
     assert len({key for key, _ in names}) == len({name for _, name in names}) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +25,16 @@ import pytest
 from harness.base import fork_server
 from harness.base.checkout import ROOT
 from harness.base.child_process import ask
+from harness.base.executed_code import Executed
 from harness.core import method
 from harness.core.failures import End
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
+from harness.core.source_hash import Listed
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from harness.run import scratch
+from harness.run.identity import code_facts, unless_changed
 from harness.run.launch import Events, Watch, environment, launch
 from tests.support import cli, tiny
 from tests.support.tiny import TINY, write_compiling, write_ending
@@ -39,7 +44,7 @@ KILLS = int(os.environ.get("KILLS", "10"))  # 50 and more where there is time
 
 
 def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> None:
-    path = launch(Job("resident", TINY, steps=10), "key", tmp_path)
+    path = launch(Job("resident", TINY, steps=10), lambda: "key", tmp_path)
     record = Record.read(path)
     log = Path(str(path).removesuffix(".json") + ".txt").read_text()
     assert record.status == "ok" and len(record.losses) == 10
@@ -150,14 +155,53 @@ class LoadsAName(Method):
 def test_code_that_a_run_executes_beyond_its_identity_is_on_record(tmp_path: Path) -> None:
     (tmp_path / "loads_a_name.py").write_text(LOADS_A_NAME)
     (tmp_path / "_part.py").write_text("A = 1")
-    path = launch(Job("loads-a-name", TINY, steps=2, warmup=1), "key", tmp_path, (tmp_path,))
+    path = launch(Job("loads-a-name", TINY, steps=2, warmup=1), lambda: "key", tmp_path, (tmp_path,))
     assert Record.read(path).software["unlisted"] == ["_part.py"]
+
+
+def test_the_key_is_taken_when_it_is_the_runs_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code may change while a call waits for the device."""
+    code = ["old"]
+
+    @contextlib.contextmanager
+    def turn(*waiting: object) -> Iterator[None]:
+        code[0] = "new"
+        yield
+
+    monkeypatch.setattr("harness.run.launch.turn", turn)
+    assert launch(TINY_JOB, lambda: code[0], tmp_path, recorded=Path) == Path("new")
+
+
+@pytest.mark.parametrize(("after", "changed"), [("key", None), ("other", ["its key, key to other"])])
+def test_a_key_that_changed_while_the_run_went_on_is_on_record(after: str, changed: list[str] | None) -> None:
+    record = unless_changed(Record(TINY_JOB, "key", "ok"), lambda: after)
+    assert record.software.get("changed") == changed
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"), [("A = 1", None), ("A = 1  # one", None), ("A = 2", ["its code"]), ("", ["its code"])]
+)
+def test_source_that_is_another_after_the_run_is_on_record(
+    tmp_path: Path, text: str, changed: list[str] | None
+) -> None:
+    own = tmp_path.resolve() / "own.py"
+    own.write_text("A = 1")
+    executed = [Executed(str(own), own.stat().st_mtime_ns)]
+    before = Listed.of(own)
+    own.write_text(text)
+    assert code_facts(before, executed, lambda: Listed.of(own)).get("changed") == changed
+
+
+def test_a_run_whose_notes_are_gone_executed_what_nobody_knows(tmp_path: Path) -> None:
+    own = tmp_path.resolve() / "own.py"
+    own.write_text("A = 1")
+    assert code_facts(Listed.of(own), [], lambda: Listed.of(own))["unlisted"] == ["code that it did not note"]
 
 
 @pytest.mark.heavy
 def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(tmp_path: Path) -> None:
     (tmp_path / "collects_late.py").write_text(COLLECTS_LATE)
-    path = launch(Job("collects-late", TINY, steps=2, warmup=1), "key", tmp_path, (tmp_path,))
+    path = launch(Job("collects-late", TINY, steps=2, warmup=1), lambda: "key", tmp_path, (tmp_path,))
     assert Record.read(path).host_peak_bytes < 400e6
 
 
@@ -168,7 +212,7 @@ def test_a_child_counts_unless_it_is_about_to_run_a_program(
 ) -> None:
     """torch's 400 MB and as much of a child's; the rest of a worker has 230 MB."""
     (tmp_path / "has_children.py").write_text(HAS_CHILDREN)
-    path = launch(Job("has-children", TINY, {"brief": brief}, steps=2, warmup=1), "key", tmp_path, (tmp_path,))
+    path = launch(Job("has-children", TINY, {"brief": brief}, steps=2, warmup=1), lambda: "key", tmp_path, (tmp_path,))
     assert least < Record.read(path).host_peak_bytes < most
 
 
@@ -176,7 +220,7 @@ def test_a_child_counts_unless_it_is_about_to_run_a_program(
 def test_memory_that_a_worker_and_its_child_share_counts_once(tmp_path: Path) -> None:
     """300 MiB that both map, and a copy of the child's own."""
     methods = write_ending(tmp_path, SHARES_WITH_A_CHILD)
-    record = Record.read(launch(Job("ending", TINY, steps=2, warmup=1), "key", tmp_path, (methods,)))
+    record = Record.read(launch(Job("ending", TINY, steps=2, warmup=1), lambda: "key", tmp_path, (methods,)))
     assert record.status == "ok" and record.peaks["host_anonymous"] > 500 * 2**20, "its child was not seen"
     assert 300 * 2**20 <= record.peaks["host_shared"] < 450 * 2**20
 
@@ -187,7 +231,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
 from pathlib import Path
 from harness.run.launch import launch
 from harness.core.job import *
-launch(Job("resident", {TINY!r}, steps=100000), "key", Path({str(tmp_path)!r}))
+launch(Job("resident", {TINY!r}, steps=100000), lambda: "key", Path({str(tmp_path)!r}))
 """
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     wait_for(lambda: any("iteration" in log.read_text() for log in tmp_path.glob("*.txt")))
@@ -206,7 +250,7 @@ from pathlib import Path
 from harness.run import launch
 from harness.core.job import *
 launch.Watch.complete = lambda self, record: os.kill(os.getpid(), signal.SIGKILL)
-launch.launch(Job("resident", {TINY!r}, steps=2, warmup=1), "key", Path({str(tmp_path)!r}))
+launch.launch(Job("resident", {TINY!r}, steps=2, warmup=1), lambda: "key", Path({str(tmp_path)!r}))
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -signal.SIGKILL
     assert read_all(tmp_path) == ({}, [])
@@ -216,7 +260,7 @@ def test_a_clock_set_forward_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     now, ahead = time.time, {"seconds": 0.0}
     monkeypatch.setattr(time, "time", lambda: now() + ahead["seconds"])
     job = Job("resident", TINY, budget=Budget(seconds=3600), steps=2, warmup=1)
-    path = launch(job, "key", tmp_path, report=lambda event: ahead.update(seconds=7200.0))
+    path = launch(job, lambda: "key", tmp_path, report=lambda event: ahead.update(seconds=7200.0))
     assert Record.read(path).status == "ok"
 
 
@@ -225,7 +269,9 @@ def test_an_end_by_a_limit_of_the_shell_is_tried_again(tmp_path: Path, own_serve
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2**35, most))
     try:
-        record = Record.read(launch(Job("collects-late", TINY, steps=2, warmup=1), "key", tmp_path, (tmp_path,)))
+        record = Record.read(
+            launch(Job("collects-late", TINY, steps=2, warmup=1), lambda: "key", tmp_path, (tmp_path,))
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     assert (record.status, record.evidence["limit_of"], record.is_lasting) == ("oom-host", "ulimit -v", False)
@@ -236,7 +282,7 @@ def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path: Path, monkeypatc
     with tempfile.TemporaryDirectory() as folder:  # of a short name, for sockets lie in it
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.setenv("TMPDIR", folder)
-        assert Record.read(launch(resolve(job)[0], "key", tmp_path)).status == "ok"
+        assert Record.read(launch(resolve(job)[0], lambda: "key", tmp_path)).status == "ok"
         assert not os.listdir(folder)
 
 
@@ -294,7 +340,7 @@ def test_a_run_that_cannot_be_started_leaves_nothing_in_the_temporary_folder(
     monkeypatch.setattr(fork_server, "_server", None)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(FileNotFoundError):
-        launch(Job("resident", TINY), "key", tmp_path)
+        launch(Job("resident", TINY), lambda: "key", tmp_path)
     assert not os.listdir(scratch)
 
 
@@ -302,8 +348,9 @@ def test_a_run_that_cannot_be_started_leaves_nothing_in_the_temporary_folder(
 def test_whatever_an_import_raises_that_is_broken_off_is_no_crash(stopped: str, status: str) -> None:
     watch = object.__new__(Watch)
     watch.job, watch.stopped, watch.end = TINY_JOB, stopped, End("import", stopped=stopped)
-    watch.wall, watch.peaks, watch.surroundings, watch.source = None, {}, {}, ""
-    watch.listed_code, watch.executed = method.listed("resident"), []
+    watch.wall, watch.peaks, watch.surroundings, watch.executed = None, {}, {}, []
+    watch.identify = lambda: method.listed("resident")
+    watch.identity = watch.identify()
     made = Record(TINY_JOB, "key", "crash", "import", "ImportError: cannot import name")
     assert watch.complete(made).status == status
 

@@ -54,7 +54,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     options = {**OPTIONS, "disk": str(folder)} if name == "stronghold" else {}
     device = kind if kind in ("sim", "cuda") else "cpu"
     job = Job(name, WORKLOAD, options, budget, device, NUM_STEPS, 1, trace=str(path))
-    record = Record.read(launch(job, "key", folder))
+    record = Record.read(launch(job, lambda: "key", folder))
     assert record.status == "ok", record.reason
     return path, record
 
@@ -120,7 +120,7 @@ def test_a_traced_job_has_the_key_and_the_losses_of_one_that_is_not(tmp_path: Pa
 def test_a_method_that_tells_nothing_of_its_streams_is_named(tmp_path: Path) -> None:
     events: list[dict] = []
     job = Job("resident", WORKLOAD, {}, steps=2, warmup=1, trace=str(tmp_path / "trace.json"))
-    launch(job, "key", tmp_path, report=events.append)
+    launch(job, lambda: "key", tmp_path, report=events.append)
     assert [event["text"] for event in events if event["event"] == "warning"] == [
         "resident names no work on its streams: the trace holds its steps alone"
     ]

@@ -41,15 +41,14 @@ def own_server() -> Iterator[None]:
 
 
 def launch(
-    job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Callable[[dict[str, Any]], None],
-    recorded: Callable[[], Path | None],
-    **turn: Any,
+    job: Job, key: Callable[[], str], results: Path, folders: tuple[Path, ...],
+    report: Callable[[dict[str, Any]], None], recorded: Callable[[str], Path | None], **turn: Any,
 ) -> Path:  # fmt: skip
     """In place of harness.run.launch: what the worker tells and records, less what its parent sees of its process."""
-    if found := recorded():
-        return found
+    if existing := recorded(before := key()):
+        return existing
     path = Path(f"{new_stem(results, job)}.json")
-    for event in call(_train, job, key, folders, path):
+    for event in call(_train, job, before, folders, path):
         report(event)
     return path
 

@@ -119,7 +119,7 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
         write_end(job, order["key"], stem, failures.ended("unavailable", "device", reason))
         return
     prepare(job, stem.parent, folders, report)
-    launch(job, order["key"], stem.parent, folders, report, stem=stem)
+    launch(job, lambda: str(order["key"]), stem.parent, folders, report, stem=stem)
 
 
 def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[str, Any] | None = None) -> Path:

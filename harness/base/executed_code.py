@@ -1,0 +1,169 @@
+"""Notes which code the processes of a run execute, so that the run's identity can be checked against what ran.
+
+Every process of a run appends to one file, which the environment names: the worker, each rank, their forks, and the
+processes that the fork server starts for them. Noted are the files that are executed or loaded, each with its time of
+modification, and what no file stands for: code that is executed as a text, and programs that are started. A Python
+audit hook sees all of these, however the code is loaded. This file imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+VARIABLE = "HARNESS_EXECUTED_CODE"  # the environment variable that names the file of notes
+# Pattern of the folders into which packages are installed. Another folder of that name is a folder like any other.
+SITE = re.compile(r".*/lib(?:32|64)?/python3(?:\.\d+t?)?/(?:site|dist)-packages(?=/)")
+STANDARD = tuple(
+    {
+        f"{folder}{os.sep}"
+        for name in ("stdlib", "platstdlib")
+        for folder in (sysconfig.get_path(name), os.path.realpath(sysconfig.get_path(name)))
+    }
+)
+HARNESS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Modules of the standard library that execute texts which they make from a class or an annotation.
+MAKE_TEXTS = ("dataclasses.py", "collections/__init__.py", "typing.py", "inspect.py", "enum.py", "annotationlib.py")
+# Events of programs that start, each with the position of the program's words in the event's arguments.
+STARTS = {"subprocess.Popen": 1, "os.exec": 1, "os.posix_spawn": 1, "os.system": 0, "pty.spawn": 0}
+# Modules by which a process starts another Python without an event.
+SPAWNS = ("multiprocessing/popen_spawn_posix.py", "multiprocessing/popen_forkserver.py")
+MOST_TEXT = 120  # characters of a program's words in a note
+
+
+class Executed(NamedTuple):
+    """What was executed: a file, or a description for people if no file stands for it."""
+
+    text: str
+    modified_ns: int | None  # the file's time of modification when it was executed; None: `text` is a description
+
+
+def site_folder(file: str) -> str:
+    """Return the folder of installed packages in which a file lies; empty if it lies in none."""
+    match = SITE.match(file)
+    return match.group() if match else ""
+
+
+def is_standard(file: str) -> bool:
+    """True if the file belongs to Python's standard library."""
+    return file.startswith("<frozen ") or (file.startswith(STANDARD) and not site_folder(file))
+
+
+def watch() -> None:
+    """From now on, note what this process and its forks execute, if the environment names a file of notes."""
+    path = os.environ.get(VARIABLE)
+    if path and _watching.get("path") != path:
+        if not _watching:
+            sys.addaudithook(_hear)
+        _watching["path"] = path
+        _noted.clear()
+
+
+def read(path: Path) -> list[Executed]:
+    """Return the notes of all processes of a run; none if no process wrote any."""
+    try:
+        lines = path.read_text(errors="surrogateescape").splitlines()
+    except FileNotFoundError:
+        return []
+    return [Executed(*json.loads(line)) for line in lines]
+
+
+_watching: dict[str, str] = {}  # `path`: the file of notes
+_noted: set[str] = set()  # texts of this process's notes
+
+
+def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "exec":
+        _executed(arguments[0], sys._getframe().f_back)
+    elif event == "import":
+        if arguments[1]:  # a compiled module
+            _loaded(arguments[1], sys._getframe().f_back)
+    elif event in STARTS:
+        _started(arguments[STARTS[event]], sys._getframe().f_back)
+
+
+def _executed(code: CodeType, frame: FrameType | None) -> None:
+    caller = frame.f_code.co_filename if frame else "<frozen runpy>"
+    values = frame.f_locals if frame else {}
+    if caller.startswith("<frozen importlib"):
+        _loaded(_origin(values) or code.co_filename, frame)
+    elif caller == "<frozen runpy>" or caller.endswith("/runpy.py"):
+        _loaded(str(values.get("fname") or code.co_filename), frame)
+    elif not (is_standard(caller) and caller.endswith(MAKE_TEXTS)) and not _is_versioned(place := _place(frame)):
+        _note(f"a text in {place}")
+
+
+def _origin(values: Mapping[str, Any]) -> str | None:
+    """Return the file from which importlib executes a module. The code names another file if the module is a compiled
+    file without a source. `values`: the local variables of importlib's function."""
+    with contextlib.suppress(AttributeError, LookupError, TypeError):
+        origin = values["args"][1]["__spec__"].origin
+        return "<frozen module>" if origin == "frozen" else origin
+    return None
+
+
+def _loaded(file: str, frame: FrameType | None) -> None:
+    """Executed a file, or the archive that contains it. Left out are files of the standard library, and generated ones:
+    those that an installed package compiles, or writes into the run's temporary folder, and loads."""
+    path = file if is_standard(file) else os.path.realpath(file)
+    if is_standard(path):
+        if path.endswith(SPAWNS) and not _is_versioned(place := _place(frame)):
+            _note(f"another Python, started in {place}")
+        return
+    while not os.path.lexists(path) and os.path.dirname(path) != path:  # a path within an archive
+        path = os.path.dirname(path)
+    is_generated = path.endswith(".so") or path.startswith(os.path.dirname(_watching["path"]) + os.sep)
+    if is_generated and not site_folder(path) and _is_versioned(_place(frame)):
+        return
+    if os.path.isfile(path):
+        _note(path, os.stat(path).st_mtime_ns)
+    else:
+        _note(f"{file}, which is no file")
+
+
+def _started(program: Any, frame: FrameType | None) -> None:
+    parts = [program] if isinstance(program, str | bytes | os.PathLike) else list(program)
+    texts = [os.fsdecode(part) for part in parts]
+    module = texts[texts.index("-m") + 1 :][:1] if "-m" in texts else []
+    if module and module[0].startswith("harness."):  # forks of the fork server note by themselves
+        return
+    place = _place(frame, skips_harness=bool(module))
+    if not _is_versioned(place):
+        _note(f"the program {' '.join(texts)[:MOST_TEXT]}, started in {place}")
+
+
+def _place(frame: FrameType | None, skips_harness: bool = False) -> str:
+    """Return the file and line of the innermost code that acts on its own behalf: not the standard library's, nor
+    torch.multiprocessing's, which only pass calls on."""
+    while frame:
+        file = frame.f_code.co_filename
+        passes_on = is_standard(file) or "/torch/multiprocessing/" in file
+        if not passes_on and not (skips_harness and file.startswith(HARNESS)):
+            return f"{file} line {frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"
+
+
+def _is_versioned(place: str) -> bool:
+    """True if the code at this place is known by a version: it is an installed package's, or the harness's own."""
+    return place.startswith(HARNESS) or bool(site_folder(place))
+
+
+def _note(text: str, modified_ns: int | None = None) -> None:
+    if text in _noted:
+        return
+    _noted.add(text)
+    line = json.dumps([text, modified_ns]) + "\n"
+    handle = os.open(_watching["path"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(handle, line.encode(errors="surrogateescape"))  # whole, because the file is opened for appending
+    finally:
+        os.close(handle)
