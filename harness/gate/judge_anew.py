@@ -15,7 +15,7 @@ from harness.core.record import Gate, Record
 from harness.gate import evidence
 from harness.gate.probe import LEARNING_RATE, ROUNDED, Probe
 from harness.gate.trial import Trial
-from harness.gate.verdict import CERTAIN, judge, together, unasked, with_probe
+from harness.gate.verdict import judge, needs_no_probe, together, unasked, with_probe
 
 ASCENDING = ("failed", "untested", "twin", "tolerance", "exact")  # verdicts, from the worst to the best
 
@@ -60,7 +60,7 @@ def _verdict(whole: Record, number: int, beside: Beside) -> Gate:
         verdict = judge(record, reference, undropped=undropped)
     else:
         verdict = judge(record, reference)
-    if verdict.verdict == "untested" or verdict.reason in CERTAIN or not whole.is_exact:
+    if needs_no_probe(verdict, whole):
         return verdict
     trials, named = tuple(_trials(whole, number, beside.probes)), whole.gate.evidence.get("probe")
     if verdict.passed and named and len(trials) < len(named):

@@ -130,6 +130,12 @@ def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequen
     return Gate("twin", "", f"its twin at {depth} layers is {verdict.verdict}{also}", {**rests, "peers": agreeing})
 
 
+def needs_no_probe(verdict: Gate, record: Record) -> bool:
+    """True if no probe can change the verdict. A method that is inexact by design is probed only if it passed."""
+    is_final = verdict.verdict == "untested" or verdict.reason in CERTAIN
+    return is_final or not (record.is_exact or verdict.passed)
+
+
 def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     """Return the verdict on a run, combined with the findings of its probe and a text on what was not tested."""
     if verdict.verdict == "untested":

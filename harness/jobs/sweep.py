@@ -24,7 +24,7 @@ from harness.forecast.fit import largest, resolve
 from harness.forecast.run_time import probe_seconds, run_seconds
 from harness.gate import probe
 from harness.gate.probe import LEFT_OUT, MOST_STEPS, NONE, STEPS, Extent, Probe, train_probe
-from harness.gate.verdict import CERTAIN, judge, together, unasked, with_probe
+from harness.gate.verdict import judge, needs_no_probe, together, unasked, with_probe
 from harness.places.shared.place import Place, write_end
 from harness.run.identity import marked
 from harness.run.launch import Report, launch
@@ -282,7 +282,7 @@ class Sweep:
     def _with_probe(self, whole: Record, number: int, verdict: Gate) -> Gate:
         """Return the verdict on a run, combined with the verdict on a probe. If a probe cannot change the verdict,
         return it as it is."""
-        if verdict.verdict == "untested" or verdict.reason in CERTAIN or not whole.is_exact:
+        if needs_no_probe(verdict, whole):
             return verdict
         extent = self.extent.or_more(_probed(whole))  # not less than the extent of an earlier verdict
         left_out = Probe(untested=LEFT_OUT)

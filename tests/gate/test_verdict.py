@@ -13,7 +13,7 @@ from harness.core.record import Gate, Record
 from harness.gate import departures
 from harness.gate.probe import Probe
 from harness.gate.trial import Trial
-from harness.gate.verdict import judge, together, with_probe
+from harness.gate.verdict import judge, needs_no_probe, together, with_probe
 from harness.run import worker
 from tests.support.planting import planted
 
@@ -271,6 +271,17 @@ def test_a_probe_that_other_code_trained_is_none(software: dict) -> None:
     trial = Trial(of_code(reference(), **software), reference())
     verdict = with_probe(Gate("exact"), of_code(reference(), source="new"), Probe((trial,)))
     assert (verdict.verdict, verdict.reason) == ("untested", "probe")
+
+
+@pytest.mark.parametrize(("is_exact", "verdict", "is_probed"), [
+    (False, "exact", True), (False, "tolerance", True), (False, "twin", True), (False, "failed", False),
+    (True, "failed", True),
+])  # fmt: skip
+def test_a_method_that_is_inexact_by_design_passes_only_with_a_probe(
+    is_exact: bool, verdict: str, is_probed: bool
+) -> None:
+    record = dataclasses.replace(reference(), is_exact=is_exact)
+    assert needs_no_probe(Gate(verdict, "update"), record) != is_probed
 
 
 # Of WORKLOAD a layer's largest matrix has 32 x 128 elements of 4 bytes, its product with one sample of 16 tokens has
