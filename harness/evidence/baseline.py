@@ -100,7 +100,7 @@ def _same_point(point: pd.Series, points: pd.DataFrame, others: pd.DataFrame) ->
 def hold(new: Sequence[Record], old: Sequence[Record]) -> Held:
     """Compare how the newest repeat of each side trained, and how fast all repeats of each side ran."""
     training, why = trains_the_same(new[-1], old[-1])
-    return Held(training, why, compare([*new], [*old]))
+    return Held(training, why, compare([*new], [*old], ("new", "the baseline")))
 
 
 def trains_the_same(new: Record, old: Record) -> tuple[str, str]:

@@ -19,12 +19,11 @@ from harness.base.checkout import ROOT
 from harness.core.job import gib
 from harness.core.record import Record, added_folders, records_of
 from harness.figures import frame
-from harness.figures.point import RatioInterval, machine_of, ratio, row_of
+from harness.figures.point import SIMULATED_CLOCKS, RatioInterval, doubts_text, machine_of, ratio, row_of
 from harness.jobs.command import again
 
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
 RESULTS = ROOT / "results"
-SIMULATED = ("sim", "virtual")  # devices whose clock is simulated
 METRIC = "samples_per_second"
 COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")  # a + at the end says that the checkout's files differ from the commit
 # fields of a record whose differences are printed
@@ -199,25 +198,28 @@ def _with_throughput(points: pd.DataFrame) -> pd.DataFrame:
     return points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]] if able.empty else able
 
 
-def compare(a: list[Record], b: list[Record]) -> Comparison:
-    """Compare the repeats of A with the repeats of B. All these records must have the same workload."""
+def compare(a: list[Record], b: list[Record], names: tuple[str, str] = ("A", "B")) -> Comparison:
+    """Compare the repeats of A with the repeats of B. All these records must have the same workload. Doubtful times are
+    not distinguishable, whatever their ratio. `names`: how texts name both sides."""
     clocks = [records[-1].clock for records in (a, b)]
-    if len({clock in SIMULATED for clock in clocks}) > 1:
+    if len({clock in SIMULATED_CLOCKS for clock in clocks}) > 1:
         return Comparison(a, b, NONE, f"one is timed by {clocks[0]}, the other by {clocks[1]}: run both alike")
-    sides = {"A": row_of(METRIC, a), "B": row_of(METRIC, b)}
+    sides = {name: row_of(METRIC, repeats) for name, repeats in zip(names, (a, b), strict=True)}
     without = [
-        f"{letter} has no throughput: {'' if row.status == 'ok' else f'ended as {row.status}: '}{row.reason}"
-        for letter, row in sides.items()
+        f"{name} has no throughput: {'' if row.status == 'ok' else f'ended as {row.status}: '}{row.reason}"
+        for name, row in sides.items()
         if not (row.valid and row.has_number)
     ]
     if without:
         return Comparison(a, b, NONE, "; ".join(without))
-    silent = [letter for letter, one in sides.items() if one.scatter is None]
+    silent = [name for name, row in sides.items() if row.scatter is None]
     if silent:
         return Comparison(a, b, NONE, f"{' and '.join(silent)} timed one step, which shows no noise: try more --steps")
-    found = ratio(*sides.values())
-    verdict = FASTER if found.low > 1 else SLOWER if found.high < 1 else ALIKE
-    return Comparison(a, b, verdict, found.how, found)
+    bounds = ratio(*sides.values())
+    if doubts := doubts_text(sides):
+        return Comparison(a, b, ALIKE, f"doubtful: {doubts}; {bounds.how}", bounds)
+    verdict = FASTER if bounds.low > 1 else SLOWER if bounds.high < 1 else ALIKE
+    return Comparison(a, b, verdict, bounds.how, bounds)
 
 
 def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
@@ -241,7 +243,7 @@ def side(repeats: list[Record]) -> dict[str, Any]:
         "hidden_size": made.hidden_size, "device": newest.job.device, "budget": dataclasses.asdict(newest.job.budget),
         "machine": made.machine, "num_runs": len(repeats), "status": made.status, "gate": newest.gate.verdict,
         "gate_text": newest.gate.text, "samples_per_second": shown and shown.value, "low": shown and shown.low,
-        "high": shown and shown.high, "keys": list(made.keys),
+        "high": shown and shown.high, "doubts": list(made.inconclusive), "keys": list(made.keys),
     }  # fmt: skip
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from harness.evidence.claims import PAPER_MACHINE, Claim, Point, Shape
 from harness.evidence.examine import HOLD, OPEN, Answer, examine, shortened
 from harness.figures import profile as scaled
-from harness.figures.point import COUNTED, FigureRow
+from harness.figures.point import COUNTED, FigureRow, doubts_text
 
 PASS, FAIL, XFAIL, XPASS = "PASS", "FAIL", "XFAIL", "XPASS"
-NOT_TESTED, OTHER_MACHINE = "NOT TESTED", "N/A"
+NOT_TESTED, OTHER_MACHINE, SIMULATED = "NOT TESTED", "N/A", "SIMULATED"
 BAD = (FAIL, XPASS)
 NOT_HERE = "several-gpus"  # kind of machine that no case runs on, so that claims about it cannot be tested here
 UNTRAINED = "rests on a run that did not train, says the gate"
@@ -66,7 +66,8 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
             missing = missing or (str(error) if rows else "")
     judged = [_judge(claim, profile, rows) for profile, rows in found.items() if all(is_there(claim, r) for r in rows)]
     if judged:
-        return next((finding for finding in judged if finding.verdict != NOT_TESTED), judged[0])
+        decided = (finding for finding in judged if finding.verdict not in (NOT_TESTED, SIMULATED))
+        return next(decided, judged[0])
     if found:
         profile, chosen = next(iter(found.items()))
         row = next(row for row in chosen if not is_there(claim, row))
@@ -112,6 +113,10 @@ def _judge(claim: Claim, profile: str, rows: list[FigureRow]) -> Finding:
     untrained = [row for row in rows if not row.valid or not row.has_number]
     if untrained:  # an expected failure does not excuse a run that did not train
         verdict, note = FAIL, f"{UNTRAINED}: {shortened([_why(row) for row in untrained])}"
+    elif any(row.is_simulated for row in rows):
+        verdict, note = SIMULATED, f"computed or timed by a simulation, not measured; {how}"
+    elif doubts := doubts_text({label(row): row for row in rows}):
+        verdict, note = OPEN, f"doubtful: {doubts}; try {scaled.call(claim.case, profile)} --repeats 3 when idle"
     elif numbers == OPEN:
         verdict, note = OPEN, f"{how}; more runs of the case may tell them apart"
     elif claim.xfail:

@@ -24,7 +24,9 @@ PROFILES = (
     ("demo", None),
 )  # fmt: skip
 PUBLISHED, IMPORTED = "published", "imported"
-VERDICTS = (judge.PASS, judge.FAIL, judge.XFAIL, judge.XPASS, OPEN, judge.NOT_TESTED, judge.OTHER_MACHINE)
+VERDICTS = (
+    judge.PASS, judge.FAIL, judge.XFAIL, judge.XPASS, OPEN, judge.SIMULATED, judge.NOT_TESTED, judge.OTHER_MACHINE,
+)  # fmt: skip
 NUMBERS_WORDS = {
     HOLD: "would hold", BROKEN: "would fail, too", OPEN: "are not distinguishable", "": "are missing",
 }  # fmt: skip

@@ -12,17 +12,19 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.core.record import Record
 
 FEWEST_FOR_INTERVAL = 3  # least number of processes that gives an interval
+FEWEST_TO_CONCLUDE = 2  # least number of processes whose times may be compared
 FEWEST_TIMED_STEPS = 5  # a time from fewer timed steps is doubtful, and its bar is hatched
 CONFIDENCE = 0.95
 LEAST_MARGIN = 0.05  # smallest relative margin of a ratio if a row has too few processes for an interval
 STANDARD_ERRORS = 2  # half the width of a ratio's margin, in standard errors
 COUNTED = ("params",)  # metrics that do not scatter, so that any difference counts
+SIMULATED_CLOCKS = ("sim", "virtual")
 Metric = Callable[[Record], float | None]
 
 # By name of a metric: the function that returns the metric's value from one record. The metric `params` is the number
@@ -95,8 +97,27 @@ class FigureRow:
         return tuple(found)
 
     @property
+    def inconclusive(self) -> tuple[str, ...]:
+        """Return the reasons why nothing may be concluded from the row's time: its doubts, and that it is of one
+        process, because a process may be fast or slow as a whole. Empty if there are none."""
+        is_alone = self.num_steps is not None and self.num_runs < FEWEST_TO_CONCLUDE
+        return (*self.doubts, *(["1 process"] if is_alone else []))
+
+    @property
+    def is_simulated(self) -> bool:
+        """True if the value was computed by a simulation, or is a time by a simulated clock."""
+        return self.origin == "simulated" or (self.clock in SIMULATED_CLOCKS and self.metric not in COUNTED)
+
+    @property
     def has_interval(self) -> bool:
         return self.num_runs >= FEWEST_FOR_INTERVAL and self.low is not None and self.high is not None
+
+
+def doubts_text(rows: Mapping[str, FigureRow]) -> str:
+    """Return, as text, why nothing may be concluded from the times of these rows, each by its name; empty if something
+    may."""
+    doubts = {name: ", ".join(row.inconclusive) for name, row in rows.items() if row.inconclusive}
+    return "; ".join(f"{name}: {text}" for name, text in doubts.items())
 
 
 def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:

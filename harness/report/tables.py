@@ -28,12 +28,13 @@ from harness.jobs.command import again
 GOOD, BAD, OPEN, DOUBT, THERE = "good", "bad", "open", "doubt", "there"
 LOOKS = {
     judge.PASS: GOOD, judge.FAIL: BAD, judge.XPASS: BAD, judge.XFAIL: OPEN, examine.OPEN: OPEN,
-    judge.NOT_TESTED: OPEN, judge.OTHER_MACHINE: OPEN,
+    judge.SIMULATED: OPEN, judge.NOT_TESTED: OPEN, judge.OTHER_MACHINE: OPEN,
 }  # fmt: skip
 TENSORS, FAILED = "tensors", "failed"
 LOG = "imported log"
 CLAIM_TABLES = {
-    "": "Claims that these records decide", judge.NOT_TESTED: "Claims that nothing here tests",
+    "": "Claims that these records decide", judge.SIMULATED: "Claims that only a simulation speaks of",
+    judge.NOT_TESTED: "Claims that nothing here tests",
     judge.OTHER_MACHINE: "Claims that are said of another machine",
 }  # fmt: skip
 MOST_SIZES = 6  # most columns of sizes in one table, so that it fits a screen
@@ -268,13 +269,16 @@ def _claim_row(finding: Finding, other: Finding, where: str, entries: Sequence[E
 
 
 def summary(entries: Sequence[Entry]) -> DataFrame:
-    """Return a table with a row for each method and clock. For each size shown, the row has the newest record's speed,
-    memory and verdict."""
-    found = frame.of(entry.record for entry in entries).assign(did=list(map(_did, entries)))
-    newest = found.drop_duplicates(["method", "clock", "num_params"], keep="last")
+    """Return a table with a row for each method and clock. For each size shown, the row has the speed, memory and
+    verdict of the newest record that the gate has judged; where it judged none, of the newest one."""
+    records = frame.of(entry.record for entry in entries).assign(
+        did=list(map(_did, entries)), is_judged=[_is_judged_result(entry.record) for entry in entries]
+    )
+    newest_last = records.sort_values("is_judged", kind="stable")
+    newest = newest_last.drop_duplicates(["method", "clock", "num_params"], keep="last")
     did = newest.pivot(index=["method", "clock"], columns="num_params", values="did")
-    did = did.loc[list(dict.fromkeys(zip(found["method"], found["clock"], strict=True)))]
-    has_clocks = found["clock"].nunique() > 1
+    did = did.loc[list(dict.fromkeys(zip(records["method"], records["clock"], strict=True)))]
+    has_clocks = records["clock"].nunique() > 1
     rows = [
         {
             "method": name, **({"clock": clock} if has_clocks else {}),

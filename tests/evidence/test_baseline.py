@@ -23,6 +23,11 @@ def later(**changes: Any) -> Record:
     return dataclasses.replace(made, **changes)
 
 
+def twice(record: Record) -> tuple[Record, Record]:
+    """The record, and a repeat of it in another process."""
+    return record, dataclasses.replace(record, started=record.started + 1)
+
+
 NEAR = [1.0 + 1e-9] * OLD.job.steps
 CASES: dict[str, tuple[Record, str, int]] = {
     "is the same": (later(), SAME_BITS, 0),
@@ -41,13 +46,24 @@ CASES: dict[str, tuple[Record, str, int]] = {
 def test_a_commit_that(text: str, tmp_path: Path) -> None:
     new, training, code = CASES[text]
     assert trains_the_same(new, OLD)[0] == training
-    results = records.write(tmp_path / "results", OLD, new)
+    results = records.write(tmp_path / "results", *twice(OLD), *twice(new))
     done = run("compare", "bbbbbbb", "--baseline", "aaaaaaaaaaaa", "--results", results)
     assert done.returncode == code, done.stdout + done.stderr
 
 
+def test_a_slower_run_of_one_process_is_no_slower_commit(tmp_path: Path) -> None:
+    results = records.write(tmp_path / "results", OLD, CASES["is slower"][0])
+    done = run("compare", "bbbbbbb", "--baseline", "aaaaaaaaaaaa", "--results", results)
+    assert done.returncode == 0
+    assert (
+        "cannot tell which is faster: 0.5 (" in done.stdout
+        and "doubtful: new: 1 process; the baseline: 1 process" in done.stdout
+    )
+
+
 def test_folders_are_compared_as_commits_are(tmp_path: Path) -> None:
-    old, new = records.write(tmp_path / "old", OLD), records.write(tmp_path / "new", CASES["is slower"][0])
+    new = records.write(tmp_path / "new", *twice(CASES["is slower"][0]))
+    old = records.write(tmp_path / "old", *twice(OLD))
     done = run("compare", "--baseline", old, "--results", new, "--json")
     told = json.loads(done.stdout)
     assert (done.returncode, told["training"], told["verdict"], told["ratio"]) == (8, SAME_BITS, "slower", 0.5)

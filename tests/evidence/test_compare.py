@@ -27,7 +27,7 @@ SMALL = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_si
 
 def record(method: str = "l2l", seconds: float = 1.0, workload: Workload = SMALL, **other: Any) -> Record:
     options = other.pop("options", {})
-    job = Job(method, workload, options, steps=3, warmup=1)
+    job = Job(method, workload, options, steps=6, warmup=1)
     return records.record(job, seconds, **{"key": f"{method}{options}", **other})
 
 
@@ -37,7 +37,7 @@ def repeats(method: str, *seconds: float) -> list[Record]:
 
 @pytest.mark.parametrize(
     ("a", "b", "verdict"),
-    [((1.0,), (1.2,), FASTER), ((1.2,), (1.0,), SLOWER), ((1.0,), (1.04,), ALIKE),
+    [((1.0, 1.0), (1.2, 1.2), FASTER), ((1.2, 1.2), (1.0, 1.0), SLOWER), ((1.0, 1.0), (1.04, 1.04), ALIKE),
      ((0.99, 1.0, 1.01), (1.19, 1.2, 1.21), FASTER), ((0.99, 1.0, 1.01), (1.02, 1.03, 1.04), FASTER),
      ((0.9, 1.0, 1.1), (1.0, 1.1, 1.2), ALIKE)],
 )  # fmt: skip
@@ -73,12 +73,32 @@ def test_the_interval_holds_the_truth_in_95_of_100_cases() -> None:
 
 
 def test_the_margin_of_one_run_is_of_the_scatter_of_its_steps() -> None:
-    """The middle half of 0.9, 1, 1.1 lies from 0.95 to 1.05: ln(1.05 / 0.95) / 1.349 is 7.4 %, twice sqrt(2) of it
-    21 %, as a factor 1.233."""
-    loud = record(step_seconds=[9.0, 0.9, 1.0, 1.1]), record("resident", step_seconds=[9.0, 1.08, 1.2, 1.32])
-    found = compare.compare(*([one] for one in loud))
+    """The middle half of 0.9, 0.95, 1, 1.05, 1.1 lies from 0.95 to 1.05: ln(1.05 / 0.95) / 1.349 is 7.4 %, twice
+    sqrt(2) of it 21 %, as a factor 1.233."""
+    steps = [0.9, 0.95, 1.0, 1.05, 1.1]
+    loud = record(step_seconds=[9.0, *steps]), record("resident", step_seconds=[9.0, *(1.2 * each for each in steps)])
+    found = compare.compare(*([one] * 2 for one in loud))
     assert found.ratio is not None and found.ratio.high / found.ratio.value == pytest.approx(1.233, abs=5e-4)
-    assert found.verdict == ALIKE and "margin of 23%: 1 and 1 runs with steps that scatter by 7.4% and" in found.why
+    assert found.verdict == ALIKE and "margin of 23%: 2 and 2 runs with steps that scatter by 7.4% and" in found.why
+
+
+BUSY = {"cpu": "EPYC", "cores": 2, "load_average": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_runs", "why"),
+    [
+        ({}, 1, "A: 1 process"),
+        ({"machine": BUSY}, 2, "A: load 20"),
+        ({"step_seconds": [1.0, 1.0, 1.0, 1.0]}, 1, "A: 3 steps, 1 process"),
+    ],
+)
+def test_times_that_figures_hatch_or_of_one_process_are_not_distinguishable(
+    changes: dict[str, Any], num_runs: int, why: str
+) -> None:
+    made = compare.compare([record(**changes)] * num_runs, repeats("resident", 9.0, 9.0))
+    assert (made.verdict, made.ratio and made.ratio.value) == (ALIKE, 9.0)
+    assert made.why.startswith(f"doubtful: {why}; ")
 
 
 def test_one_timed_step_tells_nothing_of_its_noise() -> None:
@@ -86,10 +106,10 @@ def test_one_timed_step_tells_nothing_of_its_noise() -> None:
     assert found.verdict == NONE and found.why.startswith("A timed one step")
 
 
-def test_one_run_each_has_no_interval_and_says_so() -> None:
-    found = compare.compare([record(seconds=1.0)], [record("resident", 2.0)])
+def test_two_runs_each_have_no_interval_and_say_so() -> None:
+    found = compare.compare(repeats("l2l", 1.0, 1.0), repeats("resident", 2.0, 2.0))
     assert found.why == (
-        "margin of 5%: 1 and 1 runs with steps that scatter by 0.0% and 0.0%, an interval needs 3 each"
+        "margin of 5%: 2 and 2 runs with steps that scatter by 0.0% and 0.0%, an interval needs 3 each"
     )
 
 
@@ -97,7 +117,9 @@ def test_where_it_cannot_tell_the_first_words_say_so_then_the_numbers_then_calls
     write(tmp_path, record(seconds=1.0), record("resident", 1.02))
     told = run("compare", "l2l", "resident", "--results", tmp_path).stdout.splitlines()
     assert told[2] == "cannot tell which is faster"
-    assert told[3].startswith("  A's samples/s are 1.02 (0.971 to 1.07) times B's (margin of 5%: 1 and 1 runs")
+    assert told[3].startswith(
+        "  A's samples/s are 1.02 (0.971 to 1.07) times B's (doubtful: A: 1 process; B: 1 process"
+    )
     for line, name in zip(told[4:6], ("l2l", "resident"), strict=True):
         assert line.startswith(f"  to narrow it, measure again: ./run.sh -m {name} ")
         words = shlex.split(line.partition("./run.sh ")[2])

@@ -69,6 +69,37 @@ def test_one_run_each_is_decided_where_a_margin_of_5_percent_separates(
     assert ("more runs of the case" in found.note) == (verdict == "NOT DISTINGUISHABLE")
 
 
+DOUBTS = {
+    "1 process": {"num_steps": 50},
+    "3 steps": {"num_steps": 3, "num_runs": 3},
+    "load 20": {"num_steps": 50, "num_runs": 3, "load": 20.0, "num_cores": 2},
+}
+
+
+@pytest.mark.parametrize("xfail", [{}, {"xfail": "known"}])
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_a_doubtful_time_decides_no_claim_whatever_its_ratio(doubt: str, xfail: dict) -> None:
+    found = judge(TWICE, [row("stronghold", 9.0, **DOUBTS[doubt]), row("l2l", 1.0)], **xfail)
+    assert (found.verdict, found.numbers) == ("NOT DISTINGUISHABLE", "hold")
+    assert found.note == (
+        f"doubtful: stronghold, 4 layers: {doubt}; try ./run.sh case 3 --profile quick --repeats 3 when idle"
+    )
+
+
+@pytest.mark.parametrize("changes", [{"origin": "simulated", "clock": "virtual"}, {"clock": "sim"}])
+@pytest.mark.parametrize("fast", [9.0, 1.0])
+def test_a_simulated_number_neither_holds_nor_fails(changes: dict[str, Any], fast: float) -> None:
+    found = judge(TWICE, [row("stronghold", fast, **changes), row("l2l", 1.0, **changes)], machines=("any",))
+    assert found.verdict == "SIMULATED" and not verify.failed([found])
+
+
+def test_a_measured_number_goes_before_a_simulated_one() -> None:
+    simulated = [row(name, 1.0, origin="simulated") for name in ("stronghold", "l2l")]
+    tables = {"quick": simulated, "demo": [row("stronghold", 3.0), row("l2l", 1.0)]}
+    found = verdicts.judge(claim(TWICE, machines=("any",)), tables, verdicts.holds_there)
+    assert (found.verdict, found.profile) == ("PASS", "demo")
+
+
 def test_three_runs_each_are_decided_by_their_interval() -> None:
     """Equal spread of 1 % on both sides: an error of sqrt(2 / 3) %, 4 degrees of freedom, t = 2.776."""
     found = ratio(repeated("stronghold", 2.97, 3.0, 3.03), repeated("l2l", 0.99, 1.0, 1.01))
