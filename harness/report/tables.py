@@ -286,7 +286,12 @@ def summary(entries: Sequence[Entry]) -> DataFrame:
         }
         for (name, clock), own in did[_sizes_shown(did.notna())].iterrows()
     ]  # fmt: skip
-    return table("Samples/s, verdict, and peaks of memory of the newest record of each method and size", rows)
+    return table("Samples/s, verdict, and peaks of memory of the newest judged record of each method and size", rows)
+
+
+def _is_judged_result(record: Record) -> bool:
+    """True if the record is a result, such as out of memory, and if the gate has judged it where it trained."""
+    return record.is_result and record.is_judged
 
 
 def _sizes_shown(is_there: DataFrame) -> list[int]:
@@ -305,10 +310,12 @@ def _sizes_shown(is_there: DataFrame) -> list[int]:
 def _did(entry: Entry) -> Cell:
     record, verdict = entry.record, entry.verdict
     speed, device, host = record.samples_per_second, record.peaks.get("device_allocated"), record.host_peak_bytes
-    told = [f"{name} {gib(peak)}" for name, peak in (("device", device), ("host", host)) if peak]
+    window = record.job.options.get("window_size")
+    facts = [f"window {window}"] if window is not None else []
+    facts += [f"{name} {gib(peak)}" for name, peak in (("device", device), ("host", host)) if peak]
     if speed is None:
-        return Cell(verdict.text, None, verdict.look, (entry.number,), ", ".join(told))
-    return Cell(f"{speed:.4g}/s", speed, verdict.look, (entry.number,), ", ".join([record.gate.verdict, *told]))
+        return Cell(verdict.text, None, verdict.look, (entry.number,), ", ".join(facts))
+    return Cell(f"{speed:.4g}/s", speed, verdict.look, (entry.number,), ", ".join([record.gate.verdict, *facts]))
 
 
 def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:

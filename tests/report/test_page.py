@@ -251,9 +251,10 @@ def test_the_conclusion_says_what_was_measured_where_and_which_claims_hold() -> 
         'Of 4 claims of the papers 3 could be tested: 1 holds ("STRONGHOLD trains the largest model, then L2L, then'
         f' both ZeRO methods, then Megatron-LM"), and 2 do not hold ({slow}; {slow}).',
     ]
-    measured, judged = conclusion.sentences([LOG], [Finding(first, "NOT TESTED")], [])
+    untested = [Finding(first, "NOT TESTED"), Finding(pipelines, "SIMULATED")]
+    measured, judged = conclusion.sentences([LOG], untested, [])
     assert measured == "In imported logs, 1 of 1 run of 1 method trained as the reference does."
-    assert judged == "None of 1 claim of the papers could be tested by them."
+    assert judged == "None of 2 claims of the papers could be tested by them."
 
 
 def test_no_page_holds_a_character_that_commands_a_terminal_or_turns_text(written: Path) -> None:
@@ -292,13 +293,13 @@ def test_a_method_has_a_row_and_a_size_a_column(page: Page) -> None:
 
 def test_claims_that_the_records_decide_are_shown_the_others_are_folded(page: Page, written: Path) -> None:
     told = claims.load()
-    verdicts = ["N/A", "NOT TESTED", "FAIL", "NOT DISTINGUISHABLE", "PASS", "XFAIL"]
-    found = [Finding(claim, verdict) for claim, verdict in zip(told[:6], verdicts, strict=True)]
+    verdicts = ["N/A", "NOT TESTED", "FAIL", "NOT DISTINGUISHABLE", "PASS", "XFAIL", "SIMULATED"]
+    found = [Finding(claim, verdict) for claim, verdict in zip(told[:7], verdicts, strict=True)]
     made = tables.claims_shown(found, [Finding(claim, "PASS") for claim in told], [])
     assert [[cell.text for cell in group["verdict"]] for group in made] == [
-        ["PASS", "FAIL", "XFAIL", "NOT DISTINGUISHABLE"], ["NOT TESTED"], ["N/A"],
+        ["PASS", "FAIL", "XFAIL", "NOT DISTINGUISHABLE"], ["SIMULATED"], ["NOT TESTED"], ["N/A"],
     ]  # fmt: skip
-    assert [list(group) for group in made] == [["sentence", "published", "here", "verdict"]] * 3
+    assert [list(group) for group in made] == [["sentence", "published", "here", "verdict"]] * 4
     folded = re.findall(r"<summary>\d+ (claims [\w ]+)</summary>", written.read_text())
     assert folded == [caption.lower() for caption in page.tables if caption.startswith(CLAIMS)]  # none is decided
 
@@ -312,6 +313,15 @@ def test_each_peak_says_of_which_memory_it_is_and_each_clock_has_a_row() -> None
     assert [cell.text for cell in told["clock"]] == ["sim", "cpu"]
     assert [cell.more for cell in told.iloc[:, -1]] == ["exact, device 1.0 MiB, host 2.0 MiB"] * 2
     assert "clock" not in tables.summary(entries[:1])
+
+
+def test_a_methods_cell_shows_the_newest_judged_record_and_its_window() -> None:
+    job = dataclasses.replace(DEMO.probe("l2l", 2), options={"window_size": 3})
+    judged = measured(job, "a", started=1.6e9)
+    later = [measured(job, "a", gate=Gate()), measured(job, "a", status="interrupted", gate=Gate())]
+    told = tables.summary([tables.Entry(n, Path("log.json"), each) for n, each in enumerate([judged, *later], start=1)])
+    (cell,) = told.iloc[:, -1]
+    assert cell.links == (1,) and cell.more.startswith("exact, window 3, device")
 
 
 def test_the_review_has_every_verdict_in_a_table_that_hostile_text_does_not_break(written: Path) -> None:
