@@ -22,7 +22,7 @@ from harness.places import torchrun
 from harness.places.shared.place import order
 from harness.places.torchrun import Peer, Torchrun, accepted, connected, follow
 from tests.support import cli, tiny
-from tests.support.ports import free_ports
+from tests.support.ports import free_ports, own_ports
 from tests.support.tiny import TINY
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,9 +31,9 @@ SPREAD = Job("fsdp2-offload", TINY, {"world_size": 2})
 
 def three_ports() -> int:
     """The first of three that follow one another and are free: torchrun's, the agents', the nodes'."""
-    for port in free_ports(200):
+    for port in own_ports()[:-2]:
         try:
-            for following in (port + 1, port + 2):
+            for following in (port, port + 1, port + 2):
                 socket.create_server(("127.0.0.1", following)).close()
         except OSError:
             continue
