@@ -6,22 +6,23 @@ import dataclasses
 import os
 import shutil
 import signal
-import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
+from harness.forecast import run_time
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from harness.run.ranks import first_to_fail
 from tests.support import cli
-from tests.support.cli import start
+from tests.support.cli import start, wait_for_steps
 from tests.support.tiny import TINY, write_ending
+from tests.support.until import until
 
 SHARDED = Job("fsdp2-offload", TINY, {"world_size": 2}, steps=8, warmup=2)
 MEETING = """
@@ -34,6 +35,7 @@ class Meeting(Method):
     world_size: int = 2
     raises_at: int = 0
     is_alone: bool = False
+    is_endless: bool = False
 
     def plan(self, workload, budget):
         return Plan(device={"weights": 1})
@@ -47,21 +49,36 @@ class Meeting(Method):
                 raise ZeroDivisionError("rank 1 divides by zero")
             number = torch.ones(1)
             dist.all_reduce(number)
-            time.sleep(0.05)
             yield Step(number[0])
+            while self.is_endless and step == 10:
+                dist.all_reduce(number)
+                time.sleep(0.05)
         return Trained([])
 """
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> Iterator[list[str]]:
-    """A call of a method whose two ranks meet in every step; nothing of it may be left."""
-    (tmp_path / "methods").mkdir()
-    (tmp_path / "methods" / "meeting.py").write_text(MEETING)
-    found = "-m meeting --ranks 2 -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2000".split()
-    yield [*found, "--methods", str(tmp_path / "methods"), "--results", str(tmp_path)]
-    assert holders(tmp_path) == []
+def methods(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a method whose two ranks meet in every step; nothing of a run may be left."""
+    folder = tmp_path / "methods"
+    folder.mkdir()
+    (folder / "meeting.py").write_text(MEETING)
+    yield folder
+    until(lambda: holders(tmp_path) == [])
     assert not list(tmp_path.glob(".ranks-*"))
+
+
+def meeting(folder: Path, at_step_10: Callable[[], object] | None = None, **options: Any) -> Record:
+    """The record of a run of two ranks, in the folder above their method's, which `at_step_10`, if given, ends."""
+    options |= {"world_size": 2, "is_endless": at_step_10 is not None}
+    job = resolve(Job("meeting", TINY, options, steps=12, warmup=2), (folder,))[0]
+
+    def report(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == 10 and at_step_10:
+            at_step_10()
+
+    (record,) = Sweep(folder.parent, (folder,), report).run([job])
+    return record
 
 
 def holders(folder: Path) -> list[psutil.Process]:
@@ -74,13 +91,6 @@ def holders(folder: Path) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
-
-
-def wait_for_steps(folder: Path) -> None:
-    deadline = time.time() + 120
-    while not any("iteration" in log.read_text() for log in folder.glob("*.txt")):
-        assert time.time() < deadline, "no steps in two minutes"
-        time.sleep(0.1)
 
 
 def training_ranks(folder: Path) -> dict[int, psutil.Process]:
@@ -103,15 +113,20 @@ def test_two_ranks_train_as_the_reference_does(tmp_path: Path) -> None:
     assert len(record.tensors) == 28 and not list(tmp_path.glob(".ranks-*"))
 
 
-def test_nothing_listens_beyond_this_machine(words: list[str], tmp_path: Path) -> None:
+def test_nothing_listens_beyond_this_machine(methods: Path, tmp_path: Path) -> None:
     """torch's own rendezvous listens on all addresses, and unpickles what it is sent."""
-    run = start(*words)
-    (agent,) = {rank.parent() for rank in training_ranks(tmp_path).values()}
-    processes = [agent, *agent.children(recursive=True)]
-    listening = [one.laddr.ip for process in processes for one in process.net_connections() if one.status == "LISTEN"]
-    assert set(listening) == {"127.0.0.1"}
-    run.send_signal(signal.SIGINT)
-    run.wait(60)
+    addresses: list[str] = []
+
+    def look() -> None:
+        (agent,) = {rank.parent() for rank in training_ranks(tmp_path).values()}
+        for process in (agent, *agent.children(recursive=True)):
+            connections = process.net_connections()
+            addresses.extend(one.laddr.ip for one in connections if one.status == "LISTEN")
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        meeting(methods, look)
+    assert set(addresses) == {"127.0.0.1"}
 
 
 def test_a_run_of_one_process_listens_nowhere(tmp_path: Path) -> None:
@@ -123,74 +138,71 @@ def test_a_run_of_one_process_listens_nowhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_a_killed_rank_ends_the_job_at_once_and_is_named(words: list[str], tmp_path: Path) -> None:
-    run = start(*words, stderr=subprocess.PIPE)
-    ranks = training_ranks(tmp_path)
-    assert set(ranks) == {0, 1}
-    ranks[1].kill()
-    began = time.time()
-    _, errors = run.communicate(timeout=60)
-    assert time.time() - began < 30 and run.returncode == 3
-    record = only_record(tmp_path)
+def test_a_killed_rank_ends_the_job_at_once_and_is_named(methods: Path, tmp_path: Path) -> None:
+    record = meeting(methods, lambda: training_ranks(tmp_path)[1].kill())
     assert record.status == "killed" and record.reason.startswith("rank 1 of 2: killed by SIGKILL")
-    assert record.evidence["rank"] == 1 and len(record.losses) >= 10 and errors == ""
+    assert record.evidence["rank"] == 1 and len(record.losses) == 10
 
 
 @pytest.mark.heavy
-def test_an_interrupt_ends_all_ranks_and_keeps_what_was_measured(words: list[str], tmp_path: Path) -> None:
-    run = start(*words)
-    training_ranks(tmp_path)
-    run.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130
+def test_an_interrupt_ends_all_ranks_and_keeps_what_was_measured(methods: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        meeting(methods, lambda: signal.raise_signal(signal.SIGINT))
     record = only_record(tmp_path)
-    assert record.status == "interrupted" and len(record.losses) >= 10
+    assert record.status == "interrupted" and len(record.losses) == 10
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("who", ["caller", "agent", "both"])
-def test_ranks_end_with_who_started_them(words: list[str], tmp_path: Path, who: str) -> None:
-    run = start(*words)
+def test_ranks_end_with_their_agent(methods: Path, tmp_path: Path) -> None:
+    ranks: list[psutil.Process] = []
+
+    def kill_agent() -> None:
+        ranks.extend(training_ranks(tmp_path).values())
+        ranks[0].parent().kill()
+
+    assert meeting(methods, kill_agent).status == "killed"
+    psutil.wait_procs(ranks)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("is_agent_killed", [False, True])
+def test_ranks_end_with_the_caller(methods: Path, tmp_path: Path, is_agent_killed: bool) -> None:
+    call = "-m meeting --ranks 2 -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 12".split()
+    run = start(*call, "--option", "is_endless=true", "--methods", methods, "--results", tmp_path)
     ranks = training_ranks(tmp_path)
     agent = ranks[0].parent()
     assert agent
-    if who != "agent":
-        run.kill()
-    if who != "caller":
+    run.kill()
+    if is_agent_killed:
         agent.kill()
-    assert psutil.wait_procs(list(ranks.values()), 30)[1] == []
-    assert run.wait(30) == (3 if who == "agent" else -9)
-    if who == "both":  # nobody is left to write a record, or to take away what the ranks had written
+    psutil.wait_procs([*ranks.values(), agent])
+    assert run.wait() == -signal.SIGKILL
+    if is_agent_killed:  # nobody is left to write a record, or to take away what the ranks had written
         shutil.rmtree(next(tmp_path.glob(".ranks-*")))
-        return
-    psutil.wait_procs([agent], 30)  # an agent without its caller writes the record
-    assert only_record(tmp_path).status == ("interrupted" if who == "caller" else "killed")
+    else:
+        assert only_record(tmp_path).status == "interrupted"  # written by the agent
 
 
 @pytest.mark.heavy
-def test_the_first_rank_to_raise_is_named(words: list[str], tmp_path: Path) -> None:
-    job = Job("meeting", TINY, {"world_size": 2, "raises_at": 3}, steps=8, warmup=2)
-    folders = (tmp_path / "methods",)
-    (record,) = Sweep(tmp_path, folders).run([resolve(job, folders)[0]])
+def test_the_first_rank_to_raise_is_named(methods: Path) -> None:
+    record = meeting(methods, raises_at=3)
     assert record.status == "crash" and record.evidence["rank"] == 1
     assert record.reason.startswith("rank 1 of 2: ZeroDivisionError: rank 1 divides by zero at step 3")
     assert "rank 1 divides by zero" in record.evidence["traceback"]
 
 
 @pytest.mark.heavy
-def test_ranks_that_train_alone_are_refused(words: list[str], tmp_path: Path) -> None:
+def test_ranks_that_train_alone_are_refused(methods: Path) -> None:
     """Each would train the whole batch as the reference does, and count for all."""
-    job = Job("meeting", TINY, {"world_size": 2, "is_alone": True}, steps=8, warmup=2)
-    folders = (tmp_path / "methods",)
-    (record,) = Sweep(tmp_path, folders).run([resolve(job, folders)[0]])
+    record = meeting(methods, is_alone=True)
     assert record.status == "crash" and "expected torch.distributed to join 2 ranks" in record.reason, record.reason
 
 
 @pytest.mark.heavy
-def test_ranks_that_run_out_of_time_are_a_timeout(words: list[str], tmp_path: Path) -> None:
-    job = Job("meeting", TINY, {"world_size": 2}, Budget(seconds=20.0), steps=2000)
-    folders = (tmp_path / "methods",)
-    (record,) = Sweep(tmp_path, folders).run([resolve(job, folders)[0]])
-    assert record.status == "timeout" and record.losses, record.reason
+def test_ranks_that_run_out_of_time_are_a_timeout(methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over once ten steps are done."""
+    record = meeting(methods, lambda: monkeypatch.setattr(run_time, "deadline_seconds", lambda job: 0.0))
+    assert record.status == "timeout" and len(record.losses) == 10, record.reason
 
 
 def test_the_cause_is_not_who_lost_another_rank() -> None:

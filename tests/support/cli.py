@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 from harness.base.checkout import ROOT
@@ -18,6 +19,7 @@ from harness.cli import main as door
 from harness.cli.job_options import make_jobs
 from harness.core.job import Job
 from harness.places import docker
+from tests.support.until import until
 
 
 def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -52,3 +54,8 @@ def start(*words: object, **streams: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "harness", *map(str, words)]
     default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(command, cwd=ROOT, text=True, preexec_fn=default, **streams)
+
+
+def wait_for_steps(results: Path) -> None:
+    """Wait until a run has written its first interval of steps to its log."""
+    until(lambda: any("iteration" in log.read_text() for log in results.glob("*.txt")))

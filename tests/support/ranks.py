@@ -26,7 +26,6 @@ from tests.support import forks
 from tests.support.ports import free_ports
 
 NUM_PORTS = 40
-LIMIT_SECONDS = 280
 
 
 def on_ranks(num_ranks: int, function: str, argument: Any = None) -> list[Any]:
@@ -35,7 +34,7 @@ def on_ranks(num_ranks: int, function: str, argument: Any = None) -> list[Any]:
         running = forks.PROCESSES.Process(target=_fork_ranks, args=(num_ranks, function, argument, Path(folder)))
         running.start()
         try:
-            running.join(LIMIT_SECONDS)
+            running.join()
         finally:
             with contextlib.suppress(ProcessLookupError):  # ranks that wait for ever outlive the one that forked them
                 os.killpg(running.pid, signal.SIGKILL)
