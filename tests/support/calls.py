@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import hashlib
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,6 +16,7 @@ import click
 
 from harness.base.checkout import ROOT
 from harness.cli import main
+from tests.support.packages import SHARED, locked
 
 PAGES = (*(ROOT / name for name in ("README.md", "ARTIFACT.md", "CONTRIBUTING.md", "SECURITY.md")),
          *sorted((ROOT / "docs").glob("*.md")))  # fmt: skip
@@ -30,9 +34,17 @@ VALUES = {
     "sizes": "-h 256 -b 2", "load.dtype": "fp32", "named_machines.words(name)": "--machine v100-vm",
     "file.name": str(ROOT / "README.md"),
 }  # fmt: skip
+KEPT = ROOT / ".venv" / f"tests-calls-{hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]}.json"
 CALL = re.compile(r"\./run\.sh[^\n`<]*")
 ENDS = re.compile(r"""  +|[;,)"'.:]+(?: |$)|'s\b| \\$""")  # what ends a call within a line
 PROSE = re.compile(r"[a-z][a-z']*")  # a word that is left out at a call's end if the door does not take it
+
+
+def sources() -> list[Path]:
+    """Return every file that may write a call."""
+    others = (path for pattern in OTHERS for path in sorted(ROOT.glob(pattern)))
+    code = (path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")))
+    return [*PAGES, *others, *code]
 
 
 def texts() -> Iterator[str]:
@@ -87,9 +99,23 @@ def _value(expression: ast.expr, path: Path) -> str:
 
 
 def calls() -> list[str]:
-    """Return each call once, without what follows it."""
-    found = [ENDS.split(text)[0].strip() for text in texts()]
-    return sorted(dict.fromkeys(call for call in found if call != "./run.sh"))
+    """Return each call once, without what follows it. All processes of a run, which collect the same tests, parse the
+    sources once: the answer is kept with the sources' hash."""
+    digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in (Path(__file__), *sources()))).hexdigest()
+    with locked(SHARED / f"{KEPT.stem}.lock"):
+        with contextlib.suppress(OSError, ValueError):
+            kept = json.loads(KEPT.read_text())
+            if kept["digest"] == digest:
+                return kept["calls"]
+        answer = parsed_calls()
+        with contextlib.suppress(OSError):
+            KEPT.write_text(json.dumps({"digest": digest, "calls": answer}))
+        return answer
+
+
+def parsed_calls() -> list[str]:
+    calls = [ENDS.split(text)[0].strip() for text in texts()]
+    return sorted({call for call in calls if call != "./run.sh"})
 
 
 def filled(call: str) -> list[str]:
