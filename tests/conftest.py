@@ -100,6 +100,12 @@ def uncalibrated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 
 @pytest.fixture(autouse=True)
+def quick_sketches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are sketched by forks of a process that has torch: a process of its own imports it for seconds."""
+    monkeypatch.setattr("harness.core.anatomy.ask", forks.ask)
+
+
+@pytest.fixture(autouse=True)
 def without_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps judge without the gate's probe, which takes several trainings: but for the tests marked `probe`."""
     extent = probe.Extent() if request.node.get_closest_marker("probe") else probe.NONE

@@ -188,6 +188,7 @@ def initialize(named: Iterable[tuple[str, Tensor]], workload: Workload) -> None:
         for start, drawn in drawn_blocks(name, tensor.shape, workload):
             tensor.view(-1)[start : start + len(drawn)].copy_(drawn)
 
+    _sketch(workload)
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, named))
 
@@ -213,6 +214,7 @@ def initial(name: str, shape: torch.Size, workload: Workload) -> Tensor:
 
 def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> Iterator[Tensor]:
     """Yield initial() of each name and shape, in order. While callers use one tensor, the cores draw the next ones."""
+    _sketch(workload)
     cores = available_cores()
     ahead: deque[Future[Tensor]] = deque()
     with ThreadPoolExecutor(cores) as pool:
@@ -222,6 +224,13 @@ def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> It
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
+
+
+def _sketch(workload: Workload) -> None:
+    """Find the model's anatomy before threads ask for it. A model by its config.json that is new here is sketched by a
+    process that takes seconds, and each thread would start one."""
+    if workload.weights is None:
+        anatomy_of(workload)
 
 
 def _drawing(name: str, workload: Workload) -> Callable[[Tensor], Tensor]:

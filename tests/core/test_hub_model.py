@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ import pytest
 import torch
 import transformers
 
-from harness.core import hub_config, named_models
+from harness.core import anatomy, hub_config, named_models
 from harness.core.job import Workload
 from harness.core.model import build
 from harness.core.refused_model import RefusedModel
 from harness.simulation.batches import token_batches
-from tests.support import cli
+from tests.support import cli, forks
 from tests.support.configured import FAMILIES, config_of, configured, in_parts
 
 # Parameters of the published checkpoints.
@@ -209,3 +210,17 @@ def test_the_dropout_of_a_configuration_is_named() -> None:
     assert model.note == "trained without its dropout (attention_dropout 0.1)"
     config = {name: value for name, value in config_of("gpt2").items() if name != "attn_pdrop"} | {"embd_pdrop": 0}
     assert named_models.ConfiguredModel(config).note.endswith("(attn_pdrop 0.1, resid_pdrop 0.1)")
+
+
+def test_a_model_is_sketched_once_for_all_threads_that_draw_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of six threads had started a process for it."""
+    sketched: list[str] = []
+
+    def ask(module: str, arguments: Any) -> Any:
+        sketched.append(module)
+        return forks.ask(module, arguments)
+
+    monkeypatch.setattr(anatomy, "ask", ask)
+    monkeypatch.setattr(anatomy, "SKETCHES", Path(os.devnull))
+    build(configured("llama", model="drawn by threads"))
+    assert sketched == ["harness.forecast.sketch"]
