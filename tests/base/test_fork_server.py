@@ -20,8 +20,8 @@ import pytest
 from harness.base import fork_server
 from harness.base.checkout import ROOT
 from harness.base.child_process import child_environment
-from tests.run.test_launch import wait_for
 from tests.support import forks
+from tests.support.until import until
 
 MODULE = """
 import json, os, signal, sys
@@ -144,26 +144,26 @@ def test_one_that_was_killed_is_started_anew(folder: Path, environment: dict[str
     ended(folder, environment)
     assert fork_server._server
     fork_server._server.process.kill()
-    wait_for(lambda: psutil.Process(fork_server._server.process.pid).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: psutil.Process(fork_server._server.process.pid).status() == psutil.STATUS_ZOMBIE)
     assert ended(folder, environment)[0] == 0
 
 
 def test_it_ends_with_its_caller(environment: dict[str, str]) -> None:
     code = f"""
-import os, sys, time
+import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from harness.base import fork_server
 fork_server._connection(dict(os.environ), ())
 print(fork_server._server.process.pid, flush=True)
-time.sleep(600)
+signal.pause()
 """
     caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
     assert caller.stdout
     process = psutil.Process(int(caller.stdout.readline()))
     caller.send_signal(signal.SIGKILL)
     caller.wait()
-    process.wait(60)
+    process.wait()
 
 
 def test_a_fork_that_is_killed_before_it_starts_has_no_number(environment: dict[str, str]) -> None:

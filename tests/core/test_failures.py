@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -48,7 +49,7 @@ def sim(memory: str) -> str:
 NUMBERS = "step 1: asked for 1.0 MiB, 15.0 MiB of 16.0 MiB in use; "
 # Shared memory is no data of the process: RLIMIT_DATA does not see it, the wall does.
 FILL = "[pages.write(bytes(2**20)) for pages in [mmap.mmap(-1, 2**30)] for _ in range(1024)]"
-THREADS = "import threading\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
+THREADS = "import threading\nwhile True: threading.Thread(target=signal.pause, daemon=True).start()"
 LOADER = """
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 2
@@ -71,6 +72,7 @@ TRUNCATED = """
 file = tempfile.TemporaryFile(); file.truncate(4096)
 pages = mmap.mmap(file.fileno(), 4096); file.truncate(0); pages[0]
 """
+INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)\nwhile True: time.sleep(0.1)"
 KILLED_CHILD = "os.kill(os.getpid(), 9)"
 ROWS = (
     Fate("device", sim("device"), "oom-device", "allocator", "device", NUMBERS + "lower -l, -b, --seq or -w, or raise"),
@@ -112,7 +114,7 @@ ROWS = (
     Fate("sigkill", "os.kill(os.getpid(), signal.SIGKILL)", "killed", "signal", "", "SIGKILL from outside at step 1"),
     Fate("sigsegv", "ctypes.string_at(0)", "crash", "signal", "", "ended by SIGSEGV at step 1"),
     Fate("sigbus", TRUNCATED, "crash", "signal", "", "ended by SIGBUS at step 1"),
-    Fate("interrupt", "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "interrupted", "interrupt", "", "step 1"),
+    Fate("interrupt", INTERRUPT, "interrupted", "interrupt", "", "step 1"),
 )  # fmt: skip
 
 # Near another row, or slow.
@@ -129,11 +131,27 @@ BY_EXCEPTION = set(
 )
 
 
-def ended(folder: Path, lines: str, launch: Callable[..., Path] = launch, **budget) -> Record:
+class Clock:
+    """In place of the module time: its clock, which a test sets forward."""
+
+    ahead_seconds = 0.0
+    time = staticmethod(time.time)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_seconds
+
+
+def ignored(event: dict[str, Any]) -> None:
+    pass
+
+
+def ended(
+    folder: Path, lines: str, launch: Callable[..., Path] = launch, report: Callable[..., None] = ignored, **budget: Any
+) -> Record:
     """The record of a method that runs `lines` after its first step."""
     methods = write_ending(folder, lines)
     job = Job("ending", TINY, budget=Budget(**budget), steps=3, warmup=0)
-    return Record.read(launch(job, lambda: "key", folder, (methods,), lambda event: None))
+    return Record.read(launch(job, lambda: "key", folder, (methods,), report, lambda: None))
 
 
 @pytest.fixture
@@ -230,12 +248,26 @@ def test_a_run_that_ended_and_did_not_train_is_left_to_the_gate(tmp_path: Path, 
     assert record.samples_per_second is None
 
 
-def test_a_job_over_its_time_ends_as_timeout(tmp_path: Path) -> None:
-    started = time.time()
-    record = ended(tmp_path, "time.sleep(600)", seconds=5.0)
+def over(clock: Clock, seconds: float) -> Callable[[dict[str, Any]], None]:
+    """A report that sets a run's clock forward at its first step."""
+
+    def report(event: dict[str, Any]) -> None:
+        clock.ahead_seconds += seconds * (event["event"] == "step")
+
+    return report
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("harness.run.launch.time", clock)
+    return clock
+
+
+def test_a_job_over_its_time_ends_as_timeout(tmp_path: Path, clock: Clock) -> None:
+    record = ended(tmp_path, "signal.pause()", report=over(clock, 50_000.0), seconds=50_000.0)
     assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == ("timeout", "deadline", "step 1")
-    assert "5 seconds, at step 1" in record.reason and record.losses == [1.5]
-    assert time.time() - started < 60
+    assert "50000 seconds, at step 1" in record.reason and record.losses == [1.5]
 
 
 def test_what_is_unavailable_says_so_once() -> None:
@@ -244,11 +276,14 @@ def test_what_is_unavailable_says_so_once() -> None:
 
 
 @pytest.mark.heavy
-def test_a_job_that_gives_no_sign_of_life_ends_as_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_time, "SILENCE_SECONDS", 8.0)
-    record = ended(tmp_path, "time.sleep(600)")
+def test_a_job_that_gives_no_sign_of_life_ends_as_timeout(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_time, "deadline_seconds", lambda job: math.inf)
+    silence_seconds = run_time.silence_seconds(Job("ending", TINY))
+    record = ended(tmp_path, "signal.pause()", report=over(clock, silence_seconds))
     assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == ("timeout", "hang", "step 1")
-    assert "hangs at step 1: nothing heard for 8" in record.reason
+    assert f"hangs at step 1: nothing heard for {silence_seconds:g}" in record.reason
 
 
 @pytest.mark.parametrize(("num_layers", "hidden_size"), [(1, 64), (100, 2048)])

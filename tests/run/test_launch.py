@@ -8,16 +8,18 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,9 +37,10 @@ from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from harness.run import scratch
 from harness.run.identity import code_facts, unless_changed
-from harness.run.launch import Events, Watch, environment, launch
+from harness.run.launch import SAMPLE_SECONDS, Events, Watch, environment, launch
 from tests.support import cli, tiny
-from tests.support.tiny import TINY, write_compiling, write_ending
+from tests.support.tiny import ENDLESS, TINY, write_compiling, write_ending, write_endless
+from tests.support.until import until
 
 TINY_JOB = Job("resident", TINY)
 KILLS = int(os.environ.get("KILLS", "10"))  # 50 and more where there is time
@@ -54,19 +57,34 @@ def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> Non
 
 
 COMPILER = """
-compiler = subprocess.Popen(["sleep", "600"])
+compiler = subprocess.Popen(["sleep", "infinity"])
 Path("{folder}/unfinished").write_text(str(compiler.pid))
 Path("{folder}/unfinished").rename("{folder}/pid")
 compiler.wait()
 """
+# For a method's file: waits until its run's memory has been sampled, as often as release_after() says.
+WAITING = """
+import os, time
+
+def wait_for_samples():
+    open("FOLDER/waiting", "w").close()
+    while not os.path.exists("FOLDER/sampled"):
+        time.sleep(0.01)
+
+def go_on():
+    os.unlink("FOLDER/sampled")
+    os.unlink("FOLDER/waiting")
+
+"""
 HAS_CHILDREN = """
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from harness.core.method import Method, Step, Trained
 from harness.core.job import Plan
 
+HOLD = "held = b'1' * 400_000_000; print(flush=True); input()"
+WAITING
 
 @dataclass(frozen=True)
 class HasChildren(Method):
@@ -80,21 +98,26 @@ class HasChildren(Method):
 
         held = torch.ones(100_000_000)  # 400 MB
         for inputs, targets in batches:
-            if self.brief:  # half a second until each runs its program
+            if self.brief:  # each is seen once before it runs its program
                 for _ in range(5):
-                    subprocess.run(["true"], preexec_fn=lambda: time.sleep(0.5))
+                    child = subprocess.Popen(["true"], preexec_fn=wait_for_samples)
+                    go_on()
+                    child.wait()
             else:
-                taken = "held = b'1' * 400_000_000; import time; time.sleep(4)"
-                subprocess.run([sys.executable, "-c", taken])
+                child = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                child.stdout.readline()
+                wait_for_samples()
+                go_on()
+                child.communicate(b"end")
             yield Step(torch.tensor(1.0))
         return Trained([])
 """
 COLLECTS_LATE = """
-import time
 from dataclasses import dataclass
 from harness.core.method import Method, Step, Trained
 from harness.core.job import Plan
 
+WAITING
 
 @dataclass(frozen=True)
 class CollectsLate(Method):
@@ -107,7 +130,8 @@ class CollectsLate(Method):
         for inputs, targets in batches:
             yield Step(torch.tensor(1.0))
         collected = torch.ones(100_000_000)  # 400 MB
-        time.sleep(0.5)
+        wait_for_samples()
+        go_on()
         return Trained([])
 """
 SHARES_WITH_A_CHILD = """
@@ -115,15 +139,46 @@ if loss == 1.5:
     loss, shared = 1.0, mmap.mmap(-1, 300 * 2**20)
     for _ in range(300):
         shared.write(bytes(2**20))
+    ready, is_ready = os.pipe()
     child = os.fork()
     if not child:
         shared.seek(0)
         kept = shared.read()
+        os.write(is_ready, b"1")
         signal.pause()
-    time.sleep(3.5)
+    os.read(ready, 1)
+    WAITING
+    wait_for_samples()
+    go_on()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 """
+
+
+def waiting(text: str, folder: Path) -> str:
+    """A method's text that can wait for samples of its memory."""
+    return re.sub(r"(?m)^( *)WAITING$", lambda line: textwrap.indent(WAITING, line[1]), text).replace(
+        "FOLDER", str(folder)
+    )
+
+
+def release_after(num_samples: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a method go on that has waited for so many samples, in each of which its processes are listed anew. None is
+    taken while it goes on."""
+    sample, num_seen, waits = Watch._sample, 0, folder / "waiting"
+
+    def counted(watch: Watch) -> None:
+        nonlocal num_seen
+        is_waiting = waits.exists()
+        sample(watch)
+        num_seen = num_seen + 1 if is_waiting else 0
+        if num_seen == num_samples:
+            (folder / "sampled").touch()
+            until(lambda: not waits.exists())
+            num_seen = 0
+
+    monkeypatch.setattr(Watch, "_sample", counted)
+    monkeypatch.setattr("harness.run.launch.LIST_SECONDS", 0.0)
 
 
 LOADS_A_NAME = """
@@ -199,8 +254,11 @@ def test_a_run_whose_notes_are_gone_executed_what_nobody_knows(tmp_path: Path) -
 
 
 @pytest.mark.heavy
-def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(tmp_path: Path) -> None:
-    (tmp_path / "collects_late.py").write_text(COLLECTS_LATE)
+def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release_after(3, tmp_path, monkeypatch)
+    (tmp_path / "collects_late.py").write_text(waiting(COLLECTS_LATE, tmp_path))
     path = launch(Job("collects-late", TINY, steps=2, warmup=1), lambda: "key", tmp_path, (tmp_path,))
     assert Record.read(path).host_peak_bytes < 400e6
 
@@ -208,18 +266,20 @@ def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(tmp_path:
 @pytest.mark.heavy
 @pytest.mark.parametrize(("brief", "least", "most"), [(True, 400e6, 900e6), (False, 900e6, 1300e6)])
 def test_a_child_counts_unless_it_is_about_to_run_a_program(
-    tmp_path: Path, brief: bool, least: float, most: float
+    tmp_path: Path, brief: bool, least: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's 400 MB and as much of a child's; the rest of a worker has 230 MB."""
-    (tmp_path / "has_children.py").write_text(HAS_CHILDREN)
+    release_after(1 if brief else 4, tmp_path, monkeypatch)
+    (tmp_path / "has_children.py").write_text(waiting(HAS_CHILDREN, tmp_path))
     path = launch(Job("has-children", TINY, {"brief": brief}, steps=2, warmup=1), lambda: "key", tmp_path, (tmp_path,))
     assert least < Record.read(path).host_peak_bytes < most
 
 
 @pytest.mark.heavy
-def test_memory_that_a_worker_and_its_child_share_counts_once(tmp_path: Path) -> None:
+def test_memory_that_a_worker_and_its_child_share_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 MiB that both map, and a copy of the child's own."""
-    methods = write_ending(tmp_path, SHARES_WITH_A_CHILD)
+    release_after(4, tmp_path, monkeypatch)
+    methods = write_ending(tmp_path, waiting(SHARES_WITH_A_CHILD, tmp_path))
     record = Record.read(launch(Job("ending", TINY, steps=2, warmup=1), lambda: "key", tmp_path, (methods,)))
     assert record.status == "ok" and record.peaks["host_anonymous"] > 500 * 2**20, "its child was not seen"
     assert 300 * 2**20 <= record.peaks["host_shared"] < 450 * 2**20
@@ -227,18 +287,20 @@ def test_memory_that_a_worker_and_its_child_share_counts_once(tmp_path: Path) ->
 
 @pytest.mark.heavy
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    methods = write_ending(tmp_path, ENDLESS)
     code = f"""
 from pathlib import Path
 from harness.run.launch import launch
 from harness.core.job import *
-launch(Job("resident", {TINY!r}, steps=100000), lambda: "key", Path({str(tmp_path)!r}))
+launch(Job("ending", {TINY!r}, steps=12), lambda: "key", Path({str(tmp_path)!r}), (Path({str(methods)!r}),))
 """
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    wait_for(lambda: any("iteration" in log.read_text() for log in tmp_path.glob("*.txt")))
+    cli.wait_for_steps(tmp_path)
     others = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
     parent.wait()
-    assert len(others) == 2 and not psutil.wait_procs(others, 30)[1]
+    assert len(others) == 2
+    psutil.wait_procs(others)
     (record,) = read_all(tmp_path)[0].values()
     assert record.status == "interrupted" and record.losses
 
@@ -265,7 +327,8 @@ def test_a_clock_set_forward_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_end_by_a_limit_of_the_shell_is_tried_again(tmp_path: Path, own_server: None) -> None:
-    (tmp_path / "collects_late.py").write_text(COLLECTS_LATE.replace("torch.ones(100_000_000)", "bytearray(2**36)"))
+    text = waiting(COLLECTS_LATE, tmp_path).replace("torch.ones(100_000_000)", "bytearray(2**36)")
+    (tmp_path / "collects_late.py").write_text(text)
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2**35, most))
     try:
@@ -372,45 +435,49 @@ def test_a_call_that_is_ended_while_something_is_compiled_leaves_no_compiler(tmp
     folder = write_compiling(tmp_path, COMPILER.format(folder=tmp_path))
     words = ["-m", "compiling", *tiny.WORDS[2:], "--methods", str(folder), "--results", str(tmp_path)]
     call = cli.start(*words, stderr=subprocess.DEVNULL)
-    compiler = wait_for(lambda: (file := tmp_path / "pid").exists() and psutil.Process(int(file.read_text())))
+    compiler = until(lambda: (file := tmp_path / "pid").exists() and psutil.Process(int(file.read_text())))
     call.send_signal(signal.SIGTERM)
-    assert call.wait(30) == 130
-    compiler.wait(5)
+    assert call.wait() == 130
+    compiler.wait()
 
 
 def test_an_interrupted_run_ends_in_130_and_the_same_call_goes_on(tmp_path: Path) -> None:
-    words = [*tiny.WORDS, "--results", tmp_path, "--steps"]
-    run = cli.start(*words, 30000, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    words = [*tiny.WORDS, "--results", tmp_path]
+    run = cli.start(*words, *write_endless(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        wait_for(lambda: any("iteration" in log.read_text() for log in tmp_path.glob("*.txt")))
+        cli.wait_for_steps(tmp_path)
         run.send_signal(signal.SIGINT)
-        _, errors = run.communicate(timeout=60)
+        _, errors = run.communicate()
     finally:
         run.kill()
     assert run.returncode == 130 and len(errors.strip().splitlines()) == 1, errors
     assert [record.status for record in read_all(tmp_path)[0].values()] == ["interrupted"]
-    assert cli.run(*words, 3).returncode == 0
+    assert cli.run(*words, "--steps", 3).returncode == 0
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_kills_at_random_moments_leave_only_whole_records(tmp_path: Path) -> None:
-    job = resolve(Job("resident", TINY, steps=40))[0]
-    (tmp_path / "first").mkdir()
-    Sweep(tmp_path / "first").run([job])  # which starts the process that forks the others
-    began = time.time()
-    Sweep(tmp_path).run([job])
-    length, generator = time.time() - began, random.Random(7)
+    """At a random event of the run, and a random part of a step later."""
+    job, generator, events = resolve(Job("resident", TINY, steps=40))[0], random.Random(7), list[str]()
+
+    def report(event: dict[str, Any]) -> None:
+        events.append(event["event"])
+        if len(events) == moment:
+            time.sleep(generator.uniform(0, SAMPLE_SECONDS))
+            kill_workers()
+
+    moment = 0
+    Sweep(tmp_path, report=report).run([job])
+    num_events = len(events)
     for _ in range(KILLS):
-        timer = threading.Timer(generator.uniform(0, length), kill_workers)
-        timer.start()
-        Sweep(tmp_path, rerun=True).run([job])
-        timer.cancel()
-        timer.join()
+        moment = generator.randrange(2, num_events)  # before the first there is no worker
+        events.clear()
+        Sweep(tmp_path, report=report, rerun=True).run([job])
     records, complaints = read_all(tmp_path)
-    statuses = [record.status for record in records.values()]
+    statuses = {record.status for record in records.values()}
     assert complaints == [] and len(records) == KILLS + 1
-    assert set(statuses) == {"ok", "killed"} and statuses.count("killed") > KILLS // 5
+    assert "killed" in statuses and statuses <= {"ok", "killed"}
     fresh = resolve(Job("resident", TINY, steps=41))[0]
     assert Sweep(tmp_path).run([fresh])[0].gate.passed
 
@@ -421,17 +488,6 @@ def kill_workers() -> None:
     for process in {*this.children(recursive=True)} - {*this.children()}:
         if not process.children():
             process.kill()
-
-
-def wait_for(condition, seconds: float = 60.0):
-    """The first true value of the condition; fails after some seconds."""
-    deadline = time.time() + seconds
-    while time.time() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError("waited in vain")
 
 
 @pytest.mark.parametrize(

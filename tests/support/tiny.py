@@ -10,6 +10,8 @@ from harness.core.job import Workload
 TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97".split()
 SIZES = "-l 4 -h 32 -b 4 --heads 2 --seq 16 --vocab 97 --lr 0.1".split()  # of a model with layers for some stages
+# Lines of the method `ending`: it lasts, after ten of its steps, until it is ended.
+ENDLESS = "loss += 1\nwhile loss > 11:\n    time.sleep(0.05)"
 METHOD = """
 from dataclasses import dataclass
 from harness.core.method import Method, Step, Trained, Unavailable
@@ -56,6 +58,11 @@ LINES
 def write_ending(folder: Path, lines: str) -> Path:
     """The folder of a method `ending` that runs `lines` after each of its steps."""
     return _write(folder, "ending", METHOD, lines, 12)
+
+
+def write_endless(folder: Path) -> list[str]:
+    """The words, to be put behind WORDS, of a training that lasts until it is ended."""
+    return ["-m", "ending", "--steps", "12", "--methods", str(write_ending(folder, ENDLESS))]
 
 
 def write_compiling(folder: Path, lines: str) -> Path:
