@@ -8,7 +8,6 @@ import signal
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,8 @@ from tests.devices.test_budgets import with_gpus
 from tests.support import cli
 from tests.support.engine import BASE, FIXED_FOLDERS, IMAGE, PACKAGES, docker, in_memory, start, stop
 from tests.support.packages import need, still_running
-from tests.support.tiny import SIZES, TINY, WORDS, write_compiling, write_ending
+from tests.support.tiny import SIZES, TINY, WORDS, write_compiling, write_ending, write_endless
+from tests.support.until import until
 
 # Files with their sums, but for what the image makes beside them.
 LIST = "find . -type f ! -path './.venv*' ! -path './results/*' | sort | xargs sha256sum"
@@ -254,16 +254,16 @@ def test_a_container_killed_from_outside_is_not_out_of_memory(engine: str, tmp_p
         if event["event"] == "step":
             subprocess.run(docker(engine, "kill", *containers(engine, tmp_path)), check=True)
 
-    record = run_there(tmp_path, "time.sleep(60)", report=kill)
+    record = run_there(tmp_path, "while True: time.sleep(1)", report=kill)
     assert record.status == "killed" and record.evidence["docker"]["OOMKilled"] is False, record.reason
 
 
 def test_an_interrupt_ends_the_container_and_leaves_a_record(engine: str, tmp_path: Path) -> None:
-    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--steps", "30000", "--results", str(tmp_path)]
+    words = [*WORDS, "--on", "docker", "--image", IMAGE, *write_endless(tmp_path), "--results", str(tmp_path)]
     run = cli.start(*words)
-    wait_for_steps(tmp_path)
+    cli.wait_for_steps(tmp_path)
     run.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130
+    assert run.wait() == 130
     (record,) = read_all(tmp_path)[0].values()
     assert record.status == "interrupted" and record.losses
     assert containers(engine, tmp_path) == []
@@ -271,15 +271,13 @@ def test_an_interrupt_ends_the_container_and_leaves_a_record(engine: str, tmp_pa
 
 def test_a_container_ends_with_whoever_started_it_and_the_next_call_has_its_record(engine: str, tmp_path: Path) -> None:
     words = [*WORDS, "--on", "docker", "--image", IMAGE, "--results", str(tmp_path)]
-    run = cli.start(*words, "--steps", "30000")
-    wait_for_steps(tmp_path)
+    run = cli.start(*words, *write_endless(tmp_path))
+    cli.wait_for_steps(tmp_path)
     run.kill()
     run.wait()
-    deadline = time.time() + 60
-    while containers(engine, tmp_path, "status=running") and time.time() < deadline:
-        time.sleep(0.1)
+    until(lambda: not containers(engine, tmp_path, "status=running"), poll_seconds=0.5)
     assert cli.run(*words, "--steps", "2").returncode == 0
-    (record,) = (each for each in read_all(tmp_path)[0].values() if each.job.steps == 30000)
+    (record,) = (each for each in read_all(tmp_path)[0].values() if each.job.method == "ending")
     assert record.status == "interrupted" and record.losses and record.machine["on"] == "docker"
     assert {path.stat().st_uid for path in tmp_path.iterdir()} == {os.getuid()}
     assert containers(engine, tmp_path) == [] and list(tmp_path.glob(".exchange-*")) == []
@@ -288,13 +286,13 @@ def test_a_container_ends_with_whoever_started_it_and_the_next_call_has_its_reco
 def test_what_runs_for_another_call_is_left_to_it(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls for one folder, on devices of their own."""
     words = [*WORDS, "--on", "docker", "--image", IMAGE, "--results", str(tmp_path)]
-    run = cli.start(*words, "--steps", "30000")
-    wait_for_steps(tmp_path)
+    run = cli.start(*words, *write_endless(tmp_path))
+    cli.wait_for_steps(tmp_path)
     monkeypatch.setenv("HARNESS_LOCKS", str(tmp_path))
     assert cli.run(*words, "--steps", "2").returncode == 0
     run.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130
-    (record,) = (each for each in read_all(tmp_path)[0].values() if each.job.steps == 30000)
+    assert run.wait() == 130
+    (record,) = (each for each in read_all(tmp_path)[0].values() if each.job.method == "ending")
     assert record.status == "interrupted"
 
 
@@ -357,10 +355,3 @@ def containers(engine: str, results: Path, *filters: str) -> list[str]:
     given = [word for each in (f"label=harness.results={results}", *filters) for word in ("--filter", each)]
     words = docker(engine, "ps", "-aq", *given)
     return subprocess.run(words, capture_output=True, text=True).stdout.split()
-
-
-def wait_for_steps(results: Path) -> None:
-    deadline = time.time() + 120
-    while not any("iteration" in log.read_text() for log in results.glob("*.txt")):
-        assert time.time() < deadline, "no step in two minutes"
-        time.sleep(0.1)

@@ -26,7 +26,7 @@ from harness.places.kubernetes import Kubernetes, files_named, packed
 from harness.places.shared.place import order
 from harness.places.shared.pods import PodLog, named, state_of
 from harness.places.shared.torchrun_node import meet
-from tests.run.test_ranks import SHARDED, wait_for_steps
+from tests.run.test_ranks import SHARDED
 from tests.support import cli, tiny
 from tests.support.configured import configured
 from tests.support.kubernetes import LoopbackCluster, loopback_cluster, need_package
@@ -339,9 +339,9 @@ def test_two_ranks_in_two_pods_train_as_the_reference_does(cluster: LoopbackClus
 def test_an_interrupt_deletes_the_job_and_keeps_what_was_measured(cluster: LoopbackCluster, tmp_path: Path) -> None:
     results = tmp_path / "results"
     run = cli.start(*WORDS, "--steps", "30000", "--results", results, stdout=subprocess.PIPE)
-    wait_for_steps(results)
+    cli.wait_for_steps(results)
     run.send_signal(signal.SIGINT)
-    told, _ = run.communicate(timeout=120)
+    told, _ = run.communicate()
     assert run.returncode == 130 and "pods under Kubernetes: 1 running" in told
     (record,) = read_all(results)[0].values()
     assert record.status == "interrupted" and record.losses and cluster.left() == []

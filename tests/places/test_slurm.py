@@ -10,9 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,11 +25,12 @@ from harness.places.shared.cluster import options_of
 from harness.places.shared.place import order
 from harness.places.slurm import Options, Slurm, SlurmState, named
 from methods.pipeline.launch.folder import read_lines
-from tests.run.test_ranks import MEETING, SHARDED, holders, training_ranks, wait_for_steps
+from tests.run.test_ranks import MEETING, SHARDED, holders, training_ranks
 from tests.support import cli, tiny
 from tests.support.packages import still_running
 from tests.support.slurm import cluster
-from tests.support.tiny import TINY, write_ending
+from tests.support.tiny import TINY, write_ending, write_endless
+from tests.support.until import until
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 WORDS = [*tiny.WORDS, "--on", "slurm"]
@@ -43,7 +41,8 @@ elif self.how == "killed":
     os.kill(os.getppid(), 9)
 elif self.how == "cancelled":
     subprocess.run(["scancel", os.environ["SLURM_JOB_ID"]])
-time.sleep(60)
+while True:
+    time.sleep(1)
 """
 
 
@@ -64,34 +63,34 @@ def test_a_job_on_cuda_asks_for_a_gpu_of_each_rank_unless_told(place: Slurm, tmp
     assert "gpus_per_node" not in Slurm({}).words(dataclasses.replace(job, device="cpu"), tmp_path, ())
 
 
-def test_eight_jobs_have_eight_records_and_the_same_call_runs_those_without_a_result(
-    place: Slurm, tmp_path: Path
-) -> None:
+def test_six_jobs_have_six_records_and_the_same_call_runs_those_without_a_result(place: Slurm, tmp_path: Path) -> None:
     folders = (write_ending(tmp_path, ENDINGS),)
-    jobs = [Job("resident", dataclasses.replace(TINY, seed=seed), steps=4, warmup=1) for seed in range(4)]
+    jobs = [Job("resident", dataclasses.replace(TINY, seed=seed), steps=4, warmup=1) for seed in range(2)]
     for how in ("memory", "killed", "times out", "cancelled"):
-        budget = Budget(seconds=25.0 if how == "times out" else None)
+        budget = Budget(seconds=1.0 if how == "times out" else None)  # over before it has trained
         jobs.append(Job("ending", TINY, {"how": how}, budget, steps=3, warmup=1))
     records = Sweep(tmp_path, folders, place=place).run(jobs)
-    assert [record.status for record in records[:4]] == ["ok"] * 4
-    found = {record.job.options["how"]: record for record in records[4:]}
+    assert [record.status for record in records[:2]] == ["ok"] * 2
+    found = {record.job.options["how"]: record for record in records[2:]}
     told = {how: (record.status, record.evidence.get("slurm", {}).get("state")) for how, record in found.items()}
     assert told["memory"][0] == "oom-host" and found["memory"].evidence["oom_kills"], told["memory"]
     assert told["times out"] == ("timeout", "COMPLETED"), told
     assert told["killed"][0] == "killed" and told["cancelled"] == ("interrupted", "CANCELLED"), told
     assert {record.machine["nodes"] for record in records} == {"n1", "n2"}
     there, complaints = read_all(tmp_path)
-    assert complaints == [] and len(there) == 8  # references are among them
+    assert complaints == [] and len(there) == 6  # references are among them
     before = set(there)
-    again = Sweep(tmp_path, folders, place=place).run(jobs)
+    assert not any(found[how].is_lasting for how in found)
+    repeated = [job for job in jobs if job.options.get("how") in (None, "killed", "cancelled")]
+    again = Sweep(tmp_path, folders, place=place).run(repeated)
     ran = [record.job.options["how"] for path, record in read_all(tmp_path)[0].items() if path not in before]
-    assert Counter(ran) == Counter(["memory", "killed", "times out", "cancelled"])
-    assert [record.status for record in again] == [record.status for record in records]
+    assert sorted(ran) == ["cancelled", "killed"]
+    assert [record.status for record in again] == ["ok", "ok", "killed", "interrupted"]
     assert not list(tmp_path.glob(".slurm-*"))
 
 
 def test_the_same_job_here_and_on_a_node_trains_to_the_same_bits(place: Slurm, tmp_path: Path) -> None:
-    job = resolve(Job("stronghold", TINY, steps=6, warmup=2))[0]
+    job = resolve(Job("resident", TINY, steps=6, warmup=2))[0]
     (here,) = Sweep(tmp_path).run([job])
     (there,) = Sweep(tmp_path, place=place).run([job])
     assert there.key != here.key and there.machine["on"] == "slurm"
@@ -102,11 +101,11 @@ def test_the_same_job_here_and_on_a_node_trains_to_the_same_bits(place: Slurm, t
 
 
 def test_an_interrupt_cancels_what_was_submitted(place: Slurm, tmp_path: Path) -> None:
-    words = [*WORDS, "--steps", "30000", "--results", str(tmp_path)]
+    words = [*WORDS, *write_endless(tmp_path), "--results", str(tmp_path)]
     run = cli.start(*words)
-    wait_for_steps(tmp_path)
+    cli.wait_for_steps(tmp_path)
     run.send_signal(signal.SIGINT)
-    assert run.wait(120) == 130
+    assert run.wait() == 130
     assert subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout == ""
     (record,) = read_all(tmp_path)[0].values()
     assert record.status == "interrupted" and record.losses
@@ -114,11 +113,9 @@ def test_an_interrupt_cancels_what_was_submitted(place: Slurm, tmp_path: Path) -
 
 
 def test_two_ranks_on_two_nodes_train_as_the_reference_does(place: Slurm, tmp_path: Path) -> None:
-    """By every way of splitting a training that is not a pipeline: states, states on the host, matrices, layers."""
+    """By torch's own processes, and by an engine that starts them itself."""
     spread = Slurm({**place.options, "nodes": 2})
-    jobs = [SHARDED, *(dataclasses.replace(SHARDED, method=name) for name in ("zero-offload", "stronghold"))]
-    even, options = dataclasses.replace(TINY, vocab_size=98), {"world_size": 2, "tensor_parallel": 2}
-    jobs.append(dataclasses.replace(SHARDED, method="megatron-lm", workload=even, options=options))
+    jobs = [SHARDED, dataclasses.replace(SHARDED, method="zero-offload")]
     for record in Sweep(tmp_path, place=spread).run([resolve(job)[0] for job in jobs]):
         assert record.gate.verdict == "tolerance", f"{record.job.method}: {record.gate.text} {record.reason}"
         assert record.machine["nodes"] == "n[1-2]" and [rank["rank"] for rank in record.machine["ranks"]] == [0, 1]
@@ -153,12 +150,6 @@ def test_a_launched_job_that_slurm_takes_away_goes_on_where_it_was(place: Slurm,
     )
     found = subprocess.run(["sbatch", "--parsable", tmp_path / "script"], capture_output=True, text=True, check=True)
 
-    def until(is_there: Callable[[], bool]) -> None:
-        deadline = time.time() + 240
-        while not is_there():
-            assert time.time() < deadline, (tmp_path / "output").read_text()
-            time.sleep(0.2)
-
     until(lambda: len(read_lines(folder / "steps.jsonl")) >= 5)
     subprocess.run(["scontrol", "requeue", found.stdout.strip()], check=True)
     until(lambda: any(line["event"] == "interrupted" for line in read_lines(folder / "events.jsonl")))
@@ -177,22 +168,14 @@ def test_a_launched_job_that_slurm_takes_away_goes_on_where_it_was(place: Slurm,
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_killed_rank_ends_the_job_on_all_nodes_and_is_named(place: Slurm, tmp_path: Path, num_nodes: int) -> None:
     (tmp_path / "meeting.py").write_text(MEETING)
-    killed: list[float] = []
-
-    def kill() -> None:
-        rank = training_ranks(tmp_path)[1]
-        killed.append(time.time())
-        rank.kill()
-
-    killer = threading.Thread(target=kill)
+    killer = threading.Thread(target=lambda: training_ranks(tmp_path)[1].kill())
     killer.start()
-    job = Job("meeting", TINY, {"world_size": 2}, steps=2000, warmup=1)
+    job = Job("meeting", TINY, {"world_size": 2, "is_endless": True}, steps=12, warmup=1)
     spread = Slurm({**place.options, "nodes": num_nodes})
     (record,) = Sweep(tmp_path, (tmp_path,), place=spread).run([resolve(job, (tmp_path,))[0]])
     killer.join()
-    assert time.time() - killed[0] < 30
     assert record.status == "killed" and record.reason.startswith("rank 1 of 2: killed by SIGKILL"), record.reason
-    assert record.evidence["rank"] == 1 and len(record.losses) >= 10 and holders(tmp_path) == []
+    assert record.evidence["rank"] == 1 and len(record.losses) == 10 and holders(tmp_path) == []
 
 
 def test_a_container_is_srun_s_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def executed(results: Path) -> list[dict]:
     made = nbformat.reads(notebook.notebook_text(SOURCE.read_text()), as_version=4)
     place = next(index for index, cell in enumerate(made.cells) if "parameters" in cell.metadata.get("tags", []))
     made.cells.insert(place + 1, nbformat.v4.new_code_cell(f"RESULTS = __import__('pathlib').{results!r}"))
-    nbclient.NotebookClient(made, timeout=600, resources={"metadata": {"path": str(results)}}).execute()
+    nbclient.NotebookClient(made, timeout=None, resources={"metadata": {"path": str(results)}}).execute()
     return [output for cell in made.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
@@ -62,7 +62,7 @@ def test_progress_of_a_cells_call_is_lines_and_no_bar_that_is_redrawn(tmp_path: 
     (tmp_path / "call.py").write_text(PROGRESS)
     call = f"!'{sys.executable}' '{tmp_path / 'call.py'}'"
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(call)])
-    nbclient.NotebookClient(made, timeout=120).execute()
+    nbclient.NotebookClient(made, timeout=None).execute()
     lines = "".join(output.text for output in made.cells[0].outputs).splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [["step", f"{step}/20"] for step in range(2, 21, 2)]
 

@@ -7,14 +7,14 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
+
+from tests.support.until import until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 COMMAND = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-pipe"
 COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Page.javascriptDialogOpening")
-PATIENCE_SECONDS = 60
 
 
 def program() -> str | None:
@@ -63,9 +63,8 @@ class Browser:
 
     def open(self, path: Path) -> None:
         self._call("Page.navigate", url=path.as_uri())
-        end = time.monotonic() + PATIENCE_SECONDS
-        while self.value("document.readyState") != "complete" or self.value("location.protocol") != "file:":
-            assert time.monotonic() < end, "the page does not load"
+        loaded = "document.readyState == 'complete' && location.protocol == 'file:'"
+        until(lambda: self.value(loaded))
 
     def value(self, expression: str) -> Any:
         """Of an expression of JavaScript; a promise is waited for."""

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -23,6 +22,7 @@ import psutil
 
 from harness.base.checkout import ROOT
 from tests.support.packages import SHARED, locked, missing, need
+from tests.support.until import until
 
 PACKAGES = ("docker.io", "mmdebstrap")
 BASE, IMAGE = "tests/base:bookworm", "tests/harness:small"
@@ -30,7 +30,6 @@ LEFT_OUT = ("scipy", "matplotlib", "Jinja2", "megatron-core", "deepspeed", "dock
             "transformers")  # fmt: skip
 MEMORY = Path("/dev/shm")
 FIXED_FOLDERS = ("/run/docker/plugins", "/run/docker", "/run/containerd/s", "/run/containerd")  # any engine makes them
-PATIENCE_SECONDS = 30.0
 ROOM_BYTES = 12 * 2**30
 
 
@@ -92,11 +91,13 @@ def start(folder: Path) -> None:
              "--containerd-namespace", "tests", "--containerd-plugins-namespace", "tests-plugins"],
             stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-    deadline = time.time() + PATIENCE_SECONDS
-    while subprocess.run(docker(address_of(folder), "version"), capture_output=True).returncode:
-        if engine.poll() is not None or time.time() > deadline:
-            missing(f"docker's engine does not start here: {(folder / 'log').read_text().strip().splitlines()[-1]}")
-        time.sleep(0.1)
+
+    def answers() -> bool:
+        return subprocess.run(docker(address_of(folder), "version"), capture_output=True).returncode == 0
+
+    until(lambda: answers() or engine.poll() is not None, poll_seconds=0.1)
+    if engine.poll() is not None:
+        missing(f"docker's engine does not start here: {(folder / 'log').read_text().strip().splitlines()[-1]}")
 
 
 def stop(folder: Path) -> None:
@@ -104,7 +105,7 @@ def stop(folder: Path) -> None:
     with contextlib.suppress(OSError, psutil.Error):
         engine = psutil.Process(int((folder / "pid").read_text()))
         engine.terminate()
-        engine.wait(PATIENCE_SECONDS)
+        engine.wait()
     for line in reversed(Path("/proc/mounts").read_text().splitlines()):
         if line.split()[1].startswith((f"{folder}/", f"{in_memory(folder)}/")):
             subprocess.run(["umount", "--lazy", line.split()[1]])

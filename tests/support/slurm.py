@@ -8,17 +8,16 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from tests.support.packages import missing, need
 from tests.support.ports import free_ports
+from tests.support.until import until
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 ACCOUNTING_PACKAGES = ("slurmdbd", "mariadb-server")
-START_SECONDS = 60.0
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -123,11 +122,11 @@ def cluster(folder: Path, is_accounted: bool = False) -> Iterator[Path]:
             with open(folder / "daemons.log", "a") as log:
                 command[0] = shutil.which(command[0], path=path) or command[0]
                 running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-            wait_for((folder / "munge.socket").exists, folder)
+            wait_for((folder / "munge.socket").exists, running, folder)
             if Path(command[0]).name in ("mariadbd", "slurmdbd"):
                 port = ports[4 if "mariadbd" in command[0] else 3]
-                wait_for(partial(listens, port), folder)
-        wait_for(lambda: idle_nodes(environment) == 2, folder)
+                wait_for(partial(listens, port), running, folder)
+        wait_for(lambda: idle_nodes(environment) == 2, running, folder)
         yield configuration
     finally:
         subprocess.run(["scancel", "--user=root", "--signal=KILL"], env=environment, capture_output=True)
@@ -165,9 +164,8 @@ def idle_nodes(environment: dict[str, str]) -> int:
     return done.stdout.split().count("idle")
 
 
-def wait_for(condition, folder: Path) -> None:
-    deadline = time.time() + START_SECONDS
-    while not condition():
-        if time.time() > deadline:
-            missing(f"Slurm does not start here: {' '.join((folder / 'daemons.log').read_text()[-2000:].split())}")
-        time.sleep(0.1)
+def wait_for(condition: Callable[[], object], running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Wait until the condition holds; where a daemon has ended, Slurm does not start here."""
+    until(lambda: condition() or any(process.poll() is not None for process in running), poll_seconds=0.1)
+    if not condition():
+        missing(f"Slurm does not start here: {' '.join((folder / 'daemons.log').read_text()[-2000:].split())}")
