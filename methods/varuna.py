@@ -130,7 +130,9 @@ class VarunaMethod(Method):
         )  # fmt: skip
         optimizer = adamw(model.parameters())
         model.set_optimizer(optimizer, LossScale(workload))
-        source, steps, before = source_hash(Path(__file__)), list[Step](), {}
+        # Only a checkpoint names the source, and to read all files takes as long as a small model's training.
+        source = source_hash(Path(__file__)) if self.checkpoint else ""
+        steps, before = list[Step](), {}
         if self.resume and not self._begins_there():
             model.load_checkpoint(self.resume, form=GptProgress)
             steps, theirs = model.progress.steps_of(workload, self.resume), model.progress.source
