@@ -17,15 +17,15 @@ from tests.support.configured import config_of
 from tests.support.ranks import on_ranks
 from tests.support.training import small_bytes
 
-SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "seq_len": 128, "batch_size": 8}
+SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "seq_len": 64, "batch_size": 8}
 # Stages, replicas, schedule, samples of a micro-batch, words, dtype; of a model by its config.json its family.
 JOBS: list[tuple[Any, ...]] = [
-    (1, 1, "varuna", 2, 8000, "bf16"), (1, 2, "varuna", 1, 500, "fp32"), (2, 1, "varuna", 1, 8000, "fp32"),
-    (2, 2, "varuna", 2, 500, "fp32"), (4, 1, "varuna", 1, 500, "bf16"), (4, 1, "varuna", 2, 8000, "fp32"),
-    (2, 1, "1f1b", 1, 8000, "bf16"), (2, 2, "1f1b", 1, 500, "fp32"), (4, 1, "1f1b", 1, 8000, "fp32"),
-    (2, 1, "gpipe", 1, 8000, "fp32"), (2, 2, "gpipe", 2, 8000, "bf16"), (4, 1, "gpipe", 1, 500, "fp32"),
-    (2, 1, "varuna", 1, 8000, "fp32", "llama"), (1, 1, "varuna", 2, 8000, "bf16", "qwen2"),
-    (2, 1, "1f1b", 1, 8000, "bf16", "qwen2"),
+    (1, 1, "varuna", 2, 4000, "bf16"), (1, 2, "varuna", 1, 250, "fp32"), (2, 1, "varuna", 1, 4000, "fp32"),
+    (2, 2, "varuna", 2, 250, "fp32"), (4, 1, "varuna", 1, 250, "bf16"), (4, 1, "varuna", 2, 4000, "fp32"),
+    (2, 1, "1f1b", 1, 4000, "bf16"), (2, 2, "1f1b", 1, 250, "fp32"), (4, 1, "1f1b", 1, 4000, "fp32"),
+    (2, 1, "gpipe", 1, 4000, "fp32"), (2, 2, "gpipe", 2, 4000, "bf16"), (4, 1, "gpipe", 1, 250, "fp32"),
+    (2, 1, "varuna", 1, 4000, "fp32", "llama"), (1, 1, "varuna", 2, 4000, "bf16", "qwen2"),
+    (2, 1, "1f1b", 1, 4000, "bf16", "qwen2"),
 ]  # fmt: skip
 
 
@@ -45,10 +45,10 @@ def workload_of(each: Any) -> Workload:
     if len(each) == 6:
         return Workload(**SIZES, vocab_size=each[4], dtype=each[5])
     config = config_of(
-        each[6], hidden_size=128, intermediate_size=344, num_hidden_layers=4, vocab_size=each[4],
-        max_position_embeddings=128,
+        each[6], hidden_size=64, intermediate_size=172, num_hidden_layers=4, vocab_size=each[4],
+        max_position_embeddings=64,
     )  # fmt: skip
-    sizes = {**hub_config.sizes_of(config), "seq_len": 128, "batch_size": 8, "dtype": each[5]}
+    sizes = {**hub_config.sizes_of(config), "seq_len": 64, "batch_size": 8, "dtype": each[5]}
     return Workload(**sizes, model=each[6], config=hub_config.text_of(config))
 
 
