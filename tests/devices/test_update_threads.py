@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 
 from harness.devices.update_threads import Workers
-
-SECONDS = 10  # more than anything here takes
+from tests.support.until import until
 
 
 class Landing:
@@ -57,23 +55,22 @@ def test_every_chunk_is_worked_on_once(workers: Workers, num_chunks: int) -> Non
         workers.update(0, Landing(), num_chunks, lambda first, last: taken.extend(range(first, last))) for _ in range(5)
     ]
     for update in updates:
-        update.result(SECONDS)
+        update.result()
     assert sorted(taken) == sorted([*range(num_chunks)] * 5)
 
 
 def test_what_is_needed_first_goes_first(one_worker: Workers) -> None:
     order: list[int] = []
     gate = threading.Event()
-    one_worker.update(9, Landing(), 1, lambda first, last: gate.wait(SECONDS) and None)
-    while one_worker._waiting:
-        time.sleep(0.001)
+    one_worker.update(9, Landing(), 1, lambda first, last: gate.wait() and None)
+    until(lambda: not one_worker._waiting)
     updates = [
         one_worker.update(deadline, Landing(), 1, lambda first, last, place=deadline: order.append(place))
         for deadline in (3, 1, 2)
     ]
     gate.set()
     for update in updates:
-        update.result(SECONDS)
+        update.result()
     assert order == [1, 2, 3]
 
 
@@ -81,20 +78,19 @@ def test_what_has_not_landed_holds_up_nothing_that_has(one_worker: Workers) -> N
     order: list[int] = []
     late = Landing(landed=False)
     gate = threading.Event()
-    one_worker.update(9, Landing(), 1, lambda first, last: gate.wait(SECONDS) and None)
-    while one_worker._waiting:
-        time.sleep(0.001)
+    one_worker.update(9, Landing(), 1, lambda first, last: gate.wait() and None)
+    until(lambda: not one_worker._waiting)
 
     def last_of_all(first: int, last: int) -> None:
-        late.happened.wait(SECONDS)
+        late.happened.wait()
         order.append(0)
 
     first = one_worker.update(0, late, 1, last_of_all)
     second = one_worker.update(1, Landing(), 1, lambda first, last: order.append(1))
     gate.set()
-    second.result(SECONDS)
+    second.result()
     late.happened.set()
-    first.result(SECONDS)
+    first.result()
     assert order == [1, 0]
 
 
@@ -102,29 +98,27 @@ def test_where_nothing_has_landed_what_was_asked_for_first_is_waited_for(one_wor
     """Else a thread would sit in an update that waits for the norm, while gradients land."""
     order: list[int] = []
     gate, landings = threading.Event(), [Landing(landed=False), Landing(landed=False)]
-    one_worker.update(0, Landing(), 1, lambda first, last: gate.wait(SECONDS) and None)
-    while one_worker._waiting:
-        time.sleep(0.001)
+    one_worker.update(0, Landing(), 1, lambda first, last: gate.wait() and None)
+    until(lambda: not one_worker._waiting)
 
     def work(place: int) -> None:
-        landings[place].happened.wait(SECONDS)
+        landings[place].happened.wait()
         order.append(place)
 
     updates = [one_worker.update(5 + i, landings[i], 1, lambda first, last, i=i: work(i)) for i in range(2)]
     gate.set()
-    while len(one_worker._waiting) > 1:
-        time.sleep(0.001)
+    until(lambda: len(one_worker._waiting) <= 1)
     landings[0].happened.set()
-    updates[0].result(SECONDS)
+    updates[0].result()
     landings[1].happened.set()
-    updates[1].result(SECONDS)
+    updates[1].result()
     assert order == [0, 1]
 
 
 def test_threads_share_one_update() -> None:
     """Each of three threads waits in its chunk for the other two."""
     pool, together = Workers(ThreadPoolExecutor(3), 3), threading.Barrier(3)
-    pool.update(0, Landing(), 3, lambda first, last: together.wait(SECONDS) and None).result(SECONDS)
+    pool.update(0, Landing(), 3, lambda first, last: together.wait() and None).result()
     pool.shutdown()
 
 
@@ -133,8 +127,8 @@ def test_an_update_that_fails_says_so_to_who_waits(workers: Workers) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        workers.update(0, Landing(), 50, fail).result(SECONDS)
-    workers.update(0, Landing(), 1, lambda first, last: None).result(SECONDS)
+        workers.update(0, Landing(), 50, fail).result()
+    workers.update(0, Landing(), 1, lambda first, last: None).result()
 
 
 def test_an_error_of_the_device_reaches_whoever_waits_for_an_update(one_worker: Workers) -> None:
@@ -142,7 +136,7 @@ def test_an_error_of_the_device_reaches_whoever_waits_for_an_update(one_worker: 
     updates = [one_worker.update(0, failed, 1, lambda first, last: failed.synchronize() and None) for _ in range(3)]
     for update in updates:
         with pytest.raises(RuntimeError, match="device-side assert"):
-            update.result(SECONDS)
+            update.result()
 
 
 class OneThread(ThreadPoolExecutor):
@@ -159,7 +153,7 @@ class OneThread(ThreadPoolExecutor):
 def test_an_update_ends_where_no_second_thread_can_be_started() -> None:
     done: list[int] = []
     workers = Workers(OneThread(1), 4)
-    workers.update(0, Landing(), 9, lambda first, last: done.extend(range(first, last))).result(SECONDS)
+    workers.update(0, Landing(), 9, lambda first, last: done.extend(range(first, last))).result()
     workers.shutdown()
     assert done == [*range(9)]
 
@@ -168,7 +162,7 @@ def test_an_update_that_waits_at_the_end_is_done_before_the_threads_end() -> Non
     done: list[int] = []
     gate = threading.Event()
     workers = Workers(ThreadPoolExecutor(1), 1)
-    update = workers.update(0, Landing(), 9, lambda first, last: gate.wait(SECONDS) and done.extend(range(first, last)))
+    update = workers.update(0, Landing(), 9, lambda first, last: gate.wait() and done.extend(range(first, last)))
     threading.Timer(0.05, gate.set).start()
     workers.shutdown()
     assert update.done() and done == [*range(9)]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -526,13 +524,9 @@ def test_a_rank_that_takes_no_part_in_a_sum_is_named_after_the_limit(trained: di
 
 
 @pytest.mark.heavy
-def test_the_snippet_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
+def test_the_snippet_of_the_page_runs_on_four_ranks(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "pipelines.md").read_text().split("```python\n")[1].split("```")[0]
-    script = tmp_path / "snippet.py"
-    script.write_text(text)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=250,
-                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"})  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("loss")]
+    order = {"ranks": 4, "folder": str(tmp_path), "text": text}
+    printed = "".join(on_ranks(4, "tests.methods.pipeline.trainings:run_snippet", order))
+    losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("loss")]
     assert len(losses) >= 5 and losses[-1] < losses[0]

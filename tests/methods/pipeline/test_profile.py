@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,21 +15,36 @@ from torch import Tensor, nn
 from harness.base.checkout import ROOT
 from harness.core.job import Job, Workload
 from harness.devices import device_lock, machine
-from methods.pipeline import measure_model, measured_profile
+from methods.pipeline import measure_model, measured_profile, profiler
 from methods.pipeline.profile import Profile, read
 from methods.pipeline.profiler import tensor_bytes
 from methods.varuna import AutoConfig, CutPoint, Profiler
 from tests.methods.pipeline import user_model
 from tests.methods.pipeline.trainings import see_gpus
 from tests.support import cli
+from tests.support.ranks import on_ranks
+from tests.support.until import until
 
 SNIPPET = (ROOT / "docs" / "pipelines.md").read_text().split("```python\n")[2].split("```")[0]
-SLEEP_SECONDS = 0.01
+FORWARD_SECONDS = 0.01
 IN, OUT, FITTING = 64, 32, 2
 
 
+class Clock:
+    """Seconds that pass only where a test lets them, and a millionth at each look."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+CLOCK = Clock()
+
+
 class SlowLayer(nn.Module):
-    """Its forward pass sleeps, or asks for more memory than there is."""
+    """Its forward pass takes seconds of the clock, or asks for more memory than there is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +52,7 @@ class SlowLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_meta:
-            time.sleep(SLEEP_SECONDS)
+            CLOCK.now += FORWARD_SECONDS
             torch.empty(2**50 if len(x) > FITTING else 0)
         return self.linear(x).mean()
 
@@ -59,14 +71,18 @@ def batch_of_two(size: int) -> dict[str, Any]:
 
 
 def profiled(model: nn.Module, get_batch: Any, sizes: list[int], folder: Path, **more: Any) -> Profile:
-    profiler = Profiler(model, "cpu", **more)
-    profiler.initialize(get_batch)
-    return profiler.profile_all(get_batch, sizes, out_folder=folder)
+    profiling = Profiler(model, "cpu", **more)
+    profiling.initialize(get_batch)
+    return profiling.profile_all(get_batch, sizes, out_folder=folder)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    return profiled(Two(), batch_of_two, [4, 2, 1], tmp_path_factory.mktemp("two"))
+    """Profiled by the clock above, on a machine where nothing waits for a core."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiler, "time", CLOCK)
+        patch.setattr(Profiler, "_waited_seconds", lambda self: 0.0)
+        return profiled(Two(), batch_of_two, [4, 2, 1], tmp_path_factory.mktemp("two"))
 
 
 def test_memory_that_runs_out_ends_the_sizes(two: Profile) -> None:
@@ -127,10 +143,10 @@ def test_bytes_are_those_of_the_tensors(two: Profile) -> None:
 
 def test_seconds_are_those_of_the_section(two: Profile) -> None:
     lower, upper = (section.costs[0] for section in two.sections)
-    assert upper.forward_seconds >= SLEEP_SECONDS and upper.recompute_seconds >= SLEEP_SECONDS
-    assert lower.forward_seconds < SLEEP_SECONDS > upper.backward_seconds
+    assert upper.forward_seconds >= FORWARD_SECONDS and upper.recompute_seconds >= FORWARD_SECONDS
+    assert lower.forward_seconds < FORWARD_SECONDS > upper.backward_seconds
     assert lower.backward_seconds > 0 < lower.copy_seconds
-    assert all(0 < section.update_seconds < SLEEP_SECONDS for section in two.sections)
+    assert all(0 < section.update_seconds < FORWARD_SECONDS for section in two.sections)
 
 
 def test_one_process_measures_neither_messages_nor_sums(two: Profile) -> None:
@@ -155,13 +171,13 @@ def test_a_gpus_context_and_reserve_are_not_for_tensors(monkeypatch: pytest.Monk
 
 
 def test_what_comes_too_early_or_has_no_sizes_is_refused(tmp_path: Path) -> None:
-    profiler = Profiler(Two(), "cpu")
+    profiling = Profiler(Two(), "cpu")
     with pytest.raises(ValueError, match=r"try initialize\(get_batch\) first"):
-        profiler.profile_all(batch_of_two, [1], out_folder=tmp_path)
-    profiler.initialize(batch_of_two)
+        profiling.profile_all(batch_of_two, [1], out_folder=tmp_path)
+    profiling.initialize(batch_of_two)
     for sizes in ([], [0, 1]):
         with pytest.raises(ValueError, match="microbatches: expected sizes of at least 1, got"):
-            profiler.profile_all(batch_of_two, sizes, out_folder=tmp_path)
+            profiling.profile_all(batch_of_two, sizes, out_folder=tmp_path)
     assert not any(tmp_path.iterdir())
 
 
@@ -233,14 +249,10 @@ def test_the_snippet_of_the_page_runs_alone(
 
 
 @pytest.mark.heavy
-def test_the_snippet_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "snippet.py"
-    script.write_text(SNIPPET)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=250,
-                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"})  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [line.split()[0] for line in done.stdout.splitlines()][:1] == ["stages"]
+def test_the_snippet_of_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
+    order = {"ranks": 2, "folder": str(tmp_path), "text": SNIPPET}
+    first, _ = on_ranks(2, "tests.methods.pipeline.trainings:run_snippet", order)
+    assert first.split()[0] == "stages"
     found = read(tmp_path / "profile")
     sent = {cost.activation_bytes for section in found.sections for cost in section.costs} - {0}
     assert len(found.sections) == 5 and found.sizes == [1, 2, 4]
@@ -258,8 +270,7 @@ def test_a_profile_waits_for_the_job_that_holds_the_device(tmp_path: Path, monke
     thread = threading.Thread(target=measured_profile.measure_profile, args=given)
     with device_lock.turn(Job("some", workload), lambda event: None):
         thread.start()
-        while not told:
-            time.sleep(0.01)
+        until(lambda: told)
         assert not done.is_set() and told[0].startswith("waiting for the cpu device: ")
-    thread.join(30)
+    thread.join()
     assert done.is_set()

@@ -251,6 +251,15 @@ def unpickled(training: dict[str, Any]) -> list[str]:
     return sorted(heard)
 
 
+def run_snippet(rank: int, order: dict[str, Any]) -> str:
+    """What a rank prints that runs a document's text with the variables that torchrun sets, in a folder."""
+    os.chdir(order["folder"])
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(order["ranks"]))
+    with meeting(rank, order["ranks"], 0), contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(order["text"], "snippet", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "method": by_method,
     "user": by_user,
