@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from methods.streaming.layer_state import Passed
+from methods.streaming.layer_state import LEFT_OUTSIDE, Passed
+from methods.streaming.user_parameters import SlotParameter
 
 TENSOR = object()  # marks a tensor's place in the structure of a layer's arguments or results
 
@@ -35,24 +36,39 @@ class UserLayer(Placeholders):
     the model uses, too. The layer takes the shared parameters as further tensors, after the tensors that the model
     passes."""
 
-    def __init__(self, layer: nn.Module, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, layer: nn.Module, name: str, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]
+    ) -> None:
         super().__init__(own)
-        self.compute = layer.forward
+        self.layer, self.compute, self.name = [layer], layer.forward, name  # a list, because a module registers layers
         self.users, self.shared = list(own), list(shared)  # plain lists, because a module does not register these
+        self.is_first = True  # True: no forward pass yet
+        self.is_down = False  # True: the layer's own backward pass runs
+        self.read: dict[nn.Parameter, Tensor] = {}  # copies of weights whose `data` this forward pass has read
         owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
-        # Where the layer uses a parameter: the module, the name there, and the name in `own` or the index in `shared`.
-        self.sites: list[tuple[Any, str, str | int]] = []
+        # Where the layer uses a parameter: the module, the name there, the parameter, and the name in `own` or the
+        # index in `shared`.
+        self.sites: list[tuple[Any, str, nn.Parameter, str | int]] = []
         for module in layer.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    ours = owned.get(id(parameter))
-                    self.sites.append((module, name, others[id(parameter)] if ours is None else ours))
+                    place = owned.get(id(parameter))
+                    source = others[id(parameter)] if place is None else place
+                    self.sites.append((module, name, parameter, source))
 
-    def take(self, args: tuple[Any, ...], words: Mapping[str, Any]) -> Passed:
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter. A view of a slot tells what the layer's forward() does with it."""
+        super().register_parameter(name, param)
+        if param is not None and not param.is_meta:
+            param.__class__ = SlotParameter
+
+    def take(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Passed:
         """Return the tensors among a call's arguments, then the shared parameters. Keep the structure of the arguments
         for forward()."""
-        leaves, self.taken = tree_flatten((args, dict(words)))
+        leaves, self.taken = tree_flatten((args, dict(options)))
+        flat = [*args, *options.values()]
+        self.has_containers = len(flat) != len(leaves) or any(a is not b for a, b in zip(flat, leaves, strict=True))
         self.leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return (*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.shared)
 
@@ -61,30 +77,91 @@ class UserLayer(Placeholders):
         return _filled(self.returned_leaves, self.returned, iter(tensors))
 
     def forward(self, *tensors: Tensor) -> Passed:
-        given = iter(tensors)
-        args, words = _filled(self.leaves, self.taken, given)
-        with self._placed([*given]):
-            result = self.compute(*args, **words)
+        for tensor in tensors:
+            if tensor.requires_grad and torch.is_grad_enabled() and not self.is_down:
+                tensor.register_post_accumulate_grad_hook(self._check_is_down)
+        rest = iter(tensors)
+        args, options = _filled(self.leaves, self.taken, rest)
+        with self._placed([*rest]):
+            result = self.compute(*args, **options)
+        if self.has_containers:
+            self._check_arguments(args, options, tensors)
+        if self.is_first:
+            self._check_names()
         leaves, self.returned = tree_flatten(result)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
-            told = f"got a {type(result).__name__} without one"
-            raise ValueError(f"expected a layer to return a tensor, alone or in a tuple, list or dictionary, {told}")
+            kind = type(result).__name__
+            raise ValueError(
+                "expected a layer to return a tensor, alone or in a tuple, list or dictionary, got a"
+                f" {kind} without one"
+            )
         self.returned_leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
+    def _check_is_down(self, _: Tensor) -> None:
+        if not self.is_down:
+            raise ValueError(LEFT_OUTSIDE.format(self.name))
+
+    def _check_names(self) -> None:
+        """Raise ValueError if forward() has registered one of the layer's weights once more: later this view of a slot
+        would be another layer's weight."""
+        self.is_first = False
+        for path, module in self.layer[0].named_modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, SlotParameter):
+                    raise ValueError(
+                        f"{self.name}: expected forward() to register no parameters, got {path}.{name}; try to keep a"
+                        " copy, .detach().clone()"
+                    )
+
+    def _check_arguments(self, args: Any, options: Any, tensors: Sequence[Tensor]) -> None:
+        """Raise ValueError if the layer has changed a container among its arguments: the model has another one."""
+        rest = iter(tensors)
+        before = [next(rest) if leaf is TENSOR else leaf for leaf in self.leaves]
+        leaves, structure = tree_flatten((args, options))
+        if structure != self.taken or any(a is not b for a, b in zip(leaves, before, strict=True)):
+            raise ValueError(
+                f"{self.name}: expected the layer to leave lists and dictionaries among its arguments as they are, got"
+                " a change; try to return what it computes"
+            )
+
     @contextmanager
     def _placed(self, shared: Sequence[Tensor]) -> Iterator[None]:
-        before = [module._parameters[name] for module, name, _ in self.sites]
+        """Put the views of the slot, and the shared parameters, in the places of the user's parameters. Raises
+        ValueError if others are in these places, or if the layer has changed its weights."""
+        before = [module._parameters.get(name) for module, name, _, _ in self.sites]
+        if any(parameter is not site[2] for parameter, site in zip(before, self.sites, strict=True)):
+            raise ValueError(
+                f"{self.name}: expected its parameters as they were when the trainer was made, got others; try to make"
+                " the trainer after changes of the model"
+            )
+        weights = [*self._parameters.values()]
+        versions = [weight._version for weight in weights]  # type: ignore[union-attr]
+        for weight in weights:
+            weight.note = self._keep  # type: ignore[union-attr, assignment]
         try:
-            for module, name, ours in self.sites:
-                if isinstance(ours, str):
-                    setattr(module, name, self._parameters[ours])  # setattr(): recurrent modules keep lists
+            for module, name, _, source in self.sites:
+                if isinstance(source, str):
+                    setattr(module, name, self._parameters[source])  # setattr(): recurrent modules keep lists
                 else:
-                    module._parameters[name] = shared[ours]
+                    module._parameters[name] = shared[source]
             yield
         finally:
-            for (module, name, _), parameter in zip(self.sites, before, strict=True):
+            for (module, name, _, _), parameter in zip(self.sites, before, strict=True):
                 setattr(module, name, parameter)
+            for weight in weights:
+                weight.note = None  # type: ignore[union-attr, assignment]
+            read, self.read = self.read, {}
+        is_same = versions == [weight._version for weight in weights]  # type: ignore[union-attr]
+        if not is_same or any(not torch.equal(weight, copy) for weight, copy in read.items()):
+            raise ValueError(
+                f"{self.name}: expected forward() to leave the layer's weights as they are, got a change; try to change"
+                " them after step()"
+            )
+
+    def _keep(self, weight: nn.Parameter) -> None:
+        if weight not in self.read:
+            self.read[weight] = weight.detach().clone()
 
 
 def _filled(leaves: Sequence[Any], structure: Any, tensors: Iterator[Tensor]) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from harness.core.gpt import DTYPES
 from methods.offload.adamw import AdamSettings, Settings
 from methods.streaming.user_layer import Placeholders, UserLayer
+from methods.streaming.user_parameters import ObservedParameter
 
 UNUSED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW that streaming updates lack
 
@@ -22,6 +23,8 @@ class UserModel:
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.modules = model, optimizer, list(layers)
+        if any(isinstance(parameter, ObservedParameter) for parameter in model.parameters()):
+            raise ValueError("expected a model without a trainer, got one that a trainer holds; close() that trainer")
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         paths = {id(module): path for path, module in model.named_modules()}
         for place, module in enumerate(self.modules):
@@ -38,11 +41,12 @@ class UserModel:
         alone = {key for key, count in uses.items() if count == 1 and key not in elsewhere}
         self.own = [[each for each in parameters if id(each) in alone] for parameters in inside]
         self.rest = [each for each in model.parameters() if id(each) not in alone and each.requires_grad]
+        self.frozen = [each for each in model.parameters() if id(each) not in alone and not each.requires_grad]
         self._check_parameters(alone)
         self._check_optimizer()
         self.layers = [
-            UserLayer(module, own, [each for each in parameters if id(each) not in alone])
-            for module, own, parameters in zip(self.modules, self.own, inside, strict=True)
+            UserLayer(module, prefix[:-1], own, [each for each in parameters if id(each) not in alone])
+            for module, prefix, own, parameters in zip(self.modules, self.prefixes, self.own, inside, strict=True)
         ]
         self.ends = Placeholders(self.rest)
         self.order = self._order()
@@ -57,7 +61,14 @@ class UserModel:
         return {str(place): group_of[id(parameter)] for place, parameter in enumerate(parameters)}
 
     def settings(self) -> Settings:
-        """Return the optimizer's settings, which a schedule may have changed since the last step."""
+        """Return the optimizer's settings, which a schedule may have changed since the last step. Raises ValueError if
+        the optimizer has other parameters than before, or options that streaming lacks."""
+        self._check_groups()
+        if self.grouped != [[id(each) for each in group["params"]] for group in self.optimizer.param_groups]:
+            raise ValueError(
+                "expected the optimizer's parameters as they were when the trainer was made, got others; try to make"
+                " the trainer after add_param_group()"
+            )
         rows = (
             (group["lr"], *group["betas"], group["eps"], group["weight_decay"]) for group in self.optimizer.param_groups
         )
@@ -107,9 +118,15 @@ class UserModel:
             )
         if known - self.names.keys():
             raise ValueError("the optimizer has parameters that are not the model's; make it of model.parameters()")
-        for group in optimizer.param_groups:
-            if asked := [name for name in UNUSED if group.get(name)]:
-                raise ValueError(f"expected AdamW without {asked[0]}; leave this option out")
+        self._check_groups()
+        self.grouped = [[id(each) for each in group["params"]] for group in optimizer.param_groups]
+
+    def _check_groups(self) -> None:
+        for group in self.optimizer.param_groups:
+            if options := [name for name in UNUSED if group.get(name)]:
+                raise ValueError(f"expected AdamW without {options[0]}; leave this option out")
+            if not group.get("decoupled_weight_decay", True):
+                raise ValueError("expected AdamW, got Adam's weight decay; leave decoupled_weight_decay=False out")
 
 
 def _check_layers(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ from methods.shared.loss_scale import LossScale
 from methods.shared.memory_needs import writable
 from methods.streaming.choose_placement import DEFAULT_WINDOW, PlacementChoice, with_homes
 from methods.streaming.embedding_and_head import OnDevice
-from methods.streaming.layer_kinds import new_layers
+from methods.streaming.layer_kinds import Streamed, new_layers
 from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.placement import CLIPPINGS, UserSizes, home_of_boundaries, parse
 from methods.streaming.slot import GradientRoom, Slot
@@ -58,8 +58,13 @@ class WindowStream:
         ends = OnDevice(parts.ends)
         self.rule = UpdateRule(parts.device, parts.layers.terms, ends, self.layers, clipping, parts.order)
         self.scale = self.rule.scale
+        self.waits = self.rule.asked is DEFERRED
         self.window = Window(self.layers, kinds, window_size, self.rule)
         self.window.refill()
+
+    @property
+    def clip(self) -> Clip:
+        return self.rule.clip
 
     def forward(self, place: int, xs: list[Passed]) -> list[Passed]:
         xs = self.layers[place].forward(xs)
@@ -90,6 +95,9 @@ class WindowStream:
     def rewind(self) -> None:
         self.window.rewind()
 
+    def is_late(self) -> bool:
+        return any(isinstance(layer, Streamed) and layer.due is not None for layer in self.layers)
+
     def settle(self) -> None:
         self.window.settle()
         self.window.rewind()
@@ -100,6 +108,9 @@ class WindowStream:
 
 class OneLayerStream:
     """The body of the loop in methods/l2l.py: one layer at a time on the device."""
+
+    clip: Clip
+    waits = True
 
     def __init__(self, parts: Parts) -> None:
         self.device, self.ends, self.order, layers = parts.device, OnDevice(parts.ends), parts.order, parts.layers
@@ -133,6 +144,9 @@ class OneLayerStream:
         return self.scale.step(self.clip.total, self.clip.total, is_skipped=is_skipped)
 
     def rewind(self) -> None: ...
+    def is_late(self) -> bool:
+        return False
+
     def settle(self) -> None: ...
     def refetch(self) -> None: ...
 
@@ -141,6 +155,9 @@ class TrialStream:
     """Runs both passes, one layer at a time, without updates, to measure the memory that the model needs beside its
     layers.
     """
+
+    clip: Clip  # never set: a trial makes no step
+    waits = False
 
     def __init__(self, parts: Parts) -> None:
         layers = parts.layers
@@ -167,6 +184,9 @@ class TrialStream:
         raise AssertionError("a trial makes no step")
 
     def rewind(self) -> None: ...
+    def is_late(self) -> bool:
+        return False
+
     def settle(self) -> None: ...
     def refetch(self) -> None: ...
 

@@ -16,18 +16,23 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
 from harness.core.method import Step
 from harness.devices.streams import Device, num_update_threads
 from methods.offload.adamw import Settings
+from methods.offload.clip import Clip
 from methods.shared.loss_scale import LossScale
 from methods.shared.terms import Terms
 from methods.streaming.layer_kinds import LayerSource, send_boundaries_home
 from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.starting_values import fill
+from methods.streaming.user_access import UPDATES_HAVE_BEGUN, ScriptAccess, num_views
 from methods.streaming.user_layer import UserLayer
 from methods.streaming.user_model import UserModel, give, move_rest
+from methods.streaming.user_parameters import observe
+from methods.streaming.user_state import SavedState
 
 
 class LayerStream(Protocol):
@@ -35,6 +40,8 @@ class LayerStream(Protocol):
 
     states: list[LayerState]
     scale: LossScale
+    clip: Clip  # of the last backward pass
+    waits: bool  # True: no update begins before finish()
 
     def forward(self, place: int, xs: list[Passed]) -> list[Passed]: ...
     def begin(self, settings: Settings) -> None:
@@ -48,6 +55,9 @@ class LayerStream(Protocol):
 
     def rewind(self) -> None:
         """Discard a forward pass that no backward pass follows."""
+
+    def is_late(self) -> bool:
+        """Return whether an update waits for its layer's next visit."""
 
     def settle(self) -> None:
         """Do all updates that still wait, so that each layer's home has the layer's newest state."""
@@ -82,6 +92,7 @@ class LayerTurn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
+        ctx.training.check_engine()
         asked = tuple(dy for dy, asked in zip(dys, ctx.is_asked, strict=True) if asked)
         dxs = iter(ctx.training.down(ctx.place, ctx.number, asked))
         return None, None, None, *(next(dxs) if needed else None for needed in ctx.needs_input_grad[3:])
@@ -94,8 +105,9 @@ class StreamedForward:
     def __init__(self, training: UserTraining, place: int) -> None:
         self.training, self.place = training, place
 
-    def __call__(self, *args: Any, **words: Any) -> Any:
-        return self.training.visit(self.place, args, words)
+    @torch._disable_dynamo  # type: ignore[no-untyped-call, untyped-decorator]
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.training.visit(self.place, args, options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError("cannot copy a model while a trainer holds it; copy its state_dict(), or close() the trainer")
@@ -123,6 +135,11 @@ class UserTraining:
         self.device = self.gpu.name
         move_rest(model, (each for part in (self.user.rest, *self.user.own) for each in part), self.device)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+        self.anchor_node = get_gradient_edge(self.anchor).node
+        self.graph_task = -1  # autograd's number of the last backward pass
+        self.computing: int | None = None  # place of the layer that computes
+        self._is_home = True  # all updates have ended, and the user's parameters show them
+        self._held: list[int] = []
         self.num_passes = self.num_backward = 0  # forward passes so far; backward passes since the last step
         self.next_up, self.next_down, self.is_up = 0, 0, False  # is_up: a forward pass waits for its backward pass
         self.is_skipped = False  # True: the last step was skipped (fp16)
@@ -133,7 +150,7 @@ class UserTraining:
     # ---- The two passes, a layer at a time
 
     def up(self, place: int, tensors: Passed) -> Passed:
-        with torch.set_grad_enabled(self._is_trained), _uncached_autocast():
+        with torch.set_grad_enabled(self._is_trained), _uncached_autocast(), self._computing(place):
             return self.stream.forward(place, [tensors])[0]
 
     def down(self, place: int, number: int, dys: Passed) -> Passed:
@@ -146,7 +163,8 @@ class UserTraining:
         if place == len(self.user.layers) - 1:
             self._begin_backward()
         try:
-            dxs = self.stream.backward(place, [dys])[0]
+            with self._computing(place, is_down=True):
+                dxs = self.stream.backward(place, [dys])[0]
         except CheckpointError as error:
             raise ValueError(
                 f"layer {place}: expected the same tensors when the backward pass recomputes them, got others; try"
@@ -155,17 +173,51 @@ class UserTraining:
         self._check_gradients(state, self.user.own[place])
         self.next_down -= 1
         if not place:
+            self.access.check_unchanged()
+            if self.terms.dtype == "fp32":  # otherwise the masters need the same weights until step()
+                self.access.touched.clear()
             self.num_backward, self.is_up = self.num_backward + 1, False
         return dxs
 
     def _begin_backward(self) -> None:
+        self._take_gradients()
         if self.num_backward and not self.terms.accumulates:
             raise ValueError("expected one backward pass before step(), got two; try accumulates=True to sum gradients")
+        self.access.check_unchanged()
+        self.graph_task = torch._C._current_graph_task_id()
+        if not self.stream.waits:
+            self._held, self._is_home = self.access.held(), False
         for state in self.stream.states:
             state.adds = self.num_backward > 0
         self.stream.begin(self.user.settings())
 
-    def visit(self, place: int, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+    def check_engine(self) -> None:
+        """Raise ValueError unless autograd runs a plain backward(), which gives a gradient to every parameter."""
+        if not torch._C._will_engine_execute_node(self.anchor_node):  # type: ignore[attr-defined]
+            raise ValueError(
+                "expected backward(), got torch.autograd.grad() or backward(inputs=...), which leave the layers'"
+                " gradients out; try a copy of the model made before the trainer"
+            )
+        if torch.is_grad_enabled():
+            raise ValueError("expected backward() without create_graph=True, got a backward pass to differentiate")
+
+    def is_passing(self) -> bool:
+        """Return whether layers are between a forward pass and its backward pass, or in one of them."""
+        return self.is_up and (self._is_trained or self.next_up < len(self.user.layers))
+
+    def is_down(self) -> bool:
+        """Return whether a backward pass has begun that is not complete."""
+        return self.is_up and self.next_down < len(self.user.layers) - 1
+
+    @contextmanager
+    def _computing(self, place: int, *, is_down: bool = False) -> Iterator[None]:
+        self.computing, self.user.layers[place].is_down = place, is_down
+        try:
+            yield
+        finally:
+            self.computing, self.user.layers[place].is_down = None, False
+
+    def visit(self, place: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Return a layer's result. The model's own loop calls this method in place of the layer's forward()."""
         if place and place != self.next_up:
             raise ValueError(
@@ -174,8 +226,13 @@ class UserTraining:
             )
         if not place:
             self._begin_forward()
-        layer = self.user.layers[place]
-        tensors = layer.take(args, words)
+        layer, module = self.user.layers[place], self.user.modules[place]
+        if module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{layer.name}: expected a layer without compile(), which would compile the trainer; try"
+                " layer.forward = torch.compile(layer.forward), before the trainer is made"
+            )
+        tensors = layer.take(args, options)
         self.next_up = place + 1
         if self._is_trained:
             caches = [leaf for leaf in layer.leaves if hasattr(leaf, "get_seq_length")]  # as transformers' have
@@ -190,13 +247,19 @@ class UserTraining:
         return layer.give(outputs)
 
     def _begin_forward(self) -> None:
-        self._check_stream()
-        if self.is_up:
-            self.stream.rewind()
+        self.check_stream()
+        if self.num_backward and not self.stream.waits:
+            raise ValueError(UPDATES_HAVE_BEGUN.format("forward pass after backward()"))
+        self.rewind()
+        if self.access.touched:
+            if self.terms.dtype != "fp32":
+                self.access.check_unchanged()
+            self.access.touched.clear()
+            self.refetch()
         self.num_passes, self.is_up, self.next_down = self.num_passes + 1, True, len(self.user.layers) - 1
         self._is_trained = torch.is_grad_enabled()
 
-    def _check_stream(self) -> None:
+    def check_stream(self) -> None:
         """Raise ValueError if the user's loop and the trainer run on different CUDA streams, because the trainer's
         copies would not wait for the loop's work."""
         if self.device.type == "cuda" and self.gpu.streams.current() != self.gpu.compute:
@@ -224,87 +287,106 @@ class UserTraining:
         gradients, and then drop the gradients. Return the gradient norm before clipping. In fp16 a step whose norm is
         not finite is skipped, and `is_skipped` is True.
         """
-        self._check_stream()
-        if self.is_up or not self.num_backward:
+        self.check_stream()
+        dropped = self._take_gradients()
+        if self.is_down() or not self.num_backward:
             raise ValueError(
                 "step: expected a backward pass through all layers before step(), got none, or a part of one"
             )
-        if self.user.optimizer.state:
-            raise ValueError(
-                "step: expected trainer.step() alone, got optimizer.step(), too; leave optimizer.step() out"
-            )
+        if dropped:
+            raise ValueError(f"step: expected a gradient for every parameter, got none for {dropped[0]}")
+        self.rewind()
+        self.access.check_parameters()
         self._check_gradients(self.ends, self.user.rest)
+        self.ends.settle_gradients()
+        for place in self.access.exposed:
+            self.stream.clip.norms[-1 - place] = self.stream.states[place].norms_at_home()
+        held = self.access.held() if self.stream.waits else self._held
         ended = self.stream.finish(self.user.settings())
         assert ended.grad_norm is not None
-        self.num_backward, self.is_skipped = 0, ended.is_skipped
-        self.ends.collect_gradients(self.ends.grads)
+        self.num_backward, self.is_skipped, self._is_home = 0, ended.is_skipped, False
+        self.access.exposed.clear()
+        self.access.touched.clear()
+        self._renew_gradients()
         self.user.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules check this
+        for place in held:
+            self.access.touch(place)
         return ended.grad_norm
+
+    def _take_gradients(self) -> list[str]:
+        """Take over what the script has done with the gradients. If it has dropped all, no backward pass counts.
+        Return the names of the layers' parameters whose gradients the script has dropped."""
+        dropped = self.access.take_gradients()
+        if len(dropped) == sum(map(len, self.user.own)) and all(each.grad is None for each in self.user.rest):
+            self.num_backward = 0
+        return dropped
+
+    def _renew_gradients(self) -> None:
+        """Make the rest of the model ready for the next step's gradients. If the script keeps one of the last step, it
+        keeps their memory, too."""
+        for parameter in self.user.rest:
+            parameter.grad = None
+        if num_views(self.ends.grads) > self._num_gradient_views:
+            self.ends.grads = self.gpu.room(len(self.ends.grads), self.ends.grads.dtype, host=False)
+        self.ends.collect_gradients(self.ends.grads)
 
     # ---- The state at home
 
     def synchronize(self) -> None:
-        """Finish all updates, and make the model's parameters views of the newest weights. The model's own state_dict()
-        and load_state_dict() call this method first.
-        """
-        if self.is_up:
-            self.stream.rewind()
-            self.is_up = False
-        self.stream.settle()
+        """Finish all updates. Before each use of a layer's parameters the trainer does so by itself."""
+        self.come_home()
+
+    def come_home(self) -> None:
+        """Finish all updates, so that the user's parameters have the newest weights. Raises ValueError while updates
+        run that plain training would make in step()."""
+        if self._is_home:
+            return
+        if (self.num_backward or self.is_down()) and not self.stream.waits:
+            raise ValueError(UPDATES_HAVE_BEGUN.format("layers' parameters"))
+        if not self.is_passing():
+            self.rewind()
+            self.stream.settle()
+        elif self.stream.is_late():
+            raise ValueError(
+                "expected no use of layers' weights within a forward pass, got one; try it after step(), or a placement"
+                " without S"
+            )
         self.gpu.synchronize(*(state.updated for state in self.stream.states))
-        for state, own in zip(self.stream.states, self.user.own, strict=True):
-            for parameter, weight in zip(own, state.layout.views(state.current.weights), strict=True):
-                give(parameter, weight)
+        for state, home in zip(self.stream.states, self._homes, strict=True):
+            state.show(home)
+        self._is_home = True
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each trained parameter's name and state on the host: step, exp_avg, exp_avg_sq and, for weights in bf16
         or fp16, their fp32 master. States whose home is the host are yielded without a copy, so use them before
         training goes on. States on the device or the disk are copied to the host, one layer at a time.
         """
-        self.synchronize()
-        for state, parameters in self._parts():
-            step = torch.tensor(float(state.num_updates))
-            for name, (_, weight, exp_avg, exp_avg_sq) in zip(
-                self.user.names_of(parameters), state.tensors(), strict=True
-            ):
-                assert exp_avg is not None and exp_avg_sq is not None
-                master = {} if self.terms.dtype == "fp32" else {"master": weight.cpu()}
-                yield name, {"step": step, "exp_avg": exp_avg.cpu(), "exp_avg_sq": exp_avg_sq.abs().cpu(), **master}
+        return self.saved.named_states()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the optimizer's state in the format of torch's AdamW, with the loss scale added. The weights
         are in model.state_dict().
         """
-        places, states = {name: place for place, name in enumerate(self._optimized())}, {}
-        for name, state in self.named_states():
-            states[places[name]] = {key: value.clone() for key, value in state.items()}
-        groups = self.user.optimizer.state_dict()["param_groups"]
         scale = self.stream.scale
-        return {"state": states, "param_groups": groups, "loss_scale": scale.value, "num_good_steps": scale.num_good}
+        state = self.user.optimizer.state_dict()
+        return {**state, "loss_scale": scale.value, "num_good_steps": scale.num_good}
 
-    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from the result of state_dict(), of this class or of torch's AdamW. Load the model's own
         state_dict() first."""
-        self._check_stream()
-        self.synchronize()
-        places = {name: place for place, name in enumerate(self._optimized())}
-        for state, parameters in self._parts() if given["state"] else ():
-            found = [given["state"][places[name]] for name in self.user.names_of(parameters)]
-            weights = [each.get("master", parameter) for each, parameter in zip(found, parameters, strict=True)]
-            moments = [(each["exp_avg"], each["exp_avg_sq"]) for each in found]
-            state.load([(weight.detach(), *pair) for weight, pair in zip(weights, moments, strict=True)])
-            state.num_updates = int(found[0]["step"]) if found else 0
-        for group, theirs in zip(self.user.optimizer.param_groups, given["param_groups"], strict=True):
-            group.update({key: value for key, value in theirs.items() if key != "params"})
-        self.stream.scale.value = given.get("loss_scale", self.stream.scale.value)
-        self.stream.scale.num_good = given.get("num_good_steps", 0)
-        self._refetch()
+        self.check_stream()
+        self.user.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.stream.scale.value = state_dict.get("loss_scale", self.stream.scale.value)
+        self.stream.scale.num_good = state_dict.get("num_good_steps", 0)
 
     def close(self) -> None:
         """Finish all updates and restore the layers' own forward(). The weights stay in the memory that was their home:
         the device's or the host's.
         """
-        self.synchronize()
+        self.rewind()
+        self.num_backward = 0
+        self.gpu.synchronize(*(state.updated for state in self.stream.states))
+        self.come_home()
         self._undo.close()
         self.gpu.__exit__(None, None, None)
 
@@ -318,28 +400,22 @@ class UserTraining:
             self._undo.close()
             self.gpu.__exit__(*exc)
 
-    def _optimized(self) -> list[str]:
-        parameters = (each for group in self.user.optimizer.param_groups for each in group["params"])
-        return [self.user.names[id(parameter)] for parameter in parameters]
-
-    def _parts(self) -> Iterator[tuple[LayerState, list[nn.Parameter]]]:
+    def parts(self) -> Iterator[tuple[LayerState, list[nn.Parameter]]]:
+        """Yield the rest of the model, then each layer: its state, and the user's parameters."""
         yield self.ends, self.user.rest
         yield from zip(self.stream.states, self.user.own, strict=True)
 
-    def _refetch(self) -> None:
+    def refetch(self) -> None:
+        """Fetch layers again that were fetched for the next step, because their weights may have changed."""
         for state in self.stream.states:
             state.updated.result()
         self.stream.refetch()
 
-    def _take_weights(self, *_: Any) -> None:
-        """Take over the weights that load_state_dict() has put into the model's parameters."""
-        self._check_stream()
-        if self.user.names.keys() != {id(parameter) for parameter in self.user.model.parameters()}:
-            raise ValueError("load_state_dict() replaced the model's parameters; try it without assign=True")
-        for state, parameters in self._parts():
-            if self.terms.dtype != "fp32":
-                state.load([(parameter.detach(), None, None) for parameter in parameters])
-        self._refetch()
+    def rewind(self) -> None:
+        """Drop a forward pass that no backward pass follows."""
+        if self.is_up:
+            self.stream.rewind()
+            self.is_up = False
 
     # ---- Set-up
 
@@ -382,19 +458,32 @@ class UserTraining:
         self.stream = make(Parts(gpu, layers, self.ends, user.order))
 
     def _take_over(self) -> None:
-        """Replace each layer's forward() by a call of this training, and let the model's state_dict() and
-        load_state_dict() finish this training's updates first."""
-        model = self.user.model
+        """Replace each layer's forward() by a call of this training, observe the script's uses of the layers'
+        parameters, and let the optimizer's state_dict() and load_state_dict() be those of this training."""
+        model, optimizer = self.user.model, self.user.optimizer
         for place, module in enumerate(self.user.modules):
             before = vars(module).get("forward")
             module.forward = StreamedForward(self, place)  # type: ignore[method-assign]
             self._undo.callback(_restore, module, before)
-        for hook in (
-            model.register_state_dict_pre_hook(lambda *_: self.synchronize()),
-            model.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
-            model.register_load_state_dict_post_hook(self._take_weights),
-        ):
+        self._homes = [state.current.weights for state in self.stream.states]
+        self._num_gradient_views = num_views(self.ends.grads)
+        self.access, self.saved = ScriptAccess(self), SavedState(self)
+        streamed = [parameter for own in self.user.own for parameter in own]
+        hooks = [
+            *(each.register_post_accumulate_grad_hook(self.access.take_from_outside) for each in streamed),
+            model.register_load_state_dict_post_hook(self.saved.take_weights),
+            optimizer.register_step_pre_hook(_refuse_step),
+            optimizer.register_state_dict_post_hook(self.saved.add_states),
+            optimizer.register_load_state_dict_pre_hook(self.saved.keep_states),
+            optimizer.register_load_state_dict_post_hook(self.saved.load_states),
+        ]
+        for hook in hooks:
             self._undo.callback(hook.remove)
+        self._undo.callback(observe(streamed, self.access))
+
+
+def _refuse_step(*_: Any) -> None:
+    raise ValueError("step: expected trainer.step() alone, got optimizer.step(), too; leave optimizer.step() out")
 
 
 def default_device() -> str:

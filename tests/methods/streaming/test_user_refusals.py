@@ -187,9 +187,9 @@ def test_a_step_of_the_optimizer_itself_is_refused() -> None:
     trainer, model, optimizer = begun(L2LTrainer)
     with trainer:
         model(*batch).backward()
-        optimizer.step()
         with pytest.raises(ValueError, match=r"expected trainer\.step\(\) alone"):
-            trainer.step()
+            optimizer.step()
+        trainer.step()
 
 
 def test_parameters_that_are_exchanged_are_refused() -> None:

@@ -1,0 +1,204 @@
+"""What a user's script does with the parameters of layers, beside the trainer's own work: it is exact, or refused.
+
+    a use of a weight      first all updates end; the next forward pass fetches the layer again, as it may be changed
+    a use of a gradient    the script gets the gradient that waits at home for step(); step() takes it back
+    from outside           a gradient that comes from another place than the layer's own forward() is refused, but for
+                           one from a backward pass of its own, which adds to the layer's
+
+Where the trainer cannot take a change over, a copy of the weights shows it: weights in bf16 and fp16 have an fp32
+master, and from a forward pass to the end of its backward pass slots hold other copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from methods.streaming.layer_state import LayerState
+
+if TYPE_CHECKING:
+    from methods.streaming.user_training import UserTraining
+
+MEMORY = "{}: expected its memory to stay, where its updates are made, got another; try .copy_() in place of .data ="
+MASTERS = (
+    "{}: expected the same weights in {}, because each has an fp32 master, got others; try model.load_state_dict() of"
+    " the whole model, which sets the masters, too"
+)
+HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
+MOVES = {Tensor.set_, Tensor.resize_, Tensor.share_memory_}
+GET_GRADIENT, SET_GRADIENT, DELETE_GRADIENT = (
+    getattr(Tensor.grad, name)  # type: ignore[attr-defined]
+    for name in ("__get__", "__set__", "__delete__")
+)
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+FREEZE = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+UPDATES_HAVE_BEGUN = (
+    "{}: expected step() next, because without a limit of the norm, or with clipping='speculate', updates begin in the"
+    " backward pass; try accumulates=True, with which they wait for step()"
+)
+
+
+class ScriptAccess:
+    """The script's access to the layers of a training."""
+
+    def __init__(self, training: UserTraining) -> None:
+        self.training, self.user = training, training.user
+        self.places = {id(parameter): place for place, own in enumerate(self.user.own) for parameter in own}
+        # The layers whose weights the script may have changed since the last forward pass began, by place, with a copy
+        # of weights that must not change; None: these may change.
+        self.touched: dict[int, Tensor | None] = {}
+        self.exposed: set[int] = set()  # the layers whose gradients the script has
+        self.num_views = [num_views(state.current.weights) for state in training.stream.states]
+        self.versions = [parameter._version for parameter in self.user.rest]
+        self.addresses = [(each, each.data_ptr()) for _, parameters in training.parts() for each in parameters]
+
+    # ---- Each use of a parameter
+
+    def observe(self, parameter: nn.Parameter, function: Any, args: tuple[Any, ...]) -> None:
+        place, name = self.places[id(parameter)], self.user.names[id(parameter)]
+        if not args or args[0] is not parameter:
+            self.touch(place)
+        elif function in HOOKS:
+            raise ValueError(f"{name}: expected no gradient hooks, got one: streaming does not call hooks")
+        elif function in MOVES:
+            raise ValueError(MEMORY.format(name))
+        elif function in FREEZE:
+            if not all(args[1:]):
+                raise ValueError(
+                    f"{name}: expected requires_grad=True for all parameters of layers, got False; try to leave the"
+                    " layer out of the list"
+                )
+        elif function == SET_DATA:
+            if not _is_same_memory(parameter, args[1]):
+                raise ValueError(MEMORY.format(name))
+        elif function in (GET_GRADIENT, SET_GRADIENT, DELETE_GRADIENT):
+            self._use_gradient(place, name, is_set=function == SET_GRADIENT and args[1] is not None)
+        else:
+            self.touch(place)
+
+    def touch(self, place: int) -> None:
+        """Let the script use the layer's weights: they are the newest, and may be other ones afterwards."""
+        training = self.training
+        if place == training.computing:  # by the layer's own backward pass, before its update
+            return
+        training.come_home()
+        if place not in self.touched:
+            may_change = training.terms.dtype == "fp32" and not training.is_passing()
+            self.touched[place] = None if may_change else self._state(place).current.weights.clone()
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError if the script has changed weights that must not change."""
+        for place, before in self.touched.items():
+            if before is not None and not torch.equal(before, self._state(place).current.weights):
+                layer = self.user.layers[place].name
+                if self.training.is_passing():
+                    raise ValueError(
+                        f"{layer}: expected the same weights from a forward pass to the end of its backward pass, got"
+                        " others; try to change weights after step()"
+                    )
+                raise ValueError(MASTERS.format(layer, self.training.terms.dtype))
+
+    def check_parameters(self) -> None:
+        """Raise ValueError if the script has given parameters other memory, unfrozen a parameter, or changed weights
+        whose masters would not change."""
+        if self.training.terms.dtype != "fp32":
+            self.check_unchanged()
+            for parameter, version in zip(self.user.rest, self.versions, strict=True):
+                if parameter._version != version:
+                    raise ValueError(MASTERS.format(self.user.names[id(parameter)], self.training.terms.dtype))
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, address in self.addresses:
+                if parameter.data_ptr() != address:
+                    raise ValueError(MEMORY.format(self.user.names[id(parameter)]))
+        for parameter in self.user.frozen:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{self.user.names[id(parameter)]}: expected requires_grad=False, as when the trainer was made, got"
+                    " True; try to make the trainer afterwards"
+                )
+
+    def held(self) -> list[int]:
+        """Return the layers of whose memory the script holds a view, such as `.data` or a state_dict(). Call this while
+        no update runs: an update makes views, too."""
+        states = self.training.stream.states
+        return [
+            place
+            for place, (state, before) in enumerate(zip(states, self.num_views, strict=True))
+            if num_views(state.current.weights) > before
+        ]
+
+    # ---- Gradients
+
+    def _use_gradient(self, place: int, name: str, *, is_set: bool) -> None:
+        training = self.training
+        if not training.num_backward:
+            if is_set:
+                raise ValueError(f"{name}: expected a gradient from a backward pass, got one that is set; try step()")
+        elif place not in self.exposed:
+            if training.is_down():
+                raise ValueError(f"{name}: expected no use of gradients within a backward pass; try it afterwards")
+            if not training.stream.waits:
+                raise ValueError(UPDATES_HAVE_BEGUN.format(f"{name}.grad"))
+            self._expose(place)
+
+    def _expose(self, place: int) -> None:
+        self.training.gpu.synchronize()
+        for parameter, gradient in self._gradients(place):
+            parameter.grad = gradient.clone()  # the script may keep it, and drop it, as any gradient
+        self.exposed.add(place)
+
+    def take_gradients(self) -> list[str]:
+        """Take the gradients back home, as the script has left them. Return the names of the parameters whose gradients
+        the script has dropped; these are zero now."""
+        dropped = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, gradient in (pair for place in sorted(self.exposed) for pair in self._gradients(place)):
+                if parameter.grad is None:
+                    dropped.append(self.user.names[id(parameter)])
+                    gradient.zero_()
+                else:
+                    gradient.copy_(parameter.grad)
+                    parameter.grad = None
+        return dropped
+
+    def take_from_outside(self, parameter: nn.Parameter) -> None:
+        """Autograd calls this when a gradient reaches the user's parameter itself: while a layer computes, other
+        parameters take its place."""
+        training, place = self.training, self.places[id(parameter)]
+        with torch._C.DisableTorchFunctionSubclass():
+            is_alone = torch._C._current_graph_task_id() != training.graph_task and not training.is_passing()
+            if not is_alone or not training.num_backward or not training.stream.waits:
+                parameter.grad = None
+                raise ValueError(
+                    f"{self.user.names[id(parameter)]}: expected gradients only from its layer's own forward(), got one"
+                    " from elsewhere; try backward() of that part of the loss by itself, after the other, with"
+                    " accumulates=True"
+                )
+            if place not in self.exposed:
+                outside, parameter.grad = parameter.grad, None
+                self._expose(place)
+                assert parameter.grad is not None and outside is not None
+                parameter.grad.add_(outside)
+
+    def _gradients(self, place: int) -> list[tuple[nn.Parameter, Tensor]]:
+        state = self._state(place)
+        return list(zip(self.user.own[place], state.layout.views(state.grads), strict=True))
+
+    def _state(self, place: int) -> LayerState:
+        states: Sequence[LayerState] = self.training.stream.states
+        return states[place]
+
+
+def num_views(slab: Tensor) -> int:
+    """Return the number of tensors that share the slab's memory, the slab included."""
+    return int(torch._C._storage_Use_Count(slab.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+def _is_same_memory(parameter: Tensor, other: Any) -> bool:
+    return other is parameter or (
+        parameter.data_ptr() == other.data_ptr()
+        and (parameter.shape, parameter.stride(), parameter.dtype) == (other.shape, other.stride(), other.dtype)
+    )
