@@ -162,6 +162,7 @@ class ScriptAccess:
                 else:
                     gradient.copy_(parameter.grad)
                     parameter.grad = None
+        self.exposed.clear()
         return dropped
 
     def take_from_outside(self, parameter: nn.Parameter) -> None:

@@ -73,7 +73,7 @@ def observe(parameters: Iterable[nn.Parameter], observer: Observer) -> Callable[
         kind = type(parameter)
         if kind not in classes:
             bases = (ObservedParameter,) if kind is nn.Parameter else (ObservedParameter, kind)
-            classes[kind] = type(kind)(kind.__name__, bases, {"observer": observer})
+            classes[kind] = type(kind)(kind.__name__, bases, {"observer": observer})  # type: ignore[misc]
         before.append((parameter, kind))
         parameter.__class__ = classes[kind]
 

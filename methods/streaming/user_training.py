@@ -40,8 +40,11 @@ class LayerStream(Protocol):
 
     states: list[LayerState]
     scale: LossScale
-    clip: Clip  # of the last backward pass
     waits: bool  # True: no update begins before finish()
+
+    @property
+    def clip(self) -> Clip:
+        """Return the Clip of the last backward pass."""
 
     def forward(self, place: int, xs: list[Passed]) -> list[Passed]: ...
     def begin(self, settings: Settings) -> None:
@@ -288,6 +291,7 @@ class UserTraining:
         not finite is skipped, and `is_skipped` is True.
         """
         self.check_stream()
+        exposed = sorted(self.access.exposed)
         dropped = self._take_gradients()
         if self.is_down() or not self.num_backward:
             raise ValueError(
@@ -299,13 +303,12 @@ class UserTraining:
         self.access.check_parameters()
         self._check_gradients(self.ends, self.user.rest)
         self.ends.settle_gradients()
-        for place in self.access.exposed:
+        for place in exposed:
             self.stream.clip.norms[-1 - place] = self.stream.states[place].norms_at_home()
         held = self.access.held() if self.stream.waits else self._held
         ended = self.stream.finish(self.user.settings())
         assert ended.grad_norm is not None
         self.num_backward, self.is_skipped, self._is_home = 0, ended.is_skipped, False
-        self.access.exposed.clear()
         self.access.touched.clear()
         self._renew_gradients()
         self.user.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules check this
@@ -319,6 +322,7 @@ class UserTraining:
         dropped = self.access.take_gradients()
         if len(dropped) == sum(map(len, self.user.own)) and all(each.grad is None for each in self.user.rest):
             self.num_backward = 0
+            self._renew_gradients()
         return dropped
 
     def _renew_gradients(self) -> None:

@@ -1,0 +1,318 @@
+"""Idioms of training scripts beyond the plain loop. Each runs with a trainer and, as the oracle, by plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+WIDTH, LAYERS, STEPS = 8, 3, 4
+
+
+class Layer(nn.Module):
+    """`keeps`: keeps an auxiliary loss on itself. `clamps`: changes its weights in forward()."""
+
+    keeps = clamps = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.map = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.clamps:
+            self.map.weight.data.clamp_(-0.2, 0.2)
+        y = self.map(self.norm(x))
+        if self.keeps:
+            self.kept = y.square().mean()
+        return x + y.tanh(), y.square().mean()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, self.returned = self.inp(x), torch.zeros(())
+        for layer in self.layers:
+            x, auxiliary = layer(x)
+            self.returned = self.returned + auxiliary
+        y: Tensor = self.out(x)
+        return y
+
+
+@dataclass
+class Script:
+    """A training script, with a trainer or without one."""
+
+    model: Any
+    optimizer: torch.optim.AdamW
+    max_norm: float | None
+    trainer: Any = None
+    number: int = 0  # of the step
+    seen: list[Tensor] = field(default_factory=list)  # what the script has read
+    kept: Any = None
+
+    @property
+    def batch(self) -> Tensor:
+        return torch.randn(6, 4, generator=torch.Generator().manual_seed(self.number))
+
+    def loss(self) -> Tensor:
+        return (self.model(self.batch) - self.batch).square().mean()
+
+    def step(self) -> None:
+        if self.trainer:
+            self.trainer.step()
+            return
+        if self.max_norm:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def see(self, *tensors: Tensor) -> None:
+        self.seen += [tensor.detach().clone() for tensor in tensors]
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+
+def nothing(script: Script) -> None: ...
+
+
+@dataclass(frozen=True)
+class Idiom:
+    """What a script does beside the plain loop: before each forward pass, for the loss, after backward(), and after
+    step(). `before_trainer`: once, before the trainer is made."""
+
+    after_step: Callable[[Script], object] = nothing
+    after_backward: Callable[[Script], object] = nothing
+    before: Callable[[Script], object] = nothing
+    loss: Callable[[Script], Tensor] = Script.loss
+    before_trainer: Callable[[Script], object] = nothing
+
+    def run(self, max_norm: float | None, make: Callable[..., Any] | None) -> list[Tensor]:
+        """Return what the script reads, its losses and its last weights."""
+        torch.manual_seed(0)
+        model = Net()
+        script = Script(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), max_norm)
+        self.before_trainer(script)
+        if make:
+            script.trainer = make(model, model.layers, script.optimizer, max_norm=max_norm, device="cpu")
+        try:
+            for script.number in range(STEPS):
+                self.before(script)
+                loss = self.loss(script)
+                loss.backward()
+                self.after_backward(script)
+                script.step()
+                self.after_step(script)
+                script.see(loss)
+            script.see(*script.weights)
+        finally:
+            if script.trainer:
+                script.trainer.__exit__(ValueError, None, None)
+        return script.seen
+
+
+def penalty(script: Script) -> Tensor:
+    return 1e-2 * torch.stack([weight.square().sum() for weight in script.weights]).sum()
+
+
+def averaged(script: Script) -> None:
+    script.kept.update_parameters(script.model)
+    script.see(*script.kept.module.parameters())
+
+
+def prepare_average(script: Script) -> None:
+    script.kept = AveragedModel(script.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+
+def swapped_average(script: Script) -> None:
+    script.kept = [0.5 * (old + new) for old, new in zip(script.kept or script.weights, script.weights, strict=True)]
+    before = [weight.data.clone() for weight in script.weights]
+    with torch.no_grad():
+        for weight, average in zip(script.weights, script.kept, strict=True):
+            weight.copy_(average)
+        script.see(script.loss())
+        for weight, value in zip(script.weights, before, strict=True):
+            weight.data.copy_(value)
+
+
+@torch.no_grad()
+def bounded(script: Script) -> None:
+    for weight in script.weights:
+        weight.clamp_(-0.4, 0.4)
+        weight.data.mul_(0.99)
+
+
+def through_views(script: Script) -> None:
+    """Views that the script keeps from one step to the next."""
+    script.kept = script.kept or [weight.data for weight in script.weights]
+    script.see(*script.kept)
+    script.kept[3].mul_(0.9)
+    script.kept[-3].mul_(0.9)
+
+
+def by_hand(script: Script) -> None:
+    script.see(*script.model.layers.state_dict().values(), parameters_to_vector(script.weights))
+    script.see(*(torch.from_numpy(weight.detach().numpy()) for weight in script.weights))
+
+
+def loaded(script: Script) -> None:
+    layer = script.model.layers[1]
+    layer.load_state_dict({name: 0.9 * value for name, value in layer.state_dict().items()})
+
+
+def gradient_penalty(script: Script) -> Tensor:
+    x = script.batch.requires_grad_()
+    (slope,) = torch.autograd.grad(script.model(x).sum(), x, create_graph=True)
+    return script.loss() + slope.square().mean()
+
+
+def noisy(script: Script) -> None:
+    generator = torch.Generator().manual_seed(script.number)
+    for weight in script.weights:
+        assert weight.grad is not None
+        weight.grad = weight.grad + 1e-2 * torch.randn(weight.shape, generator=generator)
+    nn.utils.clip_grad_value_(script.weights, 1e-2)
+
+
+def unscaled(script: Script) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(script.optimizer)
+
+
+def dropped(script: Script) -> None:
+    """The first batch of each step is dropped."""
+    script.optimizer.zero_grad()
+    script.loss().backward()
+
+
+def some_without(script: Script) -> None:
+    script.model.layers[0].map.bias.grad = None
+
+
+def sharpness_aware(script: Script) -> None:
+    """SAM: the gradient at another point."""
+    with torch.no_grad():
+        script.kept = [0.05 * weight.grad for weight in script.weights if weight.grad is not None]
+        torch._foreach_add_(script.weights, script.kept)
+    script.optimizer.zero_grad()
+    script.loss().backward()
+    with torch.no_grad():
+        torch._foreach_sub_(script.weights, script.kept)
+
+
+def evaluated(script: Script) -> None:
+    with torch.no_grad():
+        script.see(script.loss())
+
+
+def summed(script: Script) -> None:
+    script.number += 10
+    (script.loss() / 2).backward()
+    script.number -= 10
+
+
+def frozen(script: Script) -> None:
+    script.model.layers[1].requires_grad_(False)
+
+
+def hooked(script: Script) -> None:
+    script.model.layers[1].map.weight.register_hook(lambda grad: 0.5 * grad)
+
+
+def by_group(script: Script) -> None:
+    script.optimizer.param_groups[0] |= {"lr": 1e-2 / (2 + script.number), "weight_decay": 0.1}
+
+
+def maximized(script: Script) -> None:
+    script.optimizer.param_groups[0]["maximize"] = True
+
+
+def with_group(script: Script) -> None:
+    script.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def restored(script: Script) -> None:
+    """A finder of learning rates: everything is as before."""
+    if script.number == 1:
+        script.kept = copy.deepcopy((script.model.state_dict(), script.optimizer.state_dict()))
+    elif script.number == 2:
+        script.model.load_state_dict(script.kept[0])
+        script.optimizer.load_state_dict(script.kept[1])
+
+
+def compiled(script: Script) -> None:
+    layer = script.model.layers[1]
+    layer._compiled_call_impl = layer._call_impl  # compile() sets it
+
+
+def with_other_weights(script: Script) -> None:
+    weights = {name: 0.5 * weight.detach() for name, weight in script.model.named_parameters()}
+    with torch.no_grad():
+        script.see(torch.func.functional_call(script.model, weights, (script.batch,)))
+
+
+def replaced(script: Script) -> None:
+    vector_to_parameters(0.9 * parameters_to_vector(script.weights), script.weights)
+
+
+def set_on_layers(name: str) -> Callable[[Script], None]:
+    return lambda script: [setattr(layer, name, True) for layer in script.model.layers] and None
+
+
+def kept_losses(script: Script) -> Tensor:
+    return script.loss() + sum(layer.kept for layer in script.model.layers)
+
+
+IDIOMS = {
+    "an auxiliary loss that layers return": Idiom(loss=lambda script: script.loss() + 0.1 * script.model.returned),
+    "an auxiliary loss that layers keep": Idiom(loss=kept_losses, before_trainer=set_on_layers("keeps")),
+    "a penalty on weights, in the loss": Idiom(loss=lambda script: script.loss() + penalty(script)),
+    "a penalty on weights, by a `backward()` of its own": Idiom(
+        after_backward=lambda script: penalty(script).backward()
+    ),
+    "an average of weights, such as `AveragedModel`, made before the trainer": Idiom(
+        averaged,
+        before_trainer=prepare_average,
+    ),
+    "an average that is copied in for an evaluation": Idiom(swapped_average),
+    "weights clamped, normalized or decayed after `step()`": Idiom(bounded),
+    "views of weights kept from step to step": Idiom(through_views),
+    "a submodule's `state_dict()`, `parameters_to_vector()`, a checkpoint by hand": Idiom(by_hand),
+    "a submodule's `load_state_dict()`": Idiom(loaded),
+    "`torch.autograd.grad()`, as in a gradient penalty": Idiom(loss=gradient_penalty),
+    "`clip_grad_norm_()` left in": Idiom(
+        after_backward=lambda script: nn.utils.clip_grad_norm_(script.weights, 0.01),
+    ),
+    "gradients changed: `clip_grad_value_()`, noise": Idiom(after_backward=noisy),
+    "`GradScaler.unscale_()`": Idiom(after_backward=unscaled),
+    "`zero_grad()` before the forward pass": Idiom(before=lambda script: script.optimizer.zero_grad()),
+    "`zero_grad()` after `backward()`: a batch is dropped": Idiom(after_backward=dropped),
+    "some gradients set to None": Idiom(after_backward=some_without),
+    "two passes a step at other weights: SAM": Idiom(after_backward=sharpness_aware),
+    "an evaluation between `backward()` and `step()`": Idiom(after_backward=evaluated),
+    "gradients of several backward passes": Idiom(after_backward=summed),
+    "two forward passes in one loss": Idiom(loss=lambda script: script.loss() + script.loss()),
+    "a layer frozen later": Idiom(frozen),
+    "a gradient hook on a layer's parameter": Idiom(before=hooked),
+    "other rates or decays, by group": Idiom(by_group),
+    "`maximize`": Idiom(maximized),
+    "`add_param_group()`": Idiom(with_group),
+    "`optimizer.state_dict()` and `load_state_dict()`": Idiom(restored),
+    "`layer.compile()`": Idiom(before=compiled),
+    "weights changed in a layer's `forward()`": Idiom(before_trainer=set_on_layers("clamps")),
+    "`functional_call()` with other weights": Idiom(with_other_weights),
+    "weights given other memory: `.data =`, `vector_to_parameters()`, `model.half()`": Idiom(replaced),
+    "`copy.deepcopy(model)`, `torch.save(model)`": Idiom(lambda script: copy.deepcopy(script.model)),
+}
