@@ -131,8 +131,11 @@ class Worker:
     def to_host(self, tensors: Tensors) -> Tensors:
         """Return the tensors on the host. From a GPU, tensors are copied to page-locked memory, and the copy may still
         run when this method returns; the memory lives until the copy has ended. Tensors of a CPU are returned without a
-        copy.
+        copy, unless they lie in the slot, as a view of a weight does: the next shard overwrites the slot.
         """
+        if self.device.name.type == "cpu":
+            slot = self.slot.slabs["weights"].untyped_storage()._cdata
+            return map_tensors(lambda t: t.clone() if t.untyped_storage()._cdata == slot else t, tensors)
         return map_tensors(lambda t: t.to("cpu", non_blocking=self.is_cuda), tensors)
 
     def to_device(self, tensors: Tensors) -> Tensors:
@@ -163,7 +166,7 @@ class Worker:
         """Run the last shard's forward pass, the loss and the backward pass. Return the loss and the gradient of the
         shard's input. All other tensors are freed on return, before the gradients are copied to the host."""
         *below, last = self.shard.layers
-        start = x = leaves(self.to_device(self.unit.x))
+        x, start = entered(self.to_device(self.unit.x))
         (targets,) = self.to_device((self.unit.targets,))
         self._start_gradients()
         kept = []
@@ -174,43 +177,41 @@ class Worker:
             if self.saves:
                 loss = last(*x, targets)
         if not self.saves:
-            x = leaves(x)
+            x, dx = entered(x)
             loss = last(*x, targets)
         if self.unit.part is not None:
             loss = loss / 2  # the share of this half of the batch in the whole batch's loss
         after = self.random_state()
         loss.backward()
-        dy = tuple(map(gradient, start))
         if not self.saves:
-            dy = self._down(below, kept, tuple(map(gradient, x)))
+            start = self._down(below, kept, dx)
             self.set_random(after)
-        return loss.detach(), dy
+        return loss.detach(), tuple(start)
 
     def backward(self) -> Result:
         with self._span():
             self._start_gradients()
             dy = self.to_device(self.unit.dy)
             if self.saves:
-                edges, inputs = self.graphs.pop(key_of(self.unit))
+                edges, dx = self.graphs.pop(key_of(self.unit))
                 differentiate(edges, dy)
-                dx = tuple(inputs)
             else:
                 dx = self._down(self.shard.layers, self.unit.kept, dy)
-        return self._end(dx)
+        return self._end(tuple(dx))
 
     def update(self) -> Result:
         self._step(self.unit.factor)
         return Result()
 
-    def _down(self, layers: Sequence[nn.Module], kept: list[Kept], dy: Tensors) -> Tensors:
+    def _down(self, layers: Sequence[nn.Module], kept: list[Kept], dy: Sequence[Any]) -> Sequence[Any]:
         """Recompute and differentiate the layers, last to first. `kept`: each layer's input and random state. Return
         the gradient of the first layer's input."""
         for layer, (x_kept, random) in zip(reversed(layers), reversed(kept), strict=True):
-            x = leaves(self.to_device(x_kept))
+            x, dx = entered(self.to_device(x_kept))
             self.set_random(random)
             y = call(layer, x)
-            differentiate([part if part.requires_grad else None for part in y], dy)
-            dy = tuple(map(gradient, x))
+            differentiate([part if needs_grad(part) else None for part in y], dy)
+            dy = dx
         return dy
 
     def _start_gradients(self) -> None:
@@ -227,7 +228,13 @@ class Worker:
 
     def _end(self, dy: Tensors) -> Result:
         """If the update is a later unit, copy the gradients to the host; if not, update the shard now. Return the
-        unit's result. `dy`: the gradient of the shard's input."""
+        unit's result. `dy`: the gradient of the shard's input. Raises ValueError if a parameter got no gradient, which
+        an optimizer would leave alone; here it would decay."""
+        if names := self.shard.without_gradient():
+            raise ValueError(
+                f"expected a gradient for each parameter in each batch, got none for {', '.join(names)}; try"
+                " requires_grad_(False)"
+            )
         norms = norms_of([self.slot.view(name, "grads") for name in self.shard.trained])
         if self.unit.update == "later":
             self._offload(["grads"], self.shard.lenders)
@@ -263,15 +270,13 @@ class Worker:
     def _forward_saved(self) -> Result:
         """Run the forward pass and keep autograd's graph for the backward pass: the graph stays in this process, and
         the tensors that the graph saves go to the host."""
-        inputs: list[Tensor | None] = []
-        anchor = torch.zeros((), device=self.device.name, requires_grad=True)
         with torch.enable_grad(), self._saving(), self._span():
-            x = _Start.apply(inputs, anchor, *self.to_device(self.unit.x))
+            x, dx = entered(self.to_device(self.unit.x))
             for layer in self.shard.layers:
                 x = call(layer, x)
-            edges = [torch.autograd.graph.get_gradient_edge(part) if part.requires_grad else None for part in x]
-        self.graphs[key_of(self.unit)] = (edges, inputs)
-        return Result(self.to_host(tuple(part.detach() for part in x)))
+            edges = [torch.autograd.graph.get_gradient_edge(part) if needs_grad(part) else None for part in x]
+        self.graphs[key_of(self.unit)] = (edges, dx)
+        return Result(self.to_host(map_tensors(Tensor.detach, x)))
 
     def _saving(self) -> Any:
         """Return a context in which the tensors that autograd saves are kept on the host. A saved weight is not copied:
@@ -296,26 +301,36 @@ class Worker:
 
 
 class _Start(torch.autograd.Function):
-    """The first node of a saved graph. The node passes the shard's input on and, in the backward pass, keeps the
-    input's gradient, but not the input."""
+    """The first node of a graph. The node passes the input on and, in the backward pass, keeps the input's gradient,
+    but not the input. The gradient of a leaf would be laid out as the leaf is, and what is computed from it be rounded
+    otherwise."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: list[Tensor | None], anchor: Tensor, *x: Any) -> Tensors:
-        ctx.inputs = inputs
-        ctx.mark_non_differentiable(*(part for part in x if isinstance(part, Tensor) and not part.is_floating_point()))
+    def forward(ctx: Any, dx: list[Tensor | None], anchor: Tensor, *x: Any) -> Tensors:
+        ctx.dx = dx
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(part for part in x if isinstance(part, Tensor) and not has_gradient(part)))
         return map_tensors(lambda t: t.view_as(t), x)
 
     @staticmethod
     def backward(ctx: Any, *dx: Any) -> Any:
-        ctx.inputs.extend(dx)
+        ctx.dx[:] = dx
         return (None, None, *(None for _ in dx))
+
+
+def entered(x: Tensors) -> tuple[Tensors, list[Tensor | None]]:
+    """Return the same tensors at the start of a new graph, and a list that will hold the gradient of each one after the
+    backward pass; None: it has no gradient."""
+    anchor, dx = torch.zeros((), requires_grad=True), [None] * len(x)
+    with torch.enable_grad():
+        return _Start.apply(dx, anchor, *map_tensors(Tensor.detach, x)), dx
 
 
 def key_of(unit: Unit) -> tuple[int, int, int | None]:
     return unit.model, unit.shard, unit.part
 
 
-def differentiate(roots: Sequence[Any], dy: Tensors) -> None:
+def differentiate(roots: Sequence[Any], dy: Sequence[Any]) -> None:
     """Run the backward pass from `roots`, tensors or edges of a graph, with their gradients in `dy`. A pair whose
     root or gradient is None is left out."""
     pairs = [(root, grad) for root, grad in zip(roots, dy, strict=True) if root is not None and grad is not None]
@@ -328,10 +343,9 @@ def call(layer: nn.Module, x: Tensors) -> Tensors:
     return y if isinstance(y, tuple) else (y,)
 
 
-def leaves(x: Tensors) -> Tensors:
-    """Return the same tensors as leaves of a new autograd graph. Floating-point tensors will get gradients."""
-    return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
+def has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
-def gradient(x: Any) -> Tensor | None:
-    return x.grad if isinstance(x, Tensor) else None
+def needs_grad(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.requires_grad

@@ -16,27 +16,58 @@ MASTER = "master"  # key of the fp32 weights of mixed precision, which are kept 
 
 def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], *, mixed: bool) -> dict[str, States]:
     """Return the states that the optimizer keeps for each weight, as meta tensors, which have no memory. The states are
-    found by a step on the meta device. `mixed`: True: add an fp32 master. Raises ValueError if the optimizer keeps
-    values that are not tensors.
+    found by a step on the meta device or, if the optimizer reads values in a step, on the host, weight by weight.
+    `mixed`: True: add an fp32 master. Raises ValueError if the optimizer keeps values that are not tensors, or values
+    that are not of one parameter, because each shard has an optimizer of its own.
     """
-    if not weights:
-        return {}
     parameters = {}
     for name, weight in weights.items():
         dtype = torch.float32 if mixed else weight.dtype
         parameters[name] = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device="meta"))
-        parameters[name].grad = torch.empty_like(parameters[name])
-    optimizer = make_optimizer(list(parameters.values()))
-    for group in optimizer.param_groups:  # torch's fused, foreach and capturable steps do not run on the meta device
+    if not weights:
+        return {}
+    try:
+        kept = _stepped(make_optimizer, list(parameters.values()))
+    except RuntimeError:
+        kept = []
+        for parameter in parameters.values():
+            with_memory = nn.Parameter(torch.ones_like(parameter, device="cpu"))
+            kept += [{key: value.to("meta") for key, value in _stepped(make_optimizer, [with_memory])[0].items()}]
+    return {
+        name: ({MASTER: parameter.detach()} if mixed else {}) | states
+        for (name, parameter), states in zip(parameters.items(), kept, strict=True)
+    }
+
+
+def _stepped(make_optimizer: MakeOptimizer, parameters: list[nn.Parameter]) -> list[States]:
+    """Return the states that an optimizer has for these parameters after a step. Raises what state_tensors() raises."""
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = make_optimizer(list(parameters))
+    title, groups = type(optimizer).__name__, optimizer.param_groups
+    if sorted(id(p) for group in groups for p in group["params"]) != sorted(map(id, parameters)):
+        raise ValueError(f"{title}: expected an optimizer of the parameters that it is given, got other parameters")
+    for group in groups:  # torch's fused, foreach and capturable steps do not run on the meta device
         group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})
-    optimizer.step()
-    found = {}
-    for name, parameter in parameters.items():
-        found[name] = ({MASTER: parameter.detach()} if mixed else {}) | optimizer.state[parameter]
-        for key, value in found[name].items():
+    before = _values(optimizer)
+    try:
+        optimizer.step()
+    except TypeError as error:
+        raise ValueError(f"{title}: expected an optimizer whose step() takes no arguments: {error}") from error
+    if before != _values(optimizer):
+        raise ValueError(f"{title}: expected states of single parameters, got values that all of them share")
+    for states in optimizer.state.values():
+        for key, value in states.items():
             if not isinstance(value, Tensor):
-                raise ValueError(f"{type(optimizer).__name__}: expected only tensors as state, got {key}")
-    return found
+                raise ValueError(f"{title}: expected only tensors as state, got {key}")
+    return [optimizer.state[parameter] for parameter in parameters]
+
+
+def _values(optimizer: torch.optim.Optimizer) -> list[object]:
+    """Return the values that an optimizer keeps for all parameters together: its groups' and its own."""
+    attributes = {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float | str)}
+    shared = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [{key: value for key, value in attributes.items() if not key.startswith("_")}, shared]
 
 
 def step(

@@ -19,7 +19,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from harness.core.job import Budget, gib
 from harness.devices import cuda_budget, machine
 from harness.devices.budgets import capped
 from harness.devices.streams import Device
+from methods.sharding.chain_check import refuse_other_than_chain
 from methods.sharding.device_process import Here, lock_homes, start_processes
 from methods.sharding.device_worker import Worker
 from methods.sharding.dispatch import Dispatcher, Turned
@@ -40,6 +41,7 @@ from methods.sharding.task import Task
 from methods.sharding.two_devices import First
 from methods.sharding.unit import INTERMEDIATES
 from methods.sharding.user_model import bring_home, named_layers, ordered_layers, shard_sizes
+from methods.shared.module_watch import ModuleWatch, State
 
 SECONDS_A_LINE = 10.0  # seconds between two lines of progress
 
@@ -85,12 +87,22 @@ class ModelTask:
             self.begun = next(rest, None), rest
         if self.begun[0] is None:
             raise ValueError(f"{self.name}: expected batches from the dataloader, got none")
+        if not isinstance(self.begun[0], tuple | list) or len(self.begun[0]) != 2:
+            raise ValueError(
+                f"{self.name}: expected batches that are pairs of inputs and targets, got a"
+                f" {type(self.begun[0]).__name__}; try (batch, batch[...])"
+            )
         return self.begun[0]
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         for _ in range(self.epochs):
             (*first, rest), self.begun = self.begun or (iter(self.dataloader),), None
             yield from itertools.chain(first, rest)
+
+    @property
+    def settings(self) -> list[Any]:
+        """Return what the task was given, by which a change is seen."""
+        return [getattr(self, argument.name) for argument in fields(self) if argument.init]
 
     @property
     def num_batches(self) -> int:
@@ -111,6 +123,10 @@ def _names_itself(init: Callable[..., None]) -> Callable[..., None]:
     def named(self: ModelTask, *args: Any, **words: Any) -> None:
         if args and isinstance(args[0], nn.Module):
             args = (f"model {next(numbers)}", *args)
+        if "partitioner" in words:
+            raise ValueError(
+                "partitioner: expected shards=[2, 4], the number of layers of each shard, got a partitioner"
+            )
         init(self, *args, **words)
 
     return named
@@ -140,14 +156,15 @@ class ModelOrchestrator:
     shortest (`srtf`), the one that waits longest (`fifo`), or a random one (`random`).
     `double_buffer`: True: each device has a second slot, into which the next shard is prefetched.
     `intermediates`: `checkpointed`: recompute each layer in the backward pass; `saved`: keep its tensors on the host.
-    `hybrid`: True: if there are more devices than models, split the longest model's batches over two devices. If the
-    criterion is a mean over the batch, the result is bit-equal to training on two micro-batches.
+    `hybrid`: True: if there are more devices than models, split the longest model's batches over two devices. The
+    result is bit-equal to training on two micro-batches with half the criterion of each, so the criterion must be a
+    mean over the samples.
     `verbose`, an attribute: 0: print no progress.
     """
 
     def __init__(
         self, tasks: Sequence[ModelTask], devices: Sequence[str] | None = None, *, device_memory: int | None = None,
-        policy: str = "lrtf", double_buffer: bool = True, intermediates: str = "checkpointed", hybrid: bool = True,
+        policy: str = "lrtf", double_buffer: bool = True, intermediates: str = "checkpointed", hybrid: bool = False,
     ) -> None:  # fmt: skip
         if not tasks:
             raise ValueError("no tasks: give the orchestrator at least one ModelTask")
@@ -162,10 +179,18 @@ class ModelOrchestrator:
         self.tasks, self.devices, self.policy, self.hybrid = list(tasks), list(devices), policy, hybrid
         self.device_memory, self.num_slots = device_memory, 1 + double_buffer
         self.models: list[list[Shard]] = []
+        self.watches: list[tuple[ModuleWatch, State]] = []  # the models' states at the end of generate()
         # `options`: arguments of Worker. `words`: arguments of each model's Task.
         self.options: dict[str, Any] = {"double_buffer": double_buffer, "intermediates": intermediates}
-        self.options["max_norms"], saves = [task.max_norm for task in tasks], intermediates == "saved"
-        self.words = [{"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in tasks]
+        self._read_settings()
+
+    def _read_settings(self) -> None:
+        """Read the tasks, which a script may still change before the training."""
+        self.settings, saves = [task.settings for task in self.tasks], self.options["intermediates"] == "saved"
+        self.options["max_norms"] = [task.max_norm for task in self.tasks]
+        self.words = [{"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in self.tasks]
+        for task in self.tasks:
+            task.layers = ordered_layers(task.name, task.model)
 
     @property
     def buffer(self) -> None:
@@ -202,6 +227,7 @@ class ModelOrchestrator:
             kind, index = name.partition(":")[::2]
             if kind == "cuda" and int(index or 0) >= (seen := torch.cuda.device_count()):
                 raise ValueError(f"devices: expected one of the {seen} GPUs that torch sees, got {name}; try cpu")
+        self._read_settings()
         self.models, found = self._cut(self._lengths()), []
         self.halved = self._longest()
         for number, (task, shards) in enumerate(zip(self.tasks, self.models, strict=True)):
@@ -209,6 +235,8 @@ class ModelOrchestrator:
             size = sum(slab.nbytes for shard in shards for slab in shard.slabs.values())
             lengths = [len(shard.layers) for shard in shards]
             found.append({"name": task.name, "shards": lengths, "host_bytes": size})
+        watches = [ModuleWatch(task.model, 0, with_hooks=True) for task in self.tasks]
+        self.watches = [(watch, watch.state()) for watch in watches]
         return found
 
     def _longest(self) -> int | None:
@@ -281,10 +309,15 @@ class ModelOrchestrator:
         ends only the model that failed.
 
         If `device_memory` is given and a device is no CPU, the training is rehearsed first, and shards that do not fit
-        are halved. Raises torch.OutOfMemoryError if a shard of a single layer does not fit.
+        are halved. Raises torch.OutOfMemoryError if a shard of a single layer does not fit, and ValueError if a model's
+        forward pass is not the chain of its layers.
         """
-        if not self.models:
+        if not self.models or self._are_changed():
             self.generate()
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise ValueError("expected train_models() outside of autocast, got it within; try autocast in the layers")
+        for task in self.tasks:
+            refuse_other_than_chain(task.name, task.model, task.first_batch()[0])
         with ExitStack() as stack:
             if len(self.devices) == 1:
                 device = stack.enter_context(Device(self.devices[0]))
@@ -312,6 +345,12 @@ class ModelOrchestrator:
                 print(f"{task.name} ended early: {task.failure.strip().splitlines()[-1]}", file=sys.stderr)
         failures = {task.name: task.failure for task in self.tasks if task.failure}
         return Report(dispatcher.summary(), dispatcher.timeline, failures)
+
+    def _are_changed(self) -> bool:
+        """Return whether a script has changed a model or a task since generate(), which copied them."""
+        return self.settings != [task.settings for task in self.tasks] or any(
+            watch.change(before) for watch, before in self.watches
+        )
 
     def _chain(self, number: int) -> Task:
         """Return the Task that makes the units of model `number`."""

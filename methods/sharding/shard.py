@@ -105,7 +105,13 @@ class Shard:
                 self._place(name, nn.Parameter(weight, requires_grad=name not in self.frozen))
             # Keep the same parameter objects in every slot, because the graph of the forward pass refers to them.
             self.parameters[name].data = weight
-            self.parameters[name].grad = None if name in self.frozen else grad
+            # .data has a version counter of its own, by which without_gradient() sees what a backward pass wrote.
+            self.parameters[name].grad = None if name in self.frozen else grad.data
+
+    def without_gradient(self) -> list[str]:
+        """Return the trained parameters into whose gradients nothing was added since bind()."""
+        trained = [(name, parameter.grad) for name, parameter in self.parameters.items() if name not in self.frozen]
+        return [name for name, grad in trained if grad is not None and not grad._version]
 
     def _place(self, name: str, parameter: nn.Parameter) -> None:
         self.parameters[name] = parameter
@@ -139,6 +145,8 @@ class Shard:
             torch._foreach_mul_([parameter.grad for parameter in stepped if parameter.grad is not None], factor)
         self.optimizer = self.optimizer or self.make_optimizer(stepped)
         if learning_rate is not None:
+            if len({group["lr"] for group in self.optimizer.param_groups}) > 1:
+                raise ValueError("schedule: expected one learning rate for all groups of the optimizer, got several")
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
         optimizer.step(self.optimizer, stepped, states, is_first=is_first)

@@ -2,7 +2,7 @@
 
 The host adds the second half's gradients to the first half's. If the criterion is a mean over the batch, the result has
 the bits of a training on two micro-batches whose losses are halved. The second half has random numbers of its own. A
-batch of odd size is not halved.
+batch of odd size, or of other values than two tensors, is not halved.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from harness.core.method import Step
 from methods.offload.clip import norms_of
@@ -24,7 +25,8 @@ class First(Task):
         self.can_split, self.twin = False, Second(self, second_random)
 
     def begin(self, inputs: Any, targets: Any, part: int | None = None) -> None:
-        if len(inputs) % 2 == 0:
+        is_split = isinstance(inputs, Tensor) and isinstance(targets, Tensor) and len(inputs) == len(targets)
+        if is_split and len(inputs) % 2 == 0:
             (inputs, others), (targets, their_targets), part = inputs.chunk(2), targets.chunk(2), 0
             self.twin.begin(others, their_targets, 1)
         super().begin(inputs, targets, part)

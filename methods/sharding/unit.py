@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from methods.sharding.shard import Version
 
@@ -71,5 +72,7 @@ def parts_of(unit: Unit) -> set[str]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], values: Iterable[Any]) -> Tensors:
-    """Return the values as a tuple, with the function applied to each value that is a tensor."""
-    return tuple(function(value) if isinstance(value, Tensor) else value for value in values)
+    """Return the values as a tuple, with the function applied to each tensor, in lists and dicts, too."""
+    return tuple(
+        function(value) if isinstance(value, Tensor) else tree_map_only(Tensor, function, value) for value in values
+    )

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from methods.sharding.shard import NamedLayer, Shard, settle
+from methods.sharding.user_layer import LastLayer, MiddleLayer, UserLayer
 from methods.shared.memory_needs import aligned
-
-
-class WithLoss(nn.Module):
-    """The last layer with the criterion: computes the loss from the layer's inputs and the targets."""
-
-    def __init__(self, layer: nn.Module, criterion: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.layer, self.criterion = layer, criterion
-
-    def forward(self, *x: Any) -> Tensor:
-        return self.criterion(self.layer(*x[:-1]), x[-1])
+from methods.shared.module_watch import hooks_of
 
 
 def Model(model: nn.Module) -> nn.Module:
@@ -32,11 +23,10 @@ def Model(model: nn.Module) -> nn.Module:
 
 def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
     """Return the model's layers in order. Raises ValueError if the model has no ordered list of layers, has parameters
-    outside of this list, or has a layer that cannot be recomputed."""
-    lists = [model, getattr(model, "layers", None), *model.children()]
-    found: Any = next((each for each in lists if isinstance(each, nn.Sequential | nn.ModuleList)), None)
-    inside = {id(parameter) for layer in found or () for parameter in layer.parameters()}
-    if not found:
+    outside of this list, or has what a copy of its layers would lose."""
+    layers = layer_list(model)
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    if not len(layers):
         raise ValueError(
             f"{name}: {type(model).__name__} has no ordered layers: use nn.Sequential, nn.ModuleList, or a module with"
             " one of these"
@@ -45,35 +35,93 @@ def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
         raise ValueError(
             f"{name}: {type(model).__name__} has parameters outside of its list of layers; move them into a layer"
         )
-    for index, layer in enumerate(found):
+    for index, layer in enumerate(layers):
         for module in layer.modules():
-            if getattr(module, "track_running_stats", False):
+            if getattr(module, "track_running_stats", False) and module.training:
                 raise ValueError(
                     f"{name}: layer {index} ({type(module).__name__}) keeps running statistics, which a recompute"
-                    " would count twice: use track_running_stats=False, or another norm"
+                    " would count twice: use track_running_stats=False, eval() of this module, or another norm"
                 )
-    return list(found)
+    _refuse_lost(name, model, layers)
+    return list(layers)
+
+
+def layer_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
+    """Return the model's list of layers: the model, its attribute `layers`, or its first child that is a list; an empty
+    list if the model has none."""
+    lists = [model, getattr(model, "layers", None), *model.children()]
+    return next((each for each in lists if isinstance(each, nn.Sequential | nn.ModuleList)), nn.ModuleList())
+
+
+def _refuse_lost(name: str, model: nn.Module, layers: nn.Module) -> None:
+    """Raise ValueError if the model has hooks that are never called, or parameters that a copy would not have alike."""
+    for module in (model, layers):
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        if any(hooks):
+            raise ValueError(
+                f"{name}: {type(module).__name__} has a hook, but only its layers are called; try a hook of a layer"
+            )
+    places = []
+    for path, parameter in model.named_parameters():
+        if hooks_of(parameter):
+            raise ValueError(f"{name}: parameter {path} has a hook, which would not be called; try a hook of its layer")
+        if isinstance(parameter, nn.UninitializedParameter) or not parameter.is_contiguous():
+            raise ValueError(
+                f"{name}: expected contiguous parameters with a shape, got {path}; try a first forward pass, or"
+                " parameter.data = parameter.data.contiguous()"
+            )
+        places.append((parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, path))
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    for path, buffer in model.named_buffers():
+        if buffer.numel() and buffer.untyped_storage().data_ptr() in storages:
+            raise ValueError(f"{name}: buffer {path} shares the memory of a parameter; try a copy")
+    for (_, stop, path), (start, _, other) in pairwise(sorted(places)):
+        if start < stop:
+            raise ValueError(
+                f"{name}: {path} and {other} share memory but are not one parameter; try"
+                " `layer.weight = other.weight`, which ties them"
+            )
+    for module in model.modules():
+        if getattr(module, "sparse", False):
+            raise ValueError(f"{name}: {type(module).__name__} makes sparse gradients; try sparse=False")
 
 
 def named_layers(task: Any) -> list[NamedLayer]:
-    """Return copies of the task's layers on the meta device. The copy of the last layer also computes the criterion."""
+    """Return copies of the task's layers on the meta device. The copy of the last layer also computes the criterion.
+    Raises ValueError if a layer cannot be copied, or holds a parameter that it does not register."""
     names: dict[int, str] = {}
     for index, layer in enumerate(task.layers):
         for local, parameter in layer.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), f"{index}.{local}")
-    found = []
+    takes_tuple, named = isinstance(layer_list(task.model), nn.Sequential), []
     for index, layer in enumerate(task.layers):
-        own = dict(layer.named_parameters(remove_duplicate=False))
-        empty: dict[int, Any] = {
-            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in own.values()
-        }
-        module, prefix = copy.deepcopy(layer, empty), ""
+        title, local = f"layer {index} ({type(layer).__name__})", dict(layer.named_parameters(remove_duplicate=False))
+        module = _without_memory(f"{task.name}: {title}", layer, [*local.values()])
         if index == len(task.layers) - 1:
-            own_loss = task.criterion  # a module's buffers go to the device, and a rehearsal replaces them: copy it
-            own_loss = copy.deepcopy(own_loss) if isinstance(own_loss, nn.Module) else own_loss
-            module, prefix = WithLoss(module, own_loss), "layer."
-        found.append(NamedLayer(module, {prefix + local: names[id(p)] for local, p in own.items()}))
-    return found
+            criterion = task.criterion  # a module's buffers go to the device, and a rehearsal replaces them: copy it
+            criterion = copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
+            copied: UserLayer = LastLayer(title, module, criterion, takes_tuple=takes_tuple)
+        else:
+            copied = MiddleLayer(title, module, takes_tuple=takes_tuple)
+        named.append(NamedLayer(copied, {f"layer.{name}": names[id(p)] for name, p in local.items()}))
+    return named
+
+
+def _without_memory(title: str, layer: nn.Module, parameters: list[nn.Parameter]) -> nn.Module:
+    """Return a copy of the layer with parameters on the meta device."""
+    copies: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in parameters
+    }
+    num_parameters = len(copies)
+    try:
+        module = copy.deepcopy(layer, copies)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{title} cannot be copied ({' '.join(str(error).split())[:100]}); try torch.nn.utils.parametrizations"
+        ) from error
+    if sum(isinstance(value, nn.Parameter) for value in copies.values()) > num_parameters:
+        raise ValueError(f"{title} holds a parameter that it does not register; try self.weight = other.weight")
+    return module
 
 
 def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:

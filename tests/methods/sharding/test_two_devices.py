@@ -15,7 +15,7 @@ from tests.methods.sharding.test_orchestrator import ADAMW, MODELS, difference, 
 def test_fewer_models_than_devices_train_the_longest_on_halves_of_its_batches(name: str, intermediates: str) -> None:
     """To the bits of two micro-batches whose losses are halved, the second one with random numbers of its own."""
     other, task = tasks(("single", name))
-    ModelOrchestrator([other, task], ["cpu"] * 3, intermediates=intermediates).train_models()
+    ModelOrchestrator([other, task], ["cpu"] * 3, intermediates=intermediates, hybrid=True).train_models()
     assert difference(other, 0) == "" and task.failure == ""
     _, criterion, batches, words = MODELS[name]
     model = made(name)
@@ -41,13 +41,13 @@ def test_fewer_models_than_devices_train_the_longest_on_halves_of_its_batches(na
 
 def test_without_it_a_device_stays_idle_and_the_model_trains_as_if_alone() -> None:
     (task,) = tasks(("perceptron",))
-    ModelOrchestrator([task], ["cpu", "cpu"], hybrid=False).train_models()
+    ModelOrchestrator([task], ["cpu", "cpu"]).train_models()
     assert difference(task, 0) == ""
 
 
 def test_a_half_that_fails_ends_its_model_and_no_other() -> None:
     other, task = tasks(("single", "perceptron"))
     task.criterion = failing_loss
-    report = ModelOrchestrator([other, task], ["cpu"] * 3).train_models()
+    report = ModelOrchestrator([other, task], ["cpu"] * 3, hybrid=True).train_models()
     assert list(report.failures) == ["perceptron"] and "fails by design" in task.failure
     assert difference(other, 0) == ""

@@ -1,0 +1,185 @@
+"""Tells what a forward pass changed beside its result: buffers, parameters, attributes, its arguments, random states.
+
+A pass that is repeated, as a recompute is, or that runs on a copy of a module, may change none of these. Objects and
+torch's version counters are compared in each pass; values, which some writes change without a new version, in the first
+passes alone.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import sys
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+NUM_VALUED = 2  # passes whose values are compared: a forward pass and its recompute
+PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)  # compared by value, as they cannot change
+CONTAINERS = (list, dict, set, deque)
+INTERNAL = vars(nn.Module()).keys()  # attributes that every module has
+LISTED = {"_flat_weights", "_flat_weight_refs"}  # where nn.LSTM and its kin list their parameters once more
+CONSTANT = "_tensor_constant"  # the beginning of the attributes that torch.fx adds to a module that it traces
+
+
+class State(NamedTuple):
+    """A module's state. `marks`: of each tensor its storage and version. `attributes`, `contents`: the values of each
+    module's attributes, and the items of those that are containers. `sums`: of each tensor's bytes; None: values are
+    not compared."""
+
+    tensors: list[Tensor]
+    marks: list[Any]
+    attributes: list[list[Any]]
+    contents: list[list[Any]]
+    arguments: list[tuple[Tensor, int]]
+    generators: list[Tensor]
+    sums: list[int] | None
+    random: list[Any]
+
+
+class ModuleWatch:
+    """Compares a module before and after a pass. `num_valued`: passes whose values are compared. `with_hooks`: True:
+    compare the modules' and the parameters' hooks, and requires_grad, too."""
+
+    def __init__(self, module: nn.Module, num_valued: int = NUM_VALUED, *, with_hooks: bool = False) -> None:
+        self.named, self.num_valued, self.with_hooks = list(module.named_modules()), num_valued, with_hooks
+        self.tables = [table for _, m in self.named for table in (m._parameters, m._buffers)]
+        attributes = [(prefix, key, value) for prefix, m in self.named for key, value in vars(m).items()]
+        self.containers = [
+            (f"{prefix}.{key}", value)
+            for prefix, key, value in attributes
+            if isinstance(value, CONTAINERS) and (with_hooks or key not in INTERNAL) and key not in LISTED
+        ]
+        self.generators = [value for *_, value in attributes if isinstance(value, torch.Generator)]
+
+    def state(self, arguments: Any = ()) -> State:
+        """Return the state before a pass on these arguments. It keeps the arguments alive."""
+        tensors, is_valued = self._tensors(), self.num_valued > 0
+        self.num_valued -= is_valued
+        return State(
+            tensors=tensors,
+            marks=self._marks(tensors),
+            attributes=[list(vars(module).values()) for _, module in self.named],
+            contents=[_items(value) for _, value in self.containers],
+            arguments=[(value, value._version) for value in tree_leaves(arguments) if isinstance(value, Tensor)],
+            generators=[generator.get_state() for generator in self.generators],
+            sums=list(map(byte_sum, tensors)) if is_valued else None,
+            random=random_states() if is_valued else [],
+        )
+
+    def change(self, before: State) -> str:
+        """Return what has changed since state() returned `before`; "": nothing."""
+        tensors = self._tensors()
+        if not _same(tensors, before.tensors):
+            return "a buffer or parameter"
+        if (marks := self._marks(tensors)) != before.marks:
+            return self._name([old != new for old, new in zip(before.marks, marks, strict=True)])
+        for (prefix, module), values in zip(self.named, before.attributes, strict=True):
+            if key := _differing(values, vars(module)):
+                return f"attribute {f'{prefix}.{key}'.lstrip('.')}"
+        for (name, value), items in zip(self.containers, before.contents, strict=True):
+            if not _same(_items(value), items):
+                return f"attribute {name.lstrip('.')}"
+        if any(value._version != version for value, version in before.arguments):
+            return "its input"
+        if not all(map(torch.equal, before.generators, (generator.get_state() for generator in self.generators))):
+            return "the state of a torch.Generator"
+        return "" if before.sums is None else self._changed_value(before.sums, before)
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for table in self.tables for tensor in table.values() if tensor is not None]
+
+    def _marks(self, tensors: list[Tensor]) -> list[Any]:
+        if self.with_hooks:
+            return [(_storage(tensor), tensor._version, tensor.requires_grad, hooks_of(tensor)) for tensor in tensors]
+        return [(_storage(tensor), tensor._version) for tensor in tensors]
+
+    def _name(self, differ: list[bool]) -> str:
+        """Return the name of the first tensor that differs."""
+        names = [
+            f"{kind} {f'{prefix}.{key}'.lstrip('.')}"
+            for prefix, module in self.named
+            for kind, table in (("parameter", module._parameters), ("buffer", module._buffers))
+            for key, tensor in table.items()
+            if tensor is not None
+        ]
+        return names[differ.index(True)]
+
+    def _changed_value(self, sums: list[int], before: State) -> str:
+        differ = [old != byte_sum(tensor) for old, tensor in zip(sums, before.tensors, strict=True)]
+        if any(differ):
+            return self._name(differ)
+        return "" if before.random == random_states() else "the state of Python's or numpy's random numbers"
+
+
+def random_states() -> list[Any]:
+    """Return the states of the random numbers that torch's random state does not cover: Python's and numpy's."""
+    if (numpy := sys.modules.get("numpy")) is None:
+        return [random.getstate()]
+    kind, keys, *rest = numpy.random.get_state()
+    return [random.getstate(), kind, keys.tobytes(), rest]
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
+def byte_sum(tensor: Tensor) -> int:
+    """Return the sum of the tensor's bytes; 0 for a tensor without memory."""
+    if tensor.device.type not in ("cpu", "cuda") or isinstance(tensor, FakeTensor) or not tensor.numel():
+        return 0
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    return int(real.contiguous().flatten().view(torch.uint8).sum())
+
+
+def hooks_of(tensor: Tensor) -> int:
+    """Return the number of hooks on a tensor's gradient."""
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+
+
+def leaves_beyond(results: Any, stops: Any) -> list[Tensor]:
+    """Return the leaf tensors to which a backward pass from the tensors in `results` would bring gradients, unless it
+    is through the tensors in `stops`."""
+    waiting, leaves = [_node(tensor) for tensor in _differentiable(results)], []
+    visited = {_node(tensor) for tensor in _differentiable(stops)}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [other for other, _ in node.next_functions]
+    return leaves
+
+
+def _differentiable(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.requires_grad]
+
+
+def _node(tensor: Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(map(operator.is_, before, now))
+
+
+def _items(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _differing(before: list[Any], now: dict[str, Any]) -> str:
+    """Return the first attribute that is not as before; "": all are."""
+    if _same(before, list(now.values())):
+        return ""
+    for key, old, new in zip(now, before, now.values(), strict=False):
+        is_equal = type(old) is type(new) and isinstance(new, PLAIN) and old == new
+        if old is not new and not is_equal and key not in LISTED:
+            return key
+    added = [key for key in [*now][len(before) :] if not key.startswith(CONSTANT)]
+    return "" if len(now) >= len(before) and not added else (added or ["an attribute that it had"])[0]
