@@ -4,6 +4,7 @@ reasons, and changes that would change the decision."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,13 @@ from harness.forecast.advise import SEARCHED, Advice
 from harness.forecast.training_place import named_place, this_place
 
 CHOSEN = {  # by option whose value `advise` chooses: the text that --help shows as its default
-    "batch_size": "the fastest that fits", "micro_batches": "the fastest", "seq_len": "the model's, where affordable",
-    "dtype": "bf16; fp16 on GPUs without it, fp32 on a CPU", "disk": "where it helps",
-}  # fmt: skip
+    "batch_size": "the fastest that fits",
+    "micro_batches": "the fastest",
+    "seq_len": "the model's, where affordable",
+    "dtype": "bf16; fp16 on GPUs without it, fp32 on a CPU",
+    "disk": "where it helps",
+}
+DISK = "Folder for states that are kept on the disk, the disk's size, such as 1TB, or both: FOLDER:SIZE."  # fmt: skip
 
 
 @click.command()
@@ -56,7 +61,8 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
     is taken to be 64 GiB. All numbers are computed, except those that were measured on this machine.
     """
     folders = tuple(path.resolve() for path in methods_folder)
-    asked = Budget(words["device_memory"], words["host_memory"], words["disk_memory"])
+    folder, disk_bytes = _disk(words["disk"], words["disk_memory"])
+    asked = Budget(words["device_memory"], words["host_memory"], disk_bytes)
     given_facts = dict(map(parse_option, facts))
     if given_facts and not name:
         raise ValueError("--fact: expected --gpu NAME, the GPU that has these facts, got none; try --gpu NAME")
@@ -69,7 +75,7 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
         raise ValueError("expected one model and size, got several; try ./run.sh plan, which takes lists")
     window = words["window_size"]
     own = {"window_size": window[0]} if window else {}
-    own |= {"disk": words["disk"]} if words["disk"] else {}
+    own |= {"disk": folder} if folder else {}
     records = tuple(records_of(results)) if results.is_dir() else ()
     names = list(method.loadable(folders)) if asked_methods == "all" else asked_methods.split(",")
     advice = Advice(place, found[0], tokens, records, folders, SEARCHED - given, own)
@@ -98,6 +104,26 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
         print(f"this was about this machine; --gpu NAME asks about {', '.join(map(_named, named_machines.names()))}")
 
 
+def _disk(text: str | None, disk_bytes: int | None) -> tuple[str | None, int | None]:
+    """Return the folder and the bytes of the disk that `text`, the value of --disk, and `disk_bytes`, that of
+    --disk-memory, name; None for what neither names. Raises ValueError for any other text."""
+    if text is None:
+        return None, disk_bytes
+    folder, _, size = text.rpartition(":")
+    try:
+        num_bytes = named_machines.size_bytes(size)
+    except ValueError:
+        folder, num_bytes = text, None
+    if num_bytes and disk_bytes and num_bytes != disk_bytes:
+        raise ValueError(f"--disk: expected one size, got {size} and another by --disk-memory; leave one of them out")
+    is_folder = Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    if not is_folder and (folder or num_bytes is None):
+        raise ValueError(
+            f"--disk: expected a folder to write to, a size such as 1TB, or FOLDER:SIZE, got {text!r:.200}"
+        )
+    return folder or None, num_bytes or disk_bytes
+
+
 def _named(name: str) -> str:
     """Return the machine's name as the value of --gpu. If a file of the caller defines the machine, the text names that
     file, too."""
@@ -108,3 +134,5 @@ def _named(name: str) -> str:
 for each in advise.params:
     if each.name in CHOSEN:
         each.show_default = CHOSEN[each.name]  # type: ignore[attr-defined]
+    if each.name == "disk":
+        each.help, each.metavar = DISK, "DIR|SIZE"  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli.advise import _disk
 from harness.core import method, named_models
 from harness.core.job import GIB, Budget, Job, Room, Workload
 from harness.core.method import create
@@ -388,3 +389,28 @@ def test_the_machines_to_ask_about_are_listed_those_of_a_file_with_it(tmp_path: 
     (file := tmp_path / "mine.yaml").write_text("desk: {device_memory: 24GiB}")
     told = cli.run("advise", "-m", "resident", "--results", tmp_path, "--machines", file).stdout.splitlines()[-1]
     assert f"desk in {file}, gh200" in told and " a10, a100-40, " in told
+
+
+def test_a_disk_is_a_size_a_folder_or_both(tmp_path: Path) -> None:
+    assert _disk(None, 7) == (None, 7)
+    assert _disk("1TB", None) == (None, 10**12)
+    assert _disk(str(tmp_path), 7) == (str(tmp_path), 7)
+    assert _disk(f"{tmp_path}:2GiB", None) == (str(tmp_path), 2 * GIB)
+
+
+@pytest.mark.parametrize("disk", ["1 TBit", "1000", "/nowhere", "/nowhere:1TB", ":", "", "-1TB", "0TB", __file__])
+def test_what_is_no_disk_is_a_mistake_in_one_line(disk: str) -> None:
+    ended = cli.run("advise", "--gpu", "rtx4090", "-l", 2, "-m", "resident", "--disk", disk)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert "error: --disk: expected a folder to write to, a size such as 1TB, or FOLDER:SIZE, got" in ended.stderr
+
+
+def test_a_disk_of_two_sizes_is_a_mistake() -> None:
+    ended = cli.run("advise", "--gpu", "rtx4090", "-l", 2, "-m", "resident", "--disk", "1TB", "--disk-memory", "2TB")
+    assert ended.returncode == 2 and "--disk: expected one size, got 1TB" in ended.stderr
+
+
+def test_a_disk_named_by_its_size_is_the_plans_limit(tmp_path: Path) -> None:
+    words = ("--gpu", "rtx4090", "-l", 2, "-m", "resident", "--results", tmp_path, "--json")
+    decided = json.loads(cli.run("advise", *words, "--disk", "1TB").stdout.splitlines()[0])
+    assert any(call.endswith("--disk-memory 1000GB") for call in decided["next"].values())
