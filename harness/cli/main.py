@@ -123,7 +123,7 @@ def _run() -> None:
     except click.exceptions.Exit as end:
         sys.exit(end.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted: the same call continues where this one stopped", INTERRUPTED)
+        _fail("interrupted: finished runs are kept, and the same call starts the others again", INTERRUPTED)
     except BrokenPipeError:  # the program that reads the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(INTERRUPTED)
