@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from harness.base.checkout import ROOT
@@ -153,6 +154,18 @@ def anatomy_of(workload: Any) -> Anatomy:
         told = f"expected at most {most}, the number of the model's positions, got {workload.seq_len}"
         raise ValueError(f"--seq: {told}; try --seq {most}")
     return anatomy
+
+
+def sized(path: Path, record: Any) -> Any:
+    """Return the record in the file `path`. Raises ValueError, which names the file, if the sizes of the record's
+    models cannot be computed: every verb computes them, so one such record would end a verb that reads its folder."""
+    try:
+        for model in record.models():
+            model.job.workload.num_params  # noqa: B018 computed for its errors
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, Unavailable) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"{path} is left out: {reason}") from error
+    return record
 
 
 @lru_cache(maxsize=64)

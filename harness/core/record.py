@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from harness.base.checked_data import NO_OTHER_FIELDS, checked
 from harness.base.foreign_file import read_json, writable
 from harness.base.whole_file import write_whole
+from harness.core.anatomy import sized
 from harness.core.job import Job
-from harness.core.unavailable import Unavailable
 
 SCHEMA_VERSION = 1
 SPEED = "samples_per_second"
@@ -271,14 +271,9 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
     records, complaints = {}, []
     for path in folder.glob("log_*.json"):
         try:
-            record = Record.read(path)
+            records[path] = sized(path, Record.read(path))
         except ValueError as error:
             complaints.append(str(error))
-            continue
-        if wrong := _unsized(record):
-            complaints.append(f"{path} is left out: {wrong}")
-        else:
-            records[path] = record
     ordered: dict[Path, Record] = {}
     first: dict[Any, Path] = {}  # for each value that marks() returns: the oldest file with this value
     now = time.time()
@@ -291,17 +286,6 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
         else:
             ordered[path] = record
     return ordered, complaints
-
-
-def _unsized(record: Record) -> str:
-    """Return, in one line, why the sizes of the record's models cannot be computed; empty if they can. Every verb
-    computes them, so one such record would end a verb that reads its folder."""
-    try:
-        for model in record.models():
-            model.job.workload.num_params  # noqa: B018 computed for its errors
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, Unavailable) as error:
-        return " ".join(str(error).split())[:300] or type(error).__name__
-    return ""
 
 
 def marks(record: Record) -> list[Any]:

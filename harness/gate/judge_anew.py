@@ -1,7 +1,7 @@
 """Judges a record that others sent in, by the records sent with it, because nothing can be run again on their machine.
 
 The record's reference, twin and probe are looked for among these records. The verdict that the record brings is not
-trusted to be good: it tells which twin and which probes to look for, and the new verdict is never better.
+trusted to be good: it tells which twin and which probes to look for, and the new verdict is never better than it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def judge_anew(record: Record, beside: Beside) -> Gate:
     """Judge a record by the records that were sent with it, and return the verdict.
 
     It is not better than the verdict that the record brings: what made that one worse, such as a probe, may not have
-    come with it. Raises ValueError if the record has values that cannot be judged.
+    come with it. A record whose call ended before the gate judged it brings none. Raises ValueError if the record has
+    values that cannot be judged.
     """
     if record.status != "ok":
         return Gate()
@@ -40,7 +41,7 @@ def judge_anew(record: Record, beside: Beside) -> Gate:
         verdict = unasked(record) or together([_verdict(record, n, beside) for n in range(1 + len(record.others))])
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # some fields may hold any JSON value
         raise ValueError(f"expected a record that can be judged, got {type(error).__name__}: {error}") from error
-    if ASCENDING.index(verdict.verdict) <= ASCENDING.index(record.gate.verdict):
+    if not record.is_judged or ASCENDING.index(verdict.verdict) <= ASCENDING.index(record.gate.verdict):
         return verdict
     text = f"sent as {record.gate.verdict}: {record.gate.text}; by what came with it: {verdict.text}"
     return Gate(record.gate.verdict, record.gate.reason, text, verdict.evidence)

@@ -147,6 +147,11 @@ def test_a_log_that_is_added_commands_no_terminal(tmp_path: Path) -> None:
     assert (Path(last) / "log_0.txt").read_text() == "step 1 \\x1b[2J\\u202e\n"
 
 
+def test_a_run_that_its_sender_had_not_judged_yet_is_judged(tmp_path: Path) -> None:
+    *_, last = add(records.write(tmp_path / "theirs", REFERENCE, dataclasses.replace(RUN, gate=Gate())), tmp_path)
+    assert [record.gate.verdict for record in read_all(Path(last))[0].values()] == ["exact", "exact"]
+
+
 def test_a_record_that_is_none_leaves_nothing(tmp_path: Path) -> None:
     theirs = records.write(tmp_path / "theirs", REFERENCE, RUN)
     (theirs / "log_9.json").write_bytes(pickle.dumps({"a": 1}))
