@@ -33,8 +33,8 @@ def drop_stale_bytecode(file: Path) -> None:
     """Remove the cached bytecode of a source file if it is not newer than the source. Python would take it for the
     source's if both have the same size and were written within a second: it compares whole seconds."""
     bytecode = Path(importlib.util.cache_from_source(str(file)))
-    with contextlib.suppress(FileNotFoundError):
-        if bytecode.stat().st_mtime_ns <= file.stat().st_mtime_ns:
+    with contextlib.suppress(OSError):  # there is none, or the folder is read-only
+        if file.suffix == ".py" and bytecode.stat().st_mtime_ns <= file.stat().st_mtime_ns:
             bytecode.unlink()
 
 
