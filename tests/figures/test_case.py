@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from harness.evidence.collect import Campaign
 from harness.figures import case, case_files, measurements, profile
 from harness.figures.profile import PROBE, CaseProfile
 from harness.jobs.largest_size import FEWEST_STEPS
-from tests.support import records
+from tests.support import cli, forks, records
 
 MIB = 2**20
 METHODS = ("megatron-lm", "l2l", "zero-offload", "zero-infinity", "stronghold")
@@ -316,21 +317,29 @@ def test_a_run_without_its_verdict_is_still_to_be_attended_to(tmp_path: Path) ->
 
 
 @pytest.mark.heavy
-def test_a_case_that_was_killed_goes_on_and_measures_nothing_twice(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "harness", "case", "4", "--profile", "demo", "--results", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT) as killed:
-        while killed.poll() is None and len(results(tmp_path)) < 2:
-            time.sleep(0.1)
-        killed.kill()
-    time.sleep(3)  # the run that it was at ends itself
+def test_a_case_that_was_killed_goes_on_and_measures_nothing_twice(
+    tmp_path: Path, compiled_sim: None, forked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call ends at the third run, as one does that is killed."""
+    words = ["case", "4", "--profile", "demo", "--results", tmp_path]
+
+    def launch(*run: Any, **turn: Any) -> Path:
+        if len(results(tmp_path)) == 2:
+            raise SystemExit(-signal.SIGKILL)
+        return forks.launch(*run, **turn)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("harness.jobs.sweep.launch", launch)
+        assert cli.run(*words).returncode == -signal.SIGKILL
     before = results(tmp_path)
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    assert cli.run(*words).returncode == 0
     after = results(tmp_path)
     figure = (tmp_path / "figures" / "case4_demo.pdf").read_bytes()
     assert before.keys() < after.keys() and len(set(after.values())) == len(after)
     rows = case_files.read_csv(tmp_path / "figures" / "case4_demo.csv")[0]
     assert [row.num_layers for row in rows if row.origin == "run" and row.valid] == [2, 3, 4, 6]
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    monkeypatch.setattr("harness.jobs.sweep.launch", None)
+    assert cli.run(*words).returncode == 0
     assert results(tmp_path) == after and (tmp_path / "figures" / "case4_demo.pdf").read_bytes() == figure
 
 

@@ -86,8 +86,8 @@ def test_scaling_keeps_layers_and_divides_widths_and_memories_alike() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(400)
-def test_the_scaled_experiment_trains(tmp_path: Path, compiled_sim: None) -> None:
-    done = run(*"-m stronghold -l 100 --scale fit --results".split(), str(tmp_path))
+def test_the_scaled_experiment_trains(tmp_path: Path, compiled_sim: None, forked: None) -> None:
+    done = run(*"-m stronghold -l 100 --scale fit --steps 3 --warmup 1 --results".split(), str(tmp_path))
     assert done.returncode == 0 and "gate passed (exact)" in done.stdout.splitlines()[-1], done.stdout + done.stderr
 
 
