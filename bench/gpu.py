@@ -8,6 +8,7 @@ current code, and runs steps that failed or took too long last. A call ends with
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -227,7 +228,7 @@ class GpuCall:
 
 def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
     """Run the command; return its exit code, or None if it reached its limit of `seconds`. At the limit the command
-    gets SIGINT and, if it does not end within GRACE_SECONDS, SIGKILL."""
+    gets SIGINT; what is left of it when it has ended, or after GRACE_SECONDS, gets SIGKILL."""
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
     try:
         return process.wait(seconds)
@@ -236,11 +237,11 @@ def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
     finally:
         if process.poll() is None:  # the command reached its limit, or this call was interrupted
             os.killpg(process.pid, signal.SIGINT)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):  # nothing of the command is left
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
 
 
 def row(runs: Sequence[Record]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -10,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,16 @@ from harness.core.job import GIB, Budget, Job, Workload
 from harness.core.record import read_all
 from harness.devices import budgets, machine
 from methods.streaming import calibrate
-from tests.support import records
+from tests.support import cli, records
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_gpu import FakeGpu
+from tests.support.until import until
 
 CUDA = gpu.cuda(128 * GIB, 139 * GIB)
 PYTHON = sys.executable
+
+
+ENDLESS = "import signal; signal.pause()"
 
 
 def step(title: str, code: str = "", seconds: float = 60, files: tuple[Path, ...] = ()) -> GpuStep:
@@ -153,7 +156,7 @@ def test_what_another_machine_or_other_packages_have_shown_is_shown_again(
 
 
 def test_a_step_that_always_needs_too_long_holds_up_no_other(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slow, quick = step("slow", "import time; time.sleep(60)", seconds=0.5), step("quick")
+    slow, quick = step("slow", ENDLESS, seconds=0.5), step("quick")
     call(results).run([slow])
     made = call(results)
     assert made.tried["slow"]["code"] is None
@@ -163,24 +166,44 @@ def test_a_step_that_always_needs_too_long_holds_up_no_other(results: Path, caps
 
 
 def test_a_step_that_the_calls_end_cuts_off_keeps_its_place(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.1)
-    call(results, gpu.ENDING_SECONDS + 1).run([step("cut", "import time; time.sleep(60)")])
+    monkeypatch.setattr(gpu, "ended", lambda command, output, seconds: None)
+    call(results, gpu.ENDING_SECONDS + gpu.LEAST_SECONDS + 1e4).run([step("cut", seconds=1e5)])
     assert call(results).tried["cut"] | {"seconds": 0, "source": ""} == {
         "code": None, "seconds": 0, "times": 0, "source": "",
     }  # fmt: skip
 
 
-def test_a_call_ends_within_its_limit_whatever_a_step_does(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This one ignores Ctrl-C, so that it is killed after its grace."""
-    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
-    monkeypatch.setattr(gpu, "GRACE_SECONDS", 2.0)
-    monkeypatch.setattr(gpu, "ENDING_SECONDS", 9.0)
-    monkeypatch.setattr(gpu, "LEAST_SECONDS", 1.0)
-    started, made = time.monotonic(), call(results, 12)
-    made.run([step("deaf", code)])
-    made.verdict([step("deaf")])
-    assert time.monotonic() - started < 12
-    assert gpu.ENDING_SECONDS > gpu.GRACE_SECONDS
+def test_a_call_ends_within_its_limit(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps get what is left of it, less the last one's grace and the archive's time."""
+    limits: list[float] = []
+    monkeypatch.setattr(gpu, "ended", lambda command, output, seconds: limits.append(seconds))
+    call(results, 1e6).run([step("long", seconds=1e9)])
+    assert 0 < limits[0] <= 1e6 - gpu.ENDING_SECONDS and gpu.ENDING_SECONDS > gpu.GRACE_SECONDS
+
+
+def test_a_step_that_ignores_an_interrupt_is_killed_after_its_grace(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = results / "deaf"
+    code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); open({str(deaf)!r}, 'w'); signal.pause()"
+    monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(gpu.subprocess, "Popen", over_once(deaf.exists))
+    assert gpu.ended((PYTHON, "-c", code), subprocess.DEVNULL, 60) is None
+
+
+def over_once(condition: Callable[[], bool]) -> type[subprocess.Popen]:
+    """A process whose limit is over once the condition is met, and not before."""
+
+    class Over(subprocess.Popen):
+        limits = iter((True,))
+
+        def wait(self, timeout: float | None = None) -> int:
+            if next(self.limits, False):
+                until(condition)
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            return super().wait(timeout)
+
+    return Over
 
 
 def test_an_end_that_another_try_may_change_is_no_result(results: Path) -> None:
@@ -200,14 +223,13 @@ def test_tests_that_pytest_could_not_begin_are_left(results: Path) -> None:
     assert next(each for each in gpu.steps(gpu.DEMO, results) if each.title == "tests").results == (0,)
 
 
-def test_an_ended_step_leaves_no_process(results: Path) -> None:
-    child = f"import os, time; open({str(results / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    call(results).run([step("parent", code, seconds=3)])
-    pid = int((results / "pid").read_text())
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(pid).wait(10)  # an ended orphan is there until its new parent looks
-    assert not psutil.pid_exists(pid)
+def test_an_ended_step_leaves_no_process(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = results / "pid"
+    command = ("sh", "-c", f"sleep infinity & echo $! > {file}.part; mv {file}.part {file}; wait")
+    monkeypatch.setattr(gpu.subprocess, "Popen", over_once(file.exists))
+    assert gpu.ended(command, subprocess.DEVNULL, 60) is None
+    pid = int(file.read_text())
+    until(lambda: not psutil.pid_exists(pid))  # an ended orphan is there until its new parent looks
 
 
 def test_without_time_nothing_is_begun(results: Path) -> None:
@@ -394,32 +416,48 @@ def test_the_facts_of_a_gpu_are_measured_by_its_rules(tmp_path: Path, monkeypatc
     assert list(cuda.broken) == []
 
 
+def in_process(command: Sequence[str], output: Any, seconds: float) -> int:
+    """In place of gpu.ended(): a call of the harness is made by this process, other commands by their own."""
+    if command[1:3] != ("-m", "harness"):
+        return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT).returncode
+    done = cli.run(*command[3:])
+    output.write(done.stdout + done.stderr)
+    return done.returncode
+
+
+@pytest.fixture
+def demo_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the demo leaves its results, its archive and what it calibrates."""
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu.signal, "signal", lambda kind, handler: None)
+    monkeypatch.setattr(machine, "CALIBRATION", tmp_path / "results" / "calibration.json")
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    return tmp_path
+
+
 @pytest.mark.heavy
+@pytest.mark.probe
 @pytest.mark.timeout(1200)
-def test_the_demo_does_every_step_and_goes_on_from_its_archive(tmp_path: Path) -> None:
-    """In a copy of the tree, since it calibrates. Afterwards the archive alone answers the same call at once."""
-    tree = tmp_path / "tree"
-    shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "results", "*_cache"))
-    (tree / ".venv").symlink_to(ROOT / ".venv")
-    command = ["bash", str(tree / "bench" / "gpu.sh"), "--demo"]
-    environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
-
-    def done() -> tuple[str, float]:
-        started = time.monotonic()
-        process = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
-        return process.stdout, time.monotonic() - started
-
-    told, seconds = done()
-    left, _, rest = told.partition("left:\n")[2].partition("== refused or failed:\n")
+def test_the_demo_does_every_step_and_goes_on_from_its_archive(
+    demo_tree: Path, compiled_sim: None, forked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainings are forks of a process that has torch. Afterwards the archive alone answers the same call."""
+    listed, steps = gpu.steps(gpu.DEMO, demo_tree / "results" / "gpu-demo"), gpu.steps
+    (tests,) = (one for one in listed if one.title == "tests")
+    chosen = tests._replace(command=(*tests.command, "--collect-only"))  # they train for long
+    monkeypatch.setattr(gpu, "steps", lambda *of: [chosen if one.title == "tests" else one for one in steps(*of)])
+    monkeypatch.setattr(gpu, "ended", in_process)
+    done = CliRunner().invoke(gpu.main, ["gpu-demo", "--demo", "--limit", "1e6"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output[-4000:]
+    left, _, rest = done.output.partition("left:\n")[2].partition("== refused or failed:\n")
     refused = [line.rpartition(", ")[0] for line in rest.partition("== runs")[0].splitlines()]
-    assert seconds < 480 and left == ""
-    assert refused == ["resident, 6 layers", "zero-offload, 6 layers", "resident, 6 layers"]
-    records = read_all(tree / "results" / "gpu-demo")[0].values()
+    assert left == "" and refused == ["resident, 6 layers", "zero-offload, 6 layers", "resident, 6 layers"]
+    records = read_all(demo_tree / "results" / "gpu-demo")[0].values()
     probed = {record.job.method for record in records if record.gate.evidence.get("probe")}
     assert probed == {*gpu.DEMO.methods}
-    archive = tmp_path / "out" / "gpu-demo.tar.gz"
+    archive = demo_tree / "out" / "gpu-demo.tar.gz"
     assert archive.stat().st_size < gpu_results.MOST_BYTES
-    shutil.rmtree(tree / "results")
-    told, seconds = done()
-    assert "files put back" in told and seconds < 60
+    shutil.rmtree(demo_tree / "results")
+    monkeypatch.setattr(gpu, "ended", None)
+    again = CliRunner().invoke(gpu.main, ["gpu-demo", "--demo"], catch_exceptions=False)
+    assert again.exit_code == 0 and "files put back" in again.output, again.output
