@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -97,11 +96,7 @@ def test_jitter_costs_1f1b_as_much_as_in_the_recorded_trials(trial: tuple[int, i
     assert (gpipe / ours, alternating / ours, 4 * number / ours) == pytest.approx(TRIALS[trial], abs=0.055)
 
 
-@pytest.mark.heavy
-def test_a_thousand_stages_and_ten_thousand_micro_batches_take_minutes_at_most() -> None:
-    """Thirty million passes, with jitter. They take half a minute of a quiet core; the bar leaves room for a core that
-    others share."""
-    began = time.process_time()
-    found = simulate("varuna", [SLOTS] * 1000, 10_000, Network(0.5, jitter=0.3))
-    assert time.process_time() - began < 150
-    assert 4 * 10_000 < found.step_seconds < 1.3 * 4 * 10_000
+def test_a_hundred_stages_and_a_thousand_micro_batches_lose_little_to_jitter() -> None:
+    """Three hundred thousand passes: at least those of one stage, and at most a third more."""
+    found = simulate("varuna", [SLOTS] * 100, 1000, Network(0.5, jitter=0.3))
+    assert 4 * 1000 < found.step_seconds < 1.3 * 4 * 1000
