@@ -280,7 +280,7 @@ with turn(Job("some", Workload()), print):
 
 @pytest.mark.heavy
 def test_a_reader_that_goes_away_interrupts_the_run(tmp_path: Path) -> None:
-    words = " ".join([*WORDS, "--steps", "1000", "--results", str(tmp_path)])
+    words = " ".join([*WORDS, "--steps", "20000", "--results", str(tmp_path)])
     done = subprocess.run(
         f"{sys.executable} -m harness {words} | head -1", cwd=ROOT, shell=True, capture_output=True, text=True
     )

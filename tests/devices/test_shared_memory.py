@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from harness.devices import budgets, shared_memory
 from harness.devices.budgets import process_bytes
+from tests.support import forks
 
 MIB = 2**20
 SLACK_BYTES = 8 * MIB  # of torch's own segments, and of libraries
@@ -36,14 +36,13 @@ def hold(tensors: list[torch.Tensor], own_bytes: int, told: Any, ended: Any) -> 
 @contextmanager
 def holders(number: int, tensors: list[torch.Tensor], own_bytes: int) -> Iterator[list[int]]:
     """The numbers of processes that have the tensors resident."""
-    context = mp.get_context("spawn")
-    told, ended = context.Queue(), context.Event()
-    processes = [context.Process(target=hold, args=(tensors, own_bytes, told, ended)) for _ in range(number)]
+    told, ended = forks.PROCESSES.Queue(), forks.PROCESSES.Event()
+    processes = [forks.PROCESSES.Process(target=hold, args=(tensors, own_bytes, told, ended)) for _ in range(number)]
     for process in processes:
         process.start()
     try:
         for _ in processes:
-            told.get(timeout=60)
+            told.get()
         yield [process.pid or 0 for process in processes]
     finally:
         ended.set()

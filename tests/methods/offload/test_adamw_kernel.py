@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -22,8 +21,10 @@ from harness.simulation.watched_ops import Op
 from methods.offload import adamw_kernel
 from methods.offload.adamw import AdamStep, Piece, chunks, published_settings, update
 from methods.offload.state import State, joined, keep_
+from tests.support import forks
 from tests.support.races import VectorClock, finish
 from tests.support.training import settled, tiny
+from tests.support.until import until
 
 # Elements of tensors that fill no vector register evenly, in a slab where each starts at a multiple of 16.
 SHAPES = (5, 300, 16, 1000, 8, 2100, 31)
@@ -238,34 +239,38 @@ def test_threads_leave_the_bits_of_one(kernel: None, dtype: torch.dtype, is_ahea
 
 
 def test_what_is_needed_first_overtakes_an_update_under_way(kernel: None) -> None:
-    """In one of many tries, because a busy machine may end the update before the other one is asked for. An update that
-    overtakes none always finds the whole of the one before it done."""
+    """In one of many tries, because a busy machine may end the update before the other one is asked for. Where none
+    overtakes, each always finds the whole of the one before it done, and this tries for ever."""
     late, soon = large(2**24, torch.float32), large(2**17, torch.float32)
     with ThreadPoolExecutor(1) as pool:
-        for _ in range(20):
+        has_overtaken = False
+        while not has_overtaken:
             late.state.exp_avg.zero_()
             under_way = pool.submit(late.update, late.state, num_threads=2, deadline=1)
-            while not late.state.exp_avg[0]:
-                time.sleep(1e-5)
+            until(lambda: late.state.exp_avg[0], 1e-5)
             soon.update(soon.state, num_threads=2, deadline=0)
             has_overtaken = not late.state.exp_avg[-1]
             under_way.result()
-            if has_overtaken:
-                return
-    pytest.fail("each of 20 updates found the one before it done")
+
+
+def fork_after_threads() -> int:
+    """The exit code of a fork of a process whose updates have several threads, which makes such an update, too."""
+
+    def update() -> None:
+        whole = large(2**17, torch.float32)
+        whole.update(whole.state, num_threads=3)
+
+    update()
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    update()
+    os._exit(7)
 
 
 def test_a_forked_process_has_threads_of_its_own(kernel: None) -> None:
     """Those of its parent are not there, and would be waited for without an end."""
-    large(2**17, torch.float32).update(empty_state(2**17, torch.float32), num_threads=3)
-    code = (
-        "import os, tests.methods.offload.test_adamw_kernel as t;"
-        " work = lambda: (w := t.large(2**17, t.torch.float32)).update(w.state, num_threads=3);"
-        " work(); child = os.fork();"
-        " child or (work(), os._exit(7));"
-        " assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert forks.call(fork_after_threads) == 7
 
 
 class HostUpdates(VectorClock):

@@ -111,14 +111,18 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memo
 ) -> None:
     workload = model(family, dtype=dtype)
     trained = create(method, {"ends": "host"} | ({"placement": placement} if placement else {}))
-    planned = trained.plan(workload, Room())
-    assert predict(trained, workload).device_bytes <= planned.device_bytes
     monkeypatch.setattr(adamw_kernel, "load", lambda: None)  # a plan has room for an update without it
-    predicted = predict(trained, workload)
+    planned, predicted = trained.plan(workload, Room()), predict(trained, workload)
     room = small_bytes(workload) + workload.given_bytes
     assert predicted.device_bytes <= planned.device_bytes <= predicted.device_bytes + room
     drawn = 2**20  # starting values of resident layers on their way through the host
     assert planned.host_bytes == pytest.approx(predicted.host_bytes, rel=0.01, abs=drawn)
+
+
+@pytest.mark.parametrize("placement", ["R3", "S1P1R1"])
+def test_an_update_by_the_kernel_stays_within_the_plan(placement: str) -> None:
+    stronghold, workload = create("stronghold", {"ends": "host", "placement": placement}), model("gpt", dtype="bf16")
+    assert predict(stronghold, workload).device_bytes <= stronghold.plan(workload, Room()).device_bytes
 
 
 @pytest.mark.parametrize("ends", ["device", "host"])

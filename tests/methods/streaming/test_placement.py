@@ -185,15 +185,21 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memo
     clip_norm = 1.0 if clipping else 0.0
     workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype, clip_norm=clip_norm)
     stronghold = create("stronghold", {"placement": placement, "clipping": clipping})
-    predicted, planned = predict(stronghold, workload), stronghold.plan(workload, Room())
-    assert predicted.device_bytes <= planned.device_bytes
     monkeypatch.setattr(adamw_kernel, "load", lambda: None)  # a plan has room for an update without it
-    predicted = predict(stronghold, workload)
+    predicted, planned = predict(stronghold, workload), stronghold.plan(workload, Room())
     # A rehearsal commits no update ahead of the norm, which meets two boundaries more.
     more = small_bytes(workload) + (2 * workload.boundary_bytes if clipping == "speculate" else 0)
     assert predicted.device_bytes <= planned.device_bytes <= predicted.device_bytes + more
     drawn = 2**20  # starting values of resident layers on their way through the host
     assert planned.host_bytes == pytest.approx(predicted.host_bytes, rel=0.1, abs=drawn)
+
+
+@pytest.mark.parametrize(("dtype", "clipping"), UPDATES)
+def test_an_update_by_the_kernel_stays_within_the_plan(dtype: str, clipping: str | None) -> None:
+    sizes = {"num_layers": 4, "hidden_size": 256, "seq_len": 64, "vocab_size": 512}
+    workload = Workload(**sizes, dtype=dtype, clip_norm=1.0 if clipping else 0.0)
+    stronghold = create("stronghold", {"placement": "S1P1W1R1", "clipping": clipping})
+    assert predict(stronghold, workload).device_bytes <= stronghold.plan(workload, Room()).device_bytes
 
 
 def test_bytes_by_kind_are_those_of_the_hand() -> None:

@@ -46,7 +46,6 @@ SHARED = [
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "options", "changes"), SHARED, ids=str)
 def test_ranks_train_as_the_reference_does_on_the_whole_batch(
     name: str, options: dict[str, Any], changes: dict[str, Any], shared_results: Path
