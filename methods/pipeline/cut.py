@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from methods.pipeline.grouping import group
 from methods.pipeline.stage import Spec, spec_of
+from methods.shared.module_watch import ModuleWatch, State, hooks_of, random_states
 
+# The beginning of an error about a pass that is repeated by a recompute, and runs once for each micro-batch.
+CHANGES = (
+    "expected a forward pass that changes nothing, as it runs again for each micro-batch and recompute; try to compute"
+    " it anew in each pass; got one that changes"
+)
 LOSS_SCALE = "loss_scale"  # an optional argument of a model's forward pass: factor of the loss's gradient
 
 
@@ -62,13 +71,59 @@ def traced(model: nn.Module, inputs: Mapping[str, Any]) -> fx.Graph:
              if not isinstance(inputs.get(name), Tensor) and (name != LOSS_SCALE or name not in inputs)}  # fmt: skip
     if missing := [name for name, value in fixed.items() if value is inspect.Parameter.empty]:
         raise ValueError(f"the batch lacks {', '.join(missing)}, which the model's forward pass needs")
+    tracer, watch = _Tracer(model), ModuleWatch(model, 0)
+    _refuse_hooks(model, tracer.holders)
+    before, states = watch.state(), [*random_states(), torch.get_rng_state().tolist()]
     try:
-        return _Tracer(model).trace(model, fixed)
-    except (fx.proxy.TraceError, TypeError, NameError) as error:
+        with _NoParameters(model):
+            graph = tracer.trace(model, fixed)
+        is_drawn = states != [*random_states(), torch.get_rng_state().tolist()]
+        if change := watch.change(before) or "the random state" * is_drawn:
+            raise ValueError(
+                f"the modules that hold CutPoints run once, when they are traced, but change {change}: move this into a"
+                " module without CutPoints"
+            )
+        return graph
+    except (fx.proxy.TraceError, TypeError, NameError, AttributeError) as error:
         raise ValueError(
             f"the modules that hold CutPoints cannot be traced ({' '.join(str(error).split())}): move code that"
             " depends on the data's values into a module without CutPoints"
         ) from error
+
+
+def _refuse_hooks(model: nn.Module, holders: set[int]) -> None:
+    """Raise ValueError if a module that is traced has a hook, which would be called once, or a parameter has one, which
+    would be called for each micro-batch."""
+    for name, module in model.named_modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        if id(module) in holders and any(hooks):
+            raise ValueError(
+                f"module {name or type(module).__name__} has a hook, but holds CutPoints, and so is only traced; try a"
+                " hook of a module within"
+            )
+    for name, parameter in model.named_parameters():
+        if hooks_of(parameter):
+            raise ValueError(
+                f"parameter {name} has a hook, which would be called for each micro-batch; try a hook of its module"
+            )
+
+
+class _NoParameters(TorchDispatchMode):
+    """While a model is traced, refuse operations on its parameters, whose results would stay as they are: a trace sees
+    parameters only as attributes of the modules that it traces."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if id(value) in self.names:
+                raise ValueError(
+                    f"the forward pass computes with parameter {self.names[id(value)]} outside of its module, when it"
+                    " is traced: name it as an attribute, as in self.layer.weight, or leave it to the optimizer"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class _Tracer(fx.Tracer):
@@ -174,11 +229,33 @@ def probe(parts: Sequence[Part], inputs: Mapping[str, Any]) -> Iterator[tuple[Se
         counter = FlopCounterMode(display=False)
         with counter:
             arguments = (*leaves, *(_meta(inputs.get(name)) for name in part.inputs))
-            weights = _without_memory(part.module)
-            found = torch.func.functional_call(part.module, weights, arguments, tie_weights=False)
+            with _watched(part.module, number):
+                weights = _without_memory(part.module)
+                found = torch.func.functional_call(part.module, weights, arguments, tie_weights=False)
         is_last = number == len(parts) - 1
         received = (found,) if is_last else found
         yield received, counter.get_total_flops()
+
+
+@contextmanager
+def _watched(module: nn.Module, number: int) -> Iterator[None]:
+    """Within this context raise ValueError if a pass of part `number` changes a tensor or attribute of the module, or
+    an argument."""
+    watch, states = ModuleWatch(module, 0), list[State]()
+
+    def end(*_: Any) -> None:
+        if change := watch.change(states.pop()):
+            raise ValueError(f"stage {number}: {CHANGES} {change}")
+
+    handles = [
+        module.register_forward_pre_hook(lambda _, arguments: states.append(watch.state(arguments))),
+        module.register_forward_hook(end),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _without_memory(module: nn.Module) -> dict[str, Tensor]:

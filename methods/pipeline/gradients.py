@@ -74,26 +74,36 @@ class Gradients:
         self.counted = [name for name in self.masters if name not in uncounted]
         self.places = torch.tensor([place[name] for name in self.counted], dtype=torch.long)
         self.num_names = len(names)
+        self.kept: list[tuple[Tensor | None, int]] = []  # gradients of the last step, with their versions
 
-    def reduce(self, loss: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    def reduce(self, loss: Tensor, row: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
         """Sum the gradients over all ranks that have the weights, and divide the sums by `scale`, the loss scale. Leave
-        the results in the masters' gradients. Return the loss of the global batch and the gradient norm.
+        the results in the masters' gradients; a weight that no pass has used has none. Return the loss of the global
+        batch, the gradient norm, and the sum of all ranks' rows.
 
-        loss: (), the sum over the micro-batches of this rank; 0 on all stages but the last.
+        loss: (), the sum over the micro-batches of this rank; 0 on all stages but the last. row: MeanCheck's numbers.
         """
+        has_grad = torch.tensor([master.grad is not None for master in self.masters.values()], dtype=torch.float32)
+        lacks_grad = not has_grad.all()
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         grads = [master.grad for master in self.masters.values() if master.grad is not None]
-        loss = loss.detach().float().reshape(1).clone()
+        numbers = torch.cat([loss.detach().float().reshape(1), row, has_grad.to(loss.device)])
         if self.groups.replicas:
-            for bucket in _buckets([*grads, loss]):
+            for bucket in _buckets([*grads, numbers]):
                 _sum(bucket, self.groups.replicas)
+        loss, row, has_grad = numbers.split([1, len(row), len(has_grad)])
         self._sum_shared()
         is_finite = self._are_finite()
         if scale != 1.0:
             torch._foreach_div_(grads, scale)
-        return self._norm(loss, is_finite)
+        norms = self._norm(torch.cat([loss, row]), is_finite)
+        if lacks_grad:  # a plain optimizer leaves such weights alone: with a gradient of zeros they would decay
+            shared = {name for pair in self.shared for name in (pair.name, pair.other)}
+            for (name, master), has in zip(self.masters.items(), has_grad.tolist(), strict=True):
+                master.grad = master.grad if has or name in shared else None
+        return norms
 
     def _are_finite(self) -> Tensor | None:
         """Return, for each gradient counted in the norm, whether it is finite in fp16, which rounds values beyond its
@@ -119,22 +129,40 @@ class Gradients:
             assert mine.grad is not None
             all_reduce(mine.grad, self.groups.pairs[pair])
 
-    def _norm(self, loss: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the loss of the global batch and the gradient norm. Loss and norm come from one vector, which is
-        summed over stages: the gradient norm of each weight, in the model's order, and the loss. Each element is zero
-        on all stages but one. `is_finite`: False for a weight: its norm counts as infinite; None: all are finite."""
+    def _norm(self, numbers: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss of the global batch, the gradient norm and the row. All come from one vector, which is summed
+        over stages: the gradient norm of each weight, in the model's order, the loss and the row. `numbers`: the latter
+        two. `is_finite`: False for a weight: its norm counts as infinite; None: all are finite."""
         grads = self._counted_gradients()
-        whole = torch.zeros(self.num_names + 1, device=loss.device)
+        whole = torch.zeros(self.num_names + len(numbers), device=numbers.device)
         if grads:
             norms = torch.stack([*torch._foreach_norm(grads, 2, dtype=torch.float32)])
-            whole[self.places.to(loss.device)] = norms if is_finite is None else norms.where(is_finite, math.inf)
-        whole[-1:] = loss
+            whole[self.places.to(numbers.device)] = norms if is_finite is None else norms.where(is_finite, math.inf)
+        whole[self.num_names :] = numbers
         if self.groups.pipeline:
             all_reduce(whole, self.groups.pipeline)
-        return whole[-1].clone(), torch.linalg.vector_norm(whole[:-1])
+        norms, loss, row = whole.split([self.num_names, 1, len(numbers) - 1])
+        return loss.clone(), torch.linalg.vector_norm(norms), row
+
+    def remember(self) -> None:
+        """Remember the gradients of a step, by their versions."""
+        self.kept = [(master.grad, _version(master.grad)) for master in self.masters.values()]
+
+    def refuse_changes(self) -> None:
+        """Raise ValueError if a script has changed gradients since remember(): a rank has a part of them alone."""
+        for master, (grad, version) in zip(self.masters.values(), self.kept, strict=False):
+            if master.grad is not grad or _version(grad) != version:
+                raise ValueError(
+                    "optimizer.step(): expected the gradients that step() left, of one stage of the model, got changed"
+                    " ones; try step(inputs, clip_grad_max_norm=...)"
+                )
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         torch.nn.utils.clip_grads_with_norm_(self.masters.values(), max_norm, norm)
+
+
+def _version(grad: Tensor | None) -> int:
+    return 0 if grad is None else grad._version
 
 
 def all_reduce(tensor: Tensor, group: Any) -> None:

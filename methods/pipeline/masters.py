@@ -27,6 +27,7 @@ class Masters:
             self.by_name[name] = nn.Parameter(start, requires_grad=weight.requires_grad)
             if weight.requires_grad:
                 weight.register_post_accumulate_grad_hook(self._adder(self.by_name[name]))
+        self.versions = self._versions()
 
     @staticmethod
     def _adder(master: nn.Parameter):
@@ -54,3 +55,15 @@ class Masters:
         rounded = [(weight, master) for weight, master in pairs if weight is not master]
         if rounded:
             torch._foreach_copy_([weight for weight, _ in rounded], [master for _, master in rounded])
+        self.versions = self._versions()
+
+    def refuse_changed_weights(self) -> None:
+        """Raise ValueError if a rounded weight was changed since publish(), which would lose the change."""
+        if self.versions != self._versions():
+            raise ValueError(
+                "step: expected weights as the last update left them, got changed ones, whose fp32 masters would undo"
+                " the change; try load_state_dict()"
+            )
+
+    def _versions(self) -> list[int]:
+        return [weight._version for name, weight in self.weights.items() if weight is not self.by_name[name]]

@@ -34,11 +34,23 @@ from harness.core.method import TensorState
 from harness.devices.streams import STREAMS, UNNOTED
 from methods.pipeline.batches import Inputs, cast, micro_batch_sizes, moved, resized, sample_shape, split
 from methods.pipeline.checkpoint import Checkpoints
-from methods.pipeline.cut import LOSS_SCALE, CutPoint, Part, choose_cuts, cut, num_cuts, probe, specs_of, traced
+from methods.pipeline.cut import (
+    CHANGES,
+    LOSS_SCALE,
+    CutPoint,
+    Part,
+    choose_cuts,
+    cut,
+    num_cuts,
+    probe,
+    specs_of,
+    traced,
+)
 from methods.pipeline.engine import Engine, order_of
 from methods.pipeline.gradients import Gradients, Groups, all_reduce
 from methods.pipeline.link import done, link, num_updates
 from methods.pipeline.masters import Masters
+from methods.pipeline.mean_loss import MeanCheck
 from methods.pipeline.meta import give_memory
 from methods.pipeline.place import place
 from methods.pipeline.rank_map import RankMap
@@ -46,6 +58,7 @@ from methods.pipeline.shared_weights import Shared, counted_names, find_shared
 from methods.pipeline.stage import Spec, Stage
 from methods.pipeline.transport import Transport
 from methods.shared.loss_scale import ChosenLossScale, LossScale
+from methods.shared.module_watch import ModuleWatch
 
 if TYPE_CHECKING:
     from methods.pipeline.torch_schedules import TorchSchedule
@@ -101,6 +114,7 @@ class Varuna(nn.Module):
         self.dtype = torch.float16 if fp16 else torch.bfloat16 if bf16 else None  # None: the model's own
         self.sizes = micro_batch_sizes(batch_size, chunk_size, self.ranks.num_replicas)
         sample = get_batch_fn(chunk_size, device=None)
+        self._sample = sample
         self._shapes = {name: sample_shape(value) for name, value in sample.items()}
         if LOSS_SCALE in inspect.signature(model.forward).parameters:
             sample = {**sample, LOSS_SCALE: 1.0}
@@ -125,6 +139,9 @@ class Varuna(nn.Module):
         self._groups = Groups(self.ranks, self.rank, shared, limit_seconds)
         self._gradients = Gradients(self._masters.trained(), names, self._groups, shared, self.dtype)
         self._passes = self._make_passes(returned, schedule, limit_seconds)
+        self._mean_check = MeanCheck(self.replica, self.ranks.num_replicas, len(self.sizes))
+        self._watch: ModuleWatch | None = ModuleWatch(self.part)  # None after the first step
+        self._is_compared = False  # True once this stage has compared a micro-batch with its samples
         self._losses: list[Tensor] = []  # on the last stage: each micro-batch's share of the global batch's loss
         self.scale: LossScale = ChosenLossScale(None)
         self.grad_norm = torch.zeros(())  # gradient norm of the last step, before clipping
@@ -135,7 +152,12 @@ class Varuna(nn.Module):
     # ---- Set-up
 
     def _cut(self, model: nn.Module, sample: Inputs, cuts: Sequence[int] | None) -> list[Part]:
-        graph = traced(model.train(), sample)
+        if modes := [name or type(model).__name__ for name, module in model.named_modules() if not module.training]:
+            raise ValueError(
+                f"expected a model in train() mode, which a stage would return to, got {modes[0]} in eval(); try"
+                " model.train(), or a module without modes"
+            )
+        graph = traced(model, sample)
         number, num_stages = num_cuts(graph), self.ranks.num_stages
         if cuts is not None:
             self.active = sorted(set(cuts))
@@ -277,6 +299,7 @@ class Varuna(nn.Module):
             is_dynamic = loss_scale == "dynamic"
             start = init_loss_scale if is_dynamic else float(loss_scale)
             self.scale = ChosenLossScale(start, min_loss_scale, is_dynamic=is_dynamic)
+        optimizer.register_step_pre_hook(lambda *_: self._gradients.refuse_changes())
         if self.dtype:
             optimizer.register_step_post_hook(lambda *_: self._masters.publish())
         self.optimizer = optimizer
@@ -296,6 +319,7 @@ class Varuna(nn.Module):
             raise ValueError("step: expected an optimizer, got none; try set_optimizer(optimizer) first")
         if self._link:
             self._link.at_boundary(self)
+        self._masters.refuse_changed_weights()
         began = time.monotonic()
         self._begin(inputs)
         self._masters.zero_grad()
@@ -304,8 +328,10 @@ class Varuna(nn.Module):
         if self._link:  # wait for the first stage's last backward passes, which may still be queued on a GPU
             STREAMS[self.device.type].current().synchronize()
         busy = time.monotonic() - began - (self._passes.waited_seconds - waited)
-        loss, norm = self._gradients.reduce(self._taken_loss(), self.scale.value)
-        self.grad_norm = norm
+        row = self._mean_check.taken(self.device)
+        loss, norm, row = self._gradients.reduce(self._taken_loss(), row, self.scale.value)
+        self._mean_check.refuse(row)
+        self.grad_norm, self._watch = norm, None
         overflow = self.scale.overflows(norm)
         self.num_steps += 1
         if self._link:
@@ -317,6 +343,7 @@ class Varuna(nn.Module):
         self.last_step = self.scale.step(loss, norm, is_skipped=overflow)
         if clip_grad_max_norm is not None and not overflow:
             self._gradients.clip(norm, clip_grad_max_norm)
+        self._gradients.remember()
         return float(loss), overflow
 
     @torch.no_grad()
@@ -338,6 +365,8 @@ class Varuna(nn.Module):
         if missing := sorted(self._shapes.keys() - inputs.keys()):
             raise ValueError(f"step: the batch lacks {', '.join(missing)}, which the first batch had")
         for name, value in inputs.items():
+            if not isinstance(value, Tensor) or not isinstance(self._sample.get(name), Tensor):
+                self._refuse_change(name, value)
             found, expected = sample_shape(value), self._shapes.get(name)
             if found != expected and None not in (found, expected):
                 raise ValueError(
@@ -345,6 +374,17 @@ class Varuna(nn.Module):
                     " try to pad all batches to one shape"
                 )
         self._micro_batches = split(inputs, self.sizes)
+
+    def _refuse_change(self, name: str, value: Any) -> None:
+        """Raise ValueError if a value other than a tensor is not that of the first batch, which the trace has fixed."""
+        if name not in self._sample:
+            raise ValueError(
+                f"step: expected the items of the first batch, {', '.join(self._sample)}, got {name} as well"
+            )
+        expected = self._sample[name]
+        if isinstance(value, Tensor) or isinstance(expected, Tensor) or value != expected:
+            got, kept = (type(each).__name__ if isinstance(each, Tensor) else repr(each) for each in (value, expected))
+            raise ValueError(f"step: expected {name} to stay as in the first batch, {kept}, got {got}; try a tensor")
 
     def _taken_loss(self) -> Tensor:
         losses, self._losses = self._losses, []
@@ -363,11 +403,17 @@ class Varuna(nn.Module):
             self._link.alive()
         part, share = self.modes[self.training], self.sizes[number] / self.batch_size
         inputs = {**self._micro_batches[number], LOSS_SCALE: share * self.scale.value}
-        mine = [moved(inputs.get(name), self.device, self.dtype) for name in part.inputs]
-        found = part.module(*received, *mine)
+        found = self._watched(part, received, inputs) if self._watch else self._results(part, received, inputs)
+        if self._watch and self.training and not self._is_compared:
+            self._is_compared = True
+            self.eval()  # dropout would draw other numbers for a sample alone
+            compute = functools.partial(self._results, self.modes[False])
+            self._mean_check.compare(compute, received, inputs, self.sizes[number])
+            self.train()
         if self.stage == self.ranks.num_stages - 1:
-            loss = (found[0] if isinstance(found, tuple | list) else found).float().reshape(())
+            loss = found[0].float().reshape(())
             self._losses.append(loss.detach() * share)
+            self._mean_check.note(loss, self.sizes[number])
             return (loss if LOSS_SCALE in part.inputs else loss * inputs[LOSS_SCALE],)
         for index, (tensor, expected) in enumerate(zip(found, self._sent[number], strict=True)):
             if (tensor.shape, tensor.dtype) != expected:
@@ -376,6 +422,22 @@ class Varuna(nn.Module):
                     f"micro-batch {number}: expected tensor {index} that stage {self.stage} sends to be"
                     f" {_told(expected)}, got {got}; try to pad all batches to one shape"
                 )
+        return found
+
+    def _results(self, part: Part, received: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
+        """Return the tensors that the part sends or, on the last stage, the loss."""
+        found = part.module(*received, *(moved(inputs.get(name), self.device, self.dtype) for name in part.inputs))
+        if self.stage < self.ranks.num_stages - 1:
+            return found
+        return [found[0] if isinstance(found, tuple | list) else found]
+
+    def _watched(self, part: Part, received: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
+        """Return _results(). Raises ValueError if the pass changes what a recompute would change once more."""
+        assert self._watch is not None
+        before = self._watch.state((received, inputs))
+        found = self._results(part, received, inputs)
+        if change := self._watch.change(before):
+            raise ValueError(f"stage {self.stage}: {CHANGES} {change}")
         return found
 
     def checkpoint(
@@ -485,6 +547,7 @@ class Varuna(nn.Module):
         with torch.no_grad():
             for name, weight in self._masters.weights.items():
                 self._masters.by_name[name].copy_(weight)
+        self._masters.publish()
         return found
 
 

@@ -1,0 +1,125 @@
+"""Finds losses that micro-batches change: the weighted mean of the micro-batches' losses is the batch's loss only if it
+is a mean over the samples, each by itself.
+
+Two things are looked at. In the first step each stage runs its first micro-batch once more, sample by sample. In every
+step the last stage compares the numbers of targets over which cross_entropy took its means: targets of -100, and the
+weights of classes, count. A step's ranks learn of either with the sums of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from methods.pipeline.batches import split
+
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; of the largest value
+HALF_TOLERANCE = 5e-2  # fp16 and bf16
+MOST_UNEVEN = 1e-5  # relative difference between numbers of targets a sample that counts as rounding
+
+
+class MeanCheck:
+    """What a rank has seen of a step's losses. `num_replicas`, `replica`: of its pipeline. `num_micro_batches`: of the
+    replica."""
+
+    def __init__(self, replica: int, num_replicas: int, num_micro_batches: int) -> None:
+        self.replica, self.num_replicas = replica, num_replicas
+        self.is_on = num_replicas * num_micro_batches > 1  # one micro-batch is the batch
+        self.num_means: int | None = None  # cross_entropy's means in a loss; None: not yet counted
+        self.per_sample: list[Tensor] = []  # for each micro-batch: targets a sample
+        self.is_mixed = False  # True: a sample's result depends on the other samples
+
+    def note(self, loss: Tensor, size: int) -> None:
+        """Count the targets of a micro-batch of `size` samples, before its backward pass."""
+        if not self.is_on or self.num_means == 0 or not loss.requires_grad:
+            return
+        counts = _counts(loss, self.num_means)
+        self.num_means = len(counts)
+        if counts:
+            self.per_sample.append(torch.stack([count.float().reshape(()) for count in counts]) / size)
+
+    def compare(
+        self,
+        compute: Callable[[Sequence[Any], Mapping[str, Any]], Any],
+        received: Sequence[Any],
+        inputs: Mapping[str, Any],
+        size: int,
+    ) -> None:
+        """Compare a stage's results of a micro-batch with those of its samples. `compute`: returns the stage's results
+        from the tensors of the stage below and the batch's values."""
+        if not self.is_on or size < 2:
+            return
+        below = {str(number): value for number, value in enumerate(received)}
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            try:
+                whole = compute(received, inputs)
+                alone = [
+                    compute([values.pop(name) for name in below], values)
+                    for values in split({**inputs, **below}, [1] * size)
+                ]
+            except Exception:  # code that takes no single sample: there is nothing to compare with
+                return
+        self.is_mixed = any(_differ(one, many, size) for one, *many in zip(whole, *alone, strict=True))
+
+    def taken(self, device: torch.device) -> Tensor:
+        """Return what all ranks are to sum, and forget it: whether results are mixed, and for each replica the least
+        and the greatest number of targets a sample."""
+        row = torch.zeros(1 + 2 * self.num_replicas, device=device)
+        row[0] = float(self.is_mixed)
+        if self.per_sample:
+            counts = torch.stack(self.per_sample)
+            # One number for the counts of several means, which no two of them leave as it is.
+            numbers = (counts * torch.arange(1, counts.shape[1] + 1, device=counts.device).sqrt()).sum(1)
+            row[1 + 2 * self.replica], row[2 + 2 * self.replica] = numbers.min(), numbers.max()
+        self.per_sample = []
+        return row
+
+    @staticmethod
+    def refuse(row: Tensor) -> None:
+        """Raise ValueError if the sum of all ranks' rows tells of a loss that micro-batches change."""
+        mixed, *numbers = row.tolist()
+        least, most = min(numbers), max(numbers)
+        if most - least > MOST_UNEVEN * most:
+            raise ValueError(
+                f"expected as many targets in each micro-batch's mean, got {least:.6g} to {most:.6g} a sample; try"
+                ' reduction="sum", divided by the number of samples times the batch\'s targets a sample'
+            )
+        if mixed:
+            raise ValueError(
+                "expected a loss that is the mean over samples, each by itself, as micro-batches need, got another; try"
+                " one micro-batch, or a sum over the samples divided by their number"
+            )
+
+
+def _counts(loss: Tensor, num_means: int | None) -> list[Tensor]:
+    """Return the number of targets, or their weight, of each mean of cross_entropy in the graph of the loss.
+    `num_means`: how many there are; None: search the whole graph."""
+    waiting, visited, counts = [loss.grad_fn], set(), []
+    for node in waiting:
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if node.name().startswith("NllLoss") and node._saved_reduction == 1:
+            counts.append(node._saved_total_weight)
+            if len(counts) == num_means:
+                break
+        waiting += [other for other, _ in node.next_functions]
+    return counts
+
+
+def _differ(whole: Any, alone: Sequence[Any], size: int) -> bool:
+    """Return whether a result of a micro-batch is not those of its samples: one after the other, or their mean."""
+    if not isinstance(whole, Tensor) or not whole.is_floating_point():
+        return False
+    if whole.dim() and whole.shape[0] == size:
+        expected = torch.cat(list(alone))
+    elif whole.numel() == 1:
+        expected = torch.stack([value.reshape(whole.shape) for value in alone]).mean(0)
+    else:  # a value that does not have the samples along its first dimension
+        return False
+    tolerance = TOLERANCES.get(whole.dtype, HALF_TOLERANCE)
+    scale = max(float(expected.abs().max()), float(whole.abs().max())) if whole.numel() else 0.0
+    return not bool(((whole - expected).abs() <= tolerance * scale).all())
