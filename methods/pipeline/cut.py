@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from methods.pipeline.grouping import group
 from methods.pipeline.stage import Spec, spec_of
-from methods.shared.module_watch import ModuleWatch, State, hooks_of, random_states
+from methods.shared.module_watch import ModuleState, ModuleWatch, hooks_of, random_states
 
 # The beginning of an error about a pass that is repeated by a recompute, and runs once for each micro-batch.
 CHANGES = (
@@ -241,7 +241,7 @@ def probe(parts: Sequence[Part], inputs: Mapping[str, Any]) -> Iterator[tuple[Se
 def _watched(module: nn.Module, number: int) -> Iterator[None]:
     """Within this context raise ValueError if a pass of part `number` changes a tensor or attribute of the module, or
     an argument."""
-    watch, states = ModuleWatch(module, 0), list[State]()
+    watch, states = ModuleWatch(module, 0), list[ModuleState]()
 
     def end(*_: Any) -> None:
         if change := watch.change(states.pop()):

@@ -141,8 +141,8 @@ class Gradients:
         whole[self.num_names :] = numbers
         if self.groups.pipeline:
             all_reduce(whole, self.groups.pipeline)
-        norms, loss, row = whole.split([self.num_names, 1, len(numbers) - 1])
-        return loss.clone(), torch.linalg.vector_norm(norms), row
+        _, loss, row = whole.split([self.num_names, 1, len(numbers) - 1])
+        return loss.clone(), torch.linalg.vector_norm(whole[: self.num_names]), row
 
     def remember(self) -> None:
         """Remember the gradients of a step, by their versions."""

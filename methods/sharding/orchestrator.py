@@ -41,7 +41,7 @@ from methods.sharding.task import Task
 from methods.sharding.two_devices import First
 from methods.sharding.unit import INTERMEDIATES
 from methods.sharding.user_model import bring_home, named_layers, ordered_layers, shard_sizes
-from methods.shared.module_watch import ModuleWatch, State
+from methods.shared.module_watch import ModuleState, ModuleWatch
 
 SECONDS_A_LINE = 10.0  # seconds between two lines of progress
 
@@ -179,7 +179,7 @@ class ModelOrchestrator:
         self.tasks, self.devices, self.policy, self.hybrid = list(tasks), list(devices), policy, hybrid
         self.device_memory, self.num_slots = device_memory, 1 + double_buffer
         self.models: list[list[Shard]] = []
-        self.watches: list[tuple[ModuleWatch, State]] = []  # the models' states at the end of generate()
+        self.watches: list[tuple[ModuleWatch, ModuleState]] = []  # the models' states at the end of generate()
         # `options`: arguments of Worker. `words`: arguments of each model's Task.
         self.options: dict[str, Any] = {"double_buffer": double_buffer, "intermediates": intermediates}
         self._read_settings()

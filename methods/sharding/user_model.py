@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from methods.sharding.pure_layer import LastLayer, MiddleLayer, PureLayer
 from methods.sharding.shard import NamedLayer, Shard, settle
-from methods.sharding.user_layer import LastLayer, MiddleLayer, UserLayer
 from methods.shared.memory_needs import aligned
 from methods.shared.module_watch import hooks_of
 
@@ -100,7 +100,7 @@ def named_layers(task: Any) -> list[NamedLayer]:
         if index == len(task.layers) - 1:
             criterion = task.criterion  # a module's buffers go to the device, and a rehearsal replaces them: copy it
             criterion = copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
-            copied: UserLayer = LastLayer(title, module, criterion, takes_tuple=takes_tuple)
+            copied: PureLayer = LastLayer(title, module, criterion, takes_tuple=takes_tuple)
         else:
             copied = MiddleLayer(title, module, takes_tuple=takes_tuple)
         named.append(NamedLayer(copied, {f"layer.{name}": names[id(p)] for name, p in local.items()}))

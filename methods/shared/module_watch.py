@@ -26,7 +26,7 @@ LISTED = {"_flat_weights", "_flat_weight_refs"}  # where nn.LSTM and its kin lis
 CONSTANT = "_tensor_constant"  # the beginning of the attributes that torch.fx adds to a module that it traces
 
 
-class State(NamedTuple):
+class ModuleState(NamedTuple):
     """A module's state. `marks`: of each tensor its storage and version. `attributes`, `contents`: the values of each
     module's attributes, and the items of those that are containers. `sums`: of each tensor's bytes; None: values are
     not compared."""
@@ -56,11 +56,11 @@ class ModuleWatch:
         ]
         self.generators = [value for *_, value in attributes if isinstance(value, torch.Generator)]
 
-    def state(self, arguments: Any = ()) -> State:
+    def state(self, arguments: Any = ()) -> ModuleState:
         """Return the state before a pass on these arguments. It keeps the arguments alive."""
         tensors, is_valued = self._tensors(), self.num_valued > 0
         self.num_valued -= is_valued
-        return State(
+        return ModuleState(
             tensors=tensors,
             marks=self._marks(tensors),
             attributes=[list(vars(module).values()) for _, module in self.named],
@@ -71,7 +71,7 @@ class ModuleWatch:
             random=random_states() if is_valued else [],
         )
 
-    def change(self, before: State) -> str:
+    def change(self, before: ModuleState) -> str:
         """Return what has changed since state() returned `before`; "": nothing."""
         tensors = self._tensors()
         if not _same(tensors, before.tensors):
@@ -109,7 +109,7 @@ class ModuleWatch:
         ]
         return names[differ.index(True)]
 
-    def _changed_value(self, sums: list[int], before: State) -> str:
+    def _changed_value(self, sums: list[int], before: ModuleState) -> str:
         differ = [old != byte_sum(tensor) for old, tensor in zip(sums, before.tensors, strict=True)]
         if any(differ):
             return self._name(differ)

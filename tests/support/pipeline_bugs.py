@@ -25,14 +25,14 @@ BUGS = [
     PipelineBug(
         "norm_counts_the_tied_gradient_twice",
         GRADIENTS,
-        "torch.linalg.vector_norm(whole[:-1])",
-        "torch.linalg.vector_norm(torch.cat([whole[:1], whole[:-1]]))",
+        "torch.linalg.vector_norm(whole[: self.num_names])",
+        "torch.linalg.vector_norm(torch.cat([whole[:1], whole[: self.num_names]]))",
     ),
     PipelineBug(
         "gradient_of_a_replica_dropped",
         GRADIENTS,
-        "for bucket in _buckets([*grads, loss]):",
-        "for bucket in _buckets([*[grad.mul_(not self.groups.replica) for grad in grads], loss]):",
+        "for bucket in _buckets([*grads, numbers]):",
+        "for bucket in _buckets([*[grad.mul_(not self.groups.replica) for grad in grads], numbers]):",
     ),
     PipelineBug(
         "overflow_of_a_sum_in_fp16_not_counted",

@@ -33,7 +33,7 @@ def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
-class Layer(nn.Module):
+class ActingLayer(nn.Module):
     """A linear layer, and what `act` does with the layer, its input and its result."""
 
     def __init__(self, act: Callable[[Any, Any, Tensor], Any] = lambda layer, x, y: y) -> None:
@@ -149,7 +149,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "frozen parameters": (frozen, {}),
     "a tuple of tensors from one layer to the next": (lambda: chain(Pair(), Pair(), Pair(is_last=True)), {}),
     "inputs in a dict, read by the first layer": (
-        lambda: chain(Layer(lambda layer, x, y: y), linear()),
+        lambda: chain(ActingLayer(lambda layer, x, y: y), linear()),
         {"batches": [({"x": x}, y) for x, y in BATCHES]},
     ),
     "parametrizations without buffers, as `weight_norm`": (lambda: chain(parametrizations.weight_norm(linear())), {}),
@@ -242,7 +242,7 @@ def test_what_a_script_changes_between_generate_and_train_models_counts(change: 
 
 
 def changed(act: Callable[[Any, Any, Tensor], Any]) -> Callable[[], nn.Module]:
-    return lambda: chain(Layer(act), linear())
+    return lambda: chain(ActingLayer(act), linear())
 
 
 def holder(act: Callable[[Any, Any], Tensor]) -> Callable[[], nn.Module]:
@@ -277,7 +277,7 @@ def shrunk(layer: Any, x: Any, y: Tensor) -> Tensor:
 
 
 def reading(*, is_hidden: bool) -> nn.Module:
-    first, second = linear(), Layer(lambda layer, x, y: y + F.linear(x, first.weight))
+    first, second = linear(), ActingLayer(lambda layer, x, y: y + F.linear(x, first.weight))
     if is_hidden:
         second.others = [first]
     return chain(first, second)
@@ -314,7 +314,7 @@ def decayed(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output, targets) + LEAVES[0].square().sum()
 
 
-class Shared(torch.optim.SGD):
+class SharedRate(torch.optim.SGD):
     """Keeps a number for all of its parameters together."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -388,7 +388,11 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], dict[str, Any], str]]] = 
         (lambda: chain(nn.Embedding(3, WIDTH, sparse=True)), {}, "Embedding makes sparse gradients"),
     ],
     "a dict or a list from one layer to the next": [
-        (changed(lambda layer, x, y: {"y": y}), {}, r"layer 0 \(Layer\) returns a dict; expected a tensor, or a tuple"),
+        (
+            changed(lambda layer, x, y: {"y": y}),
+            {},
+            r"layer 0 \(ActingLayer\) returns a dict; expected a tensor, or a tuple",
+        ),
     ],
     "an optimizer of other parameters, with one number for all of them, or with a closure": [
         (
@@ -396,7 +400,7 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], dict[str, Any], str]]] = 
             {"optimizer": lambda given, lr: torch.optim.SGD(linear().parameters(), lr)},
             "got other parameters",
         ),
-        (plain_layers, {"optimizer": Shared}, "Shared: expected states of single parameters"),
+        (plain_layers, {"optimizer": SharedRate}, "SharedRate: expected states of single parameters"),
         (
             plain_layers,
             {"optimizer": torch.optim.LBFGS},

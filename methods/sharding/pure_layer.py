@@ -19,7 +19,7 @@ from methods.shared.module_watch import ModuleWatch, leaves_beyond
 NUM_GRAPHS = 1  # passes whose graph is searched for parameters of other layers
 
 
-class UserLayer(nn.Module):
+class PureLayer(nn.Module):
     """A user's layer. `title`: its place and class, for errors. `takes_tuple`: True: several values come as one tuple,
     as nn.Sequential passes them on; False: as arguments.
 
@@ -68,7 +68,7 @@ class UserLayer(nn.Module):
                 )
 
 
-class MiddleLayer(UserLayer):
+class MiddleLayer(PureLayer):
     """A user's layer before the last one: returns a tensor, or a tuple of tensors and None."""
 
     def forward(self, *x: Any) -> Any:
@@ -82,7 +82,7 @@ class MiddleLayer(UserLayer):
         return y
 
 
-class LastLayer(UserLayer):
+class LastLayer(PureLayer):
     """The last layer with the criterion: computes the loss from the layer's inputs and the targets."""
 
     def __init__(self, title: str, layer: nn.Module, criterion: Callable[..., Tensor], *, takes_tuple: bool) -> None:
