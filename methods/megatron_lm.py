@@ -294,7 +294,8 @@ def _build(method: MegatronLM, workload: Workload, device: str):
         OptimizerConfig(
             lr=workload.learning_rate, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
             adam_eps=EPSILON, clip_grad=workload.clip_norm, **precision, hysteresis=1,
-            initial_loss_scale=INITIAL_LOSS_SCALE, loss_scale_window=LOSS_SCALE_WINDOW, **shares,
+            initial_loss_scale=INITIAL_LOSS_SCALE, loss_scale_window=workload.loss_scale_window or LOSS_SCALE_WINDOW,
+            **shares,
         ),
         [model],
     )  # fmt: skip

@@ -39,7 +39,15 @@ LOSS_SCALE_WINDOW = 1000  # the loss scale doubles after this many steps in a ro
 OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
 NUM_RATES = 6  # most learning rates among several models: the first is the workload's, each next is half as high
 # A workload's JSON leaves out fields that have these values. So jobs from before a field existed keep their keys.
-UNSAID = {"micro_batches": 1, "model": None, "config": None, "weights": None}
+UNSAID = {
+    "micro_batches": 1,
+    "model": None,
+    "config": None,
+    "weights": None,
+    "lr_warmup_steps": LR_WARMUP_STEPS,
+    "lr_decay_steps": LR_DECAY_STEPS,
+    "loss_scale_window": None,
+}
 # Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/core/gpt.py).
 NUM_LOGITS = 2**25
 # Most elements of an MLP's inner tensor that is computed whole, 1 GiB in bf16. If the inner tensor is larger, MLP
@@ -71,6 +79,9 @@ class Workload:
     model: str | None = None  # name of the model in `config`, for people
     config: str | None = None  # a model's config.json (harness/core/hub_config.py); None: the published GPT
     weights: str | None = None  # folder of safetensors with starting weights, if config is set; None: seeded values
+    lr_warmup_steps: int = LR_WARMUP_STEPS  # step at which learning_rate is reached
+    lr_decay_steps: int = LR_DECAY_STEPS  # step from which on the learning rate is at its lowest
+    loss_scale_window: int | None = None  # fp16's steps without overflow before the scale doubles; None: 1000
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
@@ -105,8 +116,17 @@ class Workload:
             raise ValueError(f"--clip: expected 0 (off) or a positive norm, got {self.clip_norm}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"--lr: expected a positive number, got {self.learning_rate}")
+        self._check_schedule()
         for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 must give the job the same key
             object.__setattr__(self, name, float(getattr(self, name)))
+
+    def _check_schedule(self) -> None:
+        for name in ("lr_warmup_steps", "lr_decay_steps", "loss_scale_window"):
+            if (steps := getattr(self, name)) is not None:
+                check_count(name, steps)
+        if self.lr_decay_steps <= self.lr_warmup_steps:
+            expected = f"expected lr_decay_steps above lr_warmup_steps ({self.lr_warmup_steps})"
+            raise ValueError(f"{expected}, got {self.lr_decay_steps}; try {self.lr_warmup_steps + 1}")
 
     def _check_config(self, text: str) -> None:
         config = hub_config.parsed(text)
@@ -252,12 +272,13 @@ class Workload:
         return self.clip_norm > 0 or self.dtype == "fp16"
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of the published schedule at a step. Steps count from 1, and steps that fp16 skips
-        count, too. For the default workload the rate is 4.687e-07 at step 10 and 2.344e-06 at step 50."""
-        if step <= LR_WARMUP_STEPS:
-            return self.learning_rate * step / LR_WARMUP_STEPS
+        """Return the learning rate at a step: it rises linearly, then falls as a cosine. Steps count from 1, and steps
+        that fp16 skips count, too. The default workload has 4.687e-07 at step 10 and 2.344e-06 at step 50."""
+        warmup, decay = self.lr_warmup_steps, self.lr_decay_steps
+        if step <= warmup:
+            return self.learning_rate * step / warmup
         floor = min(MIN_LEARNING_RATE, self.learning_rate)
-        done = min(1.0, (step - LR_WARMUP_STEPS) / (LR_DECAY_STEPS - LR_WARMUP_STEPS))
+        done = min(1.0, (step - warmup) / (decay - warmup))
         return floor + (self.learning_rate - floor) * (1 + math.cos(math.pi * done)) / 2
 
     def at_depth(self, num_layers: int) -> Workload:

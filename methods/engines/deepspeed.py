@@ -21,14 +21,18 @@ from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WIND
 from harness.core.method import Step, TensorState, Trained, Training, Unavailable
 from methods.engines.deepspeed_config import EXTENSIONS, KERNELS, NEEDS, is_built, lacks_to_build, versions
 
-FP16 = {  # the same rule as methods/shared/loss_scale.py
+# The rule of methods/shared/loss_scale.py, but after the start or an overflow DeepSpeed doubles the scale a step later.
+FP16 = {
     "enabled": True,
     "loss_scale": 0,  # dynamic
     "initial_scale_power": int(math.log2(INITIAL_LOSS_SCALE)),
-    "loss_scale_window": LOSS_SCALE_WINDOW,
     "hysteresis": 1,
     "min_loss_scale": 1,
 }
+
+
+def _fp16(workload: Workload) -> dict[str, Any]:
+    return {**FP16, "loss_scale_window": workload.loss_scale_window or LOSS_SCALE_WINDOW}
 
 
 def engine_config(workload: Workload, adam: str, zero: dict[str, Any], num_ranks: int) -> dict[str, Any]:
@@ -39,7 +43,7 @@ def engine_config(workload: Workload, adam: str, zero: dict[str, Any], num_ranks
         "gradient_clipping": workload.clip_norm,  # given even if it is 0 (no clipping), because the default is 1.0
         "zero_optimization": zero,
         "bf16": {"enabled": workload.dtype == "bf16"},
-        "fp16": FP16 if workload.dtype == "fp16" else {"enabled": False},
+        "fp16": _fp16(workload) if workload.dtype == "fp16" else {"enabled": False},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,

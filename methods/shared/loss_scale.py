@@ -2,7 +2,8 @@
 
 All methods use this rule. The scale starts at 2^16. A step with a gradient that is not finite is skipped: weights,
 moments and the number of updates stay, and the scale is halved, down to 1. The scale is doubled after 1000 steps in a
-row without a skip. A skipped step still counts as a step in the schedule of the learning rate.
+row without a skip, or after as many as the workload sets. A skipped step still counts as a step in the schedule of the
+learning rate.
 
 Source: Micikevicius et al. 2018. The numbers are DeepSpeed's. DeepSpeed's hysteresis, which delays the halving, is not
 used.
@@ -25,11 +26,13 @@ class LossScale:
     """The scale of the current step's loss: always 1 in dtypes other than fp16."""
 
     least, is_dynamic = 1.0, True
+    window: int | None = None  # the scale doubles after this many steps in a row without a skip; None: 1000
 
     def __init__(self, training: Workload | Terms) -> None:
         self.is_used = training.dtype == "fp16"
         self.value = INITIAL_LOSS_SCALE if self.is_used else 1.0
         self.num_good = 0  # steps in a row without a skip
+        self.window = training.loss_scale_window
 
     def overflows(self, norm: Tensor) -> bool:
         """Return whether the global gradient norm is not finite; this waits for the norm. If no loss scale is used,
@@ -49,7 +52,7 @@ class LossScale:
             return ended
         if is_skipped:
             self.value = max(self.least, self.value / 2)
-        elif self.num_good % LOSS_SCALE_WINDOW == 0:
+        elif self.num_good % (self.window or LOSS_SCALE_WINDOW) == 0:
             self.value *= 2
         return ended
 

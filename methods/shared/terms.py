@@ -18,10 +18,12 @@ class Terms(NamedTuple):
     keeps_random: bool = True
     norms_in_blocks: bool = False
     accumulates: bool = False  # True: several backward passes, each through all layers, add to one step's gradients
+    loss_scale_window: int | None = None  # fp16's steps without overflow before the scale doubles; None: 1000
 
     @classmethod
     def of(cls, workload: Workload) -> Self:
-        return cls(workload.dtype, workload.clip_norm, workload.dropout > 0, workload.micro_batches > 1)
+        draws, sums, window = workload.dropout > 0, workload.micro_batches > 1, workload.loss_scale_window
+        return cls(workload.dtype, workload.clip_norm, draws, sums, loss_scale_window=window)
 
     @property
     def waits_for_norm(self) -> bool:

@@ -42,6 +42,9 @@ WORKLOAD_CHANGES: dict[str, Any] = {
     "dropout": 0.1,
     "clip_norm": 0.5,
     "learning_rate": 1e-4,
+    "lr_warmup_steps": 3201,
+    "lr_decay_steps": 320_001,
+    "loss_scale_window": 2,
     "seed": 1235,
     "corpus": "text",
     "model": "a name",
@@ -105,6 +108,20 @@ def test_learning_rate_decays_along_half_a_cosine(step: int, rate: float) -> Non
 
 def test_learning_rate_below_the_floor_stays_as_asked() -> None:
     assert Workload(learning_rate=1e-6).learning_rate_at(320_000) == 1e-6
+
+
+def test_a_workload_may_set_the_turns_of_its_schedule() -> None:
+    """By hand: 1 at step 4, half of it above 1e-5 in the middle of steps 4 to 8, 1e-5 from step 8 on."""
+    short = Workload(learning_rate=1.0, lr_warmup_steps=4, lr_decay_steps=8)
+    rates = [short.learning_rate_at(step) for step in (1, 4, 6, 8, 100)]
+    assert rates == pytest.approx([0.25, 1.0, 0.5 + 0.5e-5, 1e-5, 1e-5])
+    with pytest.raises(ValueError, match="expected lr_decay_steps above lr_warmup_steps \\(9\\), got 9; try 10"):
+        Workload(lr_warmup_steps=9, lr_decay_steps=9)
+
+
+def test_a_job_of_the_published_schedule_keeps_its_key() -> None:
+    text = Job("l2l", Workload(lr_warmup_steps=3200, lr_decay_steps=320_000, loss_scale_window=None)).to_dict()
+    assert text["workload"].keys().isdisjoint({"lr_warmup_steps", "lr_decay_steps", "loss_scale_window"})
 
 
 def test_flops_are_those_counted_by_hand() -> None:

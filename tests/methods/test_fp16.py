@@ -25,6 +25,7 @@ from harness.simulation.batches import token_batches
 from methods.offload.clip import Clip
 from methods.shared import loss_scale
 from methods.shared.loss_scale import ChosenLossScale, LossScale
+from methods.shared.terms import Terms
 from tests.methods.test_agree import difference, largest_difference
 from tests.support.bugs import COMMITTED, overflow
 from tests.support.planting import planted
@@ -74,6 +75,11 @@ def test_the_scale_is_torchs_grad_scaler(overflows: str, window: int, monkeypatc
         assert ours.step(torch.zeros(()), None, is_skipped=digit == "1").loss_scale == float(theirs)
         torch._amp_update_scale_(theirs, tracker, torch.tensor(float(digit)), 2.0, 0.5, window)
     assert ours.value == float(theirs)
+
+
+def test_a_workload_may_set_when_the_scale_doubles() -> None:
+    for scale in (LossScale(load := tiny(dtype="fp16", loss_scale_window=2)), LossScale(Terms.of(load))):
+        assert [scale.step(torch.zeros(()), None).loss_scale for _ in range(5)] == [2**16, 2**16, 2**17, 2**17, 2**18]
 
 
 def test_the_scale_is_never_below_1() -> None:
