@@ -33,9 +33,11 @@ class Planted(Method):
     accumulates = True
     takes_config = True
 
-    fault: str = ""  # a name in FAULTS, HIDDEN_FAULTS, DROPOUT_FAULTS or bench/convention_faults.py; empty: none
+    # a name in FAULTS, PATH_FAULTS, HIDDEN_FAULTS, DROPOUT_FAULTS or bench/convention_faults.py; empty: none
+    fault: str = ""
+    only: str = ""  # the dtype in which the fault is planted, as in the path of one dtype alone; empty: in all
     rounding: str = ""  # one of methods/shared/roundings.py
-    adam: str = "fused"  # torch's "fused", "foreach" or "loop"; "plain": class Plain below
+    adam: str = "fused"  # torch's "fused", "foreach" or "loop"; "plain": class Plain below; "double": Plain in fp64
     threads: int = 0  # torch's threads; 0: unchanged
     dropout_seed: int = 0  # seed of dropout; 0: the reference's seed
     promises: bool = False  # True: promises the reference's bits
@@ -84,12 +86,12 @@ class Loop:
         self.step = 0
         self.patches: list[Any] = []  # functions whose contexts surround the model's passes
         self.memory: dict[str, Any] = {}  # values that a fault keeps from earlier steps
-        if how.fault:
+        if how.fault and how.only in ("", workload.dtype):
             conventions = {**convention_faults.of(workload), **convention_faults.ROUNDED}
             if how.fault in conventions:
                 conventions[how.fault](self.model)
             else:
-                {**FAULTS, **HIDDEN_FAULTS, **DROPOUT_FAULTS}[how.fault](self)
+                {**FAULTS, **PATH_FAULTS, **HIDDEN_FAULTS, **DROPOUT_FAULTS}[how.fault](self)
         if self.is_mixed:
             self.copy_to_weights()
         self.optimizer = self.make_optimizer()
@@ -122,7 +124,9 @@ class Loop:
             if self.max_norm:
                 self.clip(grads, norm)
             is_skipped = self.scale.overflows(norm)
-            if not is_skipped:
+            if is_skipped:
+                self.skip()
+            else:
                 self.update(grads)
             if self.is_mixed:
                 self.copy_to_weights()
@@ -174,8 +178,9 @@ class Loop:
             {"params": [master], "weight_decay": self.decay(name), "name": name}
             for name, master in self.masters.items()
         ]
-        if self.how.adam == "plain":
-            return PlainAdamW(groups, {"lr": 0.0, "betas": self.betas, "eps": self.epsilon})
+        if self.how.adam in ("plain", "double"):
+            make = PlainAdamW if self.how.adam == "plain" else DoubleAdamW
+            return make(groups, {"lr": 0.0, "betas": self.betas, "eps": self.epsilon})
         kind: dict[str, Any] = {"fused": self.how.adam == "fused", "foreach": self.how.adam == "foreach"}
         return torch.optim.AdamW(groups, betas=self.betas, eps=self.epsilon, **kind)
 
@@ -188,6 +193,9 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.after_update()
+
+    def skip(self) -> None:
+        pass
 
     def before_update(self) -> None:
         pass
@@ -238,6 +246,25 @@ def _plain_adamw() -> Any:
 
 def PlainAdamW(groups: Any, defaults: Any) -> Any:
     return _plain_adamw()(groups, defaults)
+
+
+def DoubleAdamW(groups: Any, defaults: Any) -> Any:
+    """Return PlainAdamW, but with each step computed in fp64 and rounded once, to the weights' and moments' fp32."""
+    import torch
+
+    class Double(_plain_adamw()):  # type: ignore[misc]
+        def move(self, p: Any, group: Any) -> None:
+            narrow, wide = self.state[p], torch.nn.Parameter(p.detach().double())
+            wide.grad = p.grad.double()
+            self.state[wide] = {
+                name: value.double() if torch.is_tensor(value) else value for name, value in narrow.items()
+            }
+            super().move(wide, group)
+            p.copy_(wide)
+            moved = self.state.pop(wide)
+            narrow |= {name: value.float() if torch.is_tensor(value) else value for name, value in moved.items()}
+
+    return Double(groups, defaults)
 
 
 def _patch(loop: Loop, name: str, function: Callable[..., Any]) -> None:
@@ -561,9 +588,140 @@ def _norm_epsilon(loop: Loop) -> None:
 
 @_fault("a starting tensor off by 1 %")
 def _start(loop: Loop) -> None:
+    loop.masters[_matrix(loop)].data *= 1.01
+
+
+# Faults of a path that a training takes with some sizes, dtypes or steps only: a part of a tensor, a step that fp16
+# skips, the schedule after the warm-up, a head or a sample larger than a kernel's block.
+
+PATH_FAULTS: dict[str, Callable[[Loop], None]] = {}
+OF_SKIPS = ["weights decayed in skipped steps", "moments decayed in skipped steps"]  # in fp16 only
+OF_SIZES = [  # beyond BLOCK_TOKENS or BLOCK_COLUMNS only
+    "attention to the last 64 tokens only",
+    "scale of heads wider than 32 wrong",
+    "half the gradient of positions from 64 on",
+]
+
+
+def _path_fault(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        PATH_FAULTS[name] = function
+        return function
+
+    return add
+
+
+def _matrix(loop: Loop) -> str:
+    """Return the name of the largest matrix of the loop's chosen layer."""
     anatomy = loop.workload.anatomy
-    name = next(name for name, shape in anatomy.layer.items() if shape == anatomy.layer_matrix)
-    loop.masters[loop.layer + name].data *= 1.01
+    return loop.layer + next(name for name, shape in anatomy.layer.items() if shape == anatomy.layer_matrix)
+
+
+def _frozen(part: Callable[[Tensor], Tensor]) -> Callable[[Loop], None]:
+    """Return a fault: part(matrix) of a layer's matrix is never updated."""
+
+    def plant(loop: Loop) -> None:
+        def before() -> None:
+            loop.memory["frozen"] = part(loop.masters[_matrix(loop)]).detach().clone()
+
+        def after() -> None:
+            part(loop.masters[_matrix(loop)].data).copy_(loop.memory["frozen"])
+
+        loop.before_update, loop.after_update = before, after  # type: ignore[method-assign]
+
+    return plant
+
+
+PATH_FAULTS["a row of a matrix never updated"] = _frozen(lambda matrix: matrix[3])
+PATH_FAULTS["the last 16 elements of a matrix never updated"] = _frozen(lambda matrix: matrix.view(-1)[-16:])
+
+
+@_path_fault("gradient of a column lost")
+def _lost_column(loop: Loop) -> None:
+    def change(grads: dict[str, Tensor]) -> None:
+        grads[_matrix(loop)][:, -1] = 0
+
+    loop.change_gradients = change  # type: ignore[method-assign]
+
+
+@_path_fault("the last position's gradient lost")
+def _lost_position(loop: Loop) -> None:
+    from harness.core import gpt
+    from methods.shared.roundings import replaced
+
+    original, num_tokens = gpt.cross_entropy, loop.workload.seq_len
+
+    def cross_entropy(logits: Tensor, targets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        loss, dlogits = original(logits, targets, *others)
+        dlogits[num_tokens - 1 :: num_tokens] = 0
+        return loss, dlogits
+
+    loop.patches.append(lambda: replaced(gpt, "cross_entropy", cross_entropy))
+
+
+def _undecayed_in(start: Callable[[Loop], str]) -> Callable[[Loop], None]:
+    return lambda loop: vars(loop).update(
+        decay=lambda name: 0.0 if name.startswith(start(loop)) else Loop.decay(loop, name)
+    )
+
+
+PATH_FAULTS["no decay in a layer"] = _undecayed_in(lambda loop: loop.layer)
+PATH_FAULTS["no decay in the embedding"] = _undecayed_in(lambda loop: loop.table)
+
+
+@_path_fault(OF_SKIPS[0])
+def _decayed_when_skipped(loop: Loop) -> None:
+    def skip() -> None:
+        for name, master in loop.masters.items():
+            master.data.mul_(1 - loop.rate(name) * loop.decay(name))
+
+    loop.skip = skip  # type: ignore[method-assign]
+
+
+@_path_fault(OF_SKIPS[1])
+def _moments_decayed_when_skipped(loop: Loop) -> None:
+    def skip() -> None:
+        for state in loop.states().values():
+            for name, beta in zip(MOMENTS, loop.betas, strict=True):
+                state[name].mul_(beta)
+
+    loop.skip = skip  # type: ignore[method-assign]
+
+
+PATH_FAULTS["constant rate after the warm-up"] = lambda loop: vars(loop).update(
+    rate=lambda name: loop.workload.learning_rate_at(min(loop.step, loop.workload.lr_warmup_steps))
+)
+BLOCK_TOKENS, BLOCK_COLUMNS = 64, 32  # sizes that a kernel handles; the faults below show beyond them
+
+
+@_path_fault(OF_SIZES[0])
+def _sliding(loop: Loop) -> None:
+    import torch
+
+    def attention(original: Any, query: Any, *others: Any, is_causal: bool, **words: Any) -> Any:
+        is_seen = torch.ones(query.shape[-2], query.shape[-2], dtype=torch.bool, device=query.device).tril()
+        return original(query, *others, attn_mask=is_seen.triu(1 - BLOCK_TOKENS), **words)
+
+    _patch(loop, "scaled_dot_product_attention", attention)
+
+
+@_path_fault(OF_SIZES[1])
+def _wide_scale(loop: Loop) -> None:
+    def attention(original: Any, query: Any, *others: Any, **words: Any) -> Any:
+        is_wide = query.shape[-1] > BLOCK_COLUMNS
+        return original(query * 2**-0.5 if is_wide else query, *others, **words)
+
+    _patch(loop, "scaled_dot_product_attention", attention)
+
+
+@_path_fault(OF_SIZES[2])
+def _half_positions(loop: Loop) -> None:
+    def change(grads: dict[str, Tensor]) -> None:
+        for name in loop.workload.anatomy.embedding:
+            if name != loop.table:
+                grads[name][BLOCK_TOKENS:] *= 0.5
+
+    loop.change_gradients = change  # type: ignore[method-assign]
 
 
 # Faults that the gate's probe cannot show: they affect only layers beyond the probe's 4 layers, or steps after its 20
