@@ -1,11 +1,12 @@
 """Measures the power of the gate: how many planted faults the gate detects, how many of these it names correctly, and
 how many correct ("honest") runs it fails.
 
-Each of the 42 faults in bench/faults/planted.py trains 4 layers of hidden size 64 for 20 steps in each dtype: once at
-the published learning rate, and once at the learning rate of the gate's probe. Honest runs train in the same way, but
+Each of the 42 FAULTS in bench/faults/planted.py trains 4 layers of hidden size 64 for 20 steps in each dtype: once at
+the published learning rate, and once at the learning rate of the gate's probe. They are planted again in the path of
+one half precision alone, and the PATH_FAULTS in the path of each dtype alone. Honest runs train in the same way, but
 round differently: other numbers of threads, micro-batches, sums of products, attention and loops of AdamW, and every
 method that is exact by design and runs on this machine. The gate judges each run three times: with its tolerances for a
-CPU, with its tolerances for CUDA and, if the method promises the reference's bits, by bits. All this takes about 4
+CPU, with its tolerances for CUDA and, if the method promises the reference's bits, by bits. All this takes about 6
 minutes on two cores. `--with` tries the gate at other sizes than the sizes by which the gate's limits were chosen.
 `--model` tries the gate on a model with a config.json; the faults are then those of bench/convention_faults.py, and
 those of planted.py that the model can have.
@@ -138,7 +139,7 @@ class PowerCase(NamedTuple):
         return self._job(dataclasses.replace(self.size, dtype=self.dtype))
 
     def probe(self, dtype: str) -> Job:
-        return self._job(probe.capped(probe.workload(self.size, dtype)), self.probe_steps)
+        return self._job(probe.workload(probe.capped(self.size), dtype, self.probe_steps), self.probe_steps)
 
     def _job(self, size: Workload, steps: int = 20) -> Job:
         size = dataclasses.replace(size, **self.changes, seed=self.seed)
@@ -181,6 +182,24 @@ def fault_cases(
     return [
         PowerCase("planted", {"fault": fault}, {}, dtype, seeds[0], fault, size, probe_steps)
         for fault in faults or faults_of(dataclasses.replace(size, dtype=dtype))
+    ]
+
+
+def path_cases(
+    dtype: str, size: Workload = SIZE, seeds: Sequence[int] = SEEDS, probe_steps: int = probe.STEPS
+) -> list[PowerCase]:
+    """Return a case for each fault in the path of this dtype alone: those of parts of a tensor and of single steps and,
+    in half precision, all others."""
+    method.load("planted", FOLDERS)
+    from methods import planted  # type: ignore[attr-defined]
+
+    of_sizes = size.seq_len <= planted.BLOCK_TOKENS or size.hidden_size // size.num_heads <= planted.BLOCK_COLUMNS
+    lacking = [*planted.OF_SIZES * of_sizes, *planted.OF_SKIPS * (dtype != "fp16")]
+    faults = [fault for fault in planted.PATH_FAULTS if fault not in lacking]
+    faults += faults_of(dataclasses.replace(size, dtype=dtype)) if dtype != "fp32" else []
+    return [
+        PowerCase("planted", {"fault": fault, "only": dtype}, {}, dtype, seeds[0], fault, size, probe_steps)
+        for fault in faults
     ]
 
 
@@ -241,8 +260,7 @@ def outcome(case: PowerCase, records: dict[str, Record]) -> Outcome:
     trials = []
     for dtype in dict.fromkeys(("fp32", case.dtype)):
         others = tuple(record(case.rounded(), dtype).models())
-        wide = (record(case.reference(), "fp32"),) if dtype != "fp32" else ()
-        trials.append(Trial(record(case, dtype), record(case.reference(), dtype), others, wide))
+        trials.append(Trial(record(case, dtype), record(case.reference(), dtype), others))
     verdicts = {}
     for way in WAYS:
         as_judged: dict[str, Any] = {"device": "cuda" if way == "cuda" else "cpu", "bit_exact": way == "bits"}
@@ -268,17 +286,21 @@ def figures(outcomes: Iterable[Outcome], promised: set[str]) -> dict[str, dict[s
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for dtype in DTYPES:
         own = [each for each in outcomes if each.case.dtype == dtype]
+        of_path = [one for one in own if "only" in one.case.options]
+        own = [one for one in own if "only" not in one.case.options]
         faults, honest = ([each for each in own if bool(each.case.fault) == is_fault] for is_fault in (True, False))
-        for way in WAYS if own else ():
+        for way in WAYS if own or of_path else ():
             runs = [each for each in honest if way != "bits" or _name(each.case) in promised]
             seen = [each for each in faults if each.verdicts[way].verdict == "failed"]
             named = [each for each in seen if each.is_named(way)]
             failed = [each for each in runs if not each.verdicts[way].passed]
+            unseen = [one.case.fault for one in of_path if one.verdicts[way].verdict != "failed"]
             found.setdefault(dtype, {})[way] = {
                 "faults": len(faults), "seen": len(seen), "named": len(named), "honest": len(runs),
                 "false_alarms": len(failed),
                 "unseen": [each.case.fault for each in faults if each not in seen],
                 "misnamed": {each.case.fault: _said(each.verdicts[way]) for each in seen if each not in named},
+                "path_faults": len(of_path), "path_unseen": unseen,
                 "failed": {_name(each.case): _said(each.verdicts[way]) for each in failed},
             }  # fmt: skip
     return found
@@ -368,7 +390,8 @@ def main(
     promised: set[str] = set()
     found: dict[str, dict[str, dict[str, Any]]] = {}
     # Honest runs come first, so that an interrupted call still shows how many honest runs fail.
-    for some, dtype in itertools.product((honest_cases, fault_cases)[: 1 + faults], dtypes.split(",")):
+    kinds = (honest_cases, fault_cases, path_cases) if faults else (honest_cases,)
+    for some, dtype in itertools.product(kinds, dtypes.split(",")):
         cases = [case for case in some(dtype, size=size, seeds=numbers, probe_steps=probe_steps) if is_trainable(case)]
         more = train_all((job for case in cases for job in case.jobs() if job.key() not in records), cores)
         ended = {key: record for key, record in more.items() if record.status != "ok"}
@@ -387,7 +410,7 @@ def main(
     print(table(found))
     for dtype, ways in found.items():
         for way, row in ways.items():
-            for kind in ("unseen", "misnamed", "failed"):
+            for kind in ("unseen", "misnamed", "failed", "path_unseen"):
                 if row[kind] and way != "without the probe":
                     print(f"{dtype}, {way}, {kind}: {row[kind]}")
     print(f"{len(records)} trainings in {seconds} s on {cores} cores: {out}")

@@ -64,6 +64,11 @@ class Layers(click.IntRange):
 
 probe = together(
     click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict states this."),
+    click.option(
+        "--probe",
+        type=click.Choice(["full"]),
+        help="A probe with all sizes and layers of the run (default: as large as a tenth of the run's cost allows).",
+    ),
     click.option("--probe-layers", type=Layers(), metavar="N|all", help=f"Layers of the probe (default: {LAYERS})."),
     click.option(
         "--probe-steps",
@@ -76,11 +81,14 @@ probe = together(
 def probe_of(words: dict[str, Any]) -> Extent | None:
     """Remove the probe's options from `words`, a call's arguments, and return the probe's extent. NONE: --no-probe was
     given. None: no option of the probe was given."""
-    is_left_out, *given = (words.pop(name) for name in ("no_probe", "probe_layers", "probe_steps"))
-    if is_left_out and any(given):
-        raise ValueError("expected --no-probe, or --probe-layers and --probe-steps, got both; leave one out")
-    layers, steps = given
-    return NONE if is_left_out else Extent(layers or LAYERS, steps or STEPS) if any(given) else None
+    is_left_out, *sizes = (words.pop(name) for name in ("no_probe", "probe", "probe_layers", "probe_steps"))
+    if is_left_out and any(sizes):
+        raise ValueError("expected --no-probe, or --probe, --probe-layers and --probe-steps, got both; leave one out")
+    full, layers, steps = sizes
+    if is_left_out:
+        return NONE
+    most_layers = layers or (ALL_LAYERS if full else LAYERS)
+    return Extent(most_layers, steps or STEPS, bool(full)) if any(sizes) else None
 
 
 methods = click.option(

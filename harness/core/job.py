@@ -39,15 +39,8 @@ LOSS_SCALE_WINDOW = 1000  # the loss scale doubles after this many steps in a ro
 OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
 NUM_RATES = 6  # most learning rates among several models: the first is the workload's, each next is half as high
 # A workload's JSON leaves out fields that have these values. So jobs from before a field existed keep their keys.
-UNSAID = {
-    "micro_batches": 1,
-    "model": None,
-    "config": None,
-    "weights": None,
-    "lr_warmup_steps": LR_WARMUP_STEPS,
-    "lr_decay_steps": LR_DECAY_STEPS,
-    "loss_scale_window": None,
-}
+UNSAID: dict[str, Any] = dict.fromkeys(("model", "config", "weights", "loss_scale_window"))
+UNSAID |= {"micro_batches": 1, "lr_warmup_steps": LR_WARMUP_STEPS, "lr_decay_steps": LR_DECAY_STEPS}
 # Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/core/gpt.py).
 NUM_LOGITS = 2**25
 # Most elements of an MLP's inner tensor that is computed whole, 1 GiB in bf16. If the inner tensor is larger, MLP

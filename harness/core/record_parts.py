@@ -21,8 +21,9 @@ class Tensor(TypedDict, total=False):
     sketch: list[float] | None  # sums of the changes with random signs, from which tensors' distances are estimated
     exp_avg: float | None  # norm of Adam's first moment
     exp_avg_sq: float | None  # norm of Adam's second moment
+    with_gradient: float | None  # share of the elements whose second moment is not zero
     sha256: str  # hash of the final values in fp32, its first 16 hexadecimal digits
-    left_out: str  # elements that `moved`, `sketch` and both moments leave out, because only rounding changes them
+    left_out: str  # elements that `moved`, `sketch` and the moments' facts leave out: only rounding changes them
 
 
 class Other(TypedDict):
@@ -48,6 +49,7 @@ class Evidence(TypedDict, total=False):
     reference_ended: str  # the status of the reference's run, if the status is not ok
     probe_layers: int  # number of layers of the gate's probe, if the verdict also rests on a probe
     probe_steps: int  # the probe's number of steps
+    probe_is_full: bool  # True: the probe had the sizes of the run
 
 
 class MachineFacts(TypedDict, total=False):

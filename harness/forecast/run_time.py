@@ -9,7 +9,7 @@ from harness.core.rates import Rates
 from harness.devices import machine
 from harness.forecast.step import least_seconds
 from harness.gate import probe
-from harness.gate.probe import ROUNDINGS, Extent
+from harness.gate.probe import Extent, roundings_of
 
 LONG_SECONDS = 600.0  # if a run should take longer than this, the estimate is printed before the run
 SHORTER = "for a shorter run try fewer --steps, smaller -l, -h, -b or --seq, or --scale fit"
@@ -43,14 +43,14 @@ def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -
     if trained.is_reference or not trained.is_exact or not extent:
         return 0.0
     load, keeps_bits = job.workload, job.device != "cuda"
-    kept = [keeps_bits and (trained.bit_exact if load.dtype == "fp32" else trained.bit_exact_in_half)]
-    if load.dtype != "fp32" and not kept[0]:
-        kept.append(keeps_bits and trained.bit_exact)  # half precision is probed in fp32, too
+    kept = {load.dtype: keeps_bits and (trained.bit_exact if load.dtype == "fp32" else trained.bit_exact_in_half)}
+    if load.dtype != "fp32" and not kept[load.dtype]:
+        kept["fp32"] = keeps_bits and trained.bit_exact  # half precision is probed in fp32, too
     # The method and the reference train once each. Unless the method promises the reference's very bits, the reference
     # also trains with other roundings.
-    num_runs = sum(2 if each else 3 for each in kept)
-    num_models = sum(2 if each else 2 + len(ROUNDINGS[0]) for each in kept)
-    small = probe.capped(load.at_depth(min(extent.layers, load.num_layers)))
+    num_runs = sum(2 if has_bits else 3 for has_bits in kept.values())
+    num_models = sum(2 if has_bits else 2 + len(roundings_of(dtype)[0]) for dtype, has_bits in kept.items())
+    small = probe.sized(job, extent).at_depth(min(extent.layers, load.num_layers))
     share = extent.steps / job.steps * small.flops_per_step / load.flops_per_step
     return num_runs * PROCESS_SECONDS[job.device] + num_models * share * (run - PROCESS_SECONDS[job.device])
 

@@ -7,24 +7,25 @@ method that promises bit-equality must keep its promise on a CPU, at the publish
 from __future__ import annotations
 
 import math
-import statistics
 from typing import NamedTuple
 
-from harness.core.job import BETAS, WEIGHT_DECAY
+from harness.core.job import BETAS
 from harness.core.record import Record
-from harness.gate import evidence
+from harness.gate import causes, evidence
 from harness.gate.evidence import COMPARED, LEAST, comparable_steps, differences
 from harness.gate.limits import (
-    ALLOWED,
     DROPOUT_ALLOWED,
     FAINT,
     LOSS_TOLERANCE,
     MEDIAN_TOLERANCE,
     NAMING,
     Limits,
+    allowed,
+    as_different,
     floor,
     median_of,
     published,
+    rounded_share,
 )
 from harness.gate.trial import Trial
 
@@ -39,13 +40,16 @@ GRADIENT = "the gradients, or the norm of them, are not the reference's"
 UPDATE = "the first update, or when it takes effect, is not the reference's"
 LATER = "the update of step {} or the batch of step {} is not the reference's"
 UP_TO = "an update up to that of step {}, or the batch of step {}, is not the reference's"
+SUMMED_PARTS = "; is every micro-batch summed?"
+STALE = "; is a gradient a step late? compare both moments after step {}"
 AS_FAINT = "; so little shows that it may be the forward pass, too"
 TENSORS = {  # for each compared fact of a tensor: the reason and the text of a failure
-    "way": ("weights", "ends {:.1e} of its way from the reference's"),
-    "exp_avg": ("gradient-scale", "has a first moment {:.1e} off the reference's"),
-    "exp_avg_sq": ("gradient-scale", "has a second moment {:.1e} off the reference's"),
+    "way": ("weights", "ends {} of its way from the reference's"),
+    "exp_avg": ("gradient-scale", "has a first moment {} off the reference's"),
+    "exp_avg_sq": ("gradient-scale", "has a second moment {} off the reference's"),
+    "size": ("weights", "has a size {} off the reference's"),
 }
-OUTSTANDING = 3.0  # a group of tensors is named if its error is this many times the error of all other tensors
+AS_ROUNDED = f"{{}} is {NAMING:g} times what rounding does here"  # a limit as text
 
 
 class Departure(NamedTuple):
@@ -107,21 +111,38 @@ def of_trial(trial: Trial) -> Departure | None:
 def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
     """Return a difference larger than rounding allows; None if there is none. If the method promises bit-equality
     (`is_held_to_bits`), any difference counts."""
-    record, reference, others, wide = trial
+    record, reference, others = trial
     if evidence.is_same(record, reference):
         return None
     if not others and not is_held_to_bits:
         return Departure("weights", "the probe ends at other bits, and there is no measure of rounding")
-    rounding = floor(reference, others or [reference], wide)
-    told = f"{{:.1e}} is {NAMING:g} times what rounding does here"
-    naming = rounding.times(NAMING)._replace(told=told, faint=FAINT)
-    named = departure(record, reference, naming)
-    if is_held_to_bits:
-        return named or Departure("weights", "its bits are not the reference's, which it promises")
-    found = departure(record, reference, rounding.times(ALLOWED).of_rounded_betas())
-    if found and named and (told := without_decay(record, reference)):
-        return named._replace(seen=f"{told}; {named.seen}", cause="")
-    return found and named
+    rounding = floor(reference, others or [reference])
+    naming = rounding.times(NAMING)._replace(told=AS_ROUNDED, faint=FAINT)
+    partial = causes.partly_trained(record, reference, others)
+    departs = departure(record, reference, rounding.times(allowed(reference)).of_rounded_betas())
+    named = first_loss(trial) or departure(record, reference, naming)
+    if partial and not (named and departs):
+        return Departure("partial-update", partial)
+    if is_held_to_bits and not named:
+        return Departure("weights", "its bits are not the reference's, which it promises")
+    if named and (is_held_to_bits or departs):
+        message = causes.without_decay(record, reference) or partial
+        return named._replace(seen=f"{message}; {named.seen}", cause="") if message else named
+    return None
+
+
+def first_loss(trial: Trial) -> Departure | None:
+    """Return a departure if the first loss, before any update, is beyond rounding; else None. The first loss has a
+    floor of its own, since no step before it has enlarged a rounding error."""
+    record, reference, others = trial
+    if not reference.losses or evidence.comparable_steps(record, reference) < 1:
+        return None
+    far, *rounded = (evidence.differences(one.losses[:1], reference.losses)[0] for one in (record, *others))
+    limit = NAMING * max(LEAST, *rounded, 0.0)
+    if far <= limit:
+        return None
+    message = _told("loss", 1, (record.losses[0], reference.losses[0]), (far, limit), AS_ROUNDED)
+    return Departure("forward", f"{message}, before any update", FORWARD, 1)
 
 
 def first_loss_beyond(record: Record, other: Record) -> str:
@@ -149,18 +170,19 @@ def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | N
     for at in range(num):
         step = at + 1
         if at < len(losses) and not losses[at] <= limits.losses[at]:
-            limit = limits.told.format(limits.losses[at])
-            told = _told("loss", step, record.losses[at], reference.losses[at], losses[at], limit)
+            pair = record.losses[at], reference.losses[at]
+            told = _told("loss", step, pair, (losses[at], limits.losses[at]), limits.told)
             if step == 1:
                 return Departure("forward", f"{told}, before any update", FORWARD, step)
             return _of_update(step, told, losses[at] <= limits.faint * limits.losses[at])
         if at < len(norms) and not norms[at] <= limits.norms[at]:
-            ours, theirs = record.grad_norms[at], reference.grad_norms[at]
-            told = _told("gradient norm", step, ours, theirs, norms[at], limits.told.format(limits.norms[at]))
+            pair = record.grad_norms[at], reference.grad_norms[at]
+            told = _told("gradient norm", step, pair, (norms[at], limits.norms[at]), limits.told)
             is_faint = norms[at] <= limits.faint * limits.norms[at]
             # Wrong weights change the loss, too. So if only the norm is wrong, the gradient is.
             if step == 1 or not norms[at] <= TELLING * max(losses[at], limits.losses[at]):
-                cause = GRADIENT + AS_FAINT * is_faint
+                is_in_parts = record.job.workload.micro_batches > 1
+                cause = GRADIENT + SUMMED_PARTS * is_in_parts + STALE.format(step) * (step > 1) + AS_FAINT * is_faint
                 return Departure("gradient", f"{told}, where the loss still agrees", cause, step)
             return _of_update(step, told, is_faint)
     return None
@@ -181,29 +203,30 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
     if comparable_steps(record, reference) < len(reference.losses):
         return None
     for part, (reason, text) in TENSORS.items():
-        found, allowed = COMPARED[part](record, reference), limits.tensors[part]
-        beyond = {name: each / allowed[name] for name, each in found.items() if name in allowed}
+        found, most = COMPARED[part](record, reference), limits.tensors.get(part, {})
+        beyond = {name: far / most[name] for name, far in found.items() if name in most}
         if not beyond:
             continue
         worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
         if not beyond[worst] <= 1:
-            said = text.format(found[worst])
-            return Departure(reason, f"losses agree, but {worst} {said} ({limits.told.format(allowed[worst])})")
+            far, limit = as_different(found[worst], most[worst])
+            return Departure(reason, f"losses agree, but {worst} {text.format(far)} ({limits.told.format(limit)})")
         if not (median := median_of(found.values())) <= limits.medians[part]:
-            said = text.format(median)
-            limit = limits.told.format(limits.medians[part])
-            return Departure(reason, f"losses agree, but the median tensor {said} ({limit})")
+            far, limit = as_different(median, limits.medians[part])
+            message = f"losses agree, but the median tensor {text.format(far)} ({limits.told.format(limit)})"
+            return Departure(reason, message)
     return None
 
 
 def _partial_update(record: Record, reference: Record) -> Departure | None:
     """Return the departure of the tensor with the smallest share of changed elements; None if that is large enough."""
-    ratios = evidence.ratios(record, reference, "changed")
-    if ratios and not ratios[worst := min(ratios, key=lambda name: ratios[name])] >= 1 - CHANGED_TOLERANCE:
-        ours, theirs = (each.tensors[worst]["changed"] for each in (record, reference))
-        return Departure(
-            "partial-update", f"{worst} changed in {ours:.1%} of its elements, {theirs:.1%} in the reference"
-        )
+    short = {
+        name: 1 - ratio - rounded_share(reference, name)
+        for name, ratio in evidence.ratios(record, reference, "changed").items()
+    }
+    if short and not short[worst := max(short, key=lambda name: short[name])] <= CHANGED_TOLERANCE:
+        mine, other = as_different(record.tensors[worst]["changed"], reference.tensors[worst]["changed"], "%")
+        return Departure("partial-update", f"{worst} changed in {mine} of its elements, {other} in the reference")
     return None
 
 
@@ -213,8 +236,9 @@ def _update_size(record: Record, reference: Record) -> Departure | None:
     ratios = evidence.ratios(record, reference, "moved")
     if not ratios:
         return None
-    worst, median = max(ratios, key=lambda name: abs(ratios[name] - 1)), statistics.median(ratios.values())
-    if abs(ratios[worst] - 1) <= SIZE_TOLERANCE and abs(median - 1) <= MEDIAN_TOLERANCE:
+    off = {name: abs(ratio - 1) - rounded_share(reference, name) for name, ratio in ratios.items()}
+    worst = max(off, key=lambda name: off[name])
+    if off[worst] <= SIZE_TOLERANCE and median_of(off.values()) <= MEDIAN_TOLERANCE:
         return None
     return Departure("update-size", f"{worst} moved {ratios[worst]:.3g} times as far as in the reference")
 
@@ -239,38 +263,11 @@ def _grown_keys(record: Record) -> Departure | None:
     return None
 
 
-def without_decay(record: Record, reference: Record) -> str:
-    """Return a text if the tensors end as if trained without weight decay; empty otherwise. Without decay, matrices are
-    larger by the amount that decay takes off, while biases and norms agree. Decay shows late, so the first wrong loss
-    or norm would not name this cause."""
-    load = record.job.workload
-    taken = WEIGHT_DECAY * sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
-    grown: dict[bool, list[float]] = {True: [], False: []}
-    for name, ratio in evidence.ratios(record, reference, "size").items():
-        grown[name.endswith("bias") or ".ln" in name or "norm" in name].append(ratio - 1)
-    vectors, matrices = median_of([0.0, *map(abs, grown[True])]), median_of([0.0, *grown[False]])
-    if not taken / 2 <= matrices <= 2 * taken or vectors > taken / 10:
-        return ""
-    return f"matrices end {matrices:.1e} larger than the reference's, where biases and norms agree: as without decay"
-
-
-def outstanding(record: Record, reference: Record) -> str:
-    """Return the name of the group of tensors with a much larger error than all other tensors; empty if there is none.
-    A group is the tensors of a layer, all biases, all norms or all matrices."""
-    found = evidence.distances(record, reference)
-    groups: dict[str, list[str]] = {}
-    for name in found:
-        groups.setdefault(".".join(name.split(".")[:2]), []).append(name)
-        is_norm = ".ln" in name
-        groups.setdefault("norms" if is_norm else "biases" if name.endswith("bias") else "matrices", []).append(name)
-    told = {}
-    for group, names in groups.items():
-        others = [each for name, each in found.items() if name not in names]
-        if others and (there := median_of(found[name] for name in names)) > OUTSTANDING * max(LEAST, median_of(others)):
-            told[group] = there / max(LEAST, median_of(others))
-    return max(told, key=lambda group: told[group]) if told else ""
-
-
-def _told(what: str, step: int, ours: float | None, theirs: float | None, difference: float, limit: str) -> str:
-    how = f"relative {difference:.1e}, {limit}"
-    return f"{what} {ours:.7g} instead of {theirs:.7g} at step {step} ({how})"
+def _told(
+    what: str, step: int, pair: tuple[float | None, float | None], differences: tuple[float, float], limit: str
+) -> str:
+    """Return a step's difference as text. `pair`: the value and the reference's value. `differences`: their relative
+    difference and its limit. `limit`: the text of a limit, with room for its number."""
+    value, other = as_different(*pair, "g")
+    far, most = as_different(*differences)
+    return f"{what} {value} instead of {other} at step {step} (relative {far}, {limit.format(most)})"

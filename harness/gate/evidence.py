@@ -227,6 +227,13 @@ def moment_differences(record: Record, reference: Record, moment: Moment) -> dic
     return found
 
 
+def size_differences(record: Record, reference: Record) -> dict[str, float]:
+    """Return the relative difference of each tensor's final size. Weight decay shows in it, because rounding changes a
+    size far less than it changes the single elements. A tensor with elements that only rounding changes is left out."""
+    pairs = ratios(record, reference, "size").items()
+    return {name: abs(ratio - 1) for name, ratio in pairs if "left_out" not in reference.tensors[name]}
+
+
 def has_moments(record: Record, moment: Moment) -> bool:
     return any(tensor.get(moment) is not None for tensor in record.tensors.values())
 
@@ -236,6 +243,7 @@ COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
     "way": distances,
     "exp_avg": partial(moment_differences, moment="exp_avg"),
     "exp_avg_sq": partial(moment_differences, moment="exp_avg_sq"),
+    "size": size_differences,
 }
 
 

@@ -57,7 +57,8 @@ def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any
 
 def look(state: TensorState, workload: Workload) -> dict[str, Any]:
     """Compare one tensor with its starting values, in a single pass over blocks that are small enough for the cache.
-    Return the evidence: share of elements that changed, distance moved, size, sketch, sizes of both moments, hash."""
+    Return the evidence: share of elements that changed, distance moved, size, sketch, sizes of both moments, share of
+    elements with a second moment, hash."""
     weight, digest, parts = state.weight.detach().reshape(-1), hashlib.sha256(), list[torch.Tensor]()
     noise = noise_in(state.name, workload)
     changed, moved, size = 0, 0.0, 0.0
@@ -70,22 +71,27 @@ def look(state: TensorState, workload: Workload) -> dict[str, Any]:
         without_noise(change, start, noise)
         moved = math.hypot(moved, norm(change))
         parts += sums(change)
+    second = moment_without(state.exp_avg_sq, noise)
     return {
         "changed": changed / weight.numel(),
         "moved": moved,
         "size": size,
         "sketch": sketch(parts),
-        "exp_avg": moment_size(state.exp_avg, noise),
-        "exp_avg_sq": moment_size(state.exp_avg_sq, noise),
+        "exp_avg": size_of(moment_without(state.exp_avg, noise)),
+        "exp_avg_sq": size_of(second),
+        "with_gradient": None if second is None else int(torch.count_nonzero(second)) / second.numel(),
         "sha256": digest.hexdigest()[:16],
         **({"left_out": "keys"} if noise else {}),
     }
 
 
-def moment_size(moment: torch.Tensor | None, noise: range) -> float | None:
-    if moment is None:
-        return None
-    return norm(without_noise(moment.detach().reshape(-1).clone(), 0, noise) if noise else moment)
+def moment_without(moment: torch.Tensor | None, noise: range) -> torch.Tensor | None:
+    """Return a moment with zeros for the elements in `noise`; the moment itself if there are none."""
+    return without_noise(moment.detach().reshape(-1).clone(), 0, noise) if noise and moment is not None else moment
+
+
+def size_of(moment: torch.Tensor | None) -> float | None:
+    return None if moment is None else norm(moment)
 
 
 def noise_in(name: str, workload: Workload) -> range:

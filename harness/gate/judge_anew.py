@@ -13,7 +13,7 @@ from typing import NamedTuple
 from harness.core import method
 from harness.core.record import Gate, Record
 from harness.gate import evidence
-from harness.gate.probe import LEARNING_RATE, ROUNDED, Probe
+from harness.gate.probe import RATES, ROUNDED, Probe
 from harness.gate.trial import Trial
 from harness.gate.verdict import judge, needs_no_probe, together, unasked, with_probe
 
@@ -127,19 +127,17 @@ def _trials(whole: Record, number: int, probes: Sequence[Record]) -> Iterator[Tr
         if evidence.is_same(record, reference):
             yield Trial(record, reference)
             continue
-        wide = _reference(_with(record, dtype="fp32"), probes) if dtype != "fp32" else None
         others = tuple(
             model for each in probes
             if each.job.method == ROUNDED and (each.job.workload, each.job.steps, each.job.device)
             == (reference.job.workload, reference.job.steps, reference.job.device)
             for model in each.models()
         )  # fmt: skip
-        if others and (wide or dtype == "fp32"):
-            yield Trial(record, reference, others, (wide,) if wide else ())
+        if others:
+            yield Trial(record, reference, others)
 
 
 def _is_probe_of(whole: Record, probe: Record, dtype: str) -> bool:
-    source = whole.software.get("source")
-    return (probe.job.method, probe.job.workload.dtype, probe.job.workload.learning_rate) == (
-        whole.job.method, dtype, LEARNING_RATE,
-    ) and (source is not None and probe.software.get("source") == source)  # fmt: skip
+    source, load = whole.software.get("source"), probe.job.workload
+    is_of_method = (probe.job.method, load.dtype) == (whole.job.method, dtype) and load.learning_rate in RATES
+    return is_of_method and source is not None and probe.software.get("source") == source

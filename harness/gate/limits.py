@@ -60,6 +60,14 @@ DROPOUT_ALLOWED = 6.0
 # Limit of a probe as a multiple of the floor, in any dtype. 324 honest runs of three sizes reached 6.2; planted faults
 # begin at 68 in fp32 (results/LOG.md). bench/gate_power.py tries the limit on further models and faults.
 ALLOWED = 20.0
+# Number of layers up to which ALLOWED holds. Each layer amplifies a rounding error by a factor that scatters, so the
+# limit grows with the depth: noise of one ulp in each product reached 25 times the floor in 6 layers.
+DEPTH = 4
+FEW = 3  # number of a tensor's elements that may end at their starting values by chance
+# Distance by which the rounding of one step of AdamW may move a tensor, relative to the tensor's size, as a multiple of
+# 2**-24. Errors of several steps add up like a random walk. AdamW computed in fp64 was 0.2 times 2**-24 for each square
+# root of a step away (20 steps at a rate of 1.5e-5).
+STEP_ROUNDING = 0.25
 NAMING = 2.0  # in a failed probe, the first difference beyond this multiple of the floor names the fault
 # a fault whose first difference is below FAINT * NAMING times the floor may have begun at an earlier step
 # (results/LOG.md)
@@ -81,7 +89,7 @@ class Limits(NamedTuple):
     norms: Sequence[float]
     tensors: dict[str, dict[str, float]]  # by compared fact, then by the tensor's name
     medians: dict[str, float]
-    told: str = "{:.1e} allowed"
+    told: str = "{} allowed"  # a limit as text
     faint: float = 0.0  # a factor: a departure below `faint` times its limit may have its cause in an earlier step
 
     def times(self, factor: float) -> Limits:
@@ -111,6 +119,11 @@ class Limits(NamedTuple):
         return self._replace(tensors={part: dict.fromkeys(own, largest[part]) for part, own in self.tensors.items()})
 
 
+def allowed(reference: Record) -> float:
+    """Return the limit of a probe as a multiple of the floor."""
+    return ALLOWED * max(1.0, reference.job.workload.num_layers / DEPTH)
+
+
 def published(record: Record, reference: Record) -> Limits:
     """Return the limits at the published learning rate, for the device and dtype of the record."""
     where = evidence.kernels(record)
@@ -121,26 +134,36 @@ def published(record: Record, reference: Record) -> Limits:
     medians = {"way": unsettled * MEDIAN_DISTANCE_TOLERANCE, "exp_avg": MEDIAN_TOLERANCE,
                "exp_avg_sq": 2 * MEDIAN_TOLERANCE}  # fmt: skip
     tensors = {part: dict.fromkeys(names, limit) for part, limit in each.items()}
+    tensors["way"] = {name: each["way"] + rounded_share(reference, name) for name in names}
     limits = Limits([LOSS_TOLERANCE[where]] * steps, [NORM_TOLERANCE[where]] * steps, tensors, medians)
     return limits.of_norms_summed_by(reference)
 
 
-def floor(reference: Record, others: Sequence[Record], wide: Sequence[Record] = ()) -> Limits:
+def rounded_share(reference: Record, name: str) -> float:
+    """Return the distance by which rounding may move a tensor's elements in all steps, relative to the way that the
+    tensor moved. At a low learning rate the way of a weight near 1 is a few units in the last place (ulps)."""
+    tensor, steps = reference.tensors[name], reference.job.steps
+    rounding = STEP_ROUNDING * math.sqrt(steps) * 2**-24 * tensor.get("size", 0.0)
+    return rounding / tensor["moved"] if tensor["moved"] else 0.0
+
+
+def floor(reference: Record, others: Sequence[Record]) -> Limits:
     """Return the floor: the largest distance of the `others` from the reference. The `others` are records of the same
     training with other roundings.
 
-    `wide`: records of the training in a wider dtype, of which only losses and norms count. A tensor's floor is at least
-    the median tensor's floor; every floor is at least LEAST.
+    A tensor's floor is at least the median tensor's floor; every floor is at least LEAST.
     """
-    shared = [(other, evidence.comparable_steps(other, reference)) for other in (*others, *wide)]
+    shared = [(other, evidence.comparable_steps(other, reference)) for other in others]
     num = len(reference.losses)
     losses = [evidence.differences(other.losses[:steps], reference.losses) for other, steps in shared]
     norms = [evidence.differences(other.grad_norms[:steps], reference.grad_norms) for other, steps in shared]
     tensors, medians = {}, {}
+    # In fp16 a rounding may decide whether a step overflows: whoever skips other steps ends elsewhere.
+    alike = [other for other in others if evidence.comparable_steps(other, reference) == num] or others
     for part, compare in COMPARED.items():
-        found = [compare(other, reference) for other in others]
+        found = [compare(other, reference) for other in alike]
         medians[part] = max([LEAST, *(median_of(far.values()) for far in found)])
-        tensors[part] = {name: max(medians[part], *(far[name] for far in found)) for name in found[0]}
+        tensors[part] = {name: max(medians[part], *(far.get(name, 0.0) for far in found)) for name in found[0]}
     return Limits(_largest_so_far(losses, num), _largest_so_far(norms, num), tensors, medians)
 
 
@@ -153,3 +176,14 @@ def _largest_so_far(series: list[list[float]], num: int) -> list[float]:
 
 def median_of(values: Iterable[float]) -> float:
     return statistics.median(list(values) or [0.0])
+
+
+def as_different(value: float | None, other: float | None, kind: str = "e") -> tuple[str, str]:
+    """Return two numbers as texts that differ, with as few digits as tell them apart. `kind`: e for at least 2 digits,
+    g for at least 7, % for at least one behind the point."""
+    digits = 7 if kind == "g" else 1
+    while True:
+        texts = tuple(f"{number:.{digits}{kind}}" for number in (value, other))
+        if texts[0] != texts[1] or value == other or digits > 16:
+            return texts  # type: ignore[return-value]
+        digits += 1

@@ -1,18 +1,25 @@
 """The gate's probe: trains the same job at a learning rate at which faults show, and compares this training with the
 reference's, within honest rounding.
 
-At the published rate, the first twenty steps (warm-up) hardly move a weight, so many faults do not show. The probe's
-rate is 0.5, under the same schedule: 1.6e-4 at the first step, 3.1e-3 at the twentieth. The method trains at this rate.
-The reference trains at it twice: once plainly, and once with another rounding. Honest rounding is the distance between
-these two references. By chance they may end near each other in some tensor. So if the method is farther away, the
-reference is trained with further roundings, and the largest distance counts. In half precision, the distance to the
-reference in fp32 counts, too, and the probe is repeated in fp32, in which rounding hides no fault.
+At the published rate, the first twenty steps (warm-up) hardly move a weight, so many faults do not show. A probe
+warms up to LEARNING_RATE in three fifths of its steps and then decays to the lowest rate, so its steps straddle both
+turns of the schedule. The method trains at this rate. The reference trains at it twice: once plainly, and once with
+another rounding. Honest rounding is the distance between these two references. By chance they may end near each other
+in some tensor. So if the method is farther away, the reference is trained with further roundings, and the largest
+distance counts.
+
+In half precision, AdamW amplifies rounding: the sign of a small element is the rounding's. So there the probe clips the
+gradient until its elements are far below AdamW's epsilon. AdamW's step is then linear in the gradient, and the learning
+rate may be so high that weight decay takes a hundred times as much as in fp32. In fp16 the loss scale doubles every
+other step, so that it overflows, and steps are skipped. The probe is repeated in fp32, in which rounding hides no
+fault.
 
 The trainings of a probe are jobs like any other, whose records are in a folder of their own. A probe tests a method's
-code, not a size: it has the job's options, placement, micro-batches and dtype, but a width, sequence and vocabulary of
-its own, and few layers unless the call asks for more. So jobs of many sizes share one probe. A new probe is made only
-for other source code or options of a method, or another dtype, device or software. A method that trains only at the
-job's width is probed at that width.
+code, not a size: it has the job's options, placement, micro-batches and dtype, but few layers, and a width, sequence
+and vocabulary of its own, unless the call asks for more. So jobs of many sizes share one probe. Where a tenth of the
+run's own cost pays for it, the probe has samples and heads as large as the run's. A new probe is made only for other
+source code or options of a method, or another dtype, device or software. A method that trains only at the job's width
+is probed at that width.
 """
 
 from __future__ import annotations
@@ -23,19 +30,25 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from harness.base.checkout import ROOT
-from harness.core.job import MOST_LAYERS, Budget, Job, Workload
+from harness.core.job import EPSILON, MOST_LAYERS, Budget, Job, Workload
 from harness.core.record import Record
 from harness.gate import departures
-from harness.gate.evidence import is_same
+from harness.gate.evidence import is_same, other_scales
 from harness.gate.trial import Trial
 
-LEARNING_RATE = 0.5
+LEARNING_RATE = 3.75e-3
+# With a clipped gradient: the learning rate, and the root mean square of the gradient's elements. In each step AdamW
+# moves an element by about the product of both, divided by EPSILON.
+CLIPPED_LEARNING_RATE, CLIPPED_ELEMENT = 50 * LEARNING_RATE, 3e-3 * EPSILON
+RATES = (LEARNING_RATE, CLIPPED_LEARNING_RATE)
+OVERFLOWING_WINDOW = 2  # in fp16 the loss scale doubles after this many steps: it overflows within a probe's 20 steps
 LAYERS, STEPS = 4, 20
 MOST_STEPS = 60  # largest number of steps for which a probe's limits are known to hold
-# The roundings of methods/shared/roundings.py with which the reference is trained for the floor. Those in the second
-# group are trained only if a departure remains with the first group, because further roundings only raise the floor. No
-# departure remained in 279 of 281 probes of honest runs. A training with the first rounding takes no longer than the
-# reference's (results/LOG.md).
+# The roundings of methods/shared/roundings.py with which the reference is trained for the floor. In fp32 those in the
+# second group are trained only if a departure remains with the first group, because further roundings only raise the
+# floor. A training with the first rounding takes no longer than the reference's (results/LOG.md). In half precision all
+# are trained at once: of 10 honest roundings 9 were more than 10 times as far as the first, none was 2 times as far as
+# the farthest of all six (bf16, 4 layers x 64).
 ROUNDINGS = (
     ("plain-attention",),
     ("single-samples", "samples-reversed", "split-products", "ulp-of-norms", "head-in-blocks"),
@@ -46,22 +59,29 @@ METHODS = ROOT / "methods" / "probe"  # folder of the methods that only the prob
 # The largest sizes of a probe. At these sizes, a probe finds all faults that bench/gate_power.py plants. A head keeps
 # at least 8 columns, because GPU kernels take multiples of 8.
 HIDDEN_SIZE, HEAD_SIZE, TOKENS, WORDS = 64, 8, 64, 512
+FEWEST_HEADS = 2  # a wider probe has at least this many heads
+COST = 0.1  # most operations of all trainings of a wider probe, as a share of the job's own
+# Number of models that a probe trains: by the method, by the reference, and with roundings; in half precision with all
+# roundings, and the same again in fp32.
+TRAININGS = {"fp32": 3, "half": 11}
 BATCH_TOKENS, FEWEST_TOKENS = 256, 8  # most tokens of a batch, but each sample keeps at least FEWEST_TOKENS
 
 
 class Extent(NamedTuple):
     """The extent of a probe: its number of steps, and of layers (at most as many as the job has). A method may need
-    more layers."""
+    more layers. `is_full`: True: the probe has the job's width, heads, tokens and vocabulary, whatever it costs."""
 
     layers: int = LAYERS
     steps: int = STEPS
+    is_full: bool = False
 
     def __bool__(self) -> bool:
         """True if there is a probe: a probe has at least one layer."""
         return self.layers > 0
 
     def or_more(self, other: Extent) -> Extent:
-        return Extent(max(self.layers, other.layers), max(self.steps, other.steps))
+        is_full = self.is_full or other.is_full
+        return Extent(max(self.layers, other.layers), max(self.steps, other.steps), is_full)
 
 
 NONE = Extent(0, 0)
@@ -101,8 +121,17 @@ class NoTrial(NamedTuple):
     is_of_the_size_that_trained: bool
 
 
-def extent_of(trial: Trial) -> Extent:
-    return Extent(trial.record.job.workload.num_layers, trial.record.job.steps)
+def roundings_of(dtype: str) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of roundings for the floor; the next group is trained if a departure remains."""
+    return ROUNDINGS if dtype == "fp32" else ((*ROUNDINGS[0], *ROUNDINGS[1]),)
+
+
+def extent_of(trial: Trial, whole: Workload) -> Extent:
+    """Return the extent of a trial. `whole`: the workload of the run."""
+    load = trial.record.job.workload
+    sizes = ("hidden_size", "num_heads", "seq_len", "vocab_size")
+    is_full = all(getattr(load, name) == getattr(whole, name) for name in sizes)
+    return Extent(load.num_layers, trial.record.job.steps, is_full)
 
 
 def train_probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
@@ -121,14 +150,13 @@ def train_probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
 
 
 def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
-    """Return the trial at the probe's size. If the method does not train at that size, return the trial at the job's
-    size. A trial that cannot be made gives a NoTrial."""
-    whole = workload(job.workload, dtype)
-    small = capped(whole)
-    found = _trial_of(small, job, number, extent, runs)
-    if small != whole and (isinstance(found, NoTrial) or found.record.status != "ok"):
-        return _trial_of(whole, job, number, extent, runs)
-    return found
+    """Return the trial at the probe's size. If the method does not train at that size, return the trial at the smallest
+    size or, if it does not train there either, at the job's. A trial that cannot be made gives a NoTrial."""
+    for sizes in dict.fromkeys((sized(job, extent), capped(job.workload), job.workload)):
+        trial = _trial_of(workload(sizes, dtype, extent.steps), job, number, extent, runs)
+        if isinstance(trial, Trial) and trial.record.status == "ok":
+            break
+    return trial
 
 
 def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
@@ -144,9 +172,12 @@ def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs)
     theirs = runs.measure(reference)
     if record.status != "ok" or theirs.status != "ok" or is_same(record, theirs):
         return Trial(record, theirs)
-    wide = dataclasses.replace(reference, workload=dataclasses.replace(reference.workload, dtype="fp32"))
-    trial = Trial(record, theirs, (), (runs.measure(wide),) if load.dtype != "fp32" else ())
-    for names in ROUNDINGS:
+    if load.loss_scale_window and other_scales(record, theirs):
+        # A rounding may decide whether a step overflows. Then the trainings skip different steps, and nothing after
+        # the first of these steps can be compared.
+        return _trial_of(dataclasses.replace(load, loss_scale_window=None), job, number, extent, runs)
+    trial = Trial(record, theirs)
+    for names in roundings_of(load.dtype):
         asked = dataclasses.replace(rounding(reference, names), budget=Budget(seconds=small.budget.seconds))
         trial = trial._replace(others=(*trial.others, *runs.measure(asked).models()))
         if departures.of_trial(trial) is None:
@@ -186,11 +217,46 @@ def rounding(reference: Job, names: Sequence[str]) -> Job:
     return dataclasses.replace(reference, method=ROUNDED, options={"names": ",".join(names)})
 
 
-def workload(load: Workload, dtype: str) -> Workload:
-    """Return the workload at the probe's learning rate. It has no dropout, because methods drop different elements. It
-    has at least two samples, because rounding depends on the order in which samples are summed."""
-    batch_size = max(2, load.batch_size)
-    return dataclasses.replace(load, learning_rate=LEARNING_RATE, dropout=0.0, batch_size=batch_size, dtype=dtype)
+def workload(load: Workload, dtype: str, steps: int = STEPS) -> Workload:
+    """Return the workload at the probe's learning rate, schedule and clipping. It has no dropout, because methods drop
+    different elements. It has at least two samples, because rounding depends on the order in which samples are
+    summed."""
+    is_clipped = dtype != "fp32" and load.clip_norm > 0
+    clip_norm = CLIPPED_ELEMENT * math.sqrt(load.num_params) if is_clipped else load.clip_norm
+    return dataclasses.replace(
+        load,
+        learning_rate=CLIPPED_LEARNING_RATE if is_clipped else LEARNING_RATE,
+        clip_norm=clip_norm,
+        dropout=0.0,
+        lr_warmup_steps=max(1, 3 * steps // 5),
+        lr_decay_steps=max(2, steps - 1),
+        dtype=dtype,
+        batch_size=max(2, load.batch_size),
+        loss_scale_window=OVERFLOWING_WINDOW if dtype == "fp16" else None,
+    )
+
+
+def sized(job: Job, extent: Extent) -> Workload:
+    """Return the job's workload at the sizes of its probe: its own if the extent is full, else capped() ones. If a
+    tenth of the job's cost pays for it, the probe has samples as long as the job's, heads as wide, or both, and as many
+    heads as it pays for. Fewer heads need a GPT, because a config.json fixes its number of heads."""
+    load, small = job.workload, capped(job.workload)
+    if extent.is_full:
+        return dataclasses.replace(load, corpus=None, weights=None)
+    layers, num_trainings = min(extent.layers, load.num_layers), TRAININGS["fp32" if load.dtype == "fp32" else "half"]
+    most = COST * job.steps * load.flops_per_step / (num_trainings * extent.steps)
+    head_size, most_heads = load.hidden_size // load.num_heads, load.num_heads
+    counts = [most_heads >> shift for shift in range(most_heads.bit_length()) if most_heads >> shift >= FEWEST_HEADS]
+    wide = [
+        dataclasses.replace(small, hidden_size=num_heads * head_size, num_heads=num_heads)
+        for num_heads in (counts[:1] if load.config is not None else counts) or [most_heads]
+        if num_heads * head_size >= HIDDEN_SIZE or num_heads == most_heads
+    ]
+    longer = [dataclasses.replace(sizes, seq_len=load.seq_len) for sizes in (*wide, small)]
+    for sizes in (*longer[:-1], *wide, longer[-1]):
+        if sizes.at_depth(layers).flops_per_step <= most:
+            return sizes
+    return small
 
 
 def capped(load: Workload) -> Workload:

@@ -8,14 +8,12 @@ from harness.core.record import Record
 
 
 class Trial(NamedTuple):
-    """The records of a probe in one dtype. `others`: trainings of the reference with other roundings. `wide`: the
-    reference in fp32, if the probe's dtype is another. `others` and `wide` are empty if the method gives the
-    reference's very bits."""
+    """The records of a probe in one dtype. `others`: trainings of the reference with other roundings; empty if the
+    method gives the reference's very bits."""
 
     record: Record
     reference: Record
     others: tuple[Record, ...] = ()
-    wide: tuple[Record, ...] = ()
 
     @property
     def dtype(self) -> str:

@@ -14,15 +14,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from harness.core.job import WEIGHT_DECAY, Workload
 from harness.core.record import VERDICTS, Gate, Record
-from harness.gate import departures, evidence, other_code
-from harness.gate.evidence import MOMENTS, Flaw
+from harness.gate import causes, coverage, departures, evidence, other_code
+from harness.gate.evidence import Flaw
 from harness.gate.limits import DROPOUT_ALLOWED, LOSS_TOLERANCE
 from harness.gate.probe import NONE, Probe, extent_of
 from harness.gate.trial import Trial
 
-SMALLEST_DECAY = 2**-25  # 1 minus a smaller product of learning rate and weight decay is rounded to 1
 UNPROBED = "a run whose probe did not train has no throughput; try --no-probe, which the verdict states"
 # Reasons that are certain without a probe, because they name something that the run lacks or has wrong.
 CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
@@ -141,8 +139,9 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     if verdict.verdict == "untested":
         return verdict
     rests = {**verdict.evidence, "probe": {trial.dtype: trial.record.key for trial in probe.trials}}
-    layers, steps = extent_of(probe.trials[0]) if probe.trials else NONE
+    layers, steps, is_full = extent_of(probe.trials[0], record.job.workload) if probe.trials else NONE
     rests |= {"probe_layers": layers, "probe_steps": steps} if steps else {}
+    rests |= {"probe_is_full": True} if is_full else {}
     tested, untested = [], [probe.untested] if probe.untested else []
     if probe.refused and verdict.passed:
         return Gate("untested", "probe", f"{probe.refused}; {UNPROBED}", rests)
@@ -166,40 +165,21 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
         tested += [trial.dtype] * (num > 0)
         if num < trial.record.job.steps:
             untested.append(f"{trial.dtype} was tested up to step {num}, before its loss scale changes")
-    parts, missing = _told_by(record, probe)
+        elif trial.dtype == "fp16" and not trial.record.skipped_steps:
+            untested.append("a step that fp16 skips was not tested")
+    parts, missing = coverage.told_by(record, probe)
     untested += missing
     if tested:
-        size = _smaller(probe.trials[0].record.job.workload, record.job.workload)
+        size = coverage.smaller(probe.trials[0].record.job.workload, record.job.workload)
         untested.insert(0, f"probe: {steps} steps{size} in {' and '.join(tested)}, {', '.join(parts)}")
-    elif record.job.workload.learning_rate_at(record.job.steps) * WEIGHT_DECAY < SMALLEST_DECAY:
-        untested.append("decay was not tested")
+    elif steps_untested := coverage.untested_steps(record):
+        untested.append(steps_untested)
     return dataclasses.replace(verdict, text="; ".join([verdict.text, *untested]), evidence=rests)
-
-
-def _smaller(probed: Workload, whole: Workload) -> str:
-    """Return, as text, how much of the run's model a probe trained; empty if it trained all. The probe cannot see a
-    fault that shows only with more layers or larger sizes."""
-    sizes = {"layers": "num_layers", "columns": "hidden_size", "tokens": "seq_len", "words": "vocab_size"}
-    pairs = {told: (getattr(probed, name), getattr(whole, name)) for told, name in sizes.items()}
-    parts = [f"{part} of {of} {told}" for told, (part, of) in pairs.items() if part < of]
-    return f" at {', '.join(parts)}" if parts else ""
-
-
-def _told_by(record: Record, probe: Probe) -> tuple[list[str], list[str]]:
-    """Return two lists of texts: the facts that the method returns of its training, and notes on facts that were not
-    tested because the method does not return them."""
-    records = (record, *(trial.record for trial in probe.trials))
-    has_norms = all(len(each.grad_norms) == len(each.losses) for each in records)
-    has = {name: evidence.has_moments(record, moment) for name, moment in MOMENTS.items()}
-    moments = ["both moments"] if all(has.values()) else [name for name in has if has[name]]
-    missing = [f"{name} were not tested: the method returns none" for name in has if not has[name]]
-    missing += [] if has_norms else ["norms were not tested: the method returns none, or not in every step"]
-    return ["losses", *["norms"] * has_norms, "weights", *moments], missing
 
 
 def _untrained_reference(trial: Trial) -> str:
     """Return, as text, why a trial cannot be compared with the reference; empty if it can."""
-    for other in (trial.reference, *trial.others, *trial.wide):
+    for other in (trial.reference, *trial.others):
         if why := evidence.untrained(other, f": {other.reason}"):
             return f"the reference's probe in {trial.dtype} did not train: {why}"
     return ""
@@ -207,7 +187,7 @@ def _untrained_reference(trial: Trial) -> str:
 
 def _told(trial: Trial, found: departures.Departure) -> str:
     """Return a departure as text, with the group of tensors that has the largest errors, if one stands out."""
-    place = departures.outstanding(trial.record, trial.reference)
+    place = causes.outstanding(trial.record, trial.reference)
     where = f"; farthest off: {place}" if place and found.reason in ("update", "later", "weights") else ""
     return f"{found.text}{where} (probe in {trial.dtype})"
 

@@ -326,10 +326,11 @@ class Sweep:
 
 
 def _probed(record: Record) -> Extent:
-    """Return the extent (layers, steps) of the probe on which the record's verdict rests; NONE if there was none."""
+    """Return the extent of the probe on which the record's verdict rests; NONE if there was none."""
     found = record.gate.evidence
     layers, steps = found.get("probe_layers"), found.get("probe_steps")
-    return Extent(layers, min(max(STEPS, steps), MOST_STEPS)) if layers and steps else NONE
+    is_full = bool(found.get("probe_is_full"))
+    return Extent(layers, min(max(STEPS, steps), MOST_STEPS), is_full) if layers and steps else NONE
 
 
 def read_by(job: Job) -> tuple[Workload, int] | None:

@@ -99,7 +99,7 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         (f"-m resident -l 1 --steps {'9' * 400}", "steps: expected at most 1000000000"),
         (f"-m hydra -l 1 --models {'9' * 400}", "option num_models: expected -1000000000 to 1000000000"),
         ("-m resident,l2l -l 2 --trace /tmp/trace.json", "--trace needs a single run on this machine"),
-        ("-m l2l -l 2 --no-probe --probe-layers all", "--no-probe, or --probe-layers and --probe-steps, got both"),
+        ("-m l2l -l 2 --no-probe --probe-layers all", "--no-probe, or --probe, --probe-layers and --probe-steps, got"),
         ("-m l2l -l 2 --probe-layers some", "'some' is not a valid"),
         ("-m l2l -l 2 --probe-steps 61", "61 is not in the range 20<=x<=60"),
         ("-m l2l -l 2 --trace /proc/traces/trace.json", "try another folder with --trace"),

@@ -10,7 +10,7 @@ import pytest
 
 from harness.core.job import WEIGHT_DECAY, Job, Workload
 from harness.core.record import Gate, Record
-from harness.gate import departures
+from harness.gate import causes
 from harness.gate.probe import Probe
 from harness.gate.trial import Trial
 from harness.gate.verdict import judge, needs_no_probe, together, with_probe
@@ -114,7 +114,7 @@ def test_matrices_that_end_larger_by_what_decay_takes_are_told_as_without_decay(
         })
         for times in (1, 0)
     )  # fmt: skip
-    told = departures.without_decay(ours, theirs)
+    told = causes.without_decay(ours, theirs)
     assert told.endswith("as without decay") == is_told and bool(told) == is_told
 
 

@@ -104,13 +104,14 @@ def test_an_estimate_is_steps_times_arithmetic_beside_what_a_process_takes(monke
 
 def test_a_probe_takes_as_many_trainings_of_4_layers_as_its_dtype_and_promises_ask_for() -> None:
     """Of a run of 104 s, 4 of them a process's start: 8 layers, 20 steps. A probe has 4 of them, 16 heads of 8 columns,
-    64 tokens and 512 words. By the method, by the reference and by it in another rounding, which mostly is enough."""
-    load = Workload(num_layers=8)
+    64 tokens and 512 words: a tenth of this run pays for no more. By the method, by the reference and by it in another
+    rounding, which mostly is enough in fp32; in half precision by all six."""
+    load = Workload(num_layers=8, hidden_size=256, seq_len=64, vocab_size=512)
     small = Workload(num_layers=4, hidden_size=128, num_heads=16, seq_len=64, vocab_size=512)
     share = small.flops_per_step / load.flops_per_step
     for name, dtype, device, num_runs, num_models in (
         ("l2l", "fp32", "cpu", 2, 2), ("l2l", "bf16", "cpu", 2, 2), ("l2l", "fp32", "cuda", 3, 3),
-        ("l2l", "bf16", "cuda", 6, 6), ("megatron-lm", "fp32", "cpu", 3, 3), ("megatron-lm", "bf16", "cpu", 6, 6),
+        ("l2l", "bf16", "cuda", 6, 11), ("megatron-lm", "fp32", "cpu", 3, 3), ("megatron-lm", "bf16", "cpu", 6, 11),
         ("resident", "fp32", "cpu", 0, 0),
     ):  # fmt: skip
         job = Job(name, replace(load, dtype=dtype), device=device, steps=20)
