@@ -159,8 +159,9 @@ def proved(workload: Workload, num_params: int) -> dict[str, tuple[float, float]
         if is_own(error) or small.hidden_size == workload.hidden_size or (code and code not in OF_SIZES):
             raise
         if num_params > MOST_COMPARED:
-            told = {"error": type(error).__name__, "place": place_of(error), "hidden_size": small.hidden_size}
-            raise RefusedModel("narrow", version=library().__version__, **told) from error
+            values: dict[str, Any] = {"error": type(error).__name__, "place": place_of(error)}
+            values["hidden_size"] = small.hidden_size
+            raise RefusedModel("narrow", version=library().__version__, **values) from error
     return prove(replace(small, hidden_size=workload.hidden_size))
 
 
