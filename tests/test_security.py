@@ -57,7 +57,7 @@ PROMISES = {
     "**Methods.** The gate finds mistakes.": ["bench/test_gate_power.py::test_a_planted_fault_is_seen_and_named"],
     "A method's file runs as you": [],
     "Read what you run.": [],
-    "Code that a run loads is in its identity": [
+    "Code that a run's processes load is in its identity": [
         "core/test_source_hash.py::test_of_the_executed_files_those_are_told_that_the_hash_lacks",
         "run/test_launch.py::test_code_that_a_run_executes_beyond_its_identity_is_on_record",
         "gate/test_verdict.py::test_a_run_of_code_that_its_identity_lacks_is_untested",
@@ -76,14 +76,27 @@ PROMISES = {
         "base/test_foreign_file.py::test_a_pipe_is_not_waited_for",
         "base/test_foreign_file.py::test_a_file_beyond_the_limit_is_not_read",
         "base/test_foreign_file.py::test_what_is_no_record_is_named",
+        "base/test_foreign_file.py::test_yaml_that_repeats_itself_too_often_is_refused_before_it_is_built",
+    ],
+    "A model's sizes are found by a process of at most 4 GiB.": [
+        "core/test_hub_model.py::test_a_sketch_that_needs_too_much_memory_is_one_line"
     ],
     "What you name with `--out` or `--trace`": [
         "base/test_whole_file.py::test_what_is_no_regular_file_is_not_replaced",
         "base/test_whole_file.py::test_a_file_that_cannot_be_written_whole_stays_as_it_was",
         "base/test_whole_file.py::test_a_file_has_the_rights_that_the_umask_leaves",
     ],
-    "**Terminal.** Whatever is printed": [
-        "base/test_console.py::test_what_would_command_a_terminal_is_shown_as_an_escape"
+    "Of folders that a killed run left": [
+        "run/test_launch.py::test_a_folder_of_a_users_own_stays_whatever_its_name_is",
+        "methods/test_engines.py::test_a_folder_on_the_disk_that_no_run_marked_stays",
+    ],
+    "A lock of a device is a regular file": [
+        "devices/test_budgets.py::test_what_is_no_file_of_locks_is_refused_and_not_waited_for"
+    ],
+    "**Terminal and pages.** Whatever is printed": [
+        "base/test_console.py::test_what_would_command_a_terminal_is_shown_as_an_escape",
+        "report/test_page.py::test_no_page_holds_a_character_that_commands_a_terminal_or_turns_text",
+        "report/test_add.py::test_a_log_that_is_added_commands_no_terminal",
     ],
     "Cells of CSV files": [
         "figures/test_case.py::test_a_cell_that_a_spreadsheet_would_compute_is_text_and_is_read_back"
@@ -132,7 +145,11 @@ PROMISES = {
     "It takes over records and logs of runs": ["report/test_add.py::test_code_in_a_folder_stays_there"],
     "Each verdict is judged anew": [
         "report/test_add.py::test_a_verdict_is_what_the_records_give_not_what_they_say",
+        "report/test_add.py::test_no_run_is_judged_better_than_it_was_sent",
+    ],
+    "Left out are copies of records": [
         "report/test_add.py::test_of_copies_and_others_the_others_are_added",
+        "report/test_add.py::test_a_model_that_is_not_known_is_left_out_and_not_made",
     ],
     "**Bundles.** Names of hosts, users": [
         "report/test_bundle.py::test_no_name_is_in_any_text_of_it",

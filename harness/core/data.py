@@ -108,9 +108,7 @@ def _open_tokens(prefix: str) -> np.ndarray:
     documents (u64), number of tokens of each sequence (i32).
     """
     try:
-        for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
-            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
-                raise ValueError(f"{path}: expected a regular file, got another kind; try another --data")
+        _check_kind(Path(f"{prefix}.idx"))
         with open(f"{prefix}.idx", "rb") as index:
             head = index.read(len(INDEX_MAGIC) + 17)
         if len(head) < len(INDEX_MAGIC) + 17 or not head.startswith(INDEX_MAGIC):
@@ -121,6 +119,7 @@ def _open_tokens(prefix: str) -> np.ndarray:
                 f"{prefix}.idx: expected version 1 and integer tokens, got version {version} and dtype {code}"
             )
         dtype = np.dtype(INDEX_DTYPES[code])
+        _check_kind(Path(f"{prefix}.bin"))
         size = Path(f"{prefix}.bin").stat().st_size
         if not size:
             raise ValueError(f"{prefix}.bin: expected tokens, got an empty file")
@@ -137,6 +136,12 @@ def _open_tokens(prefix: str) -> np.ndarray:
         return tokens
     except OSError as error:
         raise ValueError(f"cannot read the corpus {error.filename}: {error.strerror}; try another --data") from error
+
+
+def _check_kind(path: Path) -> None:
+    """Raise ValueError unless the file is a regular one: a pipe would be waited for."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path}: expected a regular file, got another kind; try another --data")
 
 
 def _uniform(seed: int, index: int, count: int) -> np.ndarray:

@@ -131,7 +131,7 @@ BY_EXCEPTION = set(
 )
 
 
-class Clock:
+class SetForwardClock:
     """In place of the module time: its clock, which a test sets forward."""
 
     ahead_seconds = 0.0
@@ -248,7 +248,7 @@ def test_a_run_that_ended_and_did_not_train_is_left_to_the_gate(tmp_path: Path, 
     assert record.samples_per_second is None
 
 
-def over(clock: Clock, seconds: float) -> Callable[[dict[str, Any]], None]:
+def over(clock: SetForwardClock, seconds: float) -> Callable[[dict[str, Any]], None]:
     """A report that sets a run's clock forward at its first step."""
 
     def report(event: dict[str, Any]) -> None:
@@ -258,13 +258,13 @@ def over(clock: Clock, seconds: float) -> Callable[[dict[str, Any]], None]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SetForwardClock:
+    clock = SetForwardClock()
     monkeypatch.setattr("harness.run.launch.time", clock)
     return clock
 
 
-def test_a_job_over_its_time_ends_as_timeout(tmp_path: Path, clock: Clock) -> None:
+def test_a_job_over_its_time_ends_as_timeout(tmp_path: Path, clock: SetForwardClock) -> None:
     record = ended(tmp_path, "signal.pause()", report=over(clock, 50_000.0), seconds=50_000.0)
     assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == ("timeout", "deadline", "step 1")
     assert "50000 seconds, at step 1" in record.reason and record.losses == [1.5]
@@ -277,7 +277,7 @@ def test_what_is_unavailable_says_so_once() -> None:
 
 @pytest.mark.heavy
 def test_a_job_that_gives_no_sign_of_life_ends_as_timeout(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: SetForwardClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_time, "deadline_seconds", lambda job: math.inf)
     silence_seconds = run_time.silence_seconds(Job("ending", TINY))

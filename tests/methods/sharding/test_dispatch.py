@@ -35,7 +35,7 @@ class Idle:
         return result
 
 
-class Clock:
+class DispatchClock:
     """Seconds that pass while the dispatcher waits: up to the end of the first unit."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class TimedDevice:
 
     told = 0
 
-    def __init__(self, clock: Clock, seconds: dict[tuple[int, str, int], float]) -> None:
+    def __init__(self, clock: DispatchClock, seconds: dict[tuple[int, str, int], float]) -> None:
         self.clock, self.seconds, self.connection = clock, seconds, self
 
     def start(self, unit: Unit, following: Unit | None, splits: Any) -> None:
@@ -89,7 +89,7 @@ def timed_tasks() -> list[Task]:
 
 def test_the_dispatchers_makespan_is_the_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so is the one foretold by two rounds."""
-    clock, chains = Clock(), [[task.seconds[unit] for unit in task.script] * 3 for task in timed_tasks()]
+    clock, chains = DispatchClock(), [[task.seconds[unit] for unit in task.script] * 3 for task in timed_tasks()]
     monkeypatch.setattr(dispatch, "time", clock)
     monkeypatch.setattr(dispatch, "wait", clock.wait)
     seconds = {(task.model, *unit): task.seconds[unit] for task in timed_tasks() for unit in task.script}
