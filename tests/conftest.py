@@ -26,7 +26,7 @@ from harness.core.method import source_hash
 from harness.core.record import new_stem
 from harness.devices import machine, sim
 from harness.gate import probe
-from tests.support import closing_lines, covering, forks, packages, seconds
+from tests.support import closing_lines, covering, forks, packages, plain, seconds
 
 _serial = itertools.count()
 hypothesis.settings.register_profile("harness", deadline=None)  # a busy machine is no failure
@@ -55,16 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     covering.thin(config, items)
     is_named = any("::" in argument for argument in config.args)
     if not (config.getoption("--all") or config.getoption("-m") or is_named):
-        slow = {node_id for node_id, value in seconds.measured().items() if value > seconds.PLAIN}
-        left_out = [item for item in items if _is_left_out(item, slow)]
-        closing_lines.leave_out(config, items, left_out)
+        closing_lines.leave_out(config, items, plain.left_out(items))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items[:] = seconds.order(items, int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
-
-
-def _is_left_out(item: pytest.Item, slow: set[str]) -> bool:
-    is_slow = item.nodeid in slow and not item.get_closest_marker("shows")
-    return is_slow or item.get_closest_marker("heavy") is not None
 
 
 def pytest_collection_finish() -> None:

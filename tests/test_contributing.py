@@ -49,6 +49,7 @@ def added(tmp_path: Path) -> list[str]:
     return ["--cases", str(tmp_path), "--results", str(tmp_path / "results")]
 
 
+@pytest.mark.shows("a case draws its figure")
 def test_a_case_of_any_folder_is_a_table_and_a_figure(added: list[str]) -> None:
     done = run("case", "10", "--profile", "demo", "--extract", *added)
     assert done.returncode == 0 and [line.split(",")[3] for line in done.stdout.splitlines()] == [
@@ -62,7 +63,7 @@ def test_a_case_of_any_folder_is_a_table_and_a_figure(added: list[str]) -> None:
 
 def test_a_claim_of_any_file_is_judged_and_the_next_call_knows_nothing_of_it(added: list[str], tmp_path: Path) -> None:
     done = run("verify", *added, "--claims", tmp_path / "ten.yaml")
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS: 1 of 1: 10.resident-first"
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "SIMULATED: 1 of 1: 10.resident-first"
     assert 10 not in case.numbers() and "10.resident-first" not in {claim.id for claim in claims.load()}
 
 

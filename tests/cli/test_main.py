@@ -54,6 +54,7 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
     assert not any("--disk" in call for call in calls)
 
 
+@pytest.mark.shows("bad input is one line and exit code 2")
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -159,6 +159,7 @@ def memory_group(make_memory_group):
     return make_memory_group(600 * MIB)
 
 
+@pytest.mark.shows("a run that ends out of memory or otherwise has a record that names its end")
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name, marks=pytest.mark.heavy if row.name in HEAVY else ()) for row in ROWS]
 )

@@ -84,6 +84,7 @@ def test_keeps_the_contract_on_paper(
     keep(method_contract.BY_ARITHMETIC[check], method_name, folders, shared_results)
 
 
+@pytest.mark.shows("every method trains and passes the gate, or fails it by design")
 @pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it
 @pytest.mark.parametrize(
     "check", [pytest.param(name, marks=[pytest.mark.heavy] * ("bf16" in name)) for name in method_contract.BY_TRAINING]

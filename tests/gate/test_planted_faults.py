@@ -51,6 +51,7 @@ def departure_of(dtype: str, **options: str) -> Departure | None:
     return departures.of_trial(Trial(trained("planted", dtype, **options), trained("resident", dtype), tuple(others)))
 
 
+@pytest.mark.shows("the gate sees a dozen planted faults in each dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_path_of_one_dtype_is_seen_and_named(fault: str, dtype: str) -> None:

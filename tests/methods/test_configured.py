@@ -25,6 +25,8 @@ STREAMED: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.shows("a model by its config.json trains exactly")
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("method", "options"), STREAMED, ids=[f"{name} {list(each.values())}" for name, each in STREAMED]
 )

@@ -1,4 +1,4 @@
-"""The seconds that each test takes: what plain ./test.sh leaves out, and the order of tests for several processes.
+"""The seconds that each test takes, for plain.py and for the order of tests for several processes.
 
 seconds.json holds the tests that took SHORT seconds or more, on two idle cores. To measure all anew:
 
@@ -17,7 +17,6 @@ import pytest
 
 FILE = Path(__file__).parent.parent / "seconds.json"
 SHORT = 0.2  # seconds: a test that takes less is not in the file
-PLAIN = 0.3  # seconds: plain ./test.sh leaves out a test that takes more, unless the test shows a main fact
 LONG = 10.0  # seconds: a module that takes more is among those with which a process begins
 SERVERS = "tests/places"  # modules that share servers: one process runs them, and so starts each server once
 

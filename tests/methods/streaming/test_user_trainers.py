@@ -54,6 +54,7 @@ TRAINERS: dict[str, Callable[..., Any]] = L2L | {
 oracle = functools.cache(by_plain_torch)
 
 
+@pytest.mark.shows("a model of the user's own trains exactly")
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("clip", [0.0, 1.0, 100.0])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
