@@ -97,7 +97,9 @@ class MeanCheck:
 def _counts(loss: Tensor, num_means: int | None) -> list[Tensor]:
     """Return the number of targets, or their weight, of each mean of cross_entropy in the graph of the loss.
     `num_means`: how many there are; None: search the whole graph."""
-    waiting, visited, counts = [loss.grad_fn], set(), []
+    waiting: list[Any] = [loss.grad_fn]
+    visited: set[Any] = set()
+    counts: list[Tensor] = []
     for node in waiting:
         if node is None or node in visited:
             continue

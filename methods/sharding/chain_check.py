@@ -49,7 +49,7 @@ class _Calls:
 
     def __init__(self, name: str, model: nn.Module, device: str) -> None:
         self.name, self.title, self.device = name, type(model).__name__, device
-        tensors = {id(p): p for p in model.parameters()}
+        tensors: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
         if device == "meta":
             tensors |= {id(buffer): buffer for buffer in model.buffers()}
             tensors = {key: _on_meta(tensor) for key, tensor in tensors.items()}

@@ -166,6 +166,7 @@ class Worker:
         """Run the last shard's forward pass, the loss and the backward pass. Return the loss and the gradient of the
         shard's input. All other tensors are freed on return, before the gradients are copied to the host."""
         *below, last = self.shard.layers
+        start: Sequence[Any]
         x, start = entered(self.to_device(self.unit.x))
         (targets,) = self.to_device((self.unit.targets,))
         self._start_gradients()
@@ -321,7 +322,8 @@ class _Start(torch.autograd.Function):
 def entered(x: Tensors) -> tuple[Tensors, list[Tensor | None]]:
     """Return the same tensors at the start of a new graph, and a list that will hold the gradient of each one after the
     backward pass; None: it has no gradient."""
-    anchor, dx = torch.zeros((), requires_grad=True), [None] * len(x)
+    anchor = torch.zeros((), requires_grad=True)
+    dx: list[Tensor | None] = [None] * len(x)
     with torch.enable_grad():
         return _Start.apply(dx, anchor, *map_tensors(Tensor.detach, x)), dx
 

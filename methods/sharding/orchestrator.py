@@ -80,7 +80,7 @@ class ModelTask:
                 f"{self.name}: expected shards that sum to {len(self.layers)} layers, got {list(self.shards)}"
             )
 
-    def first_batch(self) -> tuple[Any, Any]:
+    def first_batch(self) -> Sequence[Any]:
         """Return the first batch; batches() will still yield it. Raises ValueError if the dataloader is empty."""
         if self.begun is None:
             rest = iter(self.dataloader)

@@ -87,16 +87,16 @@ class LastLayer(PureLayer):
 
     def __init__(self, title: str, layer: nn.Module, criterion: Callable[..., Tensor], *, takes_tuple: bool) -> None:
         super().__init__(title, layer, takes_tuple=takes_tuple)
-        self.criterion, self.criterion_watch = criterion, None
+        self.criterion = criterion
+        self.criterion_watch: ModuleWatch | None = None
 
     def forward(self, *x: Any) -> Tensor:
         y = super().forward(*x[:-1])
-        watched = isinstance(self.criterion, nn.Module)
-        if watched:
+        if isinstance(self.criterion, nn.Module):
             self.criterion_watch = self.criterion_watch or ModuleWatch(self.criterion)
-            before = self.criterion_watch.state()
+        before = self.criterion_watch and self.criterion_watch.state()
         loss = self.criterion(y, x[-1])
-        if watched and (change := self.criterion_watch.change(before)):
+        if self.criterion_watch and before and (change := self.criterion_watch.change(before)):
             raise ValueError(
                 f"expected a criterion that changes nothing, got one that changes {change}; try a function"
             )

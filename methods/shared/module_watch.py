@@ -124,7 +124,7 @@ def random_states() -> list[Any]:
     return [random.getstate(), kind, keys.tobytes(), rest]
 
 
-def _storage(tensor: Tensor) -> tuple[int, int]:
+def _storage(tensor: Tensor) -> tuple[Any, Any]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
