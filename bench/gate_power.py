@@ -6,7 +6,7 @@ the published learning rate, and once at the learning rate of the gate's probe. 
 one half precision alone, and the PATH_FAULTS in the path of each dtype alone. Honest runs train in the same way, but
 round differently: other numbers of threads, micro-batches, sums of products, attention and loops of AdamW, and every
 method that is exact by design and runs on this machine. The gate judges each run three times: with its tolerances for a
-CPU, with its tolerances for CUDA and, if the method promises the reference's bits, by bits. All this takes about 6
+CPU, with its tolerances for CUDA and, if the method promises the reference's bits, by bits. This takes some
 minutes on two cores. `--with` tries the gate at other sizes than the sizes by which the gate's limits were chosen.
 `--model` tries the gate on a model with a config.json; the faults are then those of bench/convention_faults.py, and
 those of planted.py that the model can have.
