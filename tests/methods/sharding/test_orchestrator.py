@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -288,25 +289,26 @@ def test_no_tasks_are_refused() -> None:
         ModelOrchestrator([])
 
 
-def example(*words: str) -> subprocess.CompletedProcess:
-    command, path = [sys.executable, "examples/two_models.py", *words], {**os.environ, "PYTHONPATH": str(ROOT)}
-    path["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=path)
+def example(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["two_models.py", *arguments])
+    runpy.run_path(str(ROOT / "examples" / "two_models.py"), run_name="__main__")
 
 
 @pytest.mark.heavy
-def test_the_example_learns() -> None:
-    done = example()
-    assert done.returncode == 0, done.stderr
-    losses = {name: (float(first), float(last)) for name, first, last in re.findall(LOSSES, done.stdout)}
+def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example(monkeypatch)
+    losses = {name: (float(first), float(last)) for name, first, last in re.findall(LOSSES, capsys.readouterr().out)}
     assert set(losses) == {"writer", "reader"}
     assert all(last < 0.8 * first for first, last in losses.values())
 
 
-def test_the_example_refuses_what_is_no_number_of_devices_in_one_line() -> None:
-    done = example("foo")
+def test_the_example_refuses_what_is_no_number_of_devices_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        example(monkeypatch, "foo")
     told = "error: expected one positive integer, the number of devices, got 'foo'\n"
-    assert (done.returncode, done.stderr) == (2, told)
+    assert (end.value.code, capsys.readouterr().err) == (2, told)
 
 
 DOCUMENTED = """
