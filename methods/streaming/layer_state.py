@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +26,7 @@ from methods.offload.layout import cut, install, layout_of
 from methods.offload.state import State, joined, keep_, kept_dtypes, master_of
 from methods.shared.memory_needs import CHUNK, block_numel, shared_numel
 from methods.shared.terms import Terms
+from methods.streaming.gradient_views import GradientViews, settle
 from methods.streaming.recompute import recomputed
 
 if TYPE_CHECKING:
@@ -38,12 +38,6 @@ DRAWN = 2**14  # elements drawn at once for a rank's part of a layer: few, becau
 Passed = tuple[Any, ...]  # tensors that one layer passes to the next, for one micro-batch; a gradient of None is zero
 
 
-LEFT_OUTSIDE = (
-    "{}: expected gradients only through the layer's arguments and results, got one through a tensor that the layer has"
-    " left elsewhere, such as an auxiliary loss; try to return this tensor"
-)
-
-
 class Speculation(NamedTuple):
     """A speculative update into the spare state: the AdamW step, the future that ends with the update, and a list with
     one entry for each chunk whose update was skipped."""
@@ -51,15 +45,6 @@ class Speculation(NamedTuple):
     step: AdamStep
     done: Future
     skipped: list[bool]
-
-
-@dataclass
-class GradientViews:
-    """By a parameter's name, the memory for its gradient: a view of a slab. `is_open`: the backward pass that fills the
-    slab runs."""
-
-    views: dict[str, Tensor]
-    is_open: bool
 
 
 class LayerState:
@@ -116,7 +101,7 @@ class LayerState:
         self.saved: list[tuple[Passed, list[GradientEdge]]] = []
         self.collected = torch.empty(0)  # slab that the last backward pass filled with gradients
         self._own: dict[str, nn.Parameter] = {}  # the module's parameters by name; empty: not yet looked up
-        self._rooms = GradientViews({}, is_open=True)
+        self.rooms = GradientViews({}, is_open=True)
         if shelf is not None:
             shelf.prefix = prefix
 
@@ -179,13 +164,13 @@ class LayerState:
         collect_gradients() was given; return the handle of this hook."""
         install(self.module, name, parameter)
         self._own.clear()
-        return parameter.register_post_accumulate_grad_hook(partial(_settle, self._rooms, self.prefix, name))
+        return parameter.register_post_accumulate_grad_hook(partial(settle, self.rooms, self.prefix, name))
 
     def forward(self, xs: list[Passed]) -> list[Passed]:
         """Return the layer's outputs; keep only the layer's inputs for backward(), which returns the gradients of those
         inputs that require one."""
         self.saved, ys = [], list[Passed]()
-        self._rooms.is_open = False
+        self.rooms.is_open = False
         with self.device.span("compute", "forward", self.prefix):
             for x in xs if self.boundary is None else self.boundary.keep(xs):
                 x = tuple(each.detach().requires_grad_(each.requires_grad) for each in x)
@@ -200,7 +185,7 @@ class LayerState:
         `grads`, and return the gradients of the inputs that require one. dys: for each micro-batch the gradients of the
         outputs that require one."""
         saved, self.saved, dxs = self.saved, [], []
-        self._rooms.is_open = True
+        self.rooms.is_open = True
         if self.boundary is not None:
             self.boundary.arrive()
         with self.device.span("compute", "backward", self.prefix):
@@ -211,7 +196,7 @@ class LayerState:
                 dxs.append(tuple(each.grad for each in x if each.requires_grad))
         if self.boundary is not None:
             self.boundary.leave()
-        self._rooms.is_open = False
+        self.rooms.is_open = False
         return dxs
 
     def collect_gradients(self, grads: Tensor) -> None:
@@ -219,35 +204,17 @@ class LayerState:
         gradient of each parameter is copied into the slab, so the slab need not be cleared; later gradients are added.
         If the layer `adds`, the first gradient is added, too."""
         if self.collected is not grads:
-            self._rooms.views.update(zip(self.layout.names, self.layout.views(grads), strict=True))
+            self.rooms.views.update(zip(self.layout.names, self.layout.views(grads), strict=True))
             self.collected = grads
         for name, parameter in self._parameters().items():
-            parameter.grad = self._rooms.views[name] if self.adds else None
-
-    def settle_gradients(self) -> None:
-        """Copy gradients that are elsewhere into the slab: a user's script may have replaced some."""
-        for name, parameter in self._parameters().items():
-            _settle(self._rooms, self.prefix, name, parameter)
-
-    def norms_at_home(self) -> list[Tensor]:
-        """Return the norm of each parameter's gradient at home, on the device."""
-        norms = norms_of(self.layout.views(self.grads), in_blocks=self.terms.norms_in_blocks)
-        return [norm.to(self.device.name) for norm in norms]
-
-    def show(self, home: Tensor) -> None:
-        """Bring the current weights into the slab `home`: it is that of the current state, or of the spare one."""
-        if self.current.weights is not home:
-            assert self.spare is not None
-            home.copy_(self.current.weights)
-            self.spare = self.spare._replace(weights=self.current.weights)
-            self.current = self.current._replace(weights=home)
+            parameter.grad = self.rooms.views[name] if self.adds else None
 
     def norms(self) -> list[Tensor]:
         """Return the norm of each parameter's gradient after the last backward pass, fp32, on the device. If the layer
         is split over ranks, return the norms of this rank's part. If all ranks have the whole layer, the first rank
         returns its norms and every other rank returns zero."""
         with self.device.span("compute", "norm", self.prefix):
-            grads = [*self._rooms.views.values()]
+            grads = [*self.rooms.views.values()]
             if self.is_shared:
                 part = self.device.ranks.part(self.collected[: self.whole_numel])
                 grads = [part[start:stop] for start, stop, _ in self.pieces]
@@ -363,17 +330,6 @@ class LayerState:
         columns = map(self.layout.views, columns)
         for name, *tensors in zip(self.layout.names, *columns, strict=True):
             yield TensorState(self.prefix + name, *tensors)
-
-
-def _settle(rooms: GradientViews, prefix: str, name: str, parameter: Tensor) -> None:
-    """Copy a parameter's gradient, which a backward pass has just computed, to its place in the slab, unless the
-    gradient is already there. Raises ValueError outside of the layer's own backward pass: the slab may be another
-    layer's now."""
-    if not rooms.is_open:
-        raise ValueError(LEFT_OUTSIDE.format(prefix.rstrip(".")))
-    if parameter.grad is not None and parameter.grad is not rooms.views[name]:
-        rooms.views[name].copy_(parameter.grad)
-        parameter.grad = rooms.views[name]
 
 
 def _state(weights: Tensor, kept: list[Tensor]) -> State:

@@ -11,16 +11,16 @@ master, and from a forward pass to the end of its backward pass slots hold other
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from methods.offload.clip import norms_of
+from methods.streaming.gradient_views import settle
 from methods.streaming.layer_state import LayerState
-
-if TYPE_CHECKING:
-    from methods.streaming.user_training import UserTraining
 
 MEMORY = "{}: expected its memory to stay, where its updates are made, got another; try .copy_() in place of .data ="
 MASTERS = (
@@ -41,16 +41,27 @@ UPDATES_HAVE_BEGUN = (
 )
 
 
+class Taken(NamedTuple):
+    """A parameter of layer `place`, its gradient's memory at home, and the gradient as the script has it, which it may
+    keep; None: the script has dropped it."""
+
+    place: int
+    parameter: nn.Parameter
+    home: Tensor
+    gradient: Tensor | None
+
+
 class ScriptAccess:
     """The script's access to the layers of a training."""
 
-    def __init__(self, training: UserTraining) -> None:
+    def __init__(self, training: Any) -> None:
         self.training, self.user = training, training.user
         self.places = {id(parameter): place for place, own in enumerate(self.user.own) for parameter in own}
         # The layers whose weights the script may have changed since the last forward pass began, by place, with a copy
         # of weights that must not change; None: these may change.
         self.touched: dict[int, Tensor | None] = {}
         self.exposed: set[int] = set()  # the layers whose gradients the script has
+        self.taken: list[Taken] = []  # what take_gradients() has taken last
         self.num_views = [num_views(state.current.weights) for state in training.stream.states]
         self.versions = [parameter._version for parameter in self.user.rest]
         self.addresses = [(each, each.data_ptr()) for _, parameters in training.parts() for each in parameters]
@@ -150,20 +161,40 @@ class ScriptAccess:
             parameter.grad = gradient.clone()  # the script may keep it, and drop it, as any gradient
         self.exposed.add(place)
 
+    def has_dropped_all(self) -> bool:
+        """Return whether the script has dropped the gradients of all layers."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return len(self.exposed) == len(self.user.own) and all(
+                parameter.grad is None for own in self.user.own for parameter in own
+            )
+
     def take_gradients(self) -> list[str]:
         """Take the gradients back home, as the script has left them. Return the names of the parameters whose gradients
         the script has dropped; these are zero now."""
-        dropped = []
+        dropped, self.taken = list[str](), list[Taken]()
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, gradient in (pair for place in sorted(self.exposed) for pair in self._gradients(place)):
-                if parameter.grad is None:
-                    dropped.append(self.user.names[id(parameter)])
-                    gradient.zero_()
-                else:
-                    gradient.copy_(parameter.grad)
-                    parameter.grad = None
+            for place in sorted(self.exposed):
+                for parameter, home in self._gradients(place):
+                    self.taken.append(Taken(place, parameter, home, parameter.grad))
+                    if parameter.grad is None:
+                        dropped.append(self.user.names[id(parameter)])
+                        home.zero_()
+                    else:
+                        home.copy_(parameter.grad)
+                        parameter.grad = None
         self.exposed.clear()
         return dropped
+
+    def return_gradients(self) -> None:
+        """After a further backward pass, let the gradients that the script had before show the sum."""
+        if not self.taken:
+            return
+        self.training.gpu.synchronize()
+        with torch._C.DisableTorchFunctionSubclass():
+            for place, parameter, home, gradient in self.taken:
+                parameter.grad = home.clone() if gradient is None else gradient.copy_(home)
+                self.exposed.add(place)
+        self.taken = []
 
     def take_from_outside(self, parameter: nn.Parameter) -> None:
         """Autograd calls this when a gradient reaches the user's parameter itself: while a layer computes, other
@@ -195,7 +226,37 @@ class ScriptAccess:
 
 def num_views(slab: Tensor) -> int:
     """Return the number of tensors that share the slab's memory, the slab included."""
-    return int(torch._C._storage_Use_Count(slab.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    memory = slab.untyped_storage()  # counts as a user, too
+    return int(torch._C._storage_Use_Count(memory._cdata)) - 1  # type: ignore[attr-defined]
+
+
+def has_lent_gradients(state: LayerState) -> bool:
+    """Return whether a script holds gradients of this state: the tensors themselves, to which the state and this line
+    have three references, or further views of the slab."""
+    views = state.rooms.views.values()
+    return any(sys.getrefcount(view) > 3 for view in views) or num_views(state.grads) > 1 + len(views)
+
+
+@torch.no_grad()
+def settle_gradients(state: LayerState) -> None:
+    """Copy gradients that a script has replaced into the slab."""
+    for name in state.layout.names:
+        settle(state.rooms, state.prefix, name, state.module.get_parameter(name))
+
+
+def norms_at_home(state: LayerState) -> list[Tensor]:
+    """Return the norm of each parameter's gradient at home, on the device."""
+    norms = norms_of(state.layout.views(state.grads), in_blocks=state.terms.norms_in_blocks)
+    return [norm.to(state.device.name) for norm in norms]
+
+
+def show(state: LayerState, home: Tensor) -> None:
+    """Bring the current weights into the slab `home`: it is that of the current state, or of the spare one."""
+    if state.current.weights is not home:
+        assert state.spare is not None
+        home.copy_(state.current.weights)
+        state.spare = state.spare._replace(weights=state.current.weights)
+        state.current = state.current._replace(weights=home)
 
 
 def _is_same_memory(parameter: Tensor, other: Any) -> bool:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from methods.streaming.layer_state import LEFT_OUTSIDE, Passed
+from methods.streaming.gradient_views import LEFT_OUTSIDE
+from methods.streaming.layer_state import Passed
 from methods.streaming.user_parameters import SlotParameter
 
 TENSOR = object()  # marks a tensor's place in the structure of a layer's arguments or results

@@ -6,21 +6,18 @@ loaded become the masters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from methods.streaming.layer_state import LayerState
 
-if TYPE_CHECKING:
-    from methods.streaming.user_training import UserTraining
-
 
 class SavedState:
     """Saves and loads a training's state."""
 
-    def __init__(self, training: UserTraining) -> None:
+    def __init__(self, training: Any) -> None:
         self.training, self.user = training, training.user
         self.loading: list[list[Mapping[str, Tensor]]] = []  # for each part the states that the optimizer loads now
 

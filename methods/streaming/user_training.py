@@ -28,7 +28,14 @@ from methods.shared.terms import Terms
 from methods.streaming.layer_kinds import LayerSource, send_boundaries_home
 from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.starting_values import fill
-from methods.streaming.user_access import UPDATES_HAVE_BEGUN, ScriptAccess, num_views
+from methods.streaming.user_access import (
+    UPDATES_HAVE_BEGUN,
+    ScriptAccess,
+    has_lent_gradients,
+    norms_at_home,
+    settle_gradients,
+    show,
+)
 from methods.streaming.user_layer import UserLayer
 from methods.streaming.user_model import UserModel, give, move_rest
 from methods.streaming.user_parameters import observe
@@ -180,6 +187,7 @@ class UserTraining:
             if self.terms.dtype == "fp32":  # otherwise the masters need the same weights until step()
                 self.access.touched.clear()
             self.num_backward, self.is_up = self.num_backward + 1, False
+            self.access.return_gradients()
         return dxs
 
     def _begin_backward(self) -> None:
@@ -253,6 +261,8 @@ class UserTraining:
         self.check_stream()
         if self.num_backward and not self.stream.waits:
             raise ValueError(UPDATES_HAVE_BEGUN.format("forward pass after backward()"))
+        if self.access.has_dropped_all():
+            self._take_gradients()
         self.rewind()
         if self.access.touched:
             if self.terms.dtype != "fp32":
@@ -302,15 +312,15 @@ class UserTraining:
         self.rewind()
         self.access.check_parameters()
         self._check_gradients(self.ends, self.user.rest)
-        self.ends.settle_gradients()
+        settle_gradients(self.ends)
         for place in exposed:
-            self.stream.clip.norms[-1 - place] = self.stream.states[place].norms_at_home()
+            self.stream.clip.norms[-1 - place] = norms_at_home(self.stream.states[place])
         held = self.access.held() if self.stream.waits else self._held
         ended = self.stream.finish(self.user.settings())
         assert ended.grad_norm is not None
         self.num_backward, self.is_skipped, self._is_home = 0, ended.is_skipped, False
         self.access.touched.clear()
-        self._renew_gradients()
+        self._renew_gradients(self.stream.clip.factor)
         self.user.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules check this
         for place in held:
             self.access.touch(place)
@@ -319,20 +329,27 @@ class UserTraining:
     def _take_gradients(self) -> list[str]:
         """Take over what the script has done with the gradients. If it has dropped all, no backward pass counts.
         Return the names of the layers' parameters whose gradients the script has dropped."""
+        has_dropped_all = self.access.has_dropped_all() and all(each.grad is None for each in self.user.rest)
         dropped = self.access.take_gradients()
-        if len(dropped) == sum(map(len, self.user.own)) and all(each.grad is None for each in self.user.rest):
-            self.num_backward = 0
+        if has_dropped_all:
+            self.num_backward, self.access.taken = 0, []
             self._renew_gradients()
         return dropped
 
-    def _renew_gradients(self) -> None:
-        """Make the rest of the model ready for the next step's gradients. If the script keeps one of the last step, it
-        keeps their memory, too."""
+    def _renew_gradients(self, factor: Tensor | None = None) -> None:
+        """Make the rest of the model ready for the next step's gradients. If the script keeps gradients of the last
+        step, it keeps their memory, too, and sees them clipped by `factor`."""
         for parameter in self.user.rest:
             parameter.grad = None
-        if num_views(self.ends.grads) > self._num_gradient_views:
+        kept = [each.gradient for each in self.access.taken if each.gradient is not None]
+        self.access.taken = []
+        if has_lent_gradients(self.ends):
+            kept.append(self.ends.grads)
             self.ends.grads = self.gpu.room(len(self.ends.grads), self.ends.grads.dtype, host=False)
         self.ends.collect_gradients(self.ends.grads)
+        if factor is not None:
+            for gradient in kept:
+                gradient.mul_(factor.to(gradient.device))
 
     # ---- The state at home
 
@@ -357,7 +374,7 @@ class UserTraining:
             )
         self.gpu.synchronize(*(state.updated for state in self.stream.states))
         for state, home in zip(self.stream.states, self._homes, strict=True):
-            state.show(home)
+            show(state, home)
         self._is_home = True
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -470,7 +487,6 @@ class UserTraining:
             module.forward = StreamedForward(self, place)  # type: ignore[method-assign]
             self._undo.callback(_restore, module, before)
         self._homes = [state.current.weights for state in self.stream.states]
-        self._num_gradient_views = num_views(self.ends.grads)
         self.access, self.saved = ScriptAccess(self), SavedState(self)
         streamed = [parameter for own in self.user.own for parameter in own]
         hooks = [

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 WIDTH, LAYERS, STEPS = 8, 3, 4
 
 
-class ResidualLayer(nn.Module):
+class AuxiliaryLayer(nn.Module):
     """`keeps`: keeps an auxiliary loss on itself. `clamps`: changes its weights in forward()."""
 
     keeps = clamps = False
@@ -37,7 +37,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inp, self.out = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
-        self.layers = nn.ModuleList(ResidualLayer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(AuxiliaryLayer() for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         x, self.returned = self.inp(x), torch.zeros(())
