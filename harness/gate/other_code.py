@@ -30,7 +30,7 @@ def of_trial(trial: Trial, run: Record) -> str:
     """Return, as text, why a trial is no evidence of how the run's code trains; empty if it is."""
     if is_of_another(trial.record, run):
         return f"the probe in {trial.dtype}: {AGAIN}"
-    for record in (trial.record, trial.reference, *trial.others, *trial.wide):
+    for record in (trial.record, trial.reference, *trial.others):
         if of_code := fault(record):
             return f"{record.job.method}'s probe in {trial.dtype}: {of_code[1]}"
     return ""
