@@ -427,7 +427,9 @@ def in_process(command: Sequence[str], output: Any, seconds: float) -> int:
 
 @pytest.fixture
 def demo_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the demo leaves its results, its archive and what it calibrates."""
+    """Where the demo leaves its results, its archive and what it calibrates, beside links to this project's code."""
+    for name in ("bench", "methods", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr(gpu.signal, "signal", lambda kind, handler: None)
     monkeypatch.setattr(machine, "CALIBRATION", tmp_path / "results" / "calibration.json")
@@ -444,7 +446,8 @@ def test_the_demo_does_every_step_and_goes_on_from_its_archive(
     """Its trainings are forks of a process that has torch. Afterwards the archive alone answers the same call."""
     listed, steps = gpu.steps(gpu.DEMO, demo_tree / "results" / "gpu-demo"), gpu.steps
     (tests,) = (one for one in listed if one.title == "tests")
-    chosen = tests._replace(command=(*tests.command, "--collect-only"))  # they train for long
+    command = (word.replace(str(demo_tree), str(ROOT)) for word in tests.command)
+    chosen = tests._replace(command=(*command, "--collect-only"))  # they train for long
     monkeypatch.setattr(gpu, "steps", lambda *of: [chosen if one.title == "tests" else one for one in steps(*of)])
     monkeypatch.setattr(gpu, "ended", in_process)
     done = CliRunner().invoke(gpu.main, ["gpu-demo", "--demo", "--limit", "1e6"], catch_exceptions=False)
