@@ -133,13 +133,15 @@ class PowerCase(NamedTuple):
     fault: str = ""
     size: Workload = SIZE
     probe_steps: int = probe.STEPS
+    window: int | None = None  # None: the scale of fp16 stays, because roundings would skip different steps
 
     def job(self) -> Job:
         """Return the job at the published learning rate. probe() returns the job at the probe's learning rate."""
         return self._job(dataclasses.replace(self.size, dtype=self.dtype))
 
     def probe(self, dtype: str) -> Job:
-        return self._job(probe.workload(probe.capped(self.size), dtype, self.probe_steps), self.probe_steps)
+        load = probe.workload(probe.capped(self.size), dtype, self.probe_steps)
+        return self._job(dataclasses.replace(load, loss_scale_window=self.window), self.probe_steps)
 
     def _job(self, size: Workload, steps: int = 20) -> Job:
         size = dataclasses.replace(size, **self.changes, seed=self.seed)
@@ -198,7 +200,17 @@ def path_cases(
     faults = [fault for fault in planted.PATH_FAULTS if fault not in lacking]
     faults += faults_of(dataclasses.replace(size, dtype=dtype)) if dtype != "fp32" else []
     return [
-        PowerCase("planted", {"fault": fault, "only": dtype}, {}, dtype, seeds[0], fault, size, probe_steps)
+        PowerCase(
+            "planted",
+            {"fault": fault, "only": dtype},
+            {},
+            dtype,
+            seeds[0],
+            fault,
+            size,
+            probe_steps,
+            probe.OVERFLOWING_WINDOW if fault in planted.OF_SKIPS else None,
+        )
         for fault in faults
     ]
 

@@ -33,7 +33,7 @@ from harness.base.checkout import ROOT
 from harness.core.job import EPSILON, MOST_LAYERS, Budget, Job, Workload
 from harness.core.record import Record
 from harness.gate import departures
-from harness.gate.evidence import is_same, other_scales
+from harness.gate.evidence import is_same, other_scales, promises_bits
 from harness.gate.trial import Trial
 
 LEARNING_RATE = 3.75e-3
@@ -172,17 +172,21 @@ def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs)
     theirs = runs.measure(reference)
     if record.status != "ok" or theirs.status != "ok" or is_same(record, theirs):
         return Trial(record, theirs)
-    if load.loss_scale_window and other_scales(record, theirs):
-        # A rounding may decide whether a step overflows. Then the trainings skip different steps, and nothing after
-        # the first of these steps can be compared.
-        return _trial_of(dataclasses.replace(load, loss_scale_window=None), job, number, extent, runs)
     trial = Trial(record, theirs)
     for names in roundings_of(load.dtype):
         asked = dataclasses.replace(rounding(reference, names), budget=Budget(seconds=small.budget.seconds))
         trial = trial._replace(others=(*trial.others, *runs.measure(asked).models()))
+        if load.loss_scale_window and not promises_bits(record) and _skips_differ(trial):
+            return _trial_of(dataclasses.replace(load, loss_scale_window=None), job, number, extent, runs)
         if departures.of_trial(trial) is None:
             break
     return trial
+
+
+def _skips_differ(trial: Trial) -> bool:
+    """True if a rounding decides whether a step overflows: then the trainings skip different steps, so that their
+    distance is no measure of rounding. A method that promises the reference's bits needs no such measure."""
+    return any(other_scales(record, trial.reference) for record in (trial.record, *trial.others))
 
 
 def _budget(job: Job, extent: Extent) -> Budget:

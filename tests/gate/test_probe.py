@@ -557,6 +557,17 @@ def test_a_wrong_gradient_says_what_to_look_at(norms: list, parts: int, hint: st
     assert found is not None and hint in found.text
 
 
+@pytest.mark.parametrize(
+    ("of_method", "of_rounding", "differ"), [([3], [3], False), ([4], [3], True), ([3], [4], True)]
+)
+def test_where_a_rounding_decides_which_steps_fp16_skips_is_no_measure(
+    of_method: list, of_rounding: list, differ: bool
+) -> None:
+    """Four honest roundings failed where all but the reference's own skipped other steps."""
+    mine, rounded = (trained(BASE, skipped_steps=steps) for steps in (of_method, of_rounding))
+    assert probe._skips_differ(Trial(mine, trained(BASE, skipped_steps=[3]), (rounded,))) is differ
+
+
 def test_a_deeper_probe_has_a_wider_limit() -> None:
     """Noise of an ulp in each product was 25 times the floor in 6 layers."""
     deep = trained(BASE, job=dataclasses.replace(job(num_layers=6), steps=4, warmup=0))
