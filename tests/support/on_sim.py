@@ -24,6 +24,7 @@ from harness.simulation.batches import token_batches
 from tests.support import forks
 from tests.support.training import TrainingResult, settled, tiny
 from tests.support.training import train as train_anywhere
+from tests.support.until import until
 
 MIB = 2**20
 
@@ -143,22 +144,27 @@ def number_of_the_host() -> list[float]:
 
 
 def time_of_copies(num_bytes: int) -> dict[str, float]:
-    """Seconds of a copy to the device and of one back, and of one that work on the host hides."""
+    """Seconds of a copy to the device and of one back."""
+    host, device = (torch.zeros(num_bytes, dtype=torch.uint8, device=name) for name in ("cpu", "sim"))
+    return {"in": seconds(lambda: device.copy_(host)), "out": seconds(lambda: host.copy_(device))}
+
+
+def work_beside_a_copy(num_bytes: int) -> None:
+    """Copy on another stream and compute meanwhile, until the copy has not ended before the computation."""
     host = torch.zeros(num_bytes, dtype=torch.uint8)
-    there = torch.zeros(num_bytes, dtype=torch.uint8, device="sim")
-    copied_in = seconds(lambda: there.copy_(host))
-    copied_out = seconds(lambda: host.copy_(there))
+    device, other = (torch.zeros(num_bytes, dtype=torch.uint8, device="sim") for _ in range(2))
     stream = torch.get_device_module("sim").Stream()
 
-    def queue() -> None:
+    def is_under_way() -> bool:
         with stream:
-            there.copy_(host, non_blocking=True)
+            device.copy_(host, non_blocking=True)
+        done = stream.record_event()
+        other.add_(1)
+        has_ended = done.query()
+        done.synchronize()
+        return not has_ended
 
-    queued = seconds(queue)
-    done = stream.record_event()
-    time.sleep(copied_in)
-    waited = seconds(lambda: (torch.get_device_module("sim").current_stream().wait_event(done), there.add_(1)))
-    return {"in": copied_in, "out": copied_out, "queued": queued, "waited": waited}
+    until(is_under_way)
 
 
 def order_on_one_stream(num_bytes: int) -> float:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from harness.base.checkout import ROOT
+from methods.pipeline import measured_profile
 from methods.pipeline.profile import read
 from methods.verbs.varuna import varuna
-from tests.support import cli
+from tests.support import cli, forks
 from tests.support.configured import configured
 
 
@@ -127,8 +128,9 @@ def test_the_published_gpt_is_measured_and_stages_are_chosen(tmp_path: Path) -> 
     assert "chosen: " in done.stdout and len(done.stdout.splitlines()) > 6
 
 
-def test_a_model_by_its_config_is_measured_and_foretold(tmp_path: Path) -> None:
+def test_a_model_by_its_config_is_measured_and_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sections are the embedding with the first layer, layers, and the untied head with its norm."""
+    monkeypatch.setattr(measured_profile, "ask", forks.ask)
     model = ("--model", "tiny-llama", "--seq", 16)
     done = cli.run("varuna", "profile", *model, "--dtype", "bf16", "--micro-batches", 1, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
