@@ -14,9 +14,9 @@ from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from tests.methods.test_agree import difference, largest_difference
 from tests.support.configured import FAMILIES, OTHERS, config_of, configured
-from tests.support.training import train
+from tests.support.training import train, train_resident
 
-STEPS = 8
+STEPS = 4
 SELDOM = [family for family in OTHERS if family not in ("gemma3", "gpt2")]  # families that --all tests
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 STREAMED: list[tuple[str, dict[str, Any]]] = [
@@ -33,7 +33,7 @@ STREAMED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_training_has_the_bits_of_resident(family: str, method: str, options: dict[str, Any]) -> None:
     workload = configured(family)
-    assert difference(train(method, workload, STEPS, **options), train("resident", workload, STEPS)) == ""
+    assert difference(train(method, workload, STEPS, **options), train_resident(workload, STEPS)) == ""
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "bf16"}, {"dtype": "fp16"}, {"micro_batches": 2}], ids=str)
@@ -41,7 +41,7 @@ def test_streamed_training_has_the_bits_of_resident(family: str, method: str, op
 def test_so_it_has_in_half_precision_and_by_micro_batches(family: str, changes: dict[str, Any]) -> None:
     workload = configured(family, **changes)
     streamed = train("stronghold", workload, STEPS, placement="W3", window_size=2)
-    assert difference(streamed, train("resident", workload, STEPS)) == ""
+    assert difference(streamed, train_resident(workload, STEPS)) == ""
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_so_it_has_in_half_precision_and_by_micro_batches(family: str, changes: 
 def test_so_it_has_for_other_families(family: str) -> None:
     workload = configured(family)
     streamed = train("stronghold", workload, STEPS, placement="W3", window_size=2)
-    assert difference(streamed, train("resident", workload, STEPS)) == ""
+    assert difference(streamed, train_resident(workload, STEPS)) == ""
 
 
 @pytest.mark.parametrize(
@@ -66,18 +66,20 @@ def test_so_it_has_for_conventions_that_hinder_nothing(family: str, changes: dic
     config = hub_config.text_of(config_of(family, **changes))
     workload = configured(family, config=config)
     streamed = train("stronghold", workload, STEPS, placement="W3", window_size=2)
-    assert difference(streamed, train("resident", workload, STEPS)) == ""
+    assert difference(streamed, train_resident(workload, STEPS)) == ""
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("with_engines")
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 @pytest.mark.parametrize("name", ["hydra", "fsdp2-offload", "zero-offload", "zero-infinity"])
-def test_engines_that_take_the_model_apart_pass_the_gate(name: str, family: str, tmp_path: Path) -> None:
+def test_engines_that_take_the_model_apart_pass_the_gate(name: str, family: str, shared_results: Path) -> None:
     job = resolve(Job(name, configured(family), steps=5, warmup=1))[0]
-    assert Sweep(tmp_path).run([job])[0].gate.passed
+    assert Sweep(shared_results).run([job])[0].gate.passed
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("with_engines")
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [("qwen2", {}), ("llama", {"num_layers": 8, "hidden_size": 512, "vocab_size": 8192, "seq_len": 64})],
@@ -96,20 +98,23 @@ def test_states_on_the_disk_pass_the_gate_where_layers_are_recomputed_by_torchs_
 def test_a_pipeline_of_one_stage_trains_as_resident(family: str) -> None:
     """Its head apart from the embedding, or tied to it; names are the model's."""
     workload = configured(family)
-    piped, resident = (train(name, workload, STEPS) for name in ("varuna", "resident"))
+    piped, resident = train("varuna", workload, STEPS), train_resident(workload, STEPS)
     assert largest_difference(piped.losses, resident.losses) < 1e-6
     names = [[tensor.name for tensor in result.trained.tensors] for result in (piped, resident)]
     assert sorted(names[0]) == sorted(names[1])
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("with_engines")
 @pytest.mark.parametrize(
     ("family", "schedule", "num_stages"), [("llama", "varuna", 2), ("qwen2", "varuna", 3), ("qwen2", "1f1b", 2)]
 )
-def test_a_pipeline_of_stages_passes_the_gate(family: str, schedule: str, num_stages: int, tmp_path: Path) -> None:
+def test_a_pipeline_of_stages_passes_the_gate(
+    family: str, schedule: str, num_stages: int, shared_results: Path
+) -> None:
     options = {"world_size": num_stages, "num_stages": num_stages, "schedule": schedule}
     job = resolve(Job("varuna", configured(family), options, steps=5, warmup=1))[0]
-    (record,) = Sweep(tmp_path).run([job])
+    (record,) = Sweep(shared_results).run([job])
     assert record.gate.passed, record.gate.text
 
 

@@ -28,6 +28,7 @@ def test_megatrons_own_layers_train_the_families_whose_names_it_knows() -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("with_engines")
 @pytest.mark.parametrize(
     ("family", "dtype", "options"),
     [

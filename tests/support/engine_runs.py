@@ -59,11 +59,11 @@ def drawn(name: str, workload: Workload) -> tuple[dict[str, int], int]:
         if len(threads) > 1:
             has_several.set()
         if is_first:
-            has_several.wait(30)
+            has_several.wait()
         return drawing(name, *arguments)
 
-    gpt._drawing = counted
-    train(name, workload, 1)
+    with mock.patch.object(gpt, "_drawing", counted):
+        train(name, workload, 1)
     return dict(counts), len(threads)
 
 
