@@ -98,10 +98,12 @@ def test_a_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "world_size", "dtype"),
     [
-        ("zero-offload", 4, "fp32"), ("zero-infinity", 2, "fp32"), ("zero-offload", 2, "bf16"),
+        ("zero-offload", 4, "fp32"),
+        ("zero-infinity", 2, "fp32"),
+        ("zero-offload", 2, "bf16"),
         ("zero-infinity", 4, "bf16"),
     ],
-)  # fmt: skip
+)
 def test_ranks_train_as_the_reference_does_on_the_whole_batch(
     name: str, world_size: int, dtype: str, shared_results: Path
 ) -> None:
