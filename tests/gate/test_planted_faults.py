@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
@@ -16,7 +15,6 @@ from harness.gate.trial import Trial
 from tests.support.tiny import TINY
 
 DTYPES = ("fp32", "bf16", "fp16")
-SIZE = dataclasses.replace(TINY, num_layers=3)
 ROUNDED = ("plain-attention", "single-samples", "split-products")
 FAULTS = {
     "a row of a matrix never updated": "layers.1.fc1.weight changed in 99.2% of its elements",
@@ -36,7 +34,7 @@ WHEN_SKIPPED = ["weights decayed in skipped steps", "moments decayed in skipped 
 
 
 def load_of(dtype: str) -> Workload:
-    return probe.workload(probe.capped(SIZE), dtype)
+    return probe.workload(probe.capped(TINY), dtype)
 
 
 @functools.cache
