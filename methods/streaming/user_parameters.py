@@ -11,6 +11,7 @@ would be lost, so these parameters note what cannot be seen from their count of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol
 
@@ -46,7 +47,7 @@ class ObservedParameter(nn.Parameter):
     """A parameter of a layer in the user's model, while a trainer holds the model. It is the user's object: a trainer
     changes only its class. Copies and pickles of it are plain parameters."""
 
-    observer: ClassVar[Observer]
+    observer: ClassVar[weakref.ref[Observer]]  # weak: parameters and their classes keep no trainer alive
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,8 +55,8 @@ class ObservedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func not in METADATA:
                 for leaf in tree_leaves((args, kwargs)):
-                    if isinstance(leaf, ObservedParameter):
-                        leaf.observer.observe(leaf, func, args)
+                    if isinstance(leaf, ObservedParameter) and (observer := leaf.observer()):
+                        observer.observe(leaf, func, args)
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -73,7 +74,7 @@ def observe(parameters: Iterable[nn.Parameter], observer: Observer) -> Callable[
         kind = type(parameter)
         if kind not in classes:
             bases = (ObservedParameter,) if kind is nn.Parameter else (ObservedParameter, kind)
-            classes[kind] = type(kind)(kind.__name__, bases, {"observer": observer})  # type: ignore[misc]
+            classes[kind] = type(kind)(kind.__name__, bases, {"observer": weakref.ref(observer)})  # type: ignore[misc]
         before.append((parameter, kind))
         parameter.__class__ = classes[kind]
 

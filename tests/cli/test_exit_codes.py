@@ -75,8 +75,11 @@ def test_too_few_open_files_are_one_line(tmp_path: Path) -> None:
 def test_a_lock_that_somebody_made_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "harness-cpu.lock").mkdir()
     done = cli.run(*tiny.WORDS, "--results", tmp_path / "results", HARNESS_LOCKS=str(tmp_path))
-    told = f"error: cannot use {tmp_path}/harness-cpu.lock: Is a directory; try another one\n"
-    assert (done.stderr, done.returncode) == (told, 2)
+    line = (
+        f"error: {tmp_path}/harness-cpu.lock: expected a regular file for a lock, got Is a directory; remove it, or set"
+        " HARNESS_LOCKS=FOLDER\n"
+    )
+    assert (done.stderr, done.returncode) == (line, 2)
 
 
 RECORD = Record(Job("some", Workload()), "k", "ok", gate=Gate("exact"))

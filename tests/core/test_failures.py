@@ -151,7 +151,7 @@ def ended(
     """The record of a method that runs `lines` after its first step."""
     methods = write_ending(folder, lines)
     job = Job("ending", TINY, budget=Budget(**budget), steps=3, warmup=0)
-    return Record.read(launch(job, lambda: "key", folder, (methods,), report, lambda: None))
+    return Record.read(launch(job, lambda: "key", folder, (methods,), report, lambda key: None))
 
 
 @pytest.fixture
