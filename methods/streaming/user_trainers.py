@@ -252,13 +252,15 @@ class StrongholdTrainer(UserTraining):
             too_large = Plan({"activations": device_memory + 1})
 
             def plan_at(_: str | None, asked: str | None) -> Plan:
-                home = home_of_boundaries(asked)
+                home, sizes = home_of_boundaries(asked), None
                 try:
-                    words: dict[str, Any] = {"device_memory": device_memory, "accumulates": accumulates}
-                    sizes = measured(model, layers, optimizer, max_norm, device, example, home, **words)
+                    limits: dict[str, Any] = {"device_memory": device_memory, "accumulates": accumulates}
+                    sizes = measured(model, layers, optimizer, max_norm, device, example, home, **limits)
                 except torch.OutOfMemoryError:
                     if home == "host" or activations:  # no other home is left to try
                         raise
+                if sizes is None:
+                    gc.collect()  # frees the memory of the trial that failed
                     return too_large
                 given = PlacementChoice(
                     sizes, room, window_size, placement=placement, clipping=clipping, disk=disk, activations=home

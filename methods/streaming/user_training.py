@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -489,8 +491,9 @@ class UserTraining:
         self._homes = [state.current.weights for state in self.stream.states]
         self.access, self.saved = ScriptAccess(self), SavedState(self)
         streamed = [parameter for own in self.user.own for parameter in own]
+        take = weakref.WeakMethod(self.access.take_from_outside)  # autograd's references are hidden from the collector
         hooks = [
-            *(each.register_post_accumulate_grad_hook(self.access.take_from_outside) for each in streamed),
+            *(each.register_post_accumulate_grad_hook(partial(_call, take)) for each in streamed),
             model.register_load_state_dict_post_hook(self.saved.take_weights),
             optimizer.register_step_pre_hook(_refuse_step),
             optimizer.register_state_dict_post_hook(self.saved.add_states),
@@ -500,6 +503,12 @@ class UserTraining:
         for hook in hooks:
             self._undo.callback(hook.remove)
         self._undo.callback(observe(streamed, self.access))
+
+
+def _call(method: weakref.WeakMethod[Any], parameter: nn.Parameter) -> None:
+    """Call the method, unless its object is gone."""
+    if (living := method()) is not None:
+        living(parameter)
 
 
 def _refuse_step(*_: Any) -> None:
