@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The tests; sets up .venv if needed, with the test extra. Three test processes: many tests wait, for a process that
-# starts, a time limit, a container or a cluster.
-#   ./test.sh [PYTEST'S ARGUMENTS]         all but the heavy tests: about 5 minutes if idle; installs nothing
-#   ./test.sh --all [PYTEST'S ARGUMENTS]   all of them: about 20 minutes if idle
+# starts, a container or a cluster.
+#   ./test.sh [PYTEST'S ARGUMENTS]         each main fact and all that is quick; installs nothing
+#   ./test.sh --all [PYTEST'S ARGUMENTS]   all tests
+#   ./test.sh -n 0 TEST                    one test by its name, as a failed one's last line tells
 set -u
 if [ "${1:-}" = --all ]; then
     cat >&2 <<'END'
