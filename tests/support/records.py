@@ -44,13 +44,12 @@ def others(job: Job) -> list[dict[str, Any]]:
 
 
 def launch(
-    job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Callable[[dict[str, Any]], None],
-    recorded: Callable[[], Path | None],
-    **turn: Any,
+    job: Job, key: Callable[[], str], results: Path, folders: tuple[Path, ...],
+    report: Callable[[dict[str, Any]], None], recorded: Callable[[str], Path | None], **turn: Any,
 ) -> Path:  # fmt: skip
     """In place of harness.run.launch: the record of a run that ends as its plan foretells, trained like the
     reference."""
-    if known := recorded():
+    if known := recorded(before := key()):
         return known
     num_models = job.options.get("num_models", 1)
     turns = [[turn % num_models, 0, "forward", 0, turn / 10, (turn + 1) / 10] for turn in range(2 * num_models)]
@@ -66,5 +65,5 @@ def launch(
     facts = {"machine": surroundings, "software": machine.software(), "clock": job.device, "gate": Gate()}
     path = Path(f"{new_stem(results, job)}.json")
     path.with_suffix(".txt").touch()
-    record(job, key=key, **facts, **changes).write(path)
+    record(job, key=before, **facts, **changes).write(path)
     return path
