@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import get_context
@@ -266,12 +266,9 @@ def exchange(device_name: str) -> dict[str, float]:
         return {"exchange": rates.exchange_bytes_per_second} if rates else {}
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        other = get_context("spawn").Process(target=sum_over_two, args=(meeting, 1))
-        other.start()
-        try:
-            seconds = sum_over_two(meeting, 0)
-        finally:
-            other.join()
+        # Two new processes: torch numbers the groups of a process, and ranks with other numbers do not meet.
+        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+            seconds = list(pool.map(sum_over_two, (meeting, meeting), (0, 1)))[0]
     return {"exchange": 2 * sum_sent(SUMMED_BYTES, 2) / seconds}
 
 
