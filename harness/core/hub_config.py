@@ -37,11 +37,11 @@ TEXT_PART = "text_config"  # field with the part for texts, in the configuration
 TIES = "tie_word_embeddings"
 # Types of models of texts and images that tie their head to their embedding unless their file says otherwise.
 TIED_WHOLES = """
-deepseek_vl deepseek_vl_hybrid diffusion_gemma ernie4_5_vl_moe flava florence2 fun_asr_nano gemma3 gemma3n
-gemma4 gemma4_unified gemma4_unified_assistant glmasr got_ocr2 granite_docling granite_speech
-granite_speech_plus grounding-dino hunyuan_vl hyperclovax_vision_v2 internvl janus kimi_k25 kosmos-2 kosmos-2.5
-lfm2_vl lfm3_vl lighton_ocr minicpm_ocr mistral3 mm-grounding-dino moss_transcribe_diarize ovis2 paddleocr_vl
-paligemma pe_audio_video pp_chart2table qwen3_asr shieldgemma2 t5gemma2_encoder voxtral_realtime
+aya_vision blip cohere2_vision deepseek_vl deepseek_vl_hybrid diffusion_gemma ernie4_5_vl_moe flava florence2
+fun_asr_nano gemma3 gemma3n gemma4 gemma4_unified gemma4_unified_assistant glmasr got_ocr2 granite_docling
+granite_speech granite_speech_plus grounding-dino hunyuan_vl hyperclovax_vision_v2 internvl janus kimi_k25 kosmos-2
+kosmos-2.5 lfm2_vl lfm3_vl lighton_ocr minicpm_ocr mistral3 mm-grounding-dino moss_transcribe_diarize ovis2
+paddleocr_vl paligemma pe_audio_video pp_chart2table qwen3_asr shieldgemma2 t5gemma2_encoder voxtral_realtime
 """
 # For a type of model: the dropout fields whose default in transformers is not 0, with this default.
 GPT2_DROPOUTS = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}

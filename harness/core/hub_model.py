@@ -278,6 +278,8 @@ def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
         configuration = transformers.AutoConfig.for_model(**_with_floats(config))
         return causal_class._from_config(configuration, dtype=dtype)
     except Exception as error:  # transformers raises errors of many kinds for configurations that it cannot use
+        if is_out_of_memory(error):
+            raise
         raise _unmade(error, config, version) from error
 
 
@@ -301,6 +303,10 @@ def _unmade(error: Exception, config: dict[str, Any], version: str) -> RefusedMo
     if kind == "StrictDataclassClassValidationError" and named:
         return RefusedModel("rejected", version=version, check=named[1])
     return RefusedModel("unmade", version=version, error=kind, place=place_of(error))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)  # torch's is a RuntimeError
 
 
 def place_of(error: BaseException) -> str:

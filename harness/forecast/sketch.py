@@ -36,6 +36,7 @@ from harness.core.hub_model import (
     HubEnds,
     HubHead,
     bend_of,
+    is_out_of_memory,
     library,
     list_name,
     norm_name,
@@ -358,7 +359,7 @@ def answer(config: dict[str, Any]) -> dict[str, Any]:
     except RefusedModel as error:
         return {"refused": [error.code, error.values]}
     except Exception as error:
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):  # torch's is a RuntimeError
+        if is_out_of_memory(error):
             return {"refused": ["memory", {"gib": MOST_BYTES // 2**30}]}
         if is_own(error):
             raise

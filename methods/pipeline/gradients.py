@@ -145,8 +145,12 @@ class Gradients:
         return loss.clone(), torch.linalg.vector_norm(whole[: self.num_names]), row
 
     def remember(self) -> None:
-        """Remember the gradients of a step, by their versions."""
+        """Remember the gradients of a step, by their versions, until forget()."""
         self.kept = [(master.grad, _version(master.grad)) for master in self.masters.values()]
+
+    def forget(self) -> None:
+        """Keep no gradient of the last step alive: a plan counts those of one step alone."""
+        self.kept = []
 
     def refuse_changes(self) -> None:
         """Raise ValueError if a script has changed gradients since remember(): a rank has a part of them alone."""
@@ -156,6 +160,7 @@ class Gradients:
                     "optimizer.step(): expected the gradients that step() left, of one stage of the model, got changed"
                     " ones; try step(inputs, clip_grad_max_norm=...)"
                 )
+        self.forget()
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         torch.nn.utils.clip_grads_with_norm_(self.masters.values(), max_norm, norm)

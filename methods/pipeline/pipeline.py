@@ -322,6 +322,7 @@ class Varuna(nn.Module):
         self._masters.refuse_changed_weights()
         began = time.monotonic()
         self._begin(inputs)
+        self._gradients.forget()
         self._masters.zero_grad()
         waited = self._passes.waited_seconds
         self._passes.step()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+WORD_BYTES, BLOCK_BYTES = 8, 2**14  # of what byte_sum() sums at once
 NUM_VALUED = 2  # passes whose values are compared: a forward pass and its recompute
 PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)  # compared by value, as they cannot change
 CONTAINERS = (list, dict, set, deque)
@@ -129,11 +130,15 @@ def _storage(tensor: Tensor) -> tuple[Any, Any]:
 
 
 def byte_sum(tensor: Tensor) -> int:
-    """Return the sum of the tensor's bytes; 0 for a tensor without memory."""
+    """Return a sum of the tensor's bytes; 0 for a tensor without memory. Bytes are summed in words of 8 if these are
+    aligned, without a copy, else in blocks, because torch copies what it sums into words of 8."""
     if tensor.device.type not in ("cpu", "cuda") or isinstance(tensor, FakeTensor) or not tensor.numel():
         return 0
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    return int(real.contiguous().flatten().view(torch.uint8).sum())
+    data = real.contiguous().flatten().view(torch.uint8)
+    if data.numel() % WORD_BYTES == 0 and data.storage_offset() % WORD_BYTES == 0:
+        return int(data.view(torch.int64).sum())
+    return int(torch.stack([block.sum() for block in data.split(BLOCK_BYTES)]).sum())
 
 
 def hooks_of(tensor: Tensor) -> int:
