@@ -157,7 +157,8 @@ def proved(workload: Workload, num_params: int) -> dict[str, tuple[float, float]
         return prove(small)
     except Exception as error:
         code = error.code if isinstance(error, RefusedModel) else ""
-        if is_own(error) or small.hidden_size == workload.hidden_size or (code and code not in OF_SIZES):
+        is_of_width = not is_own(error) and not is_out_of_memory(error)
+        if not is_of_width or small.hidden_size == workload.hidden_size or (code and code not in OF_SIZES):
             raise
         if num_params > MOST_COMPARED:
             values: dict[str, Any] = {"error": type(error).__name__, "place": place_of(error)}
