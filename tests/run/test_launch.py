@@ -72,8 +72,8 @@ def wait_for_samples():
         time.sleep(0.01)
 
 def go_on():
-    os.unlink("FOLDER/sampled")
     os.unlink("FOLDER/waiting")
+    os.unlink("FOLDER/sampled")
 
 """
 HAS_CHILDREN = """
@@ -165,7 +165,7 @@ def waiting(text: str, folder: Path) -> str:
 def release_after(num_samples: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a method go on that has waited for so many samples, in each of which its processes are listed anew. None is
     taken while it goes on."""
-    sample, num_seen, waits = Watch._sample, 0, folder / "waiting"
+    sample, num_seen, waits, sampled = Watch._sample, 0, folder / "waiting", folder / "sampled"
 
     def counted(watch: Watch) -> None:
         nonlocal num_seen
@@ -173,8 +173,8 @@ def release_after(num_samples: int, folder: Path, monkeypatch: pytest.MonkeyPatc
         sample(watch)
         num_seen = num_seen + 1 if is_waiting else 0
         if num_seen == num_samples:
-            (folder / "sampled").touch()
-            until(lambda: not waits.exists())
+            sampled.touch()
+            until(lambda: not sampled.exists())  # the method may wait again by then
             num_seen = 0
 
     monkeypatch.setattr(Watch, "_sample", counted)

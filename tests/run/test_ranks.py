@@ -81,6 +81,11 @@ def meeting(folder: Path, at_step_10: Callable[[], object] | None = None, **opti
     return record
 
 
+def interrupt() -> None:
+    """As Ctrl-C does while the launcher follows its worker."""
+    raise KeyboardInterrupt
+
+
 def holders(folder: Path) -> list[psutil.Process]:
     """The processes that hold a file of this folder open, as a call, its agent and its ranks do their log."""
     found = []
@@ -122,7 +127,7 @@ def test_nothing_listens_beyond_this_machine(methods: Path, tmp_path: Path) -> N
         for process in (agent, *agent.children(recursive=True)):
             connections = process.net_connections()
             addresses.extend(one.laddr.ip for one in connections if one.status == "LISTEN")
-        signal.raise_signal(signal.SIGINT)
+        interrupt()
 
     with pytest.raises(KeyboardInterrupt):
         meeting(methods, look)
@@ -147,7 +152,7 @@ def test_a_killed_rank_ends_the_job_at_once_and_is_named(methods: Path, tmp_path
 @pytest.mark.heavy
 def test_an_interrupt_ends_all_ranks_and_keeps_what_was_measured(methods: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        meeting(methods, lambda: signal.raise_signal(signal.SIGINT))
+        meeting(methods, interrupt)
     record = only_record(tmp_path)
     assert record.status == "interrupted" and len(record.losses) == 10
 
