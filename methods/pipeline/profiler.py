@@ -226,8 +226,9 @@ class Profiler:
         self._synchronize()
         seconds, waited = time.perf_counter() - began, self._waited_seconds() - waited
         self._crowded += seconds
-        self._alone += seconds - waited
-        return found, seconds - waited
+        alone = max(0.0, seconds - waited)  # the kernel counts the wait by a clock of its own
+        self._alone += alone
+        return found, alone
 
     def _waited_seconds(self) -> float:
         """Return the seconds for which this thread has waited for a core so far. Return 0.0 on a GPU, and on a system

@@ -239,6 +239,13 @@ def test_an_error_of_several_lines_is_told_whole(monkeypatch: pytest.MonkeyPatch
 # ---- The documents' snippet
 
 
+def test_a_thread_that_waited_longer_than_the_clock_shows_took_no_time() -> None:
+    """The two are read from different clocks: a profile with fewer than no seconds was refused."""
+    waits = iter([0.0, 9.0])
+    it = SimpleNamespace(_synchronize=lambda: None, _waited_seconds=lambda: next(waits), _crowded=0.0, _alone=0.0)
+    assert Profiler._clocked(it, len, "") == (0, 0.0) and it._alone == 0.0  # type: ignore[arg-type]
+
+
 def test_the_snippet_of_the_page_runs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
