@@ -18,6 +18,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+import methods
 from harness.base import cgroup
 from harness.base.checkout import ROOT
 from harness.core import method
@@ -103,6 +104,19 @@ def without_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Sweeps judge without the gate's probe, which takes several trainings: but for the tests marked `probe`."""
     extent = probe.Extent() if request.node.get_closest_marker("probe") else probe.NONE
     monkeypatch.setattr("harness.jobs.sweep.PROBES", extent)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_methods() -> Iterator[None]:
+    """Two tests may write a method of the same name: a process imports each name once."""
+    before = list(methods.__path__)
+    yield
+    added = {folder for folder in methods.__path__ if folder not in before and not Path(folder).is_relative_to(ROOT)}
+    if added:
+        methods.__path__[:] = [folder for folder in methods.__path__ if folder not in added]
+        for name, module in list(sys.modules.items()):
+            if name.startswith("methods.") and str(Path(module.__file__ or "").parent) in added:
+                del sys.modules[name]
 
 
 @pytest.fixture

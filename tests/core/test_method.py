@@ -302,3 +302,11 @@ def test_comments_do_not_change_a_methods_identity(tmp_path: Path) -> None:
 @pytest.mark.parametrize("largest", [0, 1, 2, 7, 100, 4097])
 def test_the_largest_depth_is_found(largest: int) -> None:
     assert method.largest_depth(lambda depth: depth <= largest) == largest
+
+
+@pytest.mark.parametrize("label", ["this test's", "the other's"])
+def test_a_test_loads_its_own_method_where_another_test_wrote_one_of_the_same_name(tmp_path: Path, label: str) -> None:
+    folder = tiny.write_ending(tmp_path, "pass")
+    file = folder / "ending.py"
+    file.write_text(f"{file.read_text()}\nEnding.label = {label!r}\n")
+    assert method.load("ending", (folder,)).label == label

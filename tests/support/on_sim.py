@@ -10,13 +10,14 @@ import gc
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
+from harness.core import gpt
 from harness.core.job import Budget
 from harness.devices import sim
 from harness.devices.streams import CpuStreams, SimStreams
@@ -65,6 +66,15 @@ def peak_of_training() -> int:
 class AtOnce:
     """In place of threads: what several of them hold at once differs from run to run."""
 
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def map(self, work: Callable[..., Any], given: Iterable[Any]) -> list[Any]:
+        return [work(one) for one in given]
+
     def submit(self, work: Callable[..., Any], *given: Any) -> Future:
         done: Future = Future()
         done.set_result(work(*given))
@@ -79,6 +89,7 @@ def one_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for streams in (CpuStreams, SimStreams):
             patch.setattr(streams, "pool", lambda self, num_threads: AtOnce())
+        patch.setattr(gpt, "ThreadPoolExecutor", lambda *cores: AtOnce())
         yield
 
 
