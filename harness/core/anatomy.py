@@ -147,9 +147,9 @@ def anatomy_of(workload: Any) -> Anatomy:
     a sample is longer than its table of positions, and Unavailable if transformers is missing."""
     if workload.config is None:
         return _gpt(workload)
-    sizes = min(workload.num_layers, MOST_SEEN), workload.hidden_size, workload.vocab_size
     half, at_once = workload.dtype != "fp32", workload.block_tokens
-    anatomy = _of_config(workload.config, sizes, workload.model or "the model", is_half=half, block_tokens=at_once)
+    widths, name = (workload.hidden_size, workload.vocab_size), workload.model or "the model"
+    anatomy = _of_config(workload.config, widths, name, is_half=half, block_tokens=at_once)
     if (most := anatomy.most_tokens) < workload.seq_len:
         told = f"expected at most {most}, the number of the model's positions, got {workload.seq_len}"
         raise ValueError(f"--seq: {told}; try --seq {most}")
@@ -169,15 +169,16 @@ def sized(path: Path, record: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _of_config(text: str, sizes: tuple[int, int, int], model: str, *, is_half: bool, block_tokens: int) -> Anatomy:
+def _of_config(text: str, widths: tuple[int, int], model: str, *, is_half: bool, block_tokens: int) -> Anatomy:
     """Return the parts of a model described by a config.json. harness/forecast/sketch.py imports torch, so it finds the
     parts in a process of its own. If a layer computes in blocks of tokens, block_sketch.py finds the memory of these
-    blocks in another process. Each answer is kept in a file in SKETCHES, which later calls read."""
+    blocks in another process. Each answer is kept in a file in SKETCHES, which later calls read. One sketch, of the
+    configuration's own number of layers, serves every number of layers."""
     try:
         library = version("transformers")
     except PackageNotFoundError as error:
         raise Unavailable(NEEDS) from error
-    config = narrowed(text, *sizes)
+    config = narrowed(text, min(json.loads(text)["num_hidden_layers"], MOST_SEEN), *widths)
     found = _kept("harness.forecast.sketch", config, [library, FORMAT])
     if refused := found.get("refused"):
         code, values = refused

@@ -34,12 +34,13 @@ BROKEN = {
     "smollm3": ["every layer rotated"],
 }  # fmt: skip
 TOKENS = {"qwen3": 64}  # of a sample: angles that are merely rounded show in long ones
+STEPS = 4  # of a probe: each of these faults shows in the forward pass
 QUICK = {"llama3.1", "qwen2", "qwen3"}  # a floor of roundings for each further family takes seconds
 
 
 def case_of(family: str, dtype: str = "fp32", **options: str) -> PowerCase:
     size = configured(family, seq_len=TOKENS.get(family, 16))
-    return PowerCase("planted", options, {}, dtype, gate_power.SEEDS[0], options.get("fault", ""), size)
+    return PowerCase("planted", options, {}, dtype, gate_power.SEEDS[0], options.get("fault", ""), size, STEPS)
 
 
 @functools.cache

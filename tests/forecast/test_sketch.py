@@ -117,10 +117,18 @@ def test_the_narrow_model_turns_whole_pairs_of_a_heads_columns(share: float, tmp
     assert reason(tmp_path, config) == ""
 
 
-def test_a_model_is_shortened_with_all_that_it_has_for_each_layer(tmp_path: Path) -> None:
+def test_a_model_is_sketched_with_all_that_it_has_for_each_layer(tmp_path: Path) -> None:
     config = json.loads(causal_types.tiny("zamba2"))
     config |= {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2}
-    assert reason(tmp_path, config, "-l", "2") == "starts"
+    assert reason(tmp_path, config, "-l", "2") == "unequal-layers"
+
+
+def test_one_sketch_serves_every_number_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    answered = anatomy.ask
+    monkeypatch.setattr(anatomy, "ask", lambda module, config: asked.append(module) or answered(module, config))
+    assert [reason(tmp_path, config_of("llama"), "-l", number) for number in ("1", "4", "12")] == ["", "", ""]
+    assert asked == ["harness.forecast.sketch"]
 
 
 def test_learned_positions_bound_a_sample(tmp_path: Path) -> None:

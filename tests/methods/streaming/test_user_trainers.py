@@ -261,7 +261,7 @@ def test_a_training_goes_on_from_the_state_of_plain_adamw(trainer: str) -> None:
 
 # ---- Memory, on sim
 
-SIZES = [600 * KIB, 800 * KIB, 1000 * KIB, 1400 * KIB, 2000 * KIB]
+SIZES = [600 * KIB, 800 * KIB, 1400 * KIB]
 
 
 def within(name: str, dtype: str, device_bytes: int) -> tuple[str, int, bool]:
@@ -288,7 +288,7 @@ def test_device_memory_stays_below_the_limit_and_is_used(model: str, dtype: str)
     found = [call(within, model, dtype, size, device_bytes=size) for size in sizes]  # set-up and trial included
     assert all(exact for _, _, exact in found)
     assert all(peak <= size for (_, peak, _), size in zip(found, sizes, strict=True)), found
-    assert len({placement for placement, _, _ in found}) >= 3  # more memory, more resident layers
+    assert len({placement for placement, _, _ in found}) == len(sizes)  # more memory, more resident layers
 
 
 def losses_within(device_bytes: int, activations: str | None = None) -> tuple[str, int, list[float]]:
