@@ -34,8 +34,8 @@ SIZES: list[Any] = [
     {"hidden_size": 128, "num_layers": 4, "seq_len": 64, "vocab_size": 512},
     {"hidden_size": 256, "num_layers": 3, "seq_len": 256, "vocab_size": 512, "batch_size": 6, "micro_batches": 3},
     pytest.param({"hidden_size": 256, "num_layers": 3, "seq_len": 1024, "vocab_size": 512}, marks=pytest.mark.heavy),
-    pytest.param({"hidden_size": 2048, "num_layers": 3}, marks=pytest.mark.heavy),
-    pytest.param({"hidden_size": 2048, "num_layers": 3, "vocab_size": 1024}, marks=pytest.mark.heavy),
+    pytest.param({"hidden_size": 1024, "num_layers": 3}, marks=pytest.mark.heavy),
+    pytest.param({"hidden_size": 1024, "num_layers": 3, "vocab_size": 1024}, marks=pytest.mark.heavy),
     pytest.param(  # fewer tokens than hidden units
         {"hidden_size": 1024, "num_layers": 3, "seq_len": 32, "batch_size": 1, "vocab_size": 4096},
         marks=pytest.mark.heavy,
