@@ -187,6 +187,8 @@ class Run:
                     self.measured["kernels"] = sorted(kernels.names)
                 else:
                     step = next(training)
+                if len(self.clock.marks) > self._num_taken:
+                    raise ValueError(f"expected one Step for each batch, got another after batch {self._num_taken}")
                 if len(self.clock.marks) == 1 and (wrong := trains_alone(self.job)):
                     raise ValueError(wrong)
                 for told in (step.loss, step.grad_norm):

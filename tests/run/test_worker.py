@@ -35,6 +35,7 @@ class Tells(Method):
         waiting = []
         for _ in batches:
             waiting.append(Step(LOSSES.get(self.how, torch.tensor(1.0)), **STEPS.get(self.how, {})))
+            yield from waiting if self.how == "twice" else []
             if len(waiting) == {"pairs": 2, "at the end": 9}.get(self.how, 1):
                 yield from waiting
                 waiting = []
@@ -59,6 +60,7 @@ LOSSES = {"later": torch.nn.Parameter(torch.tensor(1.0))}
         ("each", ""),
         ("at the end", "got up to 3 batches taken beyond a step"),
         ("pairs", "got up to 1 batches taken beyond a step"),
+        ("twice", "expected one Step for each batch, got another after batch 1"),
         ("models", "expected num_models 1, one more than `others`, got 1000"),
         ("none", "expected num_models 1, one more than `others`, got 0"),
         ("resumed", "expected resumed_steps 0 without the option resume, got 3"),
