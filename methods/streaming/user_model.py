@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from harness.core.gpt import DTYPES
 from methods.offload.adamw import AdamSettings, Settings
 from methods.streaming.user_layer import Placeholders, UserLayer
 from methods.streaming.user_parameters import ObservedParameter
 
+HOOKS_OF_STEP = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"  # an optimizer's attributes
 UNUSED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW that streaming updates lack
 
 
@@ -122,11 +124,24 @@ class UserModel:
         self.grouped = [[id(each) for each in group["params"]] for group in optimizer.param_groups]
 
     def _check_groups(self) -> None:
+        """Raise ValueError for options, or hooks of step(), that a step of the trainer would leave out."""
+        own = [hook for name in HOOKS_OF_STEP for hook in getattr(self.optimizer, name).values()]
+        shared = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+        if any(hook is not refuse_step for hook in (*own, *shared)):
+            raise ValueError(
+                "expected an optimizer without hooks of its step(), got one: the trainer's step() does not call hooks;"
+                " try their code before or after trainer.step()"
+            )
         for group in self.optimizer.param_groups:
             if options := [name for name in UNUSED if group.get(name)]:
                 raise ValueError(f"expected AdamW without {options[0]}; leave this option out")
             if not group.get("decoupled_weight_decay", True):
                 raise ValueError("expected AdamW, got Adam's weight decay; leave decoupled_weight_decay=False out")
+
+
+def refuse_step(*_: Any) -> None:
+    """A hook of the user's optimizer, whose step() would update the parameters a second time."""
+    raise ValueError("step: expected trainer.step() alone, got optimizer.step(), too; leave optimizer.step() out")
 
 
 def _check_layers(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> None:

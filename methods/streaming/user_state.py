@@ -6,12 +6,37 @@ loaded become the masters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from methods.streaming.layer_state import LayerState
+
+
+class StatesElsewhere(dict[Any, Any]):
+    """Replaces the user's `optimizer.state`, because the states are at the layers' homes. Every use is refused: it
+    would read nothing, or change nothing."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_copy()
+
+
+def refuse_copy() -> NoReturn:
+    raise ValueError("cannot copy a model while a trainer holds it; copy its state_dict(), or close() the trainer")
+
+
+def _refuse_use(*_: Any) -> None:
+    raise ValueError(
+        "optimizer.state: expected state_dict() or load_state_dict() of the optimizer, because the trainer keeps the"
+        " states; named_states() of the trainer reads one at a time"
+    )
+
+
+USES = "items", "keys", "values", "get", "pop", "popitem", "clear", "update", "setdefault", "copy"
+OPERATORS = "getitem", "setitem", "delitem", "iter", "len", "contains", "bool", "or", "ior"
+for _name in (*USES, *(f"__{operator}__" for operator in OPERATORS)):
+    setattr(StatesElsewhere, _name, _refuse_use)
 
 
 class SavedState:
@@ -32,8 +57,13 @@ class SavedState:
                 master = {} if training.terms.dtype == "fp32" else {"master": weight.cpu()}
                 yield name, {"step": step, "exp_avg": exp_avg.cpu(), "exp_avg_sq": exp_avg_sq.abs().cpu(), **master}
 
+    def show_none(self, optimizer: Any) -> None:
+        """Let the optimizer's state_dict() find no states, until add_states()."""
+        optimizer.state = {}
+
     def add_states(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
         """Add copies of the states to the optimizer's state_dict(), which has none."""
+        optimizer.state = StatesElsewhere()
         places = self._places()
         for name, state in self.named_states():
             if float(state["step"]):  # AdamW has no state before its first step
@@ -61,6 +91,7 @@ class SavedState:
 
     def load_states(self, optimizer: Any) -> None:
         """Load the states that keep_states() has kept. A parameter without a state begins anew."""
+        optimizer.state = StatesElsewhere()
         for (state, _), rows in zip(self.training.parts(), self.loading, strict=True):
             values = []
             for row, (_, weight, exp_avg, _) in zip(rows, state.tensors(), strict=True):

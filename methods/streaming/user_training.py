@@ -39,9 +39,9 @@ from methods.streaming.user_access import (
     show,
 )
 from methods.streaming.user_layer import UserLayer
-from methods.streaming.user_model import UserModel, give, move_rest
+from methods.streaming.user_model import UserModel, give, move_rest, refuse_step
 from methods.streaming.user_parameters import observe
-from methods.streaming.user_state import SavedState
+from methods.streaming.user_state import SavedState, StatesElsewhere, refuse_copy
 
 
 class LayerStream(Protocol):
@@ -122,7 +122,7 @@ class StreamedForward:
         return self.training.visit(self.place, args, options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ValueError("cannot copy a model while a trainer holds it; copy its state_dict(), or close() the trainer")
+        refuse_copy()
 
 
 class UserTraining:
@@ -495,7 +495,8 @@ class UserTraining:
         hooks = [
             *(each.register_post_accumulate_grad_hook(partial(_call, take)) for each in streamed),
             model.register_load_state_dict_post_hook(self.saved.take_weights),
-            optimizer.register_step_pre_hook(_refuse_step),
+            optimizer.register_step_pre_hook(refuse_step),
+            optimizer.register_state_dict_pre_hook(self.saved.show_none),
             optimizer.register_state_dict_post_hook(self.saved.add_states),
             optimizer.register_load_state_dict_pre_hook(self.saved.keep_states),
             optimizer.register_load_state_dict_post_hook(self.saved.load_states),
@@ -503,16 +504,14 @@ class UserTraining:
         for hook in hooks:
             self._undo.callback(hook.remove)
         self._undo.callback(observe(streamed, self.access))
+        self._undo.callback(setattr, optimizer, "state", optimizer.state)
+        optimizer.state = StatesElsewhere()  # type: ignore[assignment]
 
 
 def _call(method: weakref.WeakMethod[Any], parameter: nn.Parameter) -> None:
     """Call the method, unless its object is gone."""
     if (living := method()) is not None:
         living(parameter)
-
-
-def _refuse_step(*_: Any) -> None:
-    raise ValueError("step: expected trainer.step() alone, got optimizer.step(), too; leave optimizer.step() out")
 
 
 def default_device() -> str:

@@ -243,6 +243,14 @@ def with_group(script: Script) -> None:
     script.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
+def clamped_by_hook(script: Script) -> None:
+    script.kept = script.kept or script.optimizer.register_step_post_hook(lambda *_: bounded(script))
+
+
+def states_reset(script: Script) -> None:
+    script.optimizer.state.clear()
+
+
 def restored(script: Script) -> None:
     """A finder of learning rates: everything is as before."""
     if script.number == 1:
@@ -309,7 +317,9 @@ IDIOMS = {
     "other rates or decays, by group": Idiom(by_group),
     "`maximize`": Idiom(maximized),
     "`add_param_group()`": Idiom(with_group),
+    "a hook of the optimizer's `step()`": Idiom(before=clamped_by_hook),
     "`optimizer.state_dict()` and `load_state_dict()`": Idiom(restored),
+    "`optimizer.state`, read or changed": Idiom(states_reset),
     "`layer.compile()`": Idiom(before=compiled),
     "weights changed in a layer's `forward()`": Idiom(before_trainer=set_on_layers("clamps")),
     "`functional_call()` with other weights": Idiom(with_other_weights),
