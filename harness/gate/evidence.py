@@ -104,7 +104,7 @@ def unasked(record: Record) -> Flaw | None:
 def elsewhere(record: Record) -> Flaw | None:
     """Return a flaw if the run did not do all of its training itself, by the code and data of its key; else None. Such
     a run executed code that its key does not cover, or code or data that changed meanwhile, resumed from a checkpoint
-    of other source code, or computed on a device whose memory is not counted."""
+    of other source code, or computed on a device, or kept its state in a memory, that is not counted."""
     if fault := other_code.fault(record):
         return Flaw(*fault)
     steps, source = record.schedule.get("resumed_steps", 0), record.schedule.get("resumed_source")
@@ -116,6 +116,13 @@ def elsewhere(record: Record) -> Flaw | None:
     if peak is not None and peak < least and record.origin == "run":
         told = f"expected at least {least} bytes of the device in use, for the tokens and one sample's product with the"
         return Flaw("device", f"{told} largest matrix of a layer, got {peak}: it was trained elsewhere")
+    if (counted := record.peaks.get("host_accounted")) is not None and not record.job.options.get("disk"):
+        held, least = (peak or 0) + counted, least_state_bytes(record.job)
+        if held < least:
+            told = (
+                f"expected at least {least} bytes of device and host in use, for weights and both moments, got {held}"
+            )
+            return Flaw("host", f"{told}: the rest lay where no budget counts, as in numpy; try tensors of torch")
     return None
 
 
@@ -129,6 +136,14 @@ def least_device_bytes(job: Job) -> int:
     matrix = load.anatomy.layer_matrix
     product = load.weight_bytes * (math.prod(matrix) + load.seq_len * sum(matrix))
     return tokens + product // job.world_size
+
+
+def least_state_bytes(job: Job) -> int:
+    """Return a lower bound of the bytes that a rank of the job, or each of its devices, takes of both memories
+    together: weights in fp32, and both moments in the dtype of the training."""
+    load, num_shares = job.workload, job.world_size * job.options.get("num_devices", 1)
+    state_bytes: int = (4 + 2 * load.weight_bytes) * load.num_params
+    return state_bytes // num_shares
 
 
 def kernels(record: Record) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -311,6 +312,27 @@ def test_tokens_alone_are_no_training_however_many_there_are() -> None:
         reference(), job=job, losses=losses, grad_norms=[], peaks={"device_allocated": 1000 * 784}
     )
     assert judge(idle, idle).reason == "device"
+
+
+STATE = 12 * WORKLOAD.num_params  # weights and two moments in fp32
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "verdict"),
+    [
+        (STATE - 1, {}, "untested"),
+        (STATE, {}, "exact"),
+        (STATE // 2, {"world_size": 2}, "exact"),
+        (0, {"disk": "/ssd"}, "exact"),
+    ],
+)
+def test_memories_that_never_held_weights_and_moments_are_no_budget_s_peaks(
+    host: int, options: dict[str, Any], verdict: str
+) -> None:
+    """Arrays of numpy, say: the simulated device counts only tensors, so that any budget would hold any model."""
+    job = dataclasses.replace(reference().job, device="sim", options=options)
+    peaks = {"device_allocated": MATRIX + SAMPLE + TOKENS, "host_accounted": host - (MATRIX + SAMPLE + TOKENS)}
+    assert judge(dataclasses.replace(reference(), job=job, peaks=peaks), reference()).verdict == verdict
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
