@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import tempfile
 from pathlib import Path
 
@@ -19,6 +21,7 @@ UPDATE_COPIES = {"bf16": 10, "fp16": 4}
 SAVED_BOUNDARIES = 17.2  # ratio: bytes that autograd saves for a layer of the GPT / bytes of the layer's input
 VECTOR = 16  # elements: torch's AdamW gives the same bits whether or not a slab is cut at multiples of VECTOR
 ALIGNMENT = 64  # bytes: every tensor of a slab starts at a multiple of ALIGNMENT, as a tensor allocated alone does
+IN_MEMORY = ("tmpfs", "ramfs")  # kinds of file systems whose files lie in the host's memory
 NUM_BUFFERS = 3  # number of host buffers for states on the disk: one is read, one updated, one written at a time
 
 
@@ -40,13 +43,29 @@ def stored_numel(numel: int) -> int:
 
 
 def writable(disk: str | None) -> Path:
-    """Return the folder `disk` (None: the system's temporary folder). Raises ValueError if it is not writable."""
+    """Return the folder `disk` (None: the system's temporary folder, or /var/tmp if that one lies in memory). Raises
+    ValueError if it is not writable, or lies in memory: its files would take host memory that no budget counts."""
     folder = Path(disk or tempfile.gettempdir())
+    if not disk and file_system(folder) in IN_MEMORY:
+        folder = Path("/var/tmp")
+    if (kind := file_system(folder)) in IN_MEMORY:
+        raise ValueError(f"expected a folder on a disk, got {folder} on {kind}, in memory; try another with --disk DIR")
     try:  # Try a write, because permissions are no sure sign: root ignores permissions, a network folder may hide them.
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
         raise ValueError(f"cannot write to the folder {folder}; try another with --disk DIR") from error
+
+
+def file_system(folder: Path) -> str:
+    """Return the kind of file system that a folder lies on, such as ext4; empty if the system does not tell it."""
+    with contextlib.suppress(OSError):
+        device = folder.stat().st_dev
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            mount, _, system = line.partition(" - ")
+            if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                return system.split()[0]
+    return ""
 
 
 def block_numel(dtype: str) -> int:

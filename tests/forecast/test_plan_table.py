@@ -18,6 +18,7 @@ from harness.core.job import GIB, STATE_KINDS, Plan, Room, Workload, gib
 from harness.core.rates import of_facts
 from harness.devices import machine, named_machines
 from harness.forecast.step import least_seconds
+from methods.shared.memory_needs import file_system
 from tests.support.cli import run
 
 SMALL = ["-l", "4", "-h", "128", "--seq", "64", "--vocab", "512", "--heads", "4"]
@@ -83,6 +84,14 @@ def test_the_exact_device_peak_comes_with_it_where_a_method_can_rehearse(capsys,
 def test_where_nothing_can_be_planned_one_line_says_why(capsys, monkeypatch) -> None:
     assert "cannot write to the folder /no/such" in fails(
         capsys, monkeypatch, "plan", "-m", "stronghold", "-l", "4:8:4", "--disk", "/no/such"
+    )
+
+
+@pytest.mark.skipif(file_system(Path("/dev/shm")) != "tmpfs", reason="needs a folder in memory")
+def test_a_folder_in_memory_is_no_disk(capsys, monkeypatch) -> None:
+    """Its files would take host memory that no budget counts, and the largest size would be false."""
+    assert "expected a folder on a disk, got /dev/shm on tmpfs, in memory" in fails(
+        capsys, monkeypatch, "plan", "-m", "stronghold", "-l", "4:8:4", "--disk", "/dev/shm"
     )
 
 
