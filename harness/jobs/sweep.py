@@ -69,7 +69,12 @@ class Sweep:
                 self._launch_at_once(self.place, self._references(jobs))
             total = len(jobs)
             self.timed_keys |= {self.key(job) for job in jobs} if self.is_timed else set()
-            return [self._end(self._measure(job, {"index": n, "total": total})) for n, job in enumerate(jobs, start=1)]
+            return [self._asked_for(job, {"index": n, "total": total}) for n, job in enumerate(jobs, start=1)]
+
+    def _asked_for(self, job: Job, place: dict[str, Any]) -> Record:
+        """Return the judged record of a job that the call asked for. Its code may have changed since the call began."""
+        self.timed_keys |= {self.key(job)} if self.is_timed else set()
+        return self._end(self._measure(job, place))
 
     def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
         """Return the record of measurement `number` of a resolved job, judged. If the folder has fewer measurements of

@@ -152,6 +152,21 @@ def test_what_is_asked_for_is_timed_and_references_are_not(tmp_path: Path, monke
     assert told == [("l2l", True), ("resident", False), ("l2l", True), ("resident", True)]
 
 
+def test_what_is_asked_for_is_timed_although_its_code_changed_since_the_call_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, bool]] = []
+
+    def launch(job: Job, *words, is_timed: bool, **others) -> Path:
+        told.append((job.method, is_timed))
+        return records.launch(job, *words)
+
+    monkeypatch.setattr("harness.jobs.sweep.launch", launch)
+    monkeypatch.setattr(Sweep, "key", lambda self, job: f"{job.method} {bool(told)}")
+    Sweep(tmp_path).run(jobs("resident", "l2l"))
+    assert told[:2] == [("resident", True), ("l2l", True)]
+
+
 def test_rerun_measures_again_but_the_reference_only_once(tmp_path: Path, in_process: None) -> None:
     Sweep(tmp_path).run(jobs("l2l"))
     events: list[dict] = []
