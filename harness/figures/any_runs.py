@@ -1,13 +1,14 @@
 """Makes a case's figure from any records in a folder: runs made by hand, of any sizes, and imported logs.
 
-All runs of a figure must have the same machine, device, dtype, sizes of a step and budget. If records differ in one of
-these, nothing is drawn: the error tells the difference, and how to choose records. The case's pick(rows) chooses the
-rows that its figure shows. If runs of a method differ in their window, cases about windows or largest sizes use all
-runs, and other cases use those with the published window.
+Runs by other code than their method's newest run are left out. All runs of a figure must have the same machine, device,
+dtype, sizes of a step and budget. If records differ in one of these, nothing is drawn: the error tells the difference,
+and how to choose records. The case's pick(rows) chooses the rows that its figure shows. If runs of a method differ in
+their window, cases about windows or largest sizes use all runs, and other cases use those with the published window.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,12 @@ def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> 
     for name, value in chosen.items():
         told = told[told[name].isna() | (told[name] == value)]
     found = found.loc[told.index]
+    kept = measurements.of_newest_code(found[frame.RECORD])
+    if num_others := len(found) - len(kept):
+        others = f"{num_others} of {len(found)} runs left out"
+        print(f"case {number}: {others}: made by other code than their method's newest run", file=sys.stderr)
+        found = frame.of(kept)
+        told = facts(found)
     if found.empty:
         asked = f" with {' and '.join(where)}" if where else ""
         names = ", ".join(its.methods)

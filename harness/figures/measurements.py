@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
+from harness.devices.machine import PACKAGES
 from harness.figures.point import FigureRow, row_of
 from harness.figures.profile import PROBE
 from harness.jobs.size_search import SizeAnswer, SizeOutcome, SizeTrial
@@ -26,6 +27,18 @@ def is_current(record: Record) -> bool:
     """True if the record's job would get the same key if it ran here now: the code and the machine are still those of
     the record."""
     return record.job.method in method.names() and record.key == key(record.job)
+
+
+def of_newest_code(records: Sequence[Record]) -> list[Record]:
+    """Return the runs that were made by the code (a method's source, and the packages) of their method's newest run,
+    and those that tell no source, such as refusals by plan. `records`: oldest first."""
+    newest = {record.job.method: _code(record) for record in records if _code(record)}
+    return [record for record in records if not (code := _code(record)) or code == newest[record.job.method]]
+
+
+def _code(record: Record) -> tuple[str | None, ...]:
+    told = record.software
+    return (told["source"], *(told.get(name) for name in PACKAGES)) if told.get("source") else ()
 
 
 def repeats(job: Job, records: Sequence[Record]) -> list[Record]:

@@ -46,6 +46,13 @@ def test_each_case_shows_its_part_of_runs_made_by_hand(number: int, shown: list[
     assert [(row.method, row.num_layers) for row in any_runs.table(number, BY_HAND)] == shown
 
 
+@pytest.mark.parametrize("newer", [{"source": "b"}, {"source": "a", "torch": "2.14.0"}])
+def test_runs_by_two_states_of_a_method_s_code_are_not_one_line(newer: dict[str, str], capsys: Any) -> None:
+    runs = [run("stronghold", 4, 2, software={"source": "a"}), run("stronghold", 8, 2, software=newer)]
+    assert [row.num_layers for row in any_runs.table(4, runs)] == [8]
+    assert "1 of 2 runs left out: made by other code than their method's newest run" in capsys.readouterr().err
+
+
 WINDOWS = [run("stronghold", 4, window) for window in (2, 4, 15)]
 
 

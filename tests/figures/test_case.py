@@ -64,6 +64,13 @@ def demo_records(used: CaseProfile = DEMO) -> list[Record]:
     return found
 
 
+def test_a_figure_has_no_runs_by_two_earlier_states_of_a_method_s_code() -> None:
+    """Neither is the present one, as on another machine, or after a third change."""
+    jobs = [DEMO.job("stronghold", depth, window_size=2) for depth in (2, 3, 4)]
+    runs = [record(job, software={"source": source}) for job, source in zip(jobs, "abb", strict=True)]
+    assert case.select(4, DEMO, runs) == runs[1:]
+
+
 def test_published_sizes_are_those_of_figure_6a() -> None:
     assert [(row.method, f"{row.value / 1e9:.3f}") for row in case.published(1) if row.value] == list(
         zip(METHODS, ("1.717", "4.033", "2.522", "2.522", "5.141"), strict=True)
