@@ -115,6 +115,14 @@ class Folder:
     def last_step(self) -> int:
         return max((line["step"] for line in read_lines(self.path / "steps.jsonl", "step")), default=0)
 
+    def other_code(self, code: str) -> str:
+        """Return, as text, that the steps of the record were trained by other code; empty if they were not. `code`: the
+        hash of the present code."""
+        number = self.last_step()
+        if not number or self.state.get("code", code) == code:
+            return ""
+        return f"the script, or what it imports, is not the code that trained the {number} steps there"
+
     # ---- Checkpoints
 
     @property

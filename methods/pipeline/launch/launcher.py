@@ -24,6 +24,7 @@ from typing import Any
 from harness.base import fork_server
 from harness.base.rank_agent import GRACE_SECONDS, LOOPBACK, Rendezvous
 from harness.core.failures import LOST_RANK
+from harness.core.source_hash import source_hash
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, step_line
 from methods.pipeline.launch.machines import MachineLine, Remote, read_list
@@ -60,6 +61,12 @@ class LaunchJob:
 
     def identity(self) -> dict[str, Any]:
         return {"script": self.script, "arguments": list(self.arguments), "batch_size": self.choice.batch_size}
+
+    def code(self) -> str:
+        """Return the hash of the script's present code, and of what it imports; "" if the script is gone."""
+        with contextlib.suppress(OSError):  # the ranks will say so
+            return source_hash(self.code_dir / self.script)
+        return ""
 
 
 @dataclass
@@ -236,8 +243,11 @@ class Launcher:
 
     def _start(self, spread: Spread, machines: list[Remote]) -> Round:
         resume_step = self.folder.resume()
-        number = self.folder.state["round"] + 1
-        self.folder.keep(round=number)
+        number, code = self.folder.state["round"] + 1, self.job.code()
+        if other := self.folder.other_code(code):
+            self._event("code", step=resume_step)
+            self.say(f"warning: {other}")
+        self.folder.keep(round=number, code=code)
         self.num_rounds += 1
         per_machine = self.job.choice.per_machine
         running = self.round = Round(

@@ -67,7 +67,9 @@ def launch(
     )
     held = Folder(folder.resolve(), job.identity())
     if held.state["end"] == "done":
-        print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one")
+        other = held.other_code(job.code())
+        told = f"; {other}" if other else ""
+        print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one{told}")
         sys.exit(OK)
     signal.signal(signal.SIGUSR1, signal.default_int_handler)  # As at Ctrl-C, ranks save a checkpoint and end.
     sys.exit(Launcher(job, held, lambda line: print(line, flush=True)).run())

@@ -199,6 +199,22 @@ def test_a_folder_holds_one_job_of_one_launcher(tmp_path: Path) -> None:
         Folder(tmp_path, {"script": "b.py"})
 
 
+def test_steps_that_another_state_of_the_script_has_trained_are_told(tmp_path: Path) -> None:
+    script = tmp_path / "a.py"
+    script.write_text("import _rates")
+    (tmp_path / "_rates.py").write_text("RATE = 3e-3")
+    job = LaunchJob(tmp_path / "list", "a.py", (), tmp_path, SpreadChoice(12, 1, 1, 2, None))
+    held = Folder(tmp_path, job.identity())
+    held.keep(code=job.code())
+    held.record({"step": 7})
+    script.write_text("import _rates  # the rates")
+    assert held.other_code(job.code()) == ""
+    (tmp_path / "_rates.py").write_text("RATE = 3e-4")
+    assert (
+        held.other_code(job.code()) == "the script, or what it imports, is not the code that trained the 7 steps there"
+    )
+
+
 def test_the_record_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
     """A line that a kill cut off does not count."""
     held = Folder(tmp_path, {})
