@@ -32,6 +32,7 @@ DEVICES = ("cpu", "cuda", "sim")
 LATEST = 253_402_300_800.0  # Unix time of the year 10000
 PASSING = ("exact", "tolerance", "twin")
 VERDICTS = (*PASSING, "failed", "untested")
+PRODUCTS_IN = "products in "  # how a text in a record's `kernels` begins that names the dtype of matrix products
 ADDED = "added"  # name of the subfolder of a results folder that holds the records that others sent in
 if TYPE_CHECKING:
     Values = list[float]
@@ -95,7 +96,7 @@ class Record:
     moved_bytes: int = 0  # bytes moved between device and host in all steps, both directions together
     schedule: ScheduleFacts = field(default_factory=dict)  # facts of a run of several models or after a checkpoint
     data_sha256: str = ""  # hash of the samples that the run trained on
-    kernels: list[str] = field(default_factory=list)  # attention and optimizer kernels that the second step ran
+    kernels: list[str] = field(default_factory=list)  # attention and optimizer kernels, dtypes of products: step 2
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
     bit_exact: bool = False  # True: the method promises the reference's bits on a CPU in this dtype
     is_exact: bool = True  # False: by design the method trains differently from the reference

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 from harness.core.job import Job
-from harness.core.record import Record
+from harness.core.record import PRODUCTS_IN, Record
 from harness.gate import other_code
 from harness.gate.other_code import some
 
@@ -64,6 +64,9 @@ def flaw(record: Record) -> Flaw | None:
         )
         if not all(number is None or math.isfinite(float(number)) for number in numbers):
             return Flaw("not-finite", f"{name} or a moment of it is not finite after the last step")
+    dtype, products = record.job.workload.dtype, [name for name in record.kernels if name.startswith(PRODUCTS_IN)]
+    if dtype != "fp32" and products and PRODUCTS_IN + dtype not in products:
+        return Flaw("dtype", f"it trained otherwise than in {dtype}: its second step had {some(products)} alone")
     last_rate = record.job.workload.learning_rate_at(record.job.steps)
     unchanged = [
         name

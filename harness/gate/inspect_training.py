@@ -14,20 +14,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.core.cpu_cores import available_cores, use_cores
-from harness.core.gpt import drawn_blocks
+from harness.core.gpt import DTYPES, drawn_blocks
 from harness.core.job import Job, Workload
 from harness.core.method import TensorState
+from harness.core.record import PRODUCTS_IN
 
 SKETCH_BUCKETS = 8
 SKETCH_ROWS = 65_537  # number of rows of signs, a prime: the signs repeat with a period that no tensor's structure has
 NORM_BLOCK = 2**16  # number of a host tensor's elements whose squares torch sums at once
 BLOCK = 2 * SKETCH_ROWS * SKETCH_BUCKETS  # number of elements that are read at once
 TELLING = ("attention", "adam")  # parts of the names of ops that have several kernels
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # ops whose dtype is noted
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Kernels(TorchDispatchMode):
-    """Notes the kernels that torch runs in this context for the ops in TELLING. Kernels that an engine calls without
-    torch, such as DeepSpeed's Adam, are not seen."""
+    """Notes the kernels that torch runs in this context for the ops in TELLING, and the dtypes of matrix products.
+    Kernels that an engine calls without torch, such as DeepSpeed's Adam, are not seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +40,8 @@ class Kernels(TorchDispatchMode):
         name = op.overloadpacket.__name__
         if any(word in name for word in TELLING) and not name.endswith("_backward"):
             self.names.add(name.strip("_"))
+        elif name.strip("_") in PRODUCTS:
+            self.names.add(f"{PRODUCTS_IN}{DTYPE_NAMES.get(args[1].dtype, args[1].dtype)}")
         return op(*args, **(kwargs or {}))
 
 

@@ -23,7 +23,7 @@ from harness.gate.trial import Trial
 
 UNPROBED = "a run whose probe did not train has no throughput; try --no-probe, which the verdict states"
 # Reasons that are certain without a probe, because they name something that the run lacks or has wrong.
-CERTAIN = ("not-finite", "incomplete", "missing", "unchanged", "data")
+CERTAIN = ("not-finite", "incomplete", "missing", "dtype", "unchanged", "data")
 SEVERITY = [*(word for word in VERDICTS if word != "failed"), "failed"]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.core.gpt import initial
 from harness.core.job import Workload
 from harness.core.method import TensorState
-from harness.gate.inspect_training import BLOCK, SKETCH_BUCKETS, SKETCH_ROWS, inspect, norm
+from harness.gate.inspect_training import BLOCK, SKETCH_BUCKETS, SKETCH_ROWS, Kernels, inspect, norm
 from tests.support.tiny import TINY
 
 HALF = SKETCH_ROWS * SKETCH_BUCKETS
@@ -27,6 +27,14 @@ class OfJob:
     """What the inspection reads of a job."""
 
     workload: Workload = TINY
+
+
+@pytest.mark.parametrize("enabled, seen", [(True, "products in bf16"), (False, "products in fp32")])
+def test_the_dtype_of_products_is_noted_in_both_passes(enabled: bool, seen: str) -> None:
+    x, layer = torch.ones(2, 4, requires_grad=True), torch.nn.Linear(4, 4)
+    with Kernels() as kernels, torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        layer(x).sum().backward()
+    assert kernels.names == {seen}
 
 
 def by_hand(change: Tensor) -> Tensor:

@@ -314,6 +314,22 @@ def test_tokens_alone_are_no_training_however_many_there_are() -> None:
     assert judge(idle, idle).reason == "device"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kernels", "verdict"),
+    [
+        ("bf16", ["products in fp32"], "failed"),
+        ("bf16", ["products in bf16", "products in fp32"], "exact"),
+        ("bf16", ["fused_adamw"], "exact"),  # another thread's products, say: none was seen
+        ("fp32", ["products in fp32"], "exact"),
+    ],
+)
+def test_a_training_in_fp32_has_no_speed_in_half_precision(dtype: str, kernels: list[str], verdict: str) -> None:
+    """It is within what half precision rounds."""
+    job = dataclasses.replace(reference().job, workload=dataclasses.replace(WORKLOAD, dtype=dtype))
+    theirs = dataclasses.replace(reference(), job=job, kernels=kernels)
+    assert judge(theirs, theirs).verdict == verdict
+
+
 STATE = 12 * WORKLOAD.num_params  # weights and two moments in fp32
 
 
