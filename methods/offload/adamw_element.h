@@ -125,7 +125,10 @@ INLINE void update(
             grad = grads[i] * by.factor;
         }
         const float before = from.exp_avg[i], before_sq = as_float(marked & 0x7fffffff);
-        const float avg = fmaf(by.grad_weight, grad - before, before);
+        // as torch's lerp: from the nearer end
+        const bool is_near = by.grad_weight < 0.5f;
+        const float avg =
+            fmaf(is_near ? by.grad_weight : by.grad_weight - 1.0f, grad - before, is_near ? before : grad);
         const float grad_part = by.grad_sq_weight * grad;
         const float avg_sq = is_tail ? fmaf(before_sq, by.beta2, grad_part * grad)
                                      : fmaf(grad_part, grad, before_sq * by.beta2);

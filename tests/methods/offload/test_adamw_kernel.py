@@ -91,14 +91,14 @@ def pieces() -> list[Piece]:
 NUMEL = pieces()[-1].stop
 
 
-def by_torch(factor: float | None, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def by_torch(factor: float | None, dtype: torch.dtype = torch.bfloat16, beta1: float = 0.9) -> list[Tensor]:
     """Rounded weights, master and moments after some steps of torch's fused AdamW on an fp32 master of each tensor."""
     masters = [random(NUMEL, 0)[start:stop].clone() for start, stop, _ in pieces()]
     groups = [
         {"params": [each], "weight_decay": 0.01 * (piece.group == 0)}
         for each, piece in zip(masters, pieces(), strict=True)
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    optimizer = torch.optim.AdamW(groups, betas=(beta1, 0.999), eps=1e-8, fused=True)
     for number in range(1, NUM_STEPS + 1):
         grads = random(NUMEL, number).to(half_of(dtype)).float()
         if factor is not None:
@@ -117,13 +117,15 @@ def by_us(
     dtype: torch.dtype = torch.bfloat16,
     *,
     is_ahead: bool = False,
+    beta1: float = 0.9,
 ) -> list[Tensor]:
     """The same by update(), in place or from one state into another and back."""
     state = empty_state(NUMEL, dtype)
     other = empty_state(NUMEL, dtype) if is_ahead else state
     keep_(state, random(NUMEL, 0))
     for number in range(1, NUM_STEPS + 1):
-        step = AdamStep(published_settings(1e-3 * number), number, torch.tensor(float(number)))
+        settings = [group._replace(beta1=beta1) for group in published_settings(1e-3 * number)]
+        step = AdamStep(settings, number, torch.tensor(float(number)))
         scale = None if factor is None else torch.tensor(factor)
         grads = random(NUMEL, number).to(half_of(dtype)).to(dtype)
         update(grads, state, other, chunks(pieces(), max_numel), step, scale)
@@ -183,6 +185,19 @@ def test_every_path_has_the_very_bits_of_torchs_fused_adamw(
         pytest.skip(f"no {adamw_kernel.PATHS[path]} here")
     monkeypatch.setattr(adamw_kernel, "widest_path", lambda: path)
     assert all(map(torch.equal, by_us(factor, 10**6, dtype, is_ahead=is_ahead), by_torch(factor, dtype)))
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.7])
+@pytest.mark.parametrize("path", range(len(adamw_kernel.PATHS)), ids=adamw_kernel.PATHS)
+def test_first_moments_that_forget_quickly_have_the_very_bits_of_torch(
+    kernel: None, path: int, beta1: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As generative adversarial networks are trained; there torch interpolates from the other end."""
+    if path > adamw_kernel.widest_path():
+        pytest.skip(f"no {adamw_kernel.PATHS[path]} here")
+    monkeypatch.setattr(adamw_kernel, "widest_path", lambda: path)
+    ours, torchs = by_us(0.37, 10**6, torch.float32, beta1=beta1), by_torch(0.37, torch.float32, beta1)
+    assert all(map(torch.equal, ours, torchs))
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
