@@ -111,11 +111,16 @@ def check_new(folder: Path) -> None:
         raise ValueError(f"{folder}: expected a new or empty folder, got a file, a link or a full folder; try another")
 
 
-def check_replaceable(path: Path) -> None:
+def check_replaceable(path: Path, head: bytes = b"") -> None:
     """Raise ValueError if `path` is a device file, a pipe, a link or a folder, because nobody means to replace such a
-    thing by a file."""
+    thing by a file; or a file that does not begin with `head`, as those do that a user lets the harness write."""
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "a symbolic link" if stat.S_ISLNK(mode) else "a device or pipe"
             raise ValueError(f"{path}: expected a new file, or a file to replace, got {kind}; try another name")
+        with open(path, "rb") as file:
+            begins = file.read(len(head))
+        if begins and begins != head:
+            told = "expected a new file, or one that an earlier call wrote, got another file"
+            raise ValueError(f"{path}: {told}; try another name")

@@ -34,6 +34,7 @@ from harness.jobs.next_calls import next_calls_of
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
 from harness.places.shared.place import Place, no_draft
+from harness.run import timeline
 
 PROBE = {"steps": "5", "warmup": "2"}  # defaults of --steps and --warmup for `search largest`
 EXAMPLES = """\b
@@ -250,7 +251,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     if words.get("trace"):
         if len(asked) > 1 or words["on"] != "local":
             raise ValueError("--trace needs a single run on this machine: one method, one size, no --on")
-        check_replaceable(words["trace"])
+        check_replaceable(words["trace"], timeline.HEAD.encode())
         check_writable(words["trace"].parent, "--trace")
         jobs = [dataclasses.replace(jobs[0], trace=str(words["trace"].resolve()))]
     if words.get("save"):
@@ -265,6 +266,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     if words.get("out"):
         if verdict_table.columns(asked) is None:
             raise ValueError("--out: expected models of different layers or width as columns, got two alike")
+        check_replaceable(words["out"], f"# {verdict_table.TITLE}".encode())
         check_writable(words["out"].resolve().parent, "--out")
     place = place_of(words, jobs[0].device)
     for load in dict.fromkeys(job.workload for job in jobs):
@@ -311,7 +313,7 @@ def _show_verdicts(asked: list[Job], outcomes: list[verdict_table.Outcome], word
             if isinstance(outcome, str):
                 refused.setdefault(job.method, f"refused, such as {outcome}")
         notes = refused.values()
-        verdict_table.write_markdown(words["out"], "The gate's verdicts, methods by models", call, heads, rows, notes)
+        verdict_table.write_markdown(words["out"], verdict_table.TITLE, call, heads, rows, notes)
 
 
 def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[Path, ...]) -> None:

@@ -11,6 +11,7 @@ from harness.core.job import Job, Workload
 from harness.core.record import Record
 from harness.devices import machine
 
+TITLE = "The gate's verdicts, methods by models"
 Outcome = Record | str  # a job's record, or the reason why its method refused the job
 
 

@@ -38,6 +38,7 @@ from harness.run import timeline
 FOLDER, MANIFEST, ABOUT = "bundle", "MANIFEST.sha256", "README.txt"
 # attributes of every archived file
 NOBODYS: Any = {"mtime": 0, "mode": 0o644, "uid": 0, "gid": 0, "uname": "", "gname": ""}
+GZIP = b"\x1f\x8b"  # how an archive begins
 TEXT = (Path(__file__).parent / "bundle_readme.txt").read_text()
 
 
@@ -48,7 +49,7 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
     this machine. Raises ValueError if there is no record, OSError if the archive cannot be written.
     """
     archive = out or results / f"{FOLDER}.tar.gz"
-    check_replaceable(archive)
+    check_replaceable(archive, GZIP)
     with tempfile.TemporaryDirectory(prefix="bundle-") as folder:
         stage = Path(folder) / FOLDER
         stage.mkdir()

@@ -19,7 +19,7 @@ from typing import Any
 from pandas import DataFrame
 
 from cases import overlap
-from harness.base.whole_file import own_folder, write_page
+from harness.base.whole_file import check_replaceable, own_folder, write_page
 from harness.core import method
 from harness.core.record import Record, added_folders, read_all
 from harness.devices import named_machines
@@ -83,6 +83,8 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
     page = out or results / "report" / PAGE
     if page.name == REVIEW:
         raise ValueError(f"--out: expected a name other than {REVIEW}, the review's: try --out {page.parent / PAGE}")
+    check_replaceable(page, b"<!DOCTYPE html>")
+    check_replaceable(page.parent / REVIEW, b"# Review of measurements")
     told = gather(results, profile, machine)
     made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
     if out is None:

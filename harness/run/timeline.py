@@ -15,6 +15,7 @@ from harness.base.whole_file import write_whole
 TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # rows of a timeline, from top to bottom
 # The kinds of work that may be hidden behind compute, and the tracks of each kind.
 KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}
+HEAD = '{"displayTimeUnit"'  # how the file begins
 US = 1e6  # microseconds in a second; the file's times are in microseconds
 Interval = tuple[float, float]
 
@@ -74,7 +75,7 @@ def write(timeline: Timeline, path: Path) -> None:
     ]  # fmt: skip
     lines = ",\n".join(map(json.dumps, events))
     about = json.dumps(timeline.about)
-    write_whole(path, f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
+    write_whole(path, f'{HEAD}: "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
 
 
 def read(path: Path) -> Timeline:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.base.whole_file import own_folder, write_whole
+from harness.base.whole_file import check_replaceable, own_folder, write_whole
 
 
 def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
@@ -23,6 +23,18 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"{name}: expected a new file, or a file to replace"):
             write_whole(tmp_path / name, "new")
     assert (tmp_path / "kept").read_text() == "kept" and len(list(tmp_path.iterdir())) == 4
+
+
+def test_only_a_file_that_an_earlier_call_wrote_is_replaced(tmp_path: Path) -> None:
+    """As by --trace with the name of a script."""
+    script, trace, empty = (tmp_path / name for name in ("script.py", "trace.json", "empty"))
+    script.write_text("import torch\n")
+    trace.write_text('{"displayTimeUnit": "ms"}')
+    empty.touch()
+    for path in (trace, empty, tmp_path / "new"):
+        check_replaceable(path, b'{"displayTimeUnit"')
+    with pytest.raises(ValueError, match=r"script.py: expected a new file, or one that an earlier call wrote"):
+        check_replaceable(script, b'{"displayTimeUnit"')
 
 
 def test_a_folder_of_the_harness_own_is_no_link(tmp_path: Path) -> None:
