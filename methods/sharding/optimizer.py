@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from methods.shared.module_watch import hooks_of_step
+
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 States = dict[str, Tensor]  # the tensors that an optimizer keeps for a parameter, by the optimizer's keys
 MASTER = "master"  # key of the fp32 weights of mixed precision, which are kept among the optimizer's states
@@ -47,6 +49,8 @@ def _stepped(make_optimizer: MakeOptimizer, parameters: list[nn.Parameter]) -> l
     title, groups = type(optimizer).__name__, optimizer.param_groups
     if sorted(id(p) for group in groups for p in group["params"]) != sorted(map(id, parameters)):
         raise ValueError(f"{title}: expected an optimizer of the parameters that it is given, got other parameters")
+    if hooks_of_step(optimizer):
+        raise ValueError(f"{title}: expected an optimizer without hooks of its step(), which takes a shard at a time")
     for group in groups:  # torch's fused, foreach and capturable steps do not run on the meta device
         group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})
     before = _values(optimizer)

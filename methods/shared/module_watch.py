@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_leaves
 
 WORD_BYTES, BLOCK_BYTES = 8, 2**14  # of what byte_sum() sums at once
@@ -144,6 +145,13 @@ def byte_sum(tensor: Tensor) -> int:
 def hooks_of(tensor: Tensor) -> int:
     """Return the number of hooks on a tensor's gradient."""
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+
+
+def hooks_of_step(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the hooks that torch calls at each step() of an optimizer: its own, and those of all optimizers."""
+    own: list[dict[int, Any]] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    shared: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    return [hook for hooks in (*own, *shared) for hook in hooks.values()]
 
 
 def leaves_beyond(results: Any, stops: Any) -> list[Tensor]:

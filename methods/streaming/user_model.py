@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from harness.core.gpt import DTYPES
 from methods.offload.adamw import AdamSettings, Settings
+from methods.shared.module_watch import hooks_of_step
 from methods.streaming.user_layer import Placeholders, UserLayer
 from methods.streaming.user_parameters import ObservedParameter
 
-HOOKS_OF_STEP = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"  # an optimizer's attributes
 UNUSED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW that streaming updates lack
 
 
@@ -125,9 +124,7 @@ class UserModel:
 
     def _check_groups(self) -> None:
         """Raise ValueError for options, or hooks of step(), that a step of the trainer would leave out."""
-        own = [hook for name in HOOKS_OF_STEP for hook in getattr(self.optimizer, name).values()]
-        shared = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
-        if any(hook is not refuse_step for hook in (*own, *shared)):
+        if any(hook is not refuse_step for hook in hooks_of_step(self.optimizer)):
             raise ValueError(
                 "expected an optimizer without hooks of its step(), got one: the trainer's step() does not call hooks;"
                 " try their code before or after trainer.step()"

@@ -295,6 +295,12 @@ def transposed_weight() -> nn.Module:
     return chain(first)
 
 
+def clamping(given: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(given, lr)
+    optimizer.register_step_post_hook(lambda *_: [each.data.clamp_(-0.1, 0.1) for each in given] and None)
+    return optimizer
+
+
 def hooked_weight() -> nn.Module:
     model = chain(linear())
     model[0].weight.register_hook(lambda grad: 2 * grad)
@@ -394,7 +400,7 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], dict[str, Any], str]]] = 
             r"layer 0 \(ActingLayer\) returns a dict; expected a tensor, or a tuple",
         ),
     ],
-    "an optimizer of other parameters, with one number for all of them, or with a closure": [
+    "an optimizer of other parameters, with one number for all of them, with a closure or with hooks": [
         (
             plain_layers,
             {"optimizer": lambda given, lr: torch.optim.SGD(linear().parameters(), lr)},
@@ -406,6 +412,7 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], dict[str, Any], str]]] = 
             {"optimizer": torch.optim.LBFGS},
             "LBFGS: expected an optimizer whose step.. takes no arguments",
         ),
+        (plain_layers, {"optimizer": clamping}, "SGD: expected an optimizer without hooks of its step"),
     ],
     "`schedule` with groups of several learning rates": [
         (
