@@ -36,7 +36,7 @@ def test_a_row_names_who_implements_the_method_and_which_version(records: list[R
 def test_a_row_names_the_kernels_that_were_seen_not_those_that_were_hoped_for(records: list[Record]) -> None:
     seen = {row["method"]: row["kernels seen"] for row in fairness.rows(records)}
     updated = "adamw" if adamw_kernel.LIBRARY.is_built else "fused_adamw"  # ours, or torch's
-    assert seen["l2l fp32"] == f"{updated}, scaled_dot_product_flash_attention_for_cpu"
+    assert seen["l2l fp32"] == f"{updated}, products in fp32, scaled_dot_product_flash_attention_for_cpu"
 
 
 def test_all_trained_on_the_same_data(records: list[Record]) -> None:
