@@ -39,7 +39,7 @@ SHARED = tuple(
 
 OWN = {"harness", "methods", "bench"}  # packages of this project
 STARTED = ("sitecustomize", "usercustomize")  # modules that Python imports by itself, if it has them
-NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py)")
+NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py|json|ya?ml|toml|ini|csv|txt)")
 LOADERS = {"import_module", "__import__"}
 CODE = {".py", ".pyc", ".so", ".cpp", ".h", ".cu"}
 SHORT = {".py", ".cpp", ".h", ".cu"}  # endings of files that count by all of their bytes

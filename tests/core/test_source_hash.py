@@ -279,6 +279,7 @@ LOADS = (
     '__import__("methods._part", fromlist=["A"])',
     'runpy.run_path(Path(__file__).with_name("_part.py"))',
 )
+READS = ('json.loads(Path(__file__).with_name("settings.json").read_text())', 'open(HERE / "../rates.csv")')
 
 
 @pytest.mark.parametrize("line", LOADS)
@@ -286,6 +287,17 @@ def test_a_file_beside_that_is_loaded_by_a_constant_name_belongs_to_the_method(t
     (tmp_path / "own.py").write_text(f"def train():\n    {line}\n")
     (tmp_path / "_part.py").write_text("A = 1")
     assert (tmp_path / "_part.py").resolve() in source_hash.closure(tmp_path / "own.py")
+
+
+@pytest.mark.parametrize(("line", "name"), zip(READS, ("settings.json", "../rates.csv"), strict=True))
+def test_a_file_of_settings_that_is_read_by_a_constant_name_belongs_to_the_method(
+    tmp_path: Path, line: str, name: str
+) -> None:
+    own = tmp_path / "methods" / "own.py"
+    own.parent.mkdir()
+    own.write_text(f"def train():\n    {line}\n")
+    (own.parent / name).write_text("1")
+    assert (own.parent / name).resolve() in source_hash.closure(own)
 
 
 def test_the_packages_above_a_module_belong_to_the_method(tmp_path: Path) -> None:
