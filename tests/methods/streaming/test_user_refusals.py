@@ -204,3 +204,14 @@ def test_a_model_in_training_is_not_copied_whole() -> None:
     with trainer, pytest.raises(ValueError, match="cannot copy a model while a trainer holds it"):
         copy.deepcopy(model)
     copy.deepcopy(model)
+
+
+def test_a_layer_whose_parameters_have_made_other_numbers_of_steps_is_refused() -> None:
+    """As after a parameter of a layer was unfrozen later."""
+    trainer, model, optimizer = begun(L2LTrainer)
+    plain = optimizer_of(list(made("llama").parameters()))
+    for place, parameter in enumerate(each for group in plain.param_groups for each in group["params"]):
+        zeros = torch.zeros_like(parameter)
+        plain.state[parameter] = {"step": torch.tensor(3.0 - (place == 2)), "exp_avg": zeros, "exp_avg_sq": zeros}
+    with trainer, pytest.raises(ValueError, match=r"layers\.0: expected one number of steps .* got 3 for .*, 2 for "):
+        optimizer.load_state_dict(plain.state_dict())

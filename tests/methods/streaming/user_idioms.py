@@ -16,7 +16,8 @@ WIDTH, LAYERS, STEPS = 8, 3, 4
 
 
 class AuxiliaryLayer(nn.Module):
-    """`keeps`: keeps an auxiliary loss on itself. `clamps`: changes its weights in forward()."""
+    """`keeps`: keeps an auxiliary loss on itself. `clamps`: changes its weights in forward(). `notes`: a dictionary into
+    which it writes."""
 
     keeps = clamps = False
 
@@ -24,7 +25,9 @@ class AuxiliaryLayer(nn.Module):
         super().__init__()
         self.norm, self.map = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, notes: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        if notes is not None:
+            notes["mean"] = x.mean()
         if self.clamps:
             self.map.weight.data.clamp_(-0.2, 0.2)
         y = self.map(self.norm(x))
@@ -34,6 +37,8 @@ class AuxiliaryLayer(nn.Module):
 
 
 class Net(nn.Module):
+    notes: dict[str, Tensor] | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.inp, self.out = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
@@ -42,7 +47,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x, self.returned = self.inp(x), torch.zeros(())
         for layer in self.layers:
-            x, auxiliary = layer(x)
+            x, auxiliary = layer(x, self.notes)
             self.returned = self.returned + auxiliary
         y: Tensor = self.out(x)
         return y
@@ -283,6 +288,10 @@ def kept_losses(script: Script) -> Tensor:
     return script.loss() + sum(layer.kept for layer in script.model.layers)
 
 
+def with_notes(script: Script) -> None:
+    script.model.notes = {}
+
+
 IDIOMS = {
     "an auxiliary loss that layers return": Idiom(loss=lambda script: script.loss() + 0.1 * script.model.returned),
     "an auxiliary loss that layers keep": Idiom(loss=kept_losses, before_trainer=set_on_layers("keeps")),
@@ -322,6 +331,7 @@ IDIOMS = {
     "`optimizer.state`, read or changed": Idiom(states_reset),
     "`layer.compile()`": Idiom(before=compiled),
     "weights changed in a layer's `forward()`": Idiom(before_trainer=set_on_layers("clamps")),
+    "a dictionary or list among a layer's arguments changed in its `forward()`": Idiom(before_trainer=with_notes),
     "`functional_call()` with other weights": Idiom(with_other_weights),
     "weights given other memory: `.data =`, `vector_to_parameters()`, `model.half()`": Idiom(replaced),
     "`copy.deepcopy(model)`, `torch.save(model)`": Idiom(lambda script: copy.deepcopy(script.model)),
