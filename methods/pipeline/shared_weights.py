@@ -23,7 +23,7 @@ def counted_names(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> list[st
     """Return the names of all weights in the model's order, without the second name of a parameter with two names. The
     global norm is summed in this order, so that it has the bits of the norm of a whole model."""
     whole = dict(model.named_parameters(remove_duplicate=False))
-    again = {other for name, other in pairs if name in whole and whole[name] is whole.get(other)}
+    again = {other for name, other in pairs if name != other and name in whole and whole[name] is whole.get(other)}
     return [name for name in whole if name not in again]
 
 

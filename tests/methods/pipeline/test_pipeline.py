@@ -266,6 +266,10 @@ def test_the_norm_counts_a_shared_parameter_under_the_first_name_of_its_pair(pai
     assert len(names) == len([*user_model.make().parameters()])
 
 
+def test_the_norm_counts_a_parameter_that_two_stages_use_under_one_name() -> None:
+    assert "wte.weight" in counted_names(user_model.make(), [("wte.weight", "wte.weight")])
+
+
 @pytest.mark.parametrize(("pair", "told"), [
     (("first.weight", "third.weight"), "the model has no parameter third.weight"),
     (("first.weight", "second.weight"), r"got \(4, 4\) of first.weight and \(1, 4\) of second.weight"),
