@@ -7,9 +7,11 @@ are views of a slot replace the user's parameters, and autograd sees only the vi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,26 @@ from methods.streaming.layer_state import Passed
 from methods.streaming.user_parameters import SlotParameter
 
 TENSOR = object()  # marks a tensor's place in the structure of a layer's arguments or results
+CHANGED = (
+    "{}: expected forward() to leave the layer's weights as they are, got a change; try to change them after step()"
+)
+
+
+class Site(NamedTuple):
+    """Where a layer uses a parameter. `source`: the parameter's name among the layer's own, or its index among the
+    shared ones. `is_set`: the module takes parameters by setattr() alone, as recurrent modules, which keep lists."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    source: str | int
+    is_set: bool
+
+    def put(self, parameter: Tensor) -> None:
+        if self.is_set:
+            setattr(self.module, self.name, parameter)
+        else:
+            self.module._parameters[self.name] = parameter  # type: ignore[assignment]
 
 
 class Placeholders(nn.Module):
@@ -48,15 +70,15 @@ class UserLayer(Placeholders):
         self.read: dict[nn.Parameter, Tensor] = {}  # copies of weights whose `data` this forward pass has read
         owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
-        # Where the layer uses a parameter: the module, the name there, the parameter, and the name in `own` or the
-        # index in `shared`.
-        self.sites: list[tuple[Any, str, nn.Parameter, str | int]] = []
+        self.sites: list[Site] = []
         for module in layer.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     place = owned.get(id(parameter))
                     source = others[id(parameter)] if place is None else place
-                    self.sites.append((module, name, parameter, source))
+                    is_set = place is not None and type(module).__setattr__ is not nn.Module.__setattr__
+                    self.sites.append(Site(module, name, parameter, source, is_set))
+        self.found = [site.parameter for site in self.sites]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. A view of a slot tells what the layer's forward() does with it."""
@@ -130,8 +152,8 @@ class UserLayer(Placeholders):
     def _placed(self, shared: Sequence[Tensor]) -> Iterator[None]:
         """Put the views of the slot, and the shared parameters, in the places of the user's parameters. Raises
         ValueError if others are in these places, or if the layer has changed its weights."""
-        before = [module._parameters.get(name) for module, name, _, _ in self.sites]
-        if any(parameter is not site[2] for parameter, site in zip(before, self.sites, strict=True)):
+        found = [site.module._parameters.get(site.name) for site in self.sites]
+        if not all(map(operator.is_, found, self.found)):
             raise ValueError(
                 f"{self.name}: expected its parameters as they were when the trainer was made, got others; try to make"
                 " the trainer after changes of the model"
@@ -141,15 +163,13 @@ class UserLayer(Placeholders):
         for weight in weights:
             weight.note = self._keep  # type: ignore[union-attr, assignment]
         try:
-            for module, name, _, source in self.sites:
-                if isinstance(source, str):
-                    setattr(module, name, self._parameters[source])  # setattr(): recurrent modules keep lists
-                else:
-                    module._parameters[name] = shared[source]
+            placed: dict[str | int, Any] = {**self._parameters, **dict(enumerate(shared))}
+            for site in self.sites:
+                site.put(placed[site.source])
             yield
         finally:
-            for (module, name, _, _), parameter in zip(self.sites, before, strict=True):
-                setattr(module, name, parameter)
+            for site in self.sites:
+                site.put(site.parameter)
             for weight in weights:
                 weight.note = None  # type: ignore[union-attr, assignment]
             read, self.read = self.read, {}

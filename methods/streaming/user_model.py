@@ -65,7 +65,7 @@ class UserModel:
         """Return the optimizer's settings, which a schedule may have changed since the last step. Raises ValueError if
         the optimizer has other parameters than before, or options that streaming lacks."""
         self._check_groups()
-        if self.grouped != [[id(each) for each in group["params"]] for group in self.optimizer.param_groups]:
+        if self.grouped != [[*map(id, group["params"])] for group in self.optimizer.param_groups]:
             raise ValueError(
                 "expected the optimizer's parameters as they were when the trainer was made, got others; try to make"
                 " the trainer after add_param_group()"
@@ -120,7 +120,7 @@ class UserModel:
         if known - self.names.keys():
             raise ValueError("the optimizer has parameters that are not the model's; make it of model.parameters()")
         self._check_groups()
-        self.grouped = [[id(each) for each in group["params"]] for group in optimizer.param_groups]
+        self.grouped = [[*map(id, group["params"])] for group in optimizer.param_groups]
 
     def _check_groups(self) -> None:
         """Raise ValueError for options, or hooks of step(), that a step of the trainer would leave out."""
