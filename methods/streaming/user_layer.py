@@ -68,6 +68,9 @@ class UserLayer(Placeholders):
         self.is_first = True  # True: no forward pass yet
         self.is_down = False  # True: the layer's own backward pass runs
         self.read: dict[nn.Parameter, Tensor] = {}  # copies of weights whose `data` this forward pass has read
+        # By an input's place among those with a gradient: this gradient, if its strides are not the input's. None: it
+        # came in parts.
+        self.strided: dict[int, Tensor | None] = {}
         owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
         self.sites: list[Site] = []
@@ -100,9 +103,10 @@ class UserLayer(Placeholders):
         return _filled(self.returned_leaves, self.returned, iter(tensors))
 
     def forward(self, *tensors: Tensor) -> Passed:
-        for tensor in tensors:
-            if tensor.requires_grad and torch.is_grad_enabled() and not self.is_down:
-                tensor.register_post_accumulate_grad_hook(self._check_is_down)
+        if torch.is_grad_enabled() and not self.is_down:
+            self.strided.clear()
+            for place, tensor in enumerate(each for each in tensors if each.requires_grad):
+                tensor.register_hook(partial(self._take_gradient, place, tensor.stride()))
         rest = iter(tensors)
         args, options = _filled(self.leaves, self.taken, rest)
         with self._placed([*rest]):
@@ -121,9 +125,18 @@ class UserLayer(Placeholders):
         self.returned_leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
-    def _check_is_down(self, _: Tensor) -> None:
+    def _take_gradient(self, place: int, stride: tuple[int, ...], gradient: Tensor) -> None:
+        """Keep an input's gradient as it is: in `.grad` it would get the input's strides, and another layer's sums
+        would then round otherwise."""
         if not self.is_down:
             raise ValueError(LEFT_OUTSIDE.format(self.name))
+        if gradient.stride() != stride:
+            self.strided[place] = None if place in self.strided else gradient
+
+    def as_computed(self, dxs: Passed) -> Passed:
+        """Return the inputs' gradients with the strides that the layer's backward pass gave them."""
+        strided, self.strided = self.strided, {}
+        return tuple(dx if (other := strided.get(place)) is None else other for place, dx in enumerate(dxs))
 
     def _check_names(self) -> None:
         """Raise ValueError if forward() has registered one of the layer's weights once more: later this view of a slot

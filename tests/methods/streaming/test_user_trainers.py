@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from harness.core.job import GIB
 from harness.devices import cuda_budget, sim
@@ -199,6 +200,55 @@ def test_autocast_computes_in_bf16_on_fp32_weights(trainer: str) -> None:
         return losses
 
     assert course(recomputes=False) == course(recomputes=True)
+
+
+class Loop(nn.Module):
+    """A loop that computes the next layer's input by `join`, of a layer's input and its result."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inp, self.layers = nn.Linear(4, 16), nn.ModuleList(Residual() for _ in range(4))
+        self.join, self.use_reentrant = join, False
+        self.recomputes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            y = checkpoint(layer, x, use_reentrant=self.use_reentrant) if self.recomputes else layer(x)
+            x = self.join(x, y)
+        return x.square().mean()
+
+
+class Residual(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + super().forward(x)
+        return y
+
+
+@pytest.mark.parametrize("trainer", ["l2l", "default", "boundaries"])
+@pytest.mark.parametrize(
+    ("join", "use_reentrant"),
+    [(lambda x, y: y.t().contiguous().t(), False), (lambda x, y: 0.5 * x + 0.1 * y, True)],
+    ids=["other strides", "residual sums outside of layers"],
+)
+def test_gradients_between_layers_are_summed_as_by_checkpoint(join: Any, use_reentrant: bool, trainer: str) -> None:
+    def course(name: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Loop(join)
+        model.recomputes, model.use_reentrant = not name, use_reentrant
+        optimizer = optimizer_of(list(model.parameters()))
+        made = TRAINERS[name](model, model.layers, optimizer, max_norm=1.0, device="cpu") if name else None
+        for _ in range(3):
+            model(torch.randn(8, 4)).backward()
+            take_step(made, model, optimizer)
+        if made:
+            made.close()
+        return [weight.detach() for weight in model.parameters()]
+
+    assert all(map(torch.equal, course(trainer), course("")))
 
 
 def losses_of_growing_batches(trainer: Any, model: Any, optimizer: Any, device: str = "cpu") -> list[float]:
