@@ -113,7 +113,7 @@ class ScriptAccess:
                 raise ValueError(MASTERS.format(layer, self.training.terms.dtype))
 
     def check_parameters(self) -> None:
-        """Raise ValueError if the script has given parameters other memory, unfrozen a parameter, or changed weights
+        """Raise ValueError if the script has given parameters other memory, frozen or unfrozen one, or changed weights
         whose masters would not change."""
         if self.training.terms.dtype != "fp32":
             self.check_unchanged()
@@ -124,12 +124,14 @@ class ScriptAccess:
             for parameter, address in self.addresses:
                 if parameter.data_ptr() != address:
                     raise ValueError(MEMORY.format(self.user.names[id(parameter)]))
-        for parameter in self.user.frozen:
-            if parameter.requires_grad:
-                raise ValueError(
-                    f"{self.user.names[id(parameter)]}: expected requires_grad=False, as when the trainer was made, got"
-                    " True; try to make the trainer afterwards"
-                )
+        for parameters, is_trained in ((self.user.rest, True), (self.user.frozen, False)):
+            for parameter in parameters:
+                if parameter.requires_grad != is_trained:
+                    name = self.user.names[id(parameter)]
+                    raise ValueError(
+                        f"{name}: expected requires_grad={is_trained}, as when the trainer was made, got"
+                        f" {not is_trained}; try to make the trainer afterwards"
+                    )
 
     def held(self) -> list[int]:
         """Return the layers of whose memory the script holds a view, such as `.data` or a state_dict(). Call this while
@@ -199,15 +201,22 @@ class ScriptAccess:
     def take_from_outside(self, parameter: nn.Parameter) -> None:
         """Autograd calls this when a gradient reaches the user's parameter itself: while a layer computes, other
         parameters take its place."""
-        training, place = self.training, self.places[id(parameter)]
+        training, place, name = self.training, self.places[id(parameter)], self.user.names[id(parameter)]
+        if place == training.computing:
+            parameter.grad = None
+            raise ValueError(
+                f"{name}: expected its layer's forward() alone to compute with it, got a reentrant checkpoint() or a"
+                " hook of the layer that does, too; try use_reentrant=False, or a layer that contains the module with"
+                " the hook"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             is_alone = torch._C._current_graph_task_id() != training.graph_task and not training.is_passing()
             if not is_alone or not training.num_backward or not training.stream.waits:
                 parameter.grad = None
                 raise ValueError(
-                    f"{self.user.names[id(parameter)]}: expected gradients only from its layer's own forward(), got one"
-                    " from elsewhere; try backward() of that part of the loss by itself, after the other, with"
-                    " accumulates=True"
+                    f"{name}: expected gradients only from its layer's own forward(), got one from elsewhere; try to"
+                    " leave this layer out of the list, or backward() of that part of the loss by itself, after the"
+                    " other, with accumulates=True"
                 )
             if place not in self.exposed:
                 outside, parameter.grad = parameter.grad, None

@@ -145,9 +145,10 @@ class UserLayer(Placeholders):
         for path, module in self.layer[0].named_modules():
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, SlotParameter):
+                    got = f"{path}.{name}".lstrip(".")
                     raise ValueError(
-                        f"{self.name}: expected forward() to register no parameters, got {path}.{name}; try to keep a"
-                        " copy, .detach().clone()"
+                        f"{self.name}: expected forward() to register no parameters, got {got}; try to keep a copy,"
+                        " .detach().clone()"
                     )
 
     def _check_arguments(self, args: Any, options: Any, tensors: Sequence[Tensor]) -> None:
@@ -188,12 +189,11 @@ class UserLayer(Placeholders):
             read, self.read = self.read, {}
         is_same = versions == [weight._version for weight in weights]  # type: ignore[union-attr]
         if not is_same or any(not torch.equal(weight, copy) for weight, copy in read.items()):
-            raise ValueError(
-                f"{self.name}: expected forward() to leave the layer's weights as they are, got a change; try to change"
-                " them after step()"
-            )
+            raise ValueError(CHANGED.format(self.name))
 
-    def _keep(self, weight: nn.Parameter) -> None:
+    def _keep(self, weight: nn.Parameter, *, is_replaced: bool) -> None:
+        if is_replaced:
+            raise ValueError(CHANGED.format(self.name))
         if weight not in self.read:
             self.read[weight] = weight.detach().clone()
 

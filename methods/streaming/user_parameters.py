@@ -87,18 +87,18 @@ def observe(parameters: Iterable[nn.Parameter], observer: Observer) -> Callable[
 
 class SlotParameter(nn.Parameter):
     """A layer's parameter in a slot, which the layer sees while it computes. `note`: is called when the layer reads
-    `data`, through which it may write unseen; None: the layer does not compute."""
+    `data`, through which it may write unseen, or replaces it; None: the layer does not compute."""
 
-    note: Callable[[nn.Parameter], None] | None = None
+    note: Callable[..., None] | None = None
 
     @property  # type: ignore[override]
     def data(self) -> Tensor:
         if self.note is not None:
-            self.note(self)
+            self.note(self, is_replaced=False)
         return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if self.note is not None:
-            raise ValueError("expected a layer's forward() to leave its weights as they are, got another .data")
+            self.note(self, is_replaced=True)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]

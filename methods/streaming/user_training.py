@@ -43,6 +43,20 @@ from methods.streaming.user_model import UserModel, give, move_rest, refuse_step
 from methods.streaming.user_parameters import observe
 from methods.streaming.user_state import SavedState, StatesElsewhere, refuse_copy
 
+IN_PLACE = (
+    "expected forward() to leave its arguments, and what its backward pass needs, as they are, got a change in place;"
+    " try it on a copy"
+)
+# By a part of torch's message about a layer's pass, what was expected of the layer.
+MEANT = {
+    "a leaf Variable that requires grad": IN_PLACE,
+    "modified by an inplace operation": IN_PLACE,
+    "backward through the graph a second time": (
+        "expected tensors with gradients among the layer's arguments, alone or in tuples, lists or dictionaries, got"
+        " some elsewhere, such as in an object's attribute; try to pass them so"
+    ),
+}
+
 
 class LayerStream(Protocol):
     """The body of a method's loop over layers. `place`: a layer's index, from 0."""
@@ -227,6 +241,11 @@ class UserTraining:
         self.computing, self.user.layers[place].is_down = place, is_down
         try:
             yield
+        except RuntimeError as error:
+            for part, meant in MEANT.items():
+                if part in str(error):
+                    raise ValueError(f"{self.user.layers[place].name}: {meant}") from error
+            raise
         finally:
             self.computing, self.user.layers[place].is_down = None, False
 

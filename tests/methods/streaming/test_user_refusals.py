@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from methods.l2l import L2LTrainer
 from methods.stronghold import StrongholdTrainer
@@ -117,6 +119,62 @@ def keeping(model: Any, batch: Any) -> None:
     model(*batch).backward()
 
 
+class OddLayer(nn.Module):
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        super().__init__()
+        self.map, self.compute = nn.Linear(4, 4), compute
+
+    def forward(self, x: Tensor, notes: Any) -> Any:
+        return self.compute(self, x, notes)
+
+
+class OddModel(nn.Module):
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inp, self.layers = nn.Linear(4, 4), nn.ModuleList(OddLayer(compute) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        notes = SimpleNamespace(bias=x.tanh())
+        for layer in self.layers:
+            x = layer(x, notes)
+        return x.sum()
+
+
+def replacing(layer: Any, x: Tensor, notes: Any) -> Tensor:
+    layer.map.weight.data = 0.5 * layer.map.weight.data
+    y: Tensor = layer.map(x)
+    return y
+
+
+def registering(layer: Any, x: Tensor, notes: Any) -> Tensor:
+    layer.kept = layer.map.weight
+    y: Tensor = layer.map(x)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("match", "compute"),
+    [
+        ("try use_reentrant=False", lambda layer, x, notes: checkpoint(layer.map, x, use_reentrant=True)),
+        ("leave its arguments, .* got a change in place", lambda layer, x, notes: layer.map(x.mul_(0.5))),
+        (
+            "expected tensors with gradients among the layer's arguments",
+            lambda layer, x, notes: layer.map(x + notes.bias),
+        ),
+        ("layers.0: expected forward.. to leave the layer's weights as they are", replacing),
+        ("expected forward.. to register no parameters, got kept; try", registering),
+    ],
+)
+def test_a_layer_that_cannot_be_recomputed_is_refused(match: str, compute: Callable[..., Any]) -> None:
+    model = OddModel(compute)
+    trainer = L2LTrainer(model, model.layers, optimizer_of(list(model.parameters())), device="cpu")
+    with pytest.raises(ValueError, match=match) as raised:
+        model(torch.ones(2, 4)).backward()
+    assert "\n" not in str(raised.value)
+    trainer.__exit__(ValueError, None, None)
+
+
 def twice(model: Any, batch: Any) -> None:
     model(*batch).backward()
     model(*batch).backward()
@@ -208,7 +266,7 @@ def test_a_model_in_training_is_not_copied_whole() -> None:
 
 def test_a_layer_whose_parameters_have_made_other_numbers_of_steps_is_refused() -> None:
     """As after a parameter of a layer was unfrozen later."""
-    trainer, model, optimizer = begun(L2LTrainer)
+    trainer, _, optimizer = begun(L2LTrainer)
     plain = optimizer_of(list(made("llama").parameters()))
     for place, parameter in enumerate(each for group in plain.param_groups for each in group["params"]):
         zeros = torch.zeros_like(parameter)

@@ -16,8 +16,8 @@ WIDTH, LAYERS, STEPS = 8, 3, 4
 
 
 class AuxiliaryLayer(nn.Module):
-    """`keeps`: keeps an auxiliary loss on itself. `clamps`: changes its weights in forward(). `notes`: a dictionary into
-    which it writes."""
+    """`keeps`: keeps an auxiliary loss on itself. `clamps`: changes its weights in forward(). `notes`: a dictionary to
+    write into."""
 
     keeps = clamps = False
 
@@ -232,6 +232,10 @@ def frozen(script: Script) -> None:
     script.model.layers[1].requires_grad_(False)
 
 
+def frozen_outside(script: Script) -> None:
+    script.model.inp.requires_grad_(False)
+
+
 def hooked(script: Script) -> None:
     script.model.layers[1].map.weight.register_hook(lambda grad: 0.5 * grad)
 
@@ -322,6 +326,7 @@ IDIOMS = {
     "gradients of several backward passes": Idiom(after_backward=summed),
     "two forward passes in one loss": Idiom(loss=lambda script: script.loss() + script.loss()),
     "a layer frozen later": Idiom(frozen),
+    "a parameter outside of the layers frozen later": Idiom(frozen_outside),
     "a gradient hook on a layer's parameter": Idiom(before=hooked),
     "other rates or decays, by group": Idiom(by_group),
     "`maximize`": Idiom(maximized),
