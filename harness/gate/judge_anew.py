@@ -19,6 +19,8 @@ from harness.gate.verdict import judge, needs_no_probe, together, unasked, with_
 
 ASCENDING = ("failed", "untested", "twin", "tolerance", "exact")  # verdicts, from the worst to the best
 
+JUDGED_HERE = "judged here, not by the sender"
+
 
 class Beside(NamedTuple):
     """The records that were sent together. `runs`: records of jobs. `probes`: records of the trainings of the gate's
@@ -32,8 +34,9 @@ def judge_anew(record: Record, beside: Beside) -> Gate:
     """Judge a record by the records that were sent with it, and return the verdict.
 
     It is not better than the verdict that the record brings: what made that one worse, such as a probe, may not have
-    come with it. A record whose call ended before the gate judged it brings none. Raises ValueError if the record has
-    values that cannot be judged.
+    come with it. A record whose call ended before the gate judged it brings none, nor does one whose verdict was
+    removed; nothing tells these apart, so the verdict says whose it is. Raises ValueError if the record has values that
+    cannot be judged.
     """
     if record.status != "ok":
         return Gate()
@@ -41,7 +44,9 @@ def judge_anew(record: Record, beside: Beside) -> Gate:
         verdict = unasked(record) or together([_verdict(record, n, beside) for n in range(1 + len(record.others))])
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # some fields may hold any JSON value
         raise ValueError(f"expected a record that can be judged, got {type(error).__name__}: {error}") from error
-    if not record.is_judged or ASCENDING.index(verdict.verdict) <= ASCENDING.index(record.gate.verdict):
+    if not record.is_judged:
+        return dataclasses.replace(verdict, text=f"{verdict.text}; {JUDGED_HERE}")
+    if ASCENDING.index(verdict.verdict) <= ASCENDING.index(record.gate.verdict):
         return verdict
     text = f"sent as {record.gate.verdict}: {record.gate.text}; by what came with it: {verdict.text}"
     return Gate(record.gate.verdict, record.gate.reason, text, verdict.evidence)

@@ -17,7 +17,7 @@ from harness.core.job import Job
 from harness.core.record import Gate, Record, added_folders, read_all
 from harness.gate.probe import FOLDER as PROBES
 from harness.gate.probe import LEARNING_RATE
-from harness.report import bundle
+from harness.report import bundle, page
 from harness.report.add import add
 from tests.cli.test_main import run
 from tests.report.test_page import RECORDS
@@ -150,6 +150,14 @@ def test_a_log_that_is_added_commands_no_terminal(tmp_path: Path) -> None:
 def test_a_run_that_its_sender_had_not_judged_yet_is_judged(tmp_path: Path) -> None:
     *_, last = add(records.write(tmp_path / "theirs", REFERENCE, dataclasses.replace(RUN, gate=Gate())), tmp_path)
     assert [record.gate.verdict for record in read_all(Path(last))[0].values()] == ["exact", "exact"]
+
+
+def test_the_page_says_which_runs_their_sender_had_not_judged(tmp_path: Path) -> None:
+    """Nothing tells a run that was never judged from one whose verdict was removed."""
+    [*add(records.write(tmp_path / "theirs", REFERENCE, dataclasses.replace(RUN, gate=Gate())), tmp_path)]
+    (sent,) = page.sent_in(tmp_path, None, 0)
+    told = dict(zip(map(str, sent.records["method"]), map(str, sent.records["why"]), strict=True))
+    assert ["judged here, not by the sender" in why for why in told.values()] == [False, True], told
 
 
 def test_a_record_that_is_none_leaves_nothing(tmp_path: Path) -> None:
