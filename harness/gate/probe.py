@@ -184,8 +184,9 @@ def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs)
 
 
 def _skips_differ(trial: Trial) -> bool:
-    """True if a rounding decides whether a step overflows: then the trainings skip different steps, so that their
-    distance is no measure of rounding. A method that promises the reference's bits needs no such measure."""
+    """True if a rounding, or an engine's own rule of the scale, decides whether a step overflows: then the trainings
+    skip different steps, so that their distance is no measure of rounding. A method that promises the reference's bits
+    needs no such measure."""
     return any(other_scales(record, trial.reference) for record in (trial.record, *trial.others))
 
 

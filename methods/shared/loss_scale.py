@@ -1,9 +1,9 @@
 """The loss scale of fp16: a power of two that keeps gradients from being rounded to zero.
 
-All methods use this rule. The scale starts at 2^16. A step with a gradient that is not finite is skipped: weights,
-moments and the number of updates stay, and the scale is halved, down to 1. The scale is doubled after 1000 steps in a
-row without a skip, or after as many as the workload sets. A skipped step still counts as a step in the schedule of the
-learning rate.
+All methods use this rule; those of DeepSpeed double the scale one step later at the start and after a skip. The scale
+starts at 2^16. A step with a gradient that is not finite is skipped: weights, moments and the number of updates stay,
+and the scale is halved, down to 1. The scale is doubled after 1000 steps in a row without a skip, or after as many as
+the workload sets. A skipped step still counts as a step in the schedule of the learning rate.
 
 Source: Micikevicius et al. 2018. The numbers are DeepSpeed's. DeepSpeed's hysteresis, which delays the halving, is not
 used.
