@@ -6,8 +6,7 @@ what it changes beside its result, or reads from elsewhere, would train otherwis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from methods.sharding.unit import map_tensors
 from methods.shared.module_watch import ModuleWatch, leaves_beyond
 
+PASSED = (Tensor, int, float, str, type(None))  # what a layer may return beside tuples of these
 NUM_GRAPHS = 1  # passes whose graph is searched for parameters of other layers
 
 
@@ -36,12 +36,14 @@ class PureLayer(nn.Module):
         self.num_graphs = NUM_GRAPHS
 
     def forward(self, *x: Any) -> Any:
-        self.watch = self.watch or ModuleWatch(self.layer)
+        if self.watch is None:
+            self.watch = ModuleWatch(self.layer)
         before = self.watch.state(x)
         inputs = map_tensors(torch.clone, x) if self.copies_input else x
+        is_fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # without gradients attention has the bits that it has with them
         try:
-            with _slow_attention():
-                y = self.layer(inputs) if self.takes_tuple and len(x) > 1 else self.layer(*inputs)
+            y = self.layer(inputs) if self.takes_tuple and len(x) > 1 else self.layer(*inputs)
         except RuntimeError as error:
             if "in-place" in str(error) or "inplace" in str(error):
                 raise ValueError(
@@ -49,6 +51,8 @@ class PureLayer(nn.Module):
                     " parameter in place; try a new tensor"
                 ) from error
             raise
+        finally:
+            torch.backends.mha.set_fastpath_enabled(is_fast)
         if change := self.watch.change(before):
             raise ValueError(
                 f"{self.title}: expected a forward pass that changes nothing, as it runs twice and on a copy, got one"
@@ -74,7 +78,7 @@ class MiddleLayer(PureLayer):
     def forward(self, *x: Any) -> Any:
         y = super().forward(*x)
         for part in y if isinstance(y, tuple) else (y,):
-            if not isinstance(part, Tensor | int | float | str | None):
+            if not isinstance(part, PASSED):
                 raise ValueError(
                     f"{self.title} returns a {type(part).__name__}; expected a tensor, or a tuple of tensors, which the"
                     " next layer takes as its arguments"
@@ -92,8 +96,8 @@ class LastLayer(PureLayer):
 
     def forward(self, *x: Any) -> Tensor:
         y = super().forward(*x[:-1])
-        if isinstance(self.criterion, nn.Module):
-            self.criterion_watch = self.criterion_watch or ModuleWatch(self.criterion)
+        if isinstance(self.criterion, nn.Module) and self.criterion_watch is None:
+            self.criterion_watch = ModuleWatch(self.criterion)
         before = self.criterion_watch and self.criterion_watch.state()
         loss = self.criterion(y, x[-1])
         if self.criterion_watch and before and (change := self.criterion_watch.change(before)):
@@ -106,14 +110,3 @@ class LastLayer(PureLayer):
                 " parameter, whose gradient would be lost; try the optimizer's weight_decay, or requires_grad_(False)"
             )
         return loss
-
-
-@contextmanager
-def _slow_attention() -> Iterator[None]:
-    """Within this context attention computes without gradients as it does with them, to the last bit."""
-    is_fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(is_fast)

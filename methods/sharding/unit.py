@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from methods.sharding.shard import Version
 
@@ -74,5 +74,10 @@ def parts_of(unit: Unit) -> set[str]:
 def map_tensors(function: Callable[[Tensor], Any], values: Iterable[Any]) -> Tensors:
     """Return the values as a tuple, with the function applied to each tensor, in lists and dicts, too."""
     return tuple(
-        function(value) if isinstance(value, Tensor) else tree_map_only(Tensor, function, value) for value in values
+        function(value) if isinstance(value, Tensor) else value if value is None else _mapped(function, value)
+        for value in values
     )
+
+
+def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)

@@ -11,6 +11,8 @@ import operator
 import random
 import sys
 from collections import deque
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +31,7 @@ CONSTANT = "_tensor_constant"  # the beginning of the attributes that torch.fx a
 
 
 class ModuleState(NamedTuple):
-    """A module's state. `marks`: of each tensor its storage and version. `attributes`, `contents`: the values of each
+    """A module's state. `marks`: of each tensor where its memory is, and its version. `attributes`, `contents`: the values of each
     module's attributes, and the items of those that are containers. `sums`: of each tensor's bytes; None: values are
     not compared."""
 
@@ -50,6 +52,7 @@ class ModuleWatch:
     def __init__(self, module: nn.Module, num_valued: int = NUM_VALUED, *, with_hooks: bool = False) -> None:
         self.named, self.num_valued, self.with_hooks = list(module.named_modules()), num_valued, with_hooks
         self.tables = [table for _, m in self.named for table in (m._parameters, m._buffers)]
+        self.attributes = [vars(m) for _, m in self.named]
         attributes = [(prefix, key, value) for prefix, m in self.named for key, value in vars(m).items()]
         self.containers = [
             (f"{prefix}.{key}", value)
@@ -65,9 +68,9 @@ class ModuleWatch:
         return ModuleState(
             tensors=tensors,
             marks=self._marks(tensors),
-            attributes=[list(vars(module).values()) for _, module in self.named],
+            attributes=_values(self.attributes),
             contents=[_items(value) for _, value in self.containers],
-            arguments=[(value, value._version) for value in tree_leaves(arguments) if isinstance(value, Tensor)],
+            arguments=[(value, value._version) for value in _leaves(arguments) if isinstance(value, Tensor)],
             generators=[generator.get_state() for generator in self.generators],
             sums=list(map(byte_sum, tensors)) if is_valued else None,
             random=random_states() if is_valued else [],
@@ -80,9 +83,10 @@ class ModuleWatch:
             return "a buffer or parameter"
         if (marks := self._marks(tensors)) != before.marks:
             return self._name([old != new for old, new in zip(before.marks, marks, strict=True)])
-        for (prefix, module), values in zip(self.named, before.attributes, strict=True):
-            if key := _differing(values, vars(module)):
-                return f"attribute {f'{prefix}.{key}'.lstrip('.')}"
+        if not _same([*chain(*before.attributes)], [*chain(*_values(self.attributes))]):
+            for (prefix, _), values, now in zip(self.named, before.attributes, self.attributes, strict=True):
+                if key := _differing(values, now):
+                    return f"attribute {f'{prefix}.{key}'.lstrip('.')}"
         for (name, value), items in zip(self.containers, before.contents, strict=True):
             if not _same(_items(value), items):
                 return f"attribute {name.lstrip('.')}"
@@ -93,12 +97,16 @@ class ModuleWatch:
         return "" if before.sums is None else self._changed_value(before.sums, before)
 
     def _tensors(self) -> list[Tensor]:
-        return [tensor for table in self.tables for tensor in table.values() if tensor is not None]
+        return [tensor for tensor in chain(*_values(self.tables)) if tensor is not None]
 
     def _marks(self, tensors: list[Tensor]) -> list[Any]:
+        memory = map(_storage if FakeTensor in map(type, tensors) else Tensor.data_ptr, tensors)
         if self.with_hooks:
-            return [(_storage(tensor), tensor._version, tensor.requires_grad, hooks_of(tensor)) for tensor in tensors]
-        return [(_storage(tensor), tensor._version) for tensor in tensors]
+            return [
+                (where, tensor._version, tensor.requires_grad, hooks_of(tensor))
+                for where, tensor in zip(memory, tensors, strict=True)
+            ]
+        return [(where, tensor._version) for where, tensor in zip(memory, tensors, strict=True)]
 
     def _name(self, differ: list[bool]) -> str:
         """Return the name of the first tensor that differs."""
@@ -180,6 +188,16 @@ def _node(tensor: Tensor) -> Any:
 
 def _same(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
+
+
+def _values(dicts: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    return [*map(list, map(dict.values, dicts))]
+
+
+def _leaves(arguments: Any) -> Sequence[Any]:
+    """Return what tree_leaves() does, at once for tensors alone."""
+    is_flat = isinstance(arguments, tuple) and all(type(each) is Tensor for each in arguments)
+    return arguments if is_flat else tree_leaves(arguments)
 
 
 def _items(container: Any) -> list[Any]:
