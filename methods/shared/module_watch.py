@@ -26,14 +26,15 @@ NUM_VALUED = 2  # passes whose values are compared: a forward pass and its recom
 PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)  # compared by value, as they cannot change
 CONTAINERS = (list, dict, set, deque)
 INTERNAL = vars(nn.Module()).keys()  # attributes that every module has
+OF_TORCH = {Tensor, nn.Parameter}  # classes whose tensors have an address; other ones may have none
 LISTED = {"_flat_weights", "_flat_weight_refs"}  # where nn.LSTM and its kin list their parameters once more
 CONSTANT = "_tensor_constant"  # the beginning of the attributes that torch.fx adds to a module that it traces
 
 
 class ModuleState(NamedTuple):
-    """A module's state. `marks`: of each tensor where its memory is, and its version. `attributes`, `contents`: the values of each
-    module's attributes, and the items of those that are containers. `sums`: of each tensor's bytes; None: values are
-    not compared."""
+    """A module's state. `marks`: of each tensor where its memory is, and its version. `attributes`, `contents`: the
+    values of each module's attributes, and the items of those that are containers. `sums`: of each tensor's bytes;
+    None: values are not compared."""
 
     tensors: list[Tensor]
     marks: list[Any]
@@ -100,7 +101,7 @@ class ModuleWatch:
         return [tensor for tensor in chain(*_values(self.tables)) if tensor is not None]
 
     def _marks(self, tensors: list[Tensor]) -> list[Any]:
-        memory = map(_storage if FakeTensor in map(type, tensors) else Tensor.data_ptr, tensors)
+        memory = map(Tensor.data_ptr if OF_TORCH.issuperset(map(type, tensors)) else _storage, tensors)
         if self.with_hooks:
             return [
                 (where, tensor._version, tensor.requires_grad, hooks_of(tensor))
