@@ -177,7 +177,7 @@ class UserLayer(Placeholders):
         for weight in weights:
             weight.note = self._keep  # type: ignore[union-attr, assignment]
         try:
-            placed: dict[str | int, Any] = {**self._parameters, **dict(enumerate(shared))}
+            placed: dict[Any, Any] = {**self._parameters, **dict(enumerate(shared))}
             for site in self.sites:
                 site.put(placed[site.source])
             yield
