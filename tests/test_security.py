@@ -147,6 +147,9 @@ PROMISES = {
         "report/test_add.py::test_a_verdict_is_what_the_records_give_not_what_they_say",
         "report/test_add.py::test_no_run_is_judged_better_than_it_was_sent",
     ],
+    "A run that its sender never judged": [
+        "report/test_add.py::test_the_page_says_which_runs_their_sender_had_not_judged"
+    ],
     "Left out are copies of records": [
         "report/test_add.py::test_of_copies_and_others_the_others_are_added",
         "report/test_add.py::test_a_model_that_is_not_known_is_left_out_and_not_made",
