@@ -52,8 +52,9 @@ what an installed package executes on a method's behalf, and lines of `.pth` fil
 Not in it are the time limit, the trace, the folder of `--save`, the extent of the probe, comments, docstrings and
 layout of Python (docstrings count in a file that mentions `__doc__`), the harness around the method, the operating
 system, compilers, drivers, clocks and temperatures, and whatever else runs: a record tells what of these it saw, under
-`machine` and `software`. Nor are the data files and variables that a method reads by itself, and what the folder of
-`--resume` holds: after a change of these measure into a new folder of results.
+`machine` and `software`. Nor are variables that a method reads by itself, data files other than texts (such as .json,
+.yaml, .csv) that its source names by a constant and that lie beside it, and what the folder of `--resume` holds: after
+a change of these measure into a new folder of results.
 """
 # Matches a line that declares a field of a class: its name, its type and default, and the comment beside it.
 FIELD = re.compile(r"^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)
