@@ -96,7 +96,10 @@ def moment_without(moment: torch.Tensor | None, noise: range) -> torch.Tensor | 
 
 
 def size_of(moment: torch.Tensor | None) -> float | None:
-    return None if moment is None else norm(moment)
+    """Return the size of a moment, summed in fp64: in fp32 the square of a probe's second moment (1e-24) would be 0."""
+    if moment is None:
+        return None
+    return math.hypot(*(norm(block, torch.float64) for block in moment.detach().reshape(-1).split(BLOCK)))
 
 
 def noise_in(name: str, workload: Workload) -> range:
@@ -112,12 +115,12 @@ def without_noise(part: torch.Tensor, start: int, noise: range) -> torch.Tensor:
     return part
 
 
-def norm(values: torch.Tensor) -> float:
-    """Return the norm of the elements. On a CPU they are summed in blocks, because torch's kernel there loses digits in
-    long tensors (1e-3 of 16 million elements); on a GPU it sums pairs of sums."""
+def norm(values: torch.Tensor, dtype: torch.dtype = torch.float32) -> float:
+    """Return the norm of the elements, summed in `dtype`. On a CPU they are summed in blocks, because torch's kernel
+    there loses digits in long tensors (1e-3 of 16 million elements); on a GPU it sums pairs of sums."""
     flat = values.reshape(-1)
     blocks = flat.split(NORM_BLOCK) if flat.device.type == "cpu" else (flat,)
-    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(block.float()) for block in blocks])))
+    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(block.to(dtype)) for block in blocks])))
 
 
 def sketch(parts: list[torch.Tensor]) -> list[float]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.core.gpt import initial
 from harness.core.job import Workload
 from harness.core.method import TensorState
-from harness.gate.inspect_training import BLOCK, SKETCH_BUCKETS, SKETCH_ROWS, Kernels, inspect, norm
+from harness.gate.inspect_training import BLOCK, SKETCH_BUCKETS, SKETCH_ROWS, Kernels, inspect, norm, size_of
 from tests.support.tiny import TINY
 
 HALF = SKETCH_ROWS * SKETCH_BUCKETS
@@ -84,3 +84,8 @@ def test_the_norm_of_a_long_tensor_keeps_its_digits(dtype: torch.dtype) -> None:
     """torch's kernel on a CPU is 7e-4 off here, a GPU's is not: a moment is compared that lies on either."""
     values = torch.randn(2**12, 2**12, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert norm(values) == pytest.approx(float(values.double().norm()), rel=1e-5)
+
+
+def test_the_size_of_a_second_moment_whose_squares_fp32_cannot_hold_keeps_its_digits() -> None:
+    """An honest run failed in bf16: the sizes were roots of two and of three times fp32's smallest number."""
+    assert size_of(torch.full((10_000,), 1e-24)) == pytest.approx(1e-22, rel=1e-6, abs=0)
