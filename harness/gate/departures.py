@@ -20,10 +20,10 @@ from harness.gate.limits import (
     MEDIAN_TOLERANCE,
     NAMING,
     Limits,
-    allowed,
     as_different,
     floor,
     median_of,
+    of_probe,
     published,
     rounded_share,
 )
@@ -119,7 +119,7 @@ def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
     rounding = floor(reference, others or [reference])
     naming = rounding.times(NAMING)._replace(told=AS_ROUNDED, faint=FAINT)
     partial = causes.partly_trained(record, reference, others)
-    departs = departure(record, reference, rounding.times(allowed(reference)).of_rounded_betas())
+    departs = departure(record, reference, of_probe(rounding, reference))
     named = first_loss(trial) or departure(record, reference, naming)
     if partial and not (named and departs):
         return Departure("partial-update", partial)

@@ -30,6 +30,13 @@ FAULTS = {
     "clip at half": "",
     "weights a step stale": "",
 }
+OF_BF16 = {  # in the path of bf16 alone
+    "the last row of each matrix not copied": "",
+    "weights not copied every tenth step": "step 10",
+    "masters from the weights every tenth step": "",
+    "second moment in fp16": "got a gradient in 0.0% of its elements",
+    "the last use of a word gives its look-up's gradient": "gradient norm",
+}
 WHEN_SKIPPED = ["weights decayed in skipped steps", "moments decayed in skipped steps"]
 
 
@@ -55,6 +62,12 @@ def departure_of(dtype: str, **options: str) -> Departure | None:
 def test_a_fault_in_the_path_of_one_dtype_is_seen_and_named(fault: str, dtype: str) -> None:
     departure = departure_of(dtype, fault=fault)
     assert departure is not None and FAULTS[fault] in departure.text
+
+
+@pytest.mark.parametrize("fault", OF_BF16)
+def test_a_fault_of_bf16_s_copies_and_kernels_is_seen(fault: str) -> None:
+    departure = departure_of("bf16", fault=fault, only="bf16")
+    assert departure is not None and OF_BF16[fault] in departure.text
 
 
 @pytest.mark.parametrize("fault", WHEN_SKIPPED)

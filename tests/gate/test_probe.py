@@ -570,8 +570,24 @@ def test_where_a_rounding_decides_which_steps_fp16_skips_is_no_measure(
 
 def test_a_deeper_probe_has_a_wider_limit() -> None:
     """Noise of an ulp in each product was 25 times the floor in 6 layers."""
-    deep = trained(BASE, job=dataclasses.replace(job(num_layers=6), steps=4, warmup=0))
-    assert limits.allowed(trained(BASE)) == 20 and limits.allowed(deep) == 30
+    deep, flat = (trained(BASE, job=dataclasses.replace(job(num_layers=num), steps=4, warmup=0)) for num in (6, 4))
+    assert [_times_the_floor(one).losses[0] for one in (flat, deep)] == pytest.approx([20, 30])
+
+
+@pytest.mark.parametrize(("dtype", "times"), [("fp32", 20), ("bf16", 3), ("fp16", 40)])
+def test_in_bf16_the_median_tensor_s_way_has_a_stricter_limit(dtype: str, times: float) -> None:
+    """Copies of the weights without each matrix's last row end 4.5 times the floor away, honest runs within 1.1."""
+    found = _times_the_floor(trained(BASE, job=dataclasses.replace(job(dtype=dtype), steps=4, warmup=0)))
+    assert found.medians["way"] == pytest.approx(times)
+    assert found.medians["exp_avg"] == pytest.approx(20 if dtype == "fp32" else 40)
+
+
+def _times_the_floor(reference: Record) -> limits.Limits:
+    """Return the limits of a probe whose floor is 1."""
+    floor = limits.Limits(
+        [1.0], [1.0], {part: {"a": 1.0} for part in evidence.COMPARED}, dict.fromkeys(evidence.COMPARED, 1.0)
+    )
+    return limits.of_probe(floor, reference)
 
 
 @pytest.mark.parametrize(("size", "reason"), [(1 + 1.4e-5, None), (1 + 6e-5, "gradient-scale")])
