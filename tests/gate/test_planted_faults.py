@@ -31,7 +31,6 @@ FAULTS = {
     "weights a step stale": "",
 }
 OF_BF16 = {  # in the path of bf16 alone
-    "the last row of each matrix not copied": "",
     "weights not copied every tenth step": "step 10",
     "masters from the weights every tenth step": "",
     "second moment in fp16": "got a gradient in 0.0% of its elements",
