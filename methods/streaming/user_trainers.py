@@ -260,7 +260,7 @@ class StrongholdTrainer(UserTraining):
                     if home == "host" or activations:  # no other home is left to try
                         raise
                 if sizes is None:
-                    gc.collect()  # frees the memory of the trial that failed
+                    free_failed_pass(device or default_device())
                     return too_large
                 given = PlacementChoice(
                     sizes, room, window_size, placement=placement, clipping=clipping, disk=disk, activations=home
@@ -290,6 +290,13 @@ class StrongholdTrainer(UserTraining):
         self.placement, self.window_size, self.clipping = placement or f"W{num_layers}", window, clipping
         self.activations = home
         self._set_up(lambda parts: WindowStream(parts, kinds, window, clipping, disk), boundaries=home)
+
+
+def free_failed_pass(device: str) -> None:
+    """Free the memory of a backward pass that raised an error. Autograd's thread of the device frees the pass after
+    backward() has raised; another pass through the same thread ends only after that."""
+    torch.zeros((), device=device, requires_grad=True).neg().backward()
+    gc.collect()
 
 
 def measured(
