@@ -58,6 +58,11 @@ class Layout:
     def views(self, slab: Tensor) -> list[Tensor]:
         return [self.view(slab, name) for name in self.places]
 
+    def flat(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the tensor's elements in the order in which a slab has them."""
+        strides = self.strides[name]
+        return tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -strides[dim])).flatten()
+
 
 def cut(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
     """Return the parts of the pieces that lie in the elements [start, stop) of a slab, with positions counted from
@@ -67,7 +72,10 @@ def cut(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
 
 
 def layout_of(module: nn.Module) -> Layout:
-    return Layout((name, parameter.shape, None) for name, parameter in module.named_parameters())
+    """Return the layout of the module's parameters, with their strides, which must leave no gaps."""
+    layout = Layout((name, parameter.shape, None) for name, parameter in module.named_parameters())
+    layout.strides.update((name, parameter.stride()) for name, parameter in module.named_parameters())
+    return layout
 
 
 def install(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

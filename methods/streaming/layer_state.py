@@ -306,12 +306,12 @@ class LayerState:
         done.set_result(None)
 
         def take(state: State) -> Future:
-            for place, (weight, *moments) in zip(self.layout.places.values(), values, strict=True):
+            for (name, place), (weight, *moments) in zip(self.layout.places.items(), values, strict=True):
                 part = state.cut(place.start, place.stop)
                 for slab, moment in zip((part.exp_avg, part.exp_avg_sq), moments, strict=True):
                     if moment is not None:
-                        slab.copy_(moment.flatten())
-                flat = weight.flatten()
+                        slab.copy_(self.layout.flat(name, moment))
+                flat = self.layout.flat(name, weight)
                 for start in range(0, len(flat), CHUNK):  # a device may have no room for a copy of all values
                     some = flat[start : start + CHUNK].to(slab.device, torch.float32)
                     keep_(part.cut(start, start + CHUNK), some)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from harness.core.gpt import DTYPES
 from methods.offload.adamw import AdamSettings, Settings
@@ -88,8 +89,12 @@ class UserModel:
             name = self.names[id(parameter)]
             if not parameter.requires_grad and id(parameter) in alone:
                 raise ValueError(f"expected requires_grad=True for all parameters of layers, got False for {name}")
+            if is_lazy(parameter):
+                raise ValueError(f"parameter {name}: expected values, got a lazy module's; try a forward pass first")
             if parameter.is_meta:
                 raise ValueError(f"parameter {name}: expected values, got the meta device; initialize it first")
+            if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+                raise ValueError(f"parameter {name}: expected memory without gaps, got a part of a tensor; try a copy")
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 raise ValueError(
                     f"parameter {name}: expected no gradient hooks, got some: streaming does not call hooks"
@@ -147,11 +152,16 @@ def _check_layers(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> None
     uses = Counter(map(id, modules))
     for module, prefix in zip(modules, prefixes, strict=True):
         for inner in module.modules():
+            if isinstance(inner, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"layer {prefix[:-1]}: expected a module of Python, got TorchScript's; try it without torch.jit"
+                )
             if uses[id(inner)] > int(inner is module):
                 raise ValueError(
                     f"layer {prefix[:-1]} is listed twice, or contains another layer of the list; list each layer once"
                 )
-            if getattr(inner, "track_running_stats", False) or getattr(inner, "sparse", False):
+            has_statistics = getattr(inner, "track_running_stats", False) and inner.training
+            if has_statistics or getattr(inner, "sparse", False):
                 what = "sparse gradients" if getattr(inner, "sparse", False) else "running statistics"
                 told = f"expected no {what}, which break recompute"
                 raise ValueError(f"layer {prefix[:-1]} ({type(inner).__name__}): {told}")

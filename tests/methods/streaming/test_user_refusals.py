@@ -43,6 +43,18 @@ def hooked(model: Any) -> None:
     model.layers[1].q.weight.register_hook(lambda grad: grad)
 
 
+def lazy(model: Any) -> None:
+    model.layers[1].gate = nn.LazyLinear(4)
+
+
+def scripted(model: Any) -> None:
+    model.layers[1].gate = torch.jit.trace(model.layers[1].gate, torch.zeros(1, 32))
+
+
+def with_gaps(model: Any) -> None:
+    model.layers[1].gate.weight = nn.Parameter(torch.zeros(48, 64)[:, ::2])
+
+
 def on_meta(model: Any) -> None:
     model.layers[1].to("meta")
 
@@ -58,10 +70,20 @@ def on_meta(model: Any) -> None:
         ("layers.1 .BatchNorm1d.: expected no running statistics", with_statistics),
         ("layers.1.q.weight: expected no gradient hooks", hooked),
         ("layers.1.input_norm.weight: expected values, got the meta device", on_meta),
+        ("layers.1.gate.weight: expected values, got a lazy module's", lazy),
+        ("layers.1: expected a module of Python, got TorchScript's", scripted),
+        ("layers.1.gate.weight: expected memory without gaps, got a part of a tensor", with_gaps),
     ],
 )
 def test_a_model_that_cannot_be_streamed_is_refused(match: str, change: Callable[[Any], Any]) -> None:
     refused(match, change=change)
+
+
+def test_running_statistics_may_be_in_eval() -> None:
+    model = made("llama")
+    with_statistics(model)
+    model.layers[1].gate.eval()
+    StrongholdTrainer(model, model.layers, optimizer_of(list(model.parameters())), device="cpu").close()
 
 
 def stepped() -> torch.optim.AdamW:
