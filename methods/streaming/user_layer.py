@@ -11,10 +11,12 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from methods.streaming.gradient_views import LEFT_OUTSIDE
@@ -22,6 +24,10 @@ from methods.streaming.layer_state import Passed
 from methods.streaming.user_parameters import SlotParameter
 
 TENSOR = object()  # marks a tensor's place in the structure of a layer's arguments or results
+IN_PLACE = (
+    "expected forward() to leave its arguments, and what its backward pass needs, as they are, got a change in place;"
+    " try it on a copy"
+)
 CHANGED = (
     "{}: expected forward() to leave the layer's weights as they are, got a change; try to change them after step()"
 )
@@ -42,6 +48,13 @@ class Site(NamedTuple):
             setattr(self.module, self.name, parameter)
         else:
             self.module._parameters[self.name] = parameter  # type: ignore[assignment]
+
+
+class Argument(NamedTuple):
+    """Marks, in the structure of a layer's results, the place of a tensor that the layer got: the model gets it back.
+    `place`: its index among the tensors of the call."""
+
+    place: int
 
 
 class Placeholders(nn.Module):
@@ -67,10 +80,12 @@ class UserLayer(Placeholders):
         self.users, self.shared = list(own), list(shared)  # plain lists, because a module does not register these
         self.is_first = True  # True: no forward pass yet
         self.is_down = False  # True: the layer's own backward pass runs
+        # For each use of an argument in the last forward pass, in the order in which a backward pass has the gradients:
+        # the argument's index among the tensors, and the gradient.
+        self.start = 0  # autograd's number of the first node that the last forward pass has made
+        self.uses: list[int] = []
+        self.gradients: list[Tensor | None] = []
         self.read: dict[nn.Parameter, Tensor] = {}  # copies of weights whose `data` this forward pass has read
-        # By an input's place among those with a gradient: this gradient, if its strides are not the input's. None: it
-        # came in parts.
-        self.strided: dict[int, Tensor | None] = {}
         owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
         self.sites: list[Site] = []
@@ -98,19 +113,20 @@ class UserLayer(Placeholders):
         self.leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return (*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.shared)
 
-    def give(self, tensors: Passed) -> Any:
-        """Return the structure that the layer returned, with these tensors in their places."""
-        return _filled(self.returned_leaves, self.returned, iter(tensors))
+    def give(self, results: Passed, tensors: Passed) -> Any:
+        """Return the structure that the layer returned, with these results, and the call's tensors, in their places."""
+        leaves = [tensors[leaf.place] if isinstance(leaf, Argument) else leaf for leaf in self.returned_leaves]
+        return _filled(leaves, self.returned, iter(results))
 
     def forward(self, *tensors: Tensor) -> Passed:
-        if torch.is_grad_enabled() and not self.is_down:
-            self.strided.clear()
-            for place, tensor in enumerate(each for each in tensors if each.requires_grad):
-                tensor.register_hook(partial(self._take_gradient, place, tensor.stride()))
         rest = iter(tensors)
         args, options = _filled(self.leaves, self.taken, rest)
+        start = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        versions = [tensor._version for tensor in tensors]
         with self._placed([*rest]):
             result = self.compute(*args, **options)
+        if torch.is_grad_enabled() and versions != [tensor._version for tensor in tensors]:
+            raise ValueError(f"{self.name}: {IN_PLACE}")
         if self.has_containers:
             self._check_arguments(args, options, tensors)
         if self.is_first:
@@ -122,21 +138,66 @@ class UserLayer(Placeholders):
                 "expected a layer to return a tensor, alone or in a tuple, list or dictionary, got a"
                 f" {kind} without one"
             )
-        self.returned_leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        arguments = {id(tensor): Argument(place) for place, tensor in enumerate(tensors)}
+        marks = [arguments.get(id(leaf), TENSOR) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.returned_leaves = marks
+        results = tuple(self._kept(leaf) for leaf, mark in zip(leaves, marks, strict=True) if mark is TENSOR)
+        if torch.is_grad_enabled() and not self.is_down:
+            self._find_uses(tensors, results, start)
+        return results
 
-    def _take_gradient(self, place: int, stride: tuple[int, ...], gradient: Tensor) -> None:
-        """Keep an input's gradient as it is: in `.grad` it would get the input's strides, and another layer's sums
-        would then round otherwise."""
+    def _kept(self, result: Tensor) -> Tensor:
+        """Return a result that stays: a copy of one that is a view of the slot."""
+        weight = next(iter(self._parameters.values()), None)
+        is_view = weight is not None and result.layout is torch.strided and _memory(result) == _memory(weight)
+        return result.clone() if is_view else result
+
+    def _find_uses(self, tensors: Passed, results: Passed, start: int) -> None:
+        """Find the uses of the arguments in the graph that forward() has made since the node of number `start`. Each
+        use hands its gradient over: autograd would first sum those of a layer, and give the sum the argument's strides;
+        but without a trainer it adds each to the gradients of the tensor's later uses."""
+        self.start, arguments = start, {}
+        for place, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                arguments[get_gradient_edge(tensor).node] = place
+                tensor.register_post_accumulate_grad_hook(self._refuse_gradient)
+        nodes: set[Any] = {get_gradient_edge(result).node for result in results if result.requires_grad}
+        waiting, found = [*nodes], list[tuple[int, Any, int, int]]()
+        while waiting:
+            node = waiting.pop()
+            number, others = node._sequence_nr(), node.next_functions
+            if number < start or (not others and _is_foreign(node)):
+                raise ValueError(
+                    f"{self.name}: expected tensors with gradients among the layer's arguments, alone or in tuples,"
+                    " lists or dictionaries, got some elsewhere, such as in an object's attribute; try to pass them so"
+                )
+            for index, (other, _) in enumerate(others):
+                if other in arguments:
+                    found.append((-number, node, index, arguments[other]))
+                elif other is not None and other not in nodes:
+                    nodes.add(other)
+                    waiting.append(other)
+        found.sort(key=itemgetter(0, 2))
+        self.uses, self.gradients = [place for *_, place in found], [None] * len(found)
+        for use, (_, node, index, _) in enumerate(found):
+            node.register_hook(partial(self._take_gradient, use, index))
+
+    def _take_gradient(self, use: int, index: int, into: Passed, _: Any) -> Any:
+        """Take the gradient that a node gives to an argument, and leave none for autograd's sum."""
         if not self.is_down:
             raise ValueError(LEFT_OUTSIDE.format(self.name))
-        if gradient.stride() != stride:
-            self.strided[place] = None if place in self.strided else gradient
+        self.gradients[use] = into[index]
+        return (*into[:index], None, *into[index + 1 :])
 
-    def as_computed(self, dxs: Passed) -> Passed:
-        """Return the inputs' gradients with the strides that the layer's backward pass gave them."""
-        strided, self.strided = self.strided, {}
-        return tuple(dx if (other := strided.get(place)) is None else other for place, dx in enumerate(dxs))
+    def _refuse_gradient(self, argument: Tensor) -> None:
+        """Raise ValueError if a gradient has come by another way than the layer's uses of the argument."""
+        if argument.grad is not None:
+            raise ValueError(LEFT_OUTSIDE.format(self.name))
+
+    def collected(self) -> list[Tensor | None]:
+        """Return the gradients of the last backward pass, one for each of `uses`."""
+        gradients, self.gradients = self.gradients, []
+        return gradients
 
     def _check_names(self) -> None:
         """Raise ValueError if forward() has registered one of the layer's weights once more: later this view of a slot
@@ -196,6 +257,16 @@ class UserLayer(Placeholders):
             raise ValueError(CHANGED.format(self.name))
         if weight not in self.read:
             self.read[weight] = weight.detach().clone()
+
+
+def _is_foreign(leaf: Any) -> bool:
+    """Return whether a leaf of a layer's graph is a parameter that is not the layer's."""
+    variable = getattr(leaf, "variable", None)
+    return variable.__class__ is not SlotParameter and isinstance(variable, nn.Parameter)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _filled(leaves: Sequence[Any], structure: Any, tensors: Iterator[Tensor]) -> Any:

@@ -38,23 +38,15 @@ from methods.streaming.user_access import (
     settle_gradients,
     show,
 )
-from methods.streaming.user_layer import UserLayer
+from methods.streaming.user_layer import IN_PLACE, UserLayer
 from methods.streaming.user_model import UserModel, give, move_rest, refuse_step
 from methods.streaming.user_parameters import observe
 from methods.streaming.user_state import SavedState, StatesElsewhere, refuse_copy
 
-IN_PLACE = (
-    "expected forward() to leave its arguments, and what its backward pass needs, as they are, got a change in place;"
-    " try it on a copy"
-)
 # By a part of torch's message about a layer's pass, what was expected of the layer.
 MEANT = {
     "a leaf Variable that requires grad": IN_PLACE,
     "modified by an inplace operation": IN_PLACE,
-    "backward through the graph a second time": (
-        "expected tensors with gradients among the layer's arguments, alone or in tuples, lists or dictionaries, got"
-        " some elsewhere, such as in an object's attribute; try to pass them so"
-    ),
 }
 
 
@@ -103,14 +95,15 @@ class Parts(NamedTuple):
 
 class LayerTurn(torch.autograd.Function):
     """A layer as a node of autograd's graph. `anchor`: a tensor that requires a gradient, so that backward() is called
-    even if no input of the layer requires one.
+    even if no input of the layer requires one. `outputs`: the layer's results. `uses`: the layer's inputs, each once
+    for each use, in the order in which backward() has the gradients: autograd adds these one by one.
     """
 
     @staticmethod
-    def forward(ctx: Any, training: UserTraining, place: int, anchor: Tensor, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, training: UserTraining, place: int, outputs: Passed, anchor: Tensor, *uses: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.training, ctx.place, ctx.number = training, place, training.num_passes
-        outputs = training.up(place, tensors)
+        ctx._set_sequence_nr(training.user.layers[place].start)  # a backward pass visits later nodes of the layer first
         plain = [output.detach() for output in outputs]
         ctx.is_asked = [output.requires_grad for output in outputs]
         ctx.mark_non_differentiable(*(each for each, asked in zip(plain, ctx.is_asked, strict=True) if not asked))
@@ -120,8 +113,7 @@ class LayerTurn(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
         ctx.training.check_engine()
         asked = tuple(dy for dy, asked in zip(dys, ctx.is_asked, strict=True) if asked)
-        dxs = iter(ctx.training.down(ctx.place, ctx.number, asked))
-        return None, None, None, *(next(dxs) if needed else None for needed in ctx.needs_input_grad[3:])
+        return None, None, None, None, *ctx.training.down(ctx.place, ctx.number, asked)
 
 
 class StreamedForward:
@@ -179,7 +171,7 @@ class UserTraining:
         with torch.set_grad_enabled(self._is_trained), _uncached_autocast(), self._computing(place):
             return self.stream.forward(place, [tensors])[0]
 
-    def down(self, place: int, number: int, dys: Passed) -> Passed:
+    def down(self, place: int, number: int, dys: Passed) -> list[Tensor | None]:
         if not self.is_up or number != self.num_passes or place != self.next_down:
             raise ValueError(
                 f"layer {place}: expected one backward pass through all layers after each forward pass; try to call"
@@ -190,7 +182,7 @@ class UserTraining:
             self._begin_backward()
         try:
             with self._computing(place, is_down=True):
-                dxs = self.stream.backward(place, [dys])[0]
+                self.stream.backward(place, [dys])
         except CheckpointError as error:
             raise ValueError(
                 f"layer {place}: expected the same tensors when the backward pass recomputes them, got others; try"
@@ -204,7 +196,7 @@ class UserTraining:
                 self.access.touched.clear()
             self.num_backward, self.is_up = self.num_backward + 1, False
             self.access.return_gradients()
-        return self.user.layers[place].as_computed(dxs)
+        return self.user.layers[place].collected()
 
     def _begin_backward(self) -> None:
         self._take_gradients()
@@ -273,10 +265,13 @@ class UserTraining:
                     f"layer {place}: expected no cache, which recompute fills twice, got {type(caches[0]).__name__};"
                     " try use_cache=False"
                 )
-            return layer.give(LayerTurn.apply(self, place, self.anchor, *tensors))  # type: ignore[no-untyped-call]
+            outputs = self.up(place, tensors)
+            uses = (tensors[index] for index in layer.uses)
+            results = LayerTurn.apply(self, place, outputs, self.anchor, *uses)  # type: ignore[no-untyped-call]
+            return layer.give(results, tensors)
         outputs = self.up(place, tensors)
         self.stream.states[place].saved = []
-        return layer.give(outputs)
+        return layer.give(outputs, tensors)
 
     def _begin_forward(self) -> None:
         self.check_stream()

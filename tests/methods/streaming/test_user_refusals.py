@@ -157,7 +157,7 @@ class OddModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
-        notes = SimpleNamespace(bias=x.tanh())
+        notes = SimpleNamespace(bias=x.tanh(), weight=self.inp.weight)
         for layer in self.layers:
             x = layer(x, notes)
         return x.sum()
@@ -183,6 +183,10 @@ def registering(layer: Any, x: Tensor, notes: Any) -> Tensor:
         (
             "expected tensors with gradients among the layer's arguments",
             lambda layer, x, notes: layer.map(x + notes.bias),
+        ),
+        (
+            "expected tensors with gradients among the layer's arguments",
+            lambda layer, x, notes: layer.map(x) + notes.weight[0] * notes.weight[1],
         ),
         ("layers.0: expected forward.. to leave the layer's weights as they are", replacing),
         ("expected forward.. to register no parameters, got kept; try", registering),

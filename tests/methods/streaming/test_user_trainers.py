@@ -208,13 +208,12 @@ class Loop(nn.Module):
     def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.inp, self.layers = nn.Linear(4, 16), nn.ModuleList(Residual() for _ in range(4))
-        self.join, self.use_reentrant = join, False
-        self.recomputes = False
+        self.join, self.recomputes = join, False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
         for layer in self.layers:
-            y = checkpoint(layer, x, use_reentrant=self.use_reentrant) if self.recomputes else layer(x)
+            y = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
             x = self.join(x, y)
         return x.square().mean()
 
@@ -230,15 +229,53 @@ class Residual(nn.Sequential):
 
 @pytest.mark.parametrize("trainer", ["l2l", "default", "boundaries"])
 @pytest.mark.parametrize(
-    ("join", "use_reentrant"),
-    [(lambda x, y: y.t().contiguous().t(), False), (lambda x, y: 0.5 * x + 0.1 * y, True)],
+    "join",
+    [lambda x, y: y.t().contiguous().t(), lambda x, y: 0.5 * x + 0.1 * y],
     ids=["other strides", "residual sums outside of layers"],
 )
-def test_gradients_between_layers_are_summed_as_by_checkpoint(join: Any, use_reentrant: bool, trainer: str) -> None:
+def test_gradients_between_layers_are_summed_as_by_checkpoint(join: Any, trainer: str) -> None:
+    compare_sums(lambda: Loop(join), trainer)
+
+
+class Cross(nn.Module):
+    """Uses `memory` twice, as cross-attention uses an encoder's output for keys and for values, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value, self.body = nn.Linear(16, 16), nn.Linear(16, 16), Residual()
+
+    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.body(x * self.key(memory) + self.value(memory)), memory
+
+
+class Decoder(Loop):
+    """Layers that share a memory. `returns`: each layer takes the memory that the layer before has returned."""
+
+    def __init__(self, *, returns: bool) -> None:
+        super().__init__(lambda x, y: y)
+        self.layers, self.returns = nn.ModuleList(Cross() for _ in range(3)), returns
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        memory = x.tanh()
+        for layer in self.layers:
+            call = functools.partial(checkpoint, layer, use_reentrant=False) if self.recomputes else layer
+            x, returned = call(x, memory)
+            memory = returned if self.returns else memory
+        return x.square().mean() + memory.mean()
+
+
+@pytest.mark.parametrize("trainer", ["l2l", "default", "boundaries"])
+@pytest.mark.parametrize("returns", [False, True], ids=["the model's", "returned"])
+def test_gradients_of_a_tensor_that_layers_use_twice_are_summed_as_by_checkpoint(returns: bool, trainer: str) -> None:
+    compare_sums(lambda: Decoder(returns=returns), trainer)
+
+
+def compare_sums(make: Callable[[], Any], trainer: str) -> None:
     def course(name: str) -> list[Tensor]:
         torch.manual_seed(0)
-        model = Loop(join)
-        model.recomputes, model.use_reentrant = not name, use_reentrant
+        model = make()
+        model.recomputes = not name
         optimizer = optimizer_of(list(model.parameters()))
         made = TRAINERS[name](model, model.layers, optimizer, max_norm=1.0, device="cpu") if name else None
         for _ in range(3):
