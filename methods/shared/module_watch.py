@@ -25,7 +25,7 @@ WORD_BYTES, BLOCK_BYTES = 8, 2**14  # of what byte_sum() sums at once
 NUM_VALUED = 2  # passes whose values are compared: a forward pass and its recompute
 PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)  # compared by value, as they cannot change
 CONTAINERS = (list, dict, set, deque)
-INTERNAL = vars(nn.Module()).keys()  # attributes that every module has
+INTERNAL = frozenset(vars(nn.Module()))  # attributes that every module has
 OF_TORCH = {Tensor, nn.Parameter}  # classes whose tensors have an address; other ones may have none
 LISTED = {"_flat_weights", "_flat_weight_refs"}  # where nn.LSTM and its kin list their parameters once more
 CONSTANT = "_tensor_constant"  # the beginning of the attributes that torch.fx adds to a module that it traces
@@ -33,15 +33,15 @@ CONSTANT = "_tensor_constant"  # the beginning of the attributes that torch.fx a
 
 class ModuleState(NamedTuple):
     """A module's state. `marks`: of each tensor where its memory is, and its version. `attributes`, `contents`: the
-    values of each module's attributes, and the items of those that are containers. `sums`: of each tensor's bytes;
-    None: values are not compared."""
+    values of each module's attributes, and the items of those that are containers. `versions`: of the tensors among
+    arguments and attributes. `sums`: of each tensor's bytes; None: values are not compared."""
 
     tensors: list[Tensor]
     marks: list[Any]
     attributes: list[list[Any]]
     contents: list[list[Any]]
-    arguments: list[tuple[Tensor, int]]
-    generators: list[Tensor]
+    versions: list[tuple[str, Tensor, int]]
+    generators: list[Any]
     sums: list[int] | None
     random: list[Any]
 
@@ -52,15 +52,26 @@ class ModuleWatch:
 
     def __init__(self, module: nn.Module, num_valued: int = NUM_VALUED, *, with_hooks: bool = False) -> None:
         self.named, self.num_valued, self.with_hooks = list(module.named_modules()), num_valued, with_hooks
-        self.tables = [table for _, m in self.named for table in (m._parameters, m._buffers)]
+        self.kinds = self._kinds()
+        self.tables = [table for *_, table in self.kinds]
         self.attributes = [vars(m) for _, m in self.named]
-        attributes = [(prefix, key, value) for prefix, m in self.named for key, value in vars(m).items()]
-        self.containers = [
-            (f"{prefix}.{key}", value)
-            for prefix, key, value in attributes
-            if isinstance(value, CONTAINERS) and (with_hooks or key not in INTERNAL) and key not in LISTED
+        attributes = [
+            (f"attribute {f'{prefix}.{key}'.lstrip('.')}", key, value)
+            for prefix, m in self.named
+            for key, value in vars(m).items()
+            if key not in LISTED
         ]
-        self.generators = [value for *_, value in attributes if isinstance(value, torch.Generator)]
+        self.containers = [
+            (name, value)
+            for name, key, value in attributes
+            if isinstance(value, CONTAINERS) and (with_hooks or key not in INTERNAL)
+        ]
+        self.held = [
+            (name, value)
+            for name, key, value in attributes
+            if isinstance(value, (Tensor, tuple, *CONTAINERS)) and key not in INTERNAL
+        ]
+        self.generators = [value for *_, value in attributes if _drawn(value) is not None]
 
     def state(self, arguments: Any = ()) -> ModuleState:
         """Return the state before a pass on these arguments. It keeps the arguments alive."""
@@ -69,10 +80,15 @@ class ModuleWatch:
         return ModuleState(
             tensors=tensors,
             marks=self._marks(tensors),
-            attributes=_values(self.attributes),
+            attributes=self._compared(),
             contents=[_items(value) for _, value in self.containers],
-            arguments=[(value, value._version) for value in _leaves(arguments) if isinstance(value, Tensor)],
-            generators=[generator.get_state() for generator in self.generators],
+            versions=[
+                (name, leaf, leaf._version)
+                for name, leaves in [("its input", _leaves(arguments)), *((n, _items(v)) for n, v in self.held)]
+                for leaf in leaves
+                if isinstance(leaf, Tensor)
+            ],
+            generators=list(map(_drawn, self.generators)),
             sums=list(map(byte_sum, tensors)) if is_valued else None,
             random=random_states() if is_valued else [],
         )
@@ -84,18 +100,34 @@ class ModuleWatch:
             return "a buffer or parameter"
         if (marks := self._marks(tensors)) != before.marks:
             return self._name([old != new for old, new in zip(before.marks, marks, strict=True)])
-        if not _same([*chain(*before.attributes)], [*chain(*_values(self.attributes))]):
+        if not _same([*chain(*before.attributes)], [*chain(*self._compared())]):
             for (prefix, _), values, now in zip(self.named, before.attributes, self.attributes, strict=True):
-                if key := _differing(values, now):
+                if key := _differing(values, self._own(now)):
                     return f"attribute {f'{prefix}.{key}'.lstrip('.')}"
         for (name, value), items in zip(self.containers, before.contents, strict=True):
             if not _same(_items(value), items):
-                return f"attribute {name.lstrip('.')}"
-        if any(value._version != version for value, version in before.arguments):
-            return "its input"
-        if not all(map(torch.equal, before.generators, (generator.get_state() for generator in self.generators))):
-            return "the state of a torch.Generator"
+                return name
+        if changed := [name for name, tensor, version in before.versions if tensor._version != version]:
+            return changed[0]
+        if before.generators != list(map(_drawn, self.generators)):
+            return "the state of a generator of random numbers"
         return "" if before.sums is None else self._changed_value(before.sums, before)
+
+    def _kinds(self) -> list[tuple[str, str, dict[str, Tensor | None]]]:
+        """Return the tables of tensors that are compared, each with its kind and its module's path."""
+        return [
+            (kind, prefix, table)
+            for prefix, module in self.named
+            for kind, table in (("parameter", module._parameters), ("buffer", module._buffers))
+        ]
+
+    def _compared(self) -> list[list[Any]]:
+        """Return the values of each module's attributes that are compared."""
+        return _values(self.attributes)
+
+    def _own(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Return those of a module's attributes that are compared."""
+        return attributes
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for tensor in chain(*_values(self.tables)) if tensor is not None]
@@ -113,8 +145,7 @@ class ModuleWatch:
         """Return the name of the first tensor that differs."""
         names = [
             f"{kind} {f'{prefix}.{key}'.lstrip('.')}"
-            for prefix, module in self.named
-            for kind, table in (("parameter", module._parameters), ("buffer", module._buffers))
+            for kind, prefix, table in self.kinds
             for key, tensor in table.items()
             if tensor is not None
         ]
@@ -125,6 +156,20 @@ class ModuleWatch:
         if any(differ):
             return self._name(differ)
         return "" if before.random == random_states() else "the state of Python's or numpy's random numbers"
+
+
+class RecomputeWatch(ModuleWatch):
+    """Compares what makes a pass that is repeated another one: buffers, numbers and texts among the attributes,
+    containers, random states. Another object as an attribute, such as the last pass's attention, does not."""
+
+    def _kinds(self) -> list[tuple[str, str, dict[str, Tensor | None]]]:
+        return [(kind, prefix, table) for kind, prefix, table in super()._kinds() if kind == "buffer"]
+
+    def _compared(self) -> list[list[Any]]:
+        return _values([*map(self._own, self.attributes)])
+
+    def _own(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in attributes.items() if isinstance(value, PLAIN)}
 
 
 def random_states() -> list[Any]:
@@ -202,7 +247,20 @@ def _leaves(arguments: Any) -> Sequence[Any]:
 
 
 def _items(container: Any) -> list[Any]:
-    return list(container.values() if isinstance(container, dict) else container)
+    """Return the items of a container, or a tensor, with those of the containers within."""
+    if isinstance(container, dict):  # also one of a class that tree_leaves() does not know
+        container = list(container.values())
+    return list(container) if isinstance(container, set) else tree_leaves(container)
+
+
+def _drawn(generator: Any) -> Any:
+    """Return the state of a generator of random numbers; None: it is none."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits: Any = getattr(generator, "bit_generator", None)  # as numpy's generators have
+    return repr(bits.state) if hasattr(bits, "state") else None
 
 
 def _differing(before: list[Any], now: dict[str, Any]) -> str:

@@ -64,6 +64,8 @@ class ScriptAccess:
         self.taken: list[Taken] = []  # what take_gradients() has taken last
         self.num_views = [num_views(state.current.weights) for state in training.stream.states]
         self.versions = [parameter._version for parameter in self.user.rest]
+        self.modules = [*self.user.model.modules()]
+        self.sizes = self._sizes()  # numbers of modules and parameters in each module
         self.addresses = [(each, each.data_ptr()) for _, parameters in training.parts() for each in parameters]
 
     # ---- Each use of a parameter
@@ -113,8 +115,14 @@ class ScriptAccess:
                 raise ValueError(MASTERS.format(layer, self.training.terms.dtype))
 
     def check_parameters(self) -> None:
-        """Raise ValueError if the script has given parameters other memory, frozen or unfrozen one, or changed weights
-        whose masters would not change."""
+        """Raise ValueError if the script has added parameters, given parameters other memory, frozen or unfrozen one,
+        or changed weights whose masters would not change."""
+        for name, parameter in self.user.model.named_parameters() if self._sizes() != self.sizes else ():
+            if parameter.requires_grad and id(parameter) not in self.user.names:
+                raise ValueError(
+                    f"{name}: expected the model's parameters as they were when the trainer was made, got another; try"
+                    " to make a trainer after changes of the model"
+                )
         if self.training.terms.dtype != "fp32":
             self.check_unchanged()
             for parameter, version in zip(self.user.rest, self.versions, strict=True):
@@ -132,6 +140,9 @@ class ScriptAccess:
                         f"{name}: expected requires_grad={is_trained}, as when the trainer was made, got"
                         f" {not is_trained}; try to make the trainer afterwards"
                     )
+
+    def _sizes(self) -> list[int]:
+        return [len(module._modules) + len(module._parameters) for module in self.modules]
 
     def held(self) -> list[int]:
         """Return the layers of whose memory the script holds a view, such as `.data` or a state_dict(). Call this while

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from methods.shared.module_watch import RecomputeWatch
 from methods.streaming.gradient_views import LEFT_OUTSIDE
 from methods.streaming.layer_state import Passed
 from methods.streaming.user_parameters import SlotParameter
 
 TENSOR = object()  # marks a tensor's place in the structure of a layer's arguments or results
+NUM_WATCHED, WATCH_EVERY = 3, 50  # recomputes that are watched: the first ones, and then one of so many
 IN_PLACE = (
     "expected forward() to leave its arguments, and what its backward pass needs, as they are, got a change in place;"
     " try it on a copy"
@@ -80,6 +82,7 @@ class UserLayer(Placeholders):
         self.users, self.shared = list(own), list(shared)  # plain lists, because a module does not register these
         self.is_first = True  # True: no forward pass yet
         self.is_down = False  # True: the layer's own backward pass runs
+        self.num_recomputes = 0
         # For each use of an argument in the last forward pass, in the order in which a backward pass has the gradients:
         # the argument's index among the tensors, and the gradient.
         self.start = 0  # autograd's number of the first node that the last forward pass has made
@@ -123,7 +126,7 @@ class UserLayer(Placeholders):
         args, options = _filled(self.leaves, self.taken, rest)
         start = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
         versions = [tensor._version for tensor in tensors]
-        with self._placed([*rest]):
+        with self._placed([*rest]), self._watched():
             result = self.compute(*args, **options)
         if torch.is_grad_enabled() and versions != [tensor._version for tensor in tensors]:
             raise ValueError(f"{self.name}: {IN_PLACE}")
@@ -222,6 +225,28 @@ class UserLayer(Placeholders):
                 f"{self.name}: expected the layer to leave lists and dictionaries among its arguments as they are, got"
                 " a change; try to return what it computes"
             )
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Raise ValueError if a recompute changes anything, and so another pass would. Most recomputes are not watched:
+        what a layer keeps from pass to pass changes from the first one on."""
+        if not self.is_down:
+            yield
+            return
+        self.num_recomputes += 1
+        if self.num_recomputes > NUM_WATCHED and self.num_recomputes % WATCH_EVERY:
+            yield
+            return
+        watch = RecomputeWatch(self.layer[0])
+        before = watch.state()
+        try:
+            yield
+        finally:
+            if change := watch.change(before):
+                raise ValueError(
+                    f"{self.name}: expected forward() to change nothing that it computes with, because the backward"
+                    f" pass runs it once more, got a change of {change}; try to leave the layer out of the list"
+                )
 
     @contextmanager
     def _placed(self, shared: Sequence[Tensor]) -> Iterator[None]:

@@ -26,7 +26,7 @@ def refuse_copy() -> NoReturn:
     raise ValueError("cannot copy a model while a trainer holds it; copy its state_dict(), or close() the trainer")
 
 
-def _refuse_use(*_: Any) -> None:
+def _refuse_use(*_: Any) -> NoReturn:
     raise ValueError(
         "optimizer.state: expected state_dict() or load_state_dict() of the optimizer, because the trainer keeps the"
         " states; named_states() of the trainer reads one at a time"
@@ -57,8 +57,14 @@ class SavedState:
                 master = {} if training.terms.dtype == "fp32" else {"master": weight.cpu()}
                 yield name, {"step": step, "exp_avg": exp_avg.cpu(), "exp_avg_sq": exp_avg_sq.abs().cpu(), **master}
 
+    def check_states(self) -> None:
+        """Raise ValueError if the script has given the optimizer other states."""
+        if type(self.user.optimizer.state) is not StatesElsewhere:
+            _refuse_use()
+
     def show_none(self, optimizer: Any) -> None:
         """Let the optimizer's state_dict() find no states, until add_states()."""
+        self.check_states()
         optimizer.state = {}
 
     def add_states(self, optimizer: Any, state_dict: dict[str, Any]) -> None:

@@ -327,6 +327,7 @@ class UserTraining:
             raise ValueError(f"step: expected a gradient for every parameter, got none for {dropped[0]}")
         self.rewind()
         self.access.check_parameters()
+        self.saved.check_states()
         self._check_gradients(self.ends, self.user.rest)
         settle_gradients(self.ends)
         for place in exposed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +17,11 @@ WIDTH, LAYERS, STEPS = 8, 3, 4
 
 
 class AuxiliaryLayer(nn.Module):
-    """`keeps`: keeps an auxiliary loss on itself. `clamps`: changes its weights in forward(). `notes`: a dictionary to
-    write into."""
+    """`keeps`: keeps an auxiliary loss on itself. `clamps`: changes its weights in forward(). `lends`: returns its
+    weight in place of the auxiliary loss. `act`: what it does with its input. `notes`: a dictionary to write into."""
 
-    keeps = clamps = False
+    keeps = clamps = lends = False
+    act: Callable[[Any, Tensor], Tensor] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,10 +32,12 @@ class AuxiliaryLayer(nn.Module):
             notes["mean"] = x.mean()
         if self.clamps:
             self.map.weight.data.clamp_(-0.2, 0.2)
+        if self.act is not None:
+            x = vars(self)["act"](self, x)
         y = self.map(self.norm(x))
         if self.keeps:
             self.kept = y.square().mean()
-        return x + y.tanh(), y.square().mean()
+        return x + y.tanh(), self.map.weight if self.lends else y.square().mean()
 
 
 class Net(nn.Module):
@@ -284,8 +288,72 @@ def replaced(script: Script) -> None:
     vector_to_parameters(0.9 * parameters_to_vector(script.weights), script.weights)
 
 
-def set_on_layers(name: str) -> Callable[[Script], None]:
-    return lambda script: [setattr(layer, name, True) for layer in script.model.layers] and None
+def set_on_layers(name: str, value: Any = True) -> Callable[[Script], None]:
+    return lambda script: [setattr(layer, name, value) for layer in script.model.layers] and None
+
+
+def averaged_input(layer: Any, x: Tensor) -> Tensor:
+    layer.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return x - layer.mean
+
+
+def with_average(script: Script) -> None:
+    for layer in script.model.layers:
+        layer.register_buffer("mean", torch.zeros(WIDTH))
+        layer.act = averaged_input
+
+
+def counted(layer: Any, x: Tensor) -> Tensor:
+    layer.calls = vars(layer).get("calls", 0) + 1
+    return x * layer.calls
+
+
+def remembered(layer: Any, x: Tensor) -> Tensor:
+    layer.last = x.detach().tanh()
+    return x
+
+
+def with_given(script: Script) -> None:
+    given = script.model.inp.weight.sum(1).exp()
+    for layer in script.model.layers:
+        layer.given, layer.act = given, lambda layer, x: x + layer.given
+
+
+def transposed(script: Script) -> None:
+    for layer in script.model.layers:
+        layer.map.weight.data = layer.map.weight.data.t().contiguous().t()
+
+
+def turned(layer: Any, x: Tensor) -> Tensor:
+    """The gradient of x lies in memory column by column."""
+    return (1.1 * x).t().flatten().view(WIDTH, -1).t().contiguous()
+
+
+def with_strides(script: Script) -> None:
+    """Weights and gradients whose memory lies column by column. The script sees the strides of gradients."""
+    transposed(script)
+    for layer in script.model.layers:
+        layer.act = turned
+        layer.register_forward_hook(lambda module, args, results: seen_gradient(script, results[0]))
+
+
+def seen_gradient(script: Script, x: Tensor) -> None:
+    x.register_hook(lambda gradient: script.see(gradient, torch.tensor(gradient.stride())))
+
+
+def with_new_layer(script: Script) -> None:
+    script.model.layers.append(AuxiliaryLayer())
+
+
+def halved_gradients(module: nn.Module, into: Any, out: Any) -> Any:
+    return tuple(None if gradient is None else 0.5 * gradient for gradient in into)
+
+
+def with_hooks(script: Script) -> None:
+    for layer in script.model.layers:
+        layer.register_full_backward_hook(halved_gradients)
+        layer.map.register_full_backward_hook(halved_gradients)
+        layer.norm.register_forward_hook(lambda module, args, result: 1.1 * result)
 
 
 def kept_losses(script: Script) -> Tensor:
@@ -335,6 +403,24 @@ IDIOMS = {
     "`optimizer.state_dict()` and `load_state_dict()`": Idiom(restored),
     "`optimizer.state`, read or changed": Idiom(states_reset),
     "`layer.compile()`": Idiom(before=compiled),
+    "hooks of modules, also ones that change gradients": Idiom(before_trainer=with_hooks),
+    "a tensor without a gradient that a layer keeps, as its last attention": Idiom(
+        lambda script: script.see(*(layer.last for layer in script.model.layers)),
+        before_trainer=set_on_layers("act", remembered),
+    ),
+    "a layer's weight among its results": Idiom(
+        loss=lambda script: script.loss() + script.model.returned.square().mean(),
+        before_trainer=set_on_layers("lends"),
+    ),
+    "weights or gradients in another order of memory, as `channels_last`": Idiom(before_trainer=with_strides),
+    "a buffer that a layer changes in `forward()`, as `spectral_norm` does": Idiom(before_trainer=with_average),
+    "a number or list that a layer changes in `forward()`": Idiom(before_trainer=set_on_layers("act", counted)),
+    "random numbers of Python, numpy or a `torch.Generator` in a layer": Idiom(
+        before_trainer=set_on_layers("act", lambda layer, x: x * random.random())
+    ),
+    "an argument that a layer changes in place": Idiom(before_trainer=set_on_layers("act", lambda layer, x: x.mul_(2))),
+    "a tensor with a gradient that a layer takes from an attribute": Idiom(before=with_given),
+    "a parameter or layer added later": Idiom(with_new_layer),
     "weights changed in a layer's `forward()`": Idiom(before_trainer=set_on_layers("clamps")),
     "a dictionary or list among a layer's arguments changed in its `forward()`": Idiom(before_trainer=with_notes),
     "`functional_call()` with other weights": Idiom(with_other_weights),
