@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from methods.sharding.unit import map_tensors
-from methods.shared.module_watch import ModuleWatch, leaves_beyond
+from methods.shared.module_watch import NUM_VALUED, ModuleWatch, byte_sum, leaves_beyond
 
 PASSED = (Tensor, int, float, str, type(None))  # what a layer may return beside tuples of these
 NUM_GRAPHS = 1  # passes whose graph is searched for parameters of other layers
@@ -23,8 +25,8 @@ class PureLayer(nn.Module):
     """A user's layer. `title`: its place and class, for errors. `takes_tuple`: True: several values come as one tuple,
     as nn.Sequential passes them on; False: as arguments.
 
-    Raises ValueError in a pass that changes what ModuleWatch compares, that reads a parameter of another layer, or that
-    returns a value other than tensors.
+    Raises ValueError in a pass that changes what ModuleWatch compares, that reads a parameter of another layer, that
+    returns a value other than tensors, or, on a CPU, another result than the pass before on the same input.
     """
 
     def __init__(self, title: str, layer: nn.Module, *, takes_tuple: bool = False) -> None:
@@ -33,17 +35,15 @@ class PureLayer(nn.Module):
         # The input is kept for the recompute, so a layer that is made to change it works on a copy.
         self.copies_input = any(getattr(module, "inplace", False) for module in layer.modules())
         self.watch: ModuleWatch | None = None
-        self.num_graphs = NUM_GRAPHS
+        self.num_graphs, self.num_repeats = NUM_GRAPHS, NUM_VALUED
+        self.results: dict[Any, list[int]] = {}  # sums of the bytes of a pass's results, by those of its input
 
     def forward(self, *x: Any) -> Any:
         if self.watch is None:
             self.watch = ModuleWatch(self.layer)
         before = self.watch.state(x)
-        inputs = map_tensors(torch.clone, x) if self.copies_input else x
-        is_fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # without gradients attention has the bits that it has with them
         try:
-            y = self.layer(inputs) if self.takes_tuple and len(x) > 1 else self.layer(*inputs)
+            y = self._call(x) if torch.is_grad_enabled() else self._call_as_with_gradients(x)
         except RuntimeError as error:
             if "in-place" in str(error) or "inplace" in str(error):
                 raise ValueError(
@@ -51,15 +51,38 @@ class PureLayer(nn.Module):
                     " parameter in place; try a new tensor"
                 ) from error
             raise
-        finally:
-            torch.backends.mha.set_fastpath_enabled(is_fast)
         if change := self.watch.change(before):
             raise ValueError(
                 f"{self.title}: expected a forward pass that changes nothing, as it runs twice and on a copy, got one"
                 f" that changes {change}; try to compute it anew in each pass, or to return it"
             )
         self._refuse_leaves(x, y)
+        self._refuse_other_results(x, y)
         return y
+
+    def _call(self, x: Any) -> Any:
+        inputs = map_tensors(torch.clone, x) if self.copies_input else x
+        return self.layer(inputs) if self.takes_tuple and len(inputs) > 1 else self.layer(*inputs)
+
+    def _call_as_with_gradients(self, x: Any) -> Any:
+        """Call the layer as its recompute does, whose gradients decide which kernel computes; keep no graph."""
+        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda kept: kept):
+            y = self._call(map_tensors(_with_gradient, x))
+        return map_tensors(Tensor.detach, y) if isinstance(y, tuple) else map_tensors(Tensor.detach, [y])[0]
+
+    def _refuse_other_results(self, x: Any, y: Any) -> None:
+        if not self.num_repeats:
+            return
+        given, found = ([byte_sum(leaf) for leaf in tree_leaves(of) if _is_on_cpu(leaf)] for of in (x, y))
+        if not torch.is_grad_enabled():
+            self.results[tuple(given)] = found
+            return
+        self.num_repeats -= 1
+        if self.results.pop(tuple(given), found) != found:
+            raise ValueError(
+                f"{self.title}: expected the same result from each pass on the same input, got another from the"
+                " recompute; try a layer that keeps no counts outside of modules"
+            )
 
     def _refuse_leaves(self, x: Any, y: Any) -> None:
         if self.num_graphs and torch.is_grad_enabled():
@@ -110,3 +133,11 @@ class LastLayer(PureLayer):
                 " parameter, whose gradient would be lost; try the optimizer's weight_decay, or requires_grad_(False)"
             )
         return loss
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_on_cpu(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided

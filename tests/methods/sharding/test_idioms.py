@@ -94,6 +94,20 @@ class Recurrent(nn.Module):
         return self.cells(x[:, None])[0][:, 0]
 
 
+class Biased(nn.Module):
+    """Attention with a learned bias of its scores, which takes another kernel where no gradient is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(WIDTH, 3 * WIDTH * 4), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.linear(x).unflatten(1, (3, 1, WIDTH, 4)).unbind(1)
+        return (
+            F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias * 2).flatten(1).unflatten(1, (WIDTH, 4)).sum(2)
+        )
+
+
 class Queries(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -171,6 +185,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         lambda: chain(Queries(), Spectrum(lambda both: both[0] * both[1])),
         {"shards": [1, 1, 1]},
     ),
+    "a learned bias of attention's scores": (lambda: chain(Biased(), Biased()), {}),
     "`schedule`, a function of the step": (plain_layers, {"schedule": lambda step: 0.1 / step}),
     "groups of the optimizer that follow from the parameters it is given": (plain_layers, {"optimizer": by_size}),
     "an optimizer that reads its states in a step, as `Adafactor`": (
@@ -264,6 +279,29 @@ def average(layer: Any, x: Any, y: Tensor) -> Tensor:
 def counted(layer: Any, x: Any, y: Tensor) -> Tensor:
     layer.count += 1
     return y * layer.count
+
+
+class Tally:
+    count = 0
+
+
+def counted_outside(layer: Any, x: Any, y: Tensor) -> Tensor:
+    Tally.count += 1
+    return y * Tally.count
+
+
+def holding(held: Any, act: Callable[[Any, Any, Tensor], Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = changed(act)()
+        model[0].held = held
+        return model
+
+    return make
+
+
+def next_count(counts: list[int]) -> int:
+    counts[0] += 1
+    return counts[0]
 
 
 def auxiliary(layer: Any, x: Any, y: Tensor) -> Tensor:
@@ -366,12 +404,22 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], dict[str, Any], str]]] = 
         (changed(shrunk), {}, CHANGED + "parameter linear.weight"),
         (changed(counted), {}, CHANGED + "attribute count"),
         (changed(auxiliary), {}, CHANGED + "attribute loss"),
-        (changed(lambda layer, x, y: y + x.add_(1)), {}, CHANGED + "its input"),
+        (holding([torch.ones(WIDTH)], lambda layer, x, y: y * layer.held[0].mul_(0.9)), {}, CHANGED + "attribute held"),
+        (holding([[0]], lambda layer, x, y: y * next_count(layer.held[0])), {}, CHANGED + "attribute held"),
+        (changed(lambda layer, x, y: y + x.add_(1)), {}, "got one that changes its input"),
         (lambda: chain(parametrizations.spectral_norm(linear())), {}, CHANGED + "buffer parametrizations.weight.0._u"),
     ],
     "running statistics in training": [(lambda: chain(nn.BatchNorm1d(WIDTH)), {}, "keeps running statistics")],
     "random numbers of Python, numpy or a `torch.Generator` in a layer": [
         (changed(lambda layer, x, y: y * random.random()), {}, CHANGED + "the state of Python's or numpy's random"),
+        (
+            holding(random.Random(0), lambda layer, x, y: y * layer.held.random()),
+            {},
+            CHANGED + "the state of a generator of random numbers",
+        ),
+    ],
+    "a layer that counts in its class, in globals or in objects other than modules": [
+        (changed(counted_outside), {}, "expected the same result from each pass on the same input, got another"),
     ],
     "a criterion that reads parameters, or changes a buffer of its own": [
         (plain_layers, {"criterion": decayed}, "got one that computes with a parameter, whose gradient would be lost"),
