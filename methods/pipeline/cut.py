@@ -231,7 +231,16 @@ def probe(parts: Sequence[Part], inputs: Mapping[str, Any]) -> Iterator[tuple[Se
             arguments = (*leaves, *(_meta(inputs.get(name)) for name in part.inputs))
             with _watched(part.module, number):
                 weights = _without_memory(part.module)
-                found = torch.func.functional_call(part.module, weights, arguments, tie_weights=False)
+                try:
+                    found = torch.func.functional_call(part.module, weights, arguments, tie_weights=False)
+                except RuntimeError as error:
+                    if "meta" not in str(error).lower():
+                        raise
+                    raise ValueError(
+                        f"stage {number}: expected a forward pass that can run without memory, which tells shapes and"
+                        f" FLOPs, got {type(error).__name__} ({str(error).splitlines()[0][:100]}); try"
+                        " register_buffer() for a module's tensors, and shapes that do not follow from values"
+                    ) from error
         is_last = number == len(parts) - 1
         received = (found,) if is_last else found
         yield received, counter.get_total_flops()

@@ -246,7 +246,7 @@ class UserTraining:
         if place and place != self.next_up:
             raise ValueError(
                 f"expected each layer once, in the list's order, got layer {place} after layer {self.next_up - 1}; try"
-                " to turn the model's own checkpointing off, because the trainer recomputes layers"
+                " to turn the model's own checkpointing off, because the trainer recomputes layers, and to skip none"
             )
         if not place:
             self._begin_forward()

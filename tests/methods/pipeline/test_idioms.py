@@ -193,6 +193,7 @@ CHANGED = (
 )
 NO_MEAN = "expected a loss that is the mean over samples, each by itself"
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
+NO_PROBE = "stage 0: expected a forward pass that can run without memory"
 # By the page's rows: models, their batches, and the words of the refusal.
 REFUSED: dict[str, list[tuple[Callable[[], nn.Module], Callable[..., Any], str]]] = {
     "means of `cross_entropy` over unlike numbers of targets, by -100 or by weights of classes": [
@@ -212,6 +213,10 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], Callable[..., Any], str]]
         (in_blocks(auxiliary), batch, CHANGED + "attribute blocks.0.loss"),
         (in_blocks(lambda block, y: F.batch_norm(y, block.mean, block.mean, training=True)), batch, CHANGED + "buffer"),
         (lambda: Model(mean, AddsToInput), batch, CHANGED + "its input"),
+    ],
+    "tensors of a module that are no buffers, and shapes that follow from values": [
+        (in_blocks(lambda block, y: y * torch.ones(WIDTH)), batch, NO_PROBE),
+        (in_blocks(lambda block, y: y * float(y.max() > 0)), batch, NO_PROBE),
     ],
     "parameters that the modules with CutPoints read by `parameters()`": [
         (
