@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from methods.sharding.pure_layer import LastLayer, MiddleLayer, PureLayer
 from methods.sharding.shard import NamedLayer, Shard, settle
@@ -37,6 +38,10 @@ def ordered_layers(name: str, model: nn.Module) -> list[nn.Module]:
         )
     for index, layer in enumerate(layers):
         for module in layer.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"{name}: expected layers of Python, got layer {index} of TorchScript; try it without torch.jit"
+                )
             if getattr(module, "track_running_stats", False) and module.training:
                 raise ValueError(
                     f"{name}: layer {index} ({type(module).__name__}) keeps running statistics, which a recompute"
@@ -65,10 +70,11 @@ def _refuse_lost(name: str, model: nn.Module, layers: nn.Module) -> None:
     for path, parameter in model.named_parameters():
         if hooks_of(parameter):
             raise ValueError(f"{name}: parameter {path} has a hook, which would not be called; try a hook of its layer")
-        if isinstance(parameter, nn.UninitializedParameter) or not parameter.is_contiguous():
+        # is_contiguous() would pass a channels_last weight of one channel, whose strides choose another kernel.
+        if is_lazy(parameter) or parameter.stride() != torch.empty(parameter.shape, device="meta").stride():
             raise ValueError(
                 f"{name}: expected contiguous parameters with a shape, got {path}; try a first forward pass, or"
-                " parameter.data = parameter.data.contiguous()"
+                " parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)"
             )
         places.append((parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, path))
     storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

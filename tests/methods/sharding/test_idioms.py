@@ -339,6 +339,10 @@ def clamping(given: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     return optimizer
 
 
+def one_channel() -> nn.Module:
+    return chain(nn.Conv2d(1, WIDTH, 3)).to(memory_format=torch.channels_last)
+
+
 def hooked_weight() -> nn.Module:
     model = chain(linear())
     model[0].weight.register_hook(lambda grad: 2 * grad)
@@ -439,7 +443,11 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], dict[str, Any], str]]] = 
     "parameters that share memory, that are not contiguous, or with sparse gradients": [
         (sharing_memory, {}, "0.weight and 1.weight share memory but are not one parameter"),
         (transposed_weight, {}, "expected contiguous parameters with a shape, got 0.weight"),
+        (one_channel, {}, "expected contiguous parameters with a shape, got 0.weight"),
         (lambda: chain(nn.Embedding(3, WIDTH, sparse=True)), {}, "Embedding makes sparse gradients"),
+    ],
+    "layers of TorchScript": [
+        (lambda: chain(torch.jit.trace(linear(), torch.zeros(1, WIDTH))), {}, "expected layers of Python, got layer 0"),
     ],
     "a dict or a list from one layer to the next": [
         (
