@@ -62,7 +62,7 @@ def drawn(name: str, workload: Workload) -> tuple[dict[str, int], int]:
             has_several.wait()
         return drawing(name, *arguments)
 
-    with mock.patch.object(gpt, "_drawing", counted):
+    with mock.patch.multiple(gpt, _drawing=counted, available_cores=lambda: 2):  # on one core, one thread draws all
         train(name, workload, 1)
     return dict(counts), len(threads)
 
