@@ -27,6 +27,7 @@ from methods import zero_infinity_nvme
 from methods.engines import deepspeed, deepspeed_config
 from tests.support import cli, engine_runs, forks
 from tests.support.configured import configured
+from tests.support.small_disk import small_disk
 from tests.support.training import tiny
 
 # Large enough that parameters really leave memory: at 4 layers x 256 the wrong gradients below do not show.
@@ -312,19 +313,11 @@ def test_no_folder_for_nvme_is_one_line_and_exit_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted by root only")
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, libaio: None) -> None:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("this machine lets nobody mount a file system")
-    try:
+    with small_disk(tmp_path, 1) as folder:
         record = run(tmp_path, "zero-infinity-nvme", LARGE, disk=str(folder))
         assert record.status == "does-not-fit" and "of disk" in record.reason
         assert list(folder.iterdir()) == []
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_missing_engine_is_unavailable_with_the_line_that_installs_it(tmp_path: Path, own_server: None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
@@ -32,6 +31,7 @@ from methods.streaming.disk import Disk, File, shelves
 from methods.streaming.layer_state import LayerState
 from methods.streaming.starting_values import draw
 from tests.support.cli import run
+from tests.support.small_disk import small_disk
 from tests.support.training import tiny
 
 NUM_LAYERS = 5
@@ -125,15 +125,11 @@ def test_a_disk_that_fills_up_is_told_where_the_layer_is_asked_for_next(device: 
     assert raised.value.errno == errno.ENOSPC
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder]).returncode:
-        pytest.skip("a small file system is mounted by root only, and not on every machine")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)  # an error may still hold a file
+@pytest.fixture(name="small_disk")
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 9 MiB, with room for 8 MiB."""
+    with small_disk(tmp_path, 9) as folder:
+        yield folder
 
 
 def fill(folder: Path) -> None:
