@@ -19,6 +19,7 @@ from methods.shared.module_watch import NUM_VALUED, ModuleWatch, byte_sum, leave
 
 PASSED = (Tensor, int, float, str, type(None))  # what a layer may return beside tuples of these
 NUM_GRAPHS = 1  # passes whose graph is searched for parameters of other layers
+MOST_RESULTS = 8  # results that wait for their recompute, which another process may do
 
 
 class PureLayer(nn.Module):
@@ -36,7 +37,8 @@ class PureLayer(nn.Module):
         self.copies_input = any(getattr(module, "inplace", False) for module in layer.modules())
         self.watch: ModuleWatch | None = None
         self.num_graphs, self.num_repeats = NUM_GRAPHS, NUM_VALUED
-        self.results: dict[Any, list[int]] = {}  # sums of the bytes of a pass's results, by those of its input
+        # Sums of the bytes of a pass's results, by those of its input and of the parameters.
+        self.results: dict[Any, list[int]] = {}
 
     def forward(self, *x: Any) -> Any:
         if self.watch is None:
@@ -71,10 +73,12 @@ class PureLayer(nn.Module):
         return map_tensors(Tensor.detach, y) if isinstance(y, tuple) else map_tensors(Tensor.detach, [y])[0]
 
     def _refuse_other_results(self, x: Any, y: Any) -> None:
-        if not self.num_repeats:
+        is_recompute = torch.is_grad_enabled()
+        if not self.num_repeats or (not is_recompute and len(self.results) == MOST_RESULTS):
             return
-        given, found = ([byte_sum(leaf) for leaf in tree_leaves(of) if _is_on_cpu(leaf)] for of in (x, y))
-        if not torch.is_grad_enabled():
+        inputs = (x, list(self.layer.parameters()))
+        given, found = ([byte_sum(leaf) for leaf in tree_leaves(of) if _is_on_cpu(leaf)] for of in (inputs, y))
+        if not is_recompute:
             self.results[tuple(given)] = found
             return
         self.num_repeats -= 1

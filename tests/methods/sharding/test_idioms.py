@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 from harness.base.checkout import ROOT
 from methods.hydra import ModelOrchestrator, ModelTask
+from methods.sharding.pure_layer import PureLayer
 
 WIDTH = 6
 ADAMW = functools.partial(torch.optim.AdamW, weight_decay=0.1)
@@ -508,3 +509,12 @@ def test_the_page_lists_these_rows() -> None:
         line.strip("| ").split(" | ") for line in text.splitlines() if line.endswith((" exact |", " refused |"))
     )
     assert rows == dict.fromkeys(EXACT, "exact") | dict.fromkeys(REFUSED, "refused")
+
+
+def test_a_result_from_before_an_update_is_not_compared_with_a_recompute_after_it() -> None:
+    """Of one step, a process may compute the forward pass and another the recompute."""
+    layer, x = PureLayer("layer 0", nn.Linear(2, 2)), torch.ones(1, 2)
+    with torch.no_grad():
+        layer(x)
+        layer.layer.weight.add_(1.0)
+    assert torch.equal(layer(x), layer.layer(x))
