@@ -202,7 +202,7 @@ def test_autocast_computes_in_bf16_on_fp32_weights(trainer: str) -> None:
     assert course(recomputes=False) == course(recomputes=True)
 
 
-class Loop(nn.Module):
+class SumsOutside(nn.Module):
     """A loop that computes the next layer's input by `join`, of a layer's input and its result."""
 
     def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -234,7 +234,7 @@ class Residual(nn.Sequential):
     ids=["other strides", "residual sums outside of layers"],
 )
 def test_gradients_between_layers_are_summed_as_by_checkpoint(join: Any, trainer: str) -> None:
-    compare_sums(lambda: Loop(join), trainer)
+    compare_sums(lambda: SumsOutside(join), trainer)
 
 
 class Cross(nn.Module):
@@ -248,7 +248,7 @@ class Cross(nn.Module):
         return x + self.body(x * self.key(memory) + self.value(memory)), memory
 
 
-class Decoder(Loop):
+class Decoder(SumsOutside):
     """Layers that share a memory. `returns`: each layer takes the memory that the layer before has returned."""
 
     def __init__(self, *, returns: bool) -> None:
