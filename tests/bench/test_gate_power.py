@@ -37,7 +37,7 @@ def outcome_of(case: PowerCase) -> gate_power.Outcome:
 
 @pytest.mark.parametrize("row", PROBED)
 def test_of_the_planted_faults_at_least_95_percent_are_seen_and_90_percent_named_rightly(row: dict) -> None:
-    assert row["seen"] >= 0.95 * row["faults"] >= 0.95 * 41
+    assert row["seen"] >= 0.95 * row["faults"] >= 0.95 * 39
     assert row["named"] >= 0.9 * row["seen"]
 
 
