@@ -164,14 +164,15 @@ def waiting(text: str, folder: Path) -> str:
 
 def release_after(num_samples: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a method go on that has waited for so many samples, in each of which its processes are listed anew. None is
-    taken while it goes on."""
+    taken while it does not wait: a child that is seen on its way to waiting would be seen once too often."""
     sample, num_seen, waits, sampled = Watch._sample, 0, folder / "waiting", folder / "sampled"
 
     def counted(watch: Watch) -> None:
         nonlocal num_seen
-        is_waiting = waits.exists()
+        if not waits.exists():
+            return
         sample(watch)
-        num_seen = num_seen + 1 if is_waiting else 0
+        num_seen += 1
         if num_seen == num_samples:
             sampled.touch()
             until(lambda: not sampled.exists())  # the method may wait again by then
