@@ -102,7 +102,7 @@ ENDS = (
     ("oom-host", re.compile(r"\bline \d+: +\d+ Killed|^Killed\s*$|exits with return code = -9\b|"
                             r"exitcode *: -9\b"),
      "SIGKILL that nothing in the log asked for: the host ran out of memory (inferred)"),
-    ("does-not-fit", re.compile(r"layers needs [\d.]+ \w+ of (?:\w+ )?memory .*"), ""),
+    ("does-not-fit", re.compile(r"layers? needs [\d.]+ \w+ of (?:\w+ )?memory .*"), ""),
     ("interrupted", re.compile(r"^KeyboardInterrupt|\bline \d+: +\d+ (?:Interrupt|Hangup)\b"), ""),
     ("killed", re.compile(r"\bline \d+: +\d+ Terminated|^Terminated\s*$|exits with return code = -15\b|"
                           r"\btasks? [\d,-]+: (?:Killed|Terminated)\b"), ""),

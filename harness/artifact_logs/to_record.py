@@ -15,6 +15,7 @@ from collections import Counter
 from typing import Any
 
 from harness.artifact_logs.parse import ENDS, Interval, NotALog, RawLog, scalar
+from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import Job, Workload
 from harness.core.log_lines import INTERVAL
@@ -128,7 +129,7 @@ def _unread(log: RawLog, intervals: list[Interval]) -> list[str]:
     """Return a text for each kind of line about a step that could not be read, or only in part."""
     doubts, parts = [], [interval.unread for interval in intervals if interval.unread]
     if log.num_unread_steps:
-        doubts.append(f"{log.num_unread_steps} lines look like steps and could not be read: {log.unread_step!r}")
+        doubts.append(f"{counted(log.num_unread_steps, 'line')} like a step's could not be read: {log.unread_step!r}")
     if parts:
         doubts.append(f"{len(parts)} of {len(intervals)} iteration lines were read in part, without {parts[0]!r}")
     if num_untimed := sum(interval.elapsed_ms is None for interval in intervals):
@@ -197,8 +198,9 @@ def _intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
         raise NotALog("the iterations that it numbers make no schedule")
     if last <= (log.exit_iteration or -1) < last + asked:  # an argument told the run to exit early
         steps = min(steps, max(1, log.exit_iteration or 1))
-    num_left_out = len(log.intervals) - len(legible)
-    doubts = [f"{num_left_out} iteration lines are repeated or fit no schedule"] if num_left_out else []
+    doubts = []
+    if num_left_out := len(log.intervals) - len(legible):
+        doubts.append(f"{counted(num_left_out, 'iteration line')} left out: repeated, or of no schedule")
     return legible, asked, max(1, steps), doubts
 
 
@@ -240,9 +242,9 @@ def _parameters(log: RawLog, workload: Workload, doubts: list[str]) -> dict[str,
     is_near = any(abs(count - workload.num_params / 1e9) < 6e-4 for count in billions)
     if workload.num_params in log.parameters or (not log.parameters and (is_near or not billions)):
         return stated
-    counted = f"{log.parameters[0]}" if log.parameters else f"{billions[0]} B"
-    sizes = f"{workload.num_layers} layers of {workload.hidden_size} have {workload.num_params}"
-    return {**stated, "other_parameters": f"the log counts {counted} parameters, {sizes}"}
+    told = f"{log.parameters[0]}" if log.parameters else f"{billions[0]} B"
+    sizes = f"{counted(workload.num_layers, 'layer')} of {workload.hidden_size} have {workload.num_params}"
+    return {**stated, "other_parameters": f"the log counts {told} parameters, {sizes}"}
 
 
 def _implausible(log: RawLog, job: Job, intervals: list[Interval], interval_steps: int) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.console import print_table
+from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import MEMORIES, Budget, Job, Room, gib, params_text
 from harness.devices import machine, named_machines
@@ -27,7 +28,7 @@ def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None
     training time the sentence tells."""
     load, row = made.workload, made.chosen
     size = f"{params_text(load.num_params)} parameters"
-    what = f"{model} ({size})" if model else f"{size} ({load.num_layers} layers of {load.hidden_size})"
+    what = f"{model} ({size})" if model else f"{size} ({counted(load.num_layers, 'layer')} of {load.hidden_size})"
     host = f" with {gib(room.host_bytes)}" if room.host_bytes else ""
     where = f"{place.name or place.about.replace('this machine: ', 'this ')}{host}"
     if row:
@@ -73,7 +74,7 @@ def cost(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> str
     if place.name is None:
         return minutes(job, folders)
     seconds = job.steps * made.chosen["step_seconds"]
-    return f"{job.steps} steps in about {text(seconds)}; its reference and its probe come on top"
+    return f"{counted(job.steps, 'step')} in about {text(seconds)}; its reference and its probe come on top"
 
 
 def _plan(place: TrainingPlace, call: str) -> str:

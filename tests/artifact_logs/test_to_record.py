@@ -118,6 +118,7 @@ def test_our_own_log_gives_its_job_back(tmp_path: Path) -> None:
         ("ModuleNotFoundError: No module named 'apex'", "unavailable"),
         ("ValueError: no such thing", "crash"),
         ("stronghold with 9 layers needs 9.0 GiB of host memory (weights 9.0 GiB), there is 1.0 GiB", "does-not-fit"),
+        ("stronghold with 1 layer needs 9.0 GiB of host memory (weights 9.0 GiB), there is 1.0 GiB", "does-not-fit"),
         ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO TIME LIMIT ***", "timeout"),
         ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO PREEMPTION ***", "killed"),
         ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO NODE FAILURE ***", "killed"),
@@ -287,7 +288,7 @@ def test_a_time_that_cannot_be_read_is_a_doubt(tmp_path: Path, time: str) -> Non
 def test_a_line_that_looks_like_a_step_and_is_not_read_is_a_doubt(tmp_path: Path, line: str) -> None:
     record = one(tmp_path, SMALL_NAME, [*steps_of(size=4), line])
     (doubt,) = record.evidence["doubts"]
-    assert doubt.startswith("1 lines look like steps and could not be read:")
+    assert doubt.startswith("1 line like a step's could not be read:")
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_a_sweep_crosses_its_lists_and_takes_each_job_once(tmp_path: Path, forke
         ("l2l", 1, None), ("l2l", 3, None), ("stronghold", 1, 1), ("stronghold", 3, 1), ("stronghold", 3, 2),
     ]  # fmt: skip
     assert done.stderr.splitlines() == [
-        "left out: stronghold, 1 layers: -w: expected a window of 1 to 1, the number of layers, got 2"
+        "left out: stronghold, 1 layer: -w: expected a window of 1 to 1, the number of layers, got 2"
     ]
 
 

@@ -168,7 +168,7 @@ def test_an_engine_passes_in_fp16_where_its_probe_skips_other_steps(name: str, t
             {"world_size": 6, "tensor_parallel": 2, "pipeline_parallel": 2},
             "--ranks divided by tensor_parallel.*, got 2",
         ),
-        ({"world_size": 2, "micro": 2}, "--micro-batches: expected a divisor of the 1 samples of a rank, got 2"),
+        ({"world_size": 2, "micro": 2}, "--micro-batches: expected a divisor of the 1 sample of a rank, got 2"),
     ],
 )
 def test_ranks_that_megatron_cannot_have_are_told(options: dict, told: str) -> None:
