@@ -120,6 +120,7 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("-m resident --methods /nowhere", "/nowhere"),
         ("-m resident --device cuda", "--device: expected cpu or sim on this machine, got cuda"),
         ("no-such-verb", "No such command"),
+        ("--results /tmp plan -m l2l", "expected the verb as the first word, got plan after others; try ./run.sh plan"),
         ("-m resident --no-such-option", "No such option"),
         ("plan --tokens 7B", "No such option '--tokens'; advise has it\n"),
         ("plan --model llama", "no model 'llama': did you mean llama-7b"),

@@ -227,6 +227,15 @@ def test_the_folder_of_an_added_method_may_be_named_before_the_verb(added: Path)
     assert before.returncode == 0 and before.stdout == after.stdout
 
 
+def test_several_folders_of_methods_may_be_named_before_the_verb(added: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    (other / "other_loop.py").write_text(ONE_FILE)
+    words = ["plan", "-m", "plain-loop,other-loop", "-l", "2", "-h", "64", "--heads", "4"]
+    folders = ["--methods", str(added), f"--methods={other}"]
+    before, after = run(*folders, *words), run(*words, *folders)
+    assert before.returncode == 0 and before.stdout == after.stdout
+
+
 @pytest.mark.heavy
 def test_an_added_method_gets_the_contract_tests_unasked(added: Path) -> None:
     chosen = "plain-loop and not unasked and not refused"
