@@ -80,6 +80,15 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("-m stronghold -l 4 --placement R2W3", "expected the model's 4 layers, got 5"),
         ("-m stronghold --option windows=3", "it has window_size, resident_layers"),
         ("-m stronghold --option 3", "NAME=VALUE"),
+        (
+            "-m stronghold -l 4 -w 2 --option window_size=3",
+            "expected one of -w and --option window_size, got both, 2 and 3; try -w 3",
+        ),
+        (
+            "-m fsdp2-offload --ranks 2 --option world_size=4",
+            "expected one of --ranks and --option world_size, got both, 2 and 4; try --ranks 4",
+        ),
+        ("-m stronghold --as sc22 --option window_size=3", "got both, 4 and 3; try -w 3"),
         ("-m resident --data /nowhere/corpus", "cannot read the corpus /nowhere/corpus.idx"),
         ("-m resident --results /proc/results", "try another folder with --results"),
         ("-m resident --results /dev/null", "--results"),
@@ -219,6 +228,12 @@ def test_the_command_of_a_job_makes_that_job(job: Job) -> None:
     words = shlex.split(command(job))[1:]
     parsed = job_verbs.run.make_context("run", words).params
     assert make_jobs(parsed, ()) == [job]
+
+
+def test_an_option_of_a_method_may_be_given_twice_alike() -> None:
+    words = "-m stronghold -l 4 -w 2 --option window_size=2 --placement R2W2 --option placement=R2W2".split()
+    (job,) = make_jobs(job_verbs.run.make_context("run", words).params, ())
+    assert job.options == {"window_size": 2, "placement": "R2W2"}
 
 
 @pytest.mark.parametrize("words", ["-m l2l --models 4", "-m l2l,resident --placement R2", "-m l2l --hybrid off"])
