@@ -24,6 +24,7 @@ from harness.core import method
 from harness.core.record import Record, added_folders, read_all
 from harness.devices import named_machines
 from harness.evidence import fairness, verify
+from harness.evidence.examine import shortened
 from harness.evidence.judge import Finding
 from harness.figures import case, plot
 from harness.figures import profile as scaled
@@ -100,8 +101,11 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
 
 def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
     """Return the records by their paths, and a complaint about each file that is not a valid record. Raises ValueError
-    if there is no record."""
+    if there is no valid record."""
     found, complaints = read_all(results)
+    if not found and complaints:
+        told = shortened(sorted(complaints))
+        raise ValueError(f"expected readable records in {results}, got none: {told}; try another --results folder")
     if not found and (sent := added_folders(results)):
         raise ValueError(f"expected your own records in {results}, got only records sent in: try --results {sent[0]}")
     if not found:
