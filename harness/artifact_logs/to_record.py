@@ -44,7 +44,7 @@ def to_record(log: RawLog, name: str) -> Record:
     sense, or if its steps differ in their number of samples."""
     intervals, interval_steps, steps, doubts = _intervals(log)
     batch_size = _batch_size(log, intervals)
-    doubts = [*_contradictions(log, batch_size), *doubts, *_unread(log, intervals)]
+    doubts = [*_appended(log), *_contradictions(log, batch_size), *doubts, *_unread(log, intervals)]
     workload, unsaid = _workload(log, batch_size, doubts)
     status, phase, reason, evidence = _end(log, intervals, steps)
     job = Job(
@@ -123,6 +123,13 @@ def _contradictions(log: RawLog, batch_size: int) -> list[str]:
         for size, text in stated.items()
         if text is not None and str(text) != str(log.name[size])
     ]
+
+
+def _appended(log: RawLog) -> list[str]:
+    """Return a text if the log lists arguments after steps, too. Then it holds several runs, of whose arguments the
+    last ones count. A list before the first step may be there twice, as in STRONGHOLD's logs."""
+    num_runs = len(log.starts)
+    return [f"its arguments are listed again after steps, as by {num_runs} runs in one file"] if num_runs > 1 else []
 
 
 def _unread(log: RawLog, intervals: list[Interval]) -> list[str]:
