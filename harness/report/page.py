@@ -19,6 +19,7 @@ from typing import Any
 from pandas import DataFrame
 
 from cases import overlap
+from harness.base.counted import counted
 from harness.base.whole_file import check_replaceable, own_folder, write_page
 from harness.core import method
 from harness.core.record import Record, added_folders, read_all
@@ -287,7 +288,7 @@ def _render(name: str, told: dict[str, Any]) -> str:
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=name.endswith(".html.j2"), trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters["markdown"] = markdown
+    environment.filters |= {"markdown": markdown, "counted": counted}
     return environment.get_template(name).render(told)
 
 
