@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +29,7 @@ from methods.engines.deepspeed_config import (
     lacks_to_build,
     versions,
 )
-from methods.engines.release import Release
+from methods.engines.release import Release, importing
 
 # The rule of methods/shared/loss_scale.py, but after the start or an overflow DeepSpeed doubles the scale a step later.
 FP16 = {
@@ -138,15 +137,8 @@ def import_deepspeed(device: str, num_ranks: int = 1, release: Release | None = 
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # the folder of ninja
     }  # fmt: skip
     warnings.filterwarnings("ignore", category=FutureWarning)
-    if release:
-        release.use()
-    try:
+    with importing(release, f"this method {NEEDS}"):
         import deepspeed
-    except Exception as error:
-        if release is None and not isinstance(error, ImportError):
-            raise
-        told = f"{release} does not import under torch {version('torch')}" if release else f"this method {NEEDS}"
-        raise Unavailable(f"{told} ({type(error).__name__}: {str(error).strip()[:200]})") from error
     if device != "cuda":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device == "sim":
