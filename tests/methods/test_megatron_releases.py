@@ -15,6 +15,7 @@ from harness.core.method import create
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from methods.engines import release
+from methods.engines.release import Release
 
 OLDEST = "0.12.0"
 SMALL = Workload(
@@ -44,8 +45,8 @@ def test_another_release_is_installed_before_a_run_and_told_with_its_archive(eng
     trained = create("megatron-lm", options)
     assert str(trained.to_build()).startswith("megatron-core 0.13.1, once")
     assert trained.identity() == {} and implementation(options) == "upstream: megatron-core 0.13.1"
-    (folder := engines / "megatron-core-0.13.1").mkdir()
-    (folder / release.FACTS).write_text(json.dumps({"archive": "megatron_core-0.13.1.whl", "sha256": "ab" * 32}))
+    (wanted := Release("megatron-core", "0.13.1")).packages.mkdir(parents=True)
+    (wanted.folder / release.FACTS).write_text(json.dumps({"archive": "megatron_core-0.13.1.whl", "sha256": "ab" * 32}))
     assert trained.to_build() is None and trained.identity() == {"megatron-core 0.13.1": "ab" * 32}
     assert implementation(options) == f"upstream: megatron-core 0.13.1 (megatron_core-0.13.1.whl, sha256 {'ab' * 32})"
 
