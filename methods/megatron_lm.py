@@ -20,13 +20,16 @@ from importlib.util import find_spec
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
 from harness.core.method import Step, TensorState, Trained, Training
 from harness.forecast.resources import parts_sent, sum_sent
-from methods.engines import megatron_names, megatron_releases
+from methods.engines import megatron_names
 from methods.engines.release import importing
 from methods.engines.released_method import ReleasedMethod
 from methods.shared.data_parallel import multiples, rank_part
 from methods.shared.memory_needs import describe
 
 NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.16.1"
+# The oldest release that trains without CUDA. Releases until 0.16 take the same arguments. 0.11 derives the class of
+# inference_rng_tracker, which _build() asks for on a CPU, from a functools.partial, and so raises TypeError.
+OLDEST = (0, 12)
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,8 @@ class MegatronLM(ReleasedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beside and self.beside.numbers < megatron_releases.OLDEST:
-            oldest = ".".join(map(str, megatron_releases.OLDEST))
-            raise ValueError(f"release: expected megatron-core {oldest} or newer, got {self.release}")
+        if self.beside and self.beside.numbers < OLDEST:
+            raise ValueError(f"release: expected megatron-core 0.12 or newer, got {self.release}; try release=0.12.3")
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         """Plan a rank's memory for the stage that needs most, and a rank's exchanges for the stage that sends most."""

@@ -55,7 +55,7 @@ def test_another_release_is_installed_before_a_run_and_told_with_its_archive(eng
     ("text", "told"),
     [
         ("newest", "release: expected a version of megatron-core such as 0.18.9, got 'newest'"),
-        ("0.9.0", "release: expected megatron-core 0.12 or newer, got 0.9.0"),
+        ("0.11.0", "release: expected megatron-core 0.12 or newer, got 0.11.0; try release=0.12.3"),
     ],
 )
 def test_a_release_that_cannot_be_meant_is_one_line(text: str, told: str) -> None:
