@@ -21,6 +21,8 @@ HOST_SHARE = 0.9  # the host updates this share of the sub-groups, rounded up, a
 
 @dataclass(frozen=True)
 class SuperOffload(DeepSpeedMethod):
+    release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
+
     label = "SuperOffload"
     color = "#93C47D"
     paper = "Lian et al., ASPLOS 2026, arXiv:2509.21271; DeepSpeed"
@@ -53,5 +55,5 @@ class SuperOffload(DeepSpeedMethod):
             raise Unavailable(GPU_ONLY)
         from methods.engines.deepspeed import use_built_kernel_in_superoffload
 
-        use_built_kernel_in_superoffload()
+        use_built_kernel_in_superoffload(self.beside)
         return (yield from super().train(workload, batches, device))

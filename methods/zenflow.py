@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core.job import Plan, Room, Workload
-from methods.engines.deepspeed_config import stage_2
+from methods.engines.deepspeed_config import activation_bytes, stage_2
 from methods.engines.deepspeed_method import DeepSpeedMethod
 
 
@@ -20,6 +20,7 @@ from methods.engines.deepspeed_method import DeepSpeedMethod
 class ZenFlow(DeepSpeedMethod):
     topk_ratio: float = 0.1  # share of gradient columns that the device applies at each step
     update_interval: int = 4  # number of steps between two updates by the host, which apply the other columns
+    release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
 
     label = "ZenFlow"
     color = "#F6B26B"
@@ -35,7 +36,7 @@ class ZenFlow(DeepSpeedMethod):
                 "weights": size * params,
                 "gradients": 2 * size * params,
                 "optimizer": int(8 * self.topk_ratio * params),
-                "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
+                "activations": activation_bytes(workload),
             },
             host={"weights": 4 * params, "gradients": 8 * params, "optimizer": 8 * params},
             moved_bytes=2 * size * params,

@@ -17,6 +17,7 @@ from methods.shared.data_parallel import rank_part
 class ZeroInfinity(DeepSpeedMethod):
     adam: str = "fused"  # the host's Adam: fused, deepspeed or published (methods/engines/deepspeed_config.py)
     world_size: int = 1  # ranks
+    release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
 
     label = "ZeRO-Infinity"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"

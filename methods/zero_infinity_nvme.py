@@ -18,7 +18,14 @@ from pathlib import Path
 from harness.base.marked_folder import is_marked, mark
 from harness.core.job import Plan, Room, Workload, gib
 from harness.core.method import Training, Unavailable
-from methods.engines.deepspeed_config import is_built, lacks_to_build, stage_3, stage_3_device, stage_3_exchanged
+from methods.engines.deepspeed_config import (
+    EngineSettings,
+    is_built,
+    lacks_to_build,
+    stage_3,
+    stage_3_device,
+    stage_3_exchanged,
+)
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import writable
@@ -33,6 +40,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
     pipelined: bool | None = None  # True: read and write during the update; None: True if buffers fit on the host
     reentrant: bool = True  # True: recompute by torch's older way; the newer way is wrong with DeepSpeed 0.19.8
     world_size: int = 1  # ranks
+    release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
 
     label = "ZeRO-Infinity (NVMe)"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
@@ -69,8 +77,9 @@ class ZeroInfinityNvme(DeepSpeedMethod):
             folder = needed.enter_context(
                 swap_folder(writable(self.disk), sum(on_disk(workload, self.world_size).values()))
             )
-            if not is_built("async_io"):
-                raise Unavailable(lacks_to_build("async_io") or "DeepSpeed's async_io is not compiled: ./run.sh setup")
+            if not is_built("async_io", self.beside):
+                lacking = lacks_to_build("async_io", self.beside)
+                raise Unavailable(lacking or "DeepSpeed's async_io is not compiled: ./run.sh setup")
             nvme = {"device": "nvme", "nvme_path": str(folder)}
             zero = {
                 **stage_3(workload, on_gpu=device == "cuda"),
@@ -87,8 +96,8 @@ class ZeroInfinityNvme(DeepSpeedMethod):
                 },
             }  # fmt: skip
             aio = {"block_size": 2**20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}
-            how = (self.adam, zero, self.reentrant, needed, self.world_size)
-            return (yield from deepspeed.train(workload, batches, device, *how, aio=aio))
+            settings = EngineSettings(zero, self.adam, self.reentrant, self.world_size, self.beside, extra={"aio": aio})
+            return (yield from deepspeed.train(workload, batches, device, settings, needed))
 
 
 def on_disk(workload: Workload, num_ranks: int) -> dict[str, int]:

@@ -157,12 +157,18 @@ class Method(ABC):
         """Return the options with which a model of `twin_layers` layers runs the same code as one of `num_layers`."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
+    def identity(self) -> dict[str, str]:
+        """Return what decides how this method trains, beside its options and its code, such as the hash of an engine's
+        archive that only a run with these options needs. A job's key contains these facts."""
+        return {}
+
     def to_build(self) -> str | None:
-        """Describe for people what build() would compile before a run; None if nothing is missing."""
+        """Describe for people what build() would compile or install before a run; None if nothing is missing."""
         return None
 
     def build(self) -> None:  # noqa: B027 most methods have nothing to compile
-        """Compile what the method needs. The harness calls build() once before the runs, in a process of its own."""
+        """Compile or install what the method needs. The harness calls build() once, in a process of its own that ends
+        before the runs."""
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         """Return the method's row in the fairness table: implementation, model, attention, optimizer, precision,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -13,20 +14,22 @@ from harness.devices.machine import PACKAGES
 from harness.figures.point import FigureRow, row_of
 from harness.figures.profile import PROBE
 from harness.jobs.size_search import SizeAnswer, SizeOutcome, SizeTrial
-from harness.jobs.sweep import context, read_by
+from harness.jobs.sweep import context, identity, read_by
 
 _context = functools.cache(context)
 
 
 def key(job: Job) -> str:
     """Return the key that the record of this resolved job would have if the job ran here now."""
-    return job.key(**_context(job.method, read_by(job)))
+    return job.key(**_context(job.method, read_by(job)), **identity(job))
 
 
 def is_current(record: Record) -> bool:
     """True if the record's job would get the same key if it ran here now: the code and the machine are still those of
     the record."""
-    return record.job.method in method.names() and record.key == key(record.job)
+    with contextlib.suppress(ValueError):  # the method no longer has one of the record's options
+        return record.job.method in method.names() and record.key == key(record.job)
+    return False
 
 
 def of_newest_code(records: Sequence[Record]) -> list[Record]:

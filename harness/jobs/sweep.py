@@ -113,7 +113,7 @@ class Sweep:
         return record
 
     def key(self, job: Job) -> str:
-        found = context(job.method, read_by(job), self.folders)
+        found = context(job.method, read_by(job), self.folders) | identity(job, self.folders)
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
     def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
@@ -343,6 +343,11 @@ def read_by(job: Job) -> tuple[Workload, int] | None:
     """Return the workload and the number of samples of a job that reads a corpus or weights from files; else None."""
     load = job.workload
     return None if load.corpus is load.weights is None else (load, job.steps * load.batch_size)
+
+
+def identity(job: Job, folders: tuple[Path, ...] = ()) -> dict[str, str]:
+    """Return the facts that a job's key contains because of its method's options, such as the hash of an archive."""
+    return method.create(job.method, job.options, folders).identity()
 
 
 def context(name: str, files: tuple[Workload, int] | None, folders: tuple[Path, ...] = ()) -> dict[str, str]:

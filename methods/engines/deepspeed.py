@@ -1,4 +1,4 @@
-"""Trains the harness's model with an engine of DeepSpeed 0.19.8, configured from the job. Where a setting looks odd, a
+"""Trains the harness's model with an engine of DeepSpeed, configured from the job. Where a setting looks odd, a
 comment names the behavior of DeepSpeed that the setting avoids.
 """
 
@@ -13,13 +13,23 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Workload
 from harness.core.method import Step, TensorState, Trained, Training, Unavailable
-from methods.engines.deepspeed_config import EXTENSIONS, KERNELS, NEEDS, is_built, lacks_to_build, versions
+from methods.engines.deepspeed_config import (
+    KERNELS,
+    NEEDS,
+    EngineSettings,
+    extensions,
+    is_built,
+    lacks_to_build,
+    versions,
+)
+from methods.engines.release import Release, importing
 
 # The rule of methods/shared/loss_scale.py, but after the start or an overflow DeepSpeed doubles the scale a step later.
 FP16 = {
@@ -35,42 +45,41 @@ def _fp16(workload: Workload) -> dict[str, Any]:
     return {**FP16, "loss_scale_window": workload.loss_scale_window or LOSS_SCALE_WINDOW}
 
 
-def engine_config(workload: Workload, adam: str, zero: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for this job. `adam`: a key of ADAMS. `zero`: the entry zero_optimization."""
+def engine_config(workload: Workload, settings: EngineSettings) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for this job."""
+    parts = workload.micro_batches
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": workload.batch_size // num_ranks,
-        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": workload.batch_size // settings.num_ranks // parts,
+        "gradient_accumulation_steps": parts if settings.accumulation == "engine" else 1,
         "gradient_clipping": workload.clip_norm,  # given even if it is 0 (no clipping), because the default is 1.0
-        "zero_optimization": zero,
+        "zero_optimization": settings.zero,
         "bf16": {"enabled": workload.dtype == "bf16"},
         "fp16": _fp16(workload) if workload.dtype == "fp16" else {"enabled": False},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
     }
-    if adam != "fused":
+    if settings.adam != "fused":
         parameters = {"lr": workload.learning_rate, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
-        if adam == "published":
+        if settings.adam == "published":
             parameters["torch_adam"] = True
         config["optimizer"] = {"type": "AdamW", "params": parameters}
-    return config
+    return config | settings.extra
 
 
-def train(
-    workload: Workload, batches: Any, device: str, adam: str, zero: dict[str, Any], reentrant: bool,
-    needed: ExitStack, num_ranks: int = 1, **extra: Any
-) -> Training:  # fmt: skip
-    """Train with the engine of deepspeed.initialize(); each rank trains on its part of every batch.
+def train(workload: Workload, batches: Any, device: str, settings: EngineSettings, needed: ExitStack) -> Training:
+    """Train with the engine of deepspeed.initialize(); each rank trains on its part of every batch, micro-batch by
+    micro-batch.
 
-    `adam`: a key of ADAMS. `zero`: the configuration's entry zero_optimization. `extra`: the configuration's further
-    entries. `reentrant`: use torch's older recompute. `needed`: a context that stays open until all trained tensors
-    have been read, because each tensor is made only when it is read. Raises Unavailable if deepspeed or a kernel that
-    `adam` needs is missing.
+    `needed`: a context that stays open until all trained tensors have been read, because each tensor is made only when
+    it is read. Raises Unavailable if deepspeed or a kernel that the settings need is missing.
     """
-    if adam == "deepspeed" and not is_built("cpu_adam"):
-        raise Unavailable(lacks_to_build("cpu_adam") or "DeepSpeed's cpu_adam is not compiled: ./run.sh setup")
-    deepspeed = import_deepspeed(device, num_ranks)
-    _load_built("cpu_adam", *(["async_io"] if "aio" in extra else []))
+    release, num_ranks = settings.release, settings.num_ranks
+    if settings.adam == "deepspeed" and not is_built("cpu_adam", release):
+        lacking = lacks_to_build("cpu_adam", release)
+        raise Unavailable(lacking or "DeepSpeed's cpu_adam is not compiled: ./run.sh setup")
+    deepspeed = import_deepspeed(device, num_ranks, release)
+    _load_built(release, "cpu_adam", *(["async_io"] if "aio" in settings.extra else []))
     is_scaled = workload.dtype == "fp16"
     if is_scaled and device != "cuda":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -85,16 +94,22 @@ def train(
     join_alone(device) if num_ranks == 1 else join_others(device)
     needed.callback(leave_others)
     rank = dist.get_rank()
-    config = {**engine_config(workload, adam, zero, num_ranks), **extra}
-    engine = _engine(deepspeed, workload, config, device, adam, reentrant)
-    for step, (inputs, targets) in enumerate(batches, start=1):
+    engine = _engine(deepspeed, workload, engine_config(workload, settings), device, settings)
+    by_engine, num_parts = settings.accumulation == "engine", workload.micro_batches
+    for step, batch in enumerate(batches, start=1):
         for group in _groups(engine):
             group["lr"] = workload.learning_rate_at(step)  # set now, because SuperOffload updates during backward()
-        scale = float(engine.optimizer.loss_scale) if is_scaled else 1.0
-        loss = engine(inputs.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank], scale)
-        engine.backward(loss / scale)  # engine.backward() multiplies by the scale again
-        engine.step()
-        norm, mean = engine.get_global_grad_norm(), loss.detach() / num_ranks
+        scale, losses = float(engine.optimizer.loss_scale) if is_scaled else 1.0, []
+        for part in zip(*(tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch), strict=True):
+            loss = engine(*part, scale)
+            # backward() multiplies by the scale again, and divides by the accumulation steps that it knows.
+            engine.backward(loss / scale if by_engine else loss / scale / num_parts)
+            losses.append(loss.detach())
+            if by_engine:
+                engine.step()
+        if not by_engine:
+            engine.step()
+        norm, mean = engine.get_global_grad_norm(), torch.stack(losses).mean() / num_ranks
         if num_ranks > 1:
             dist.all_reduce(mean)
         ended = Step(mean, None if norm is None else torch.as_tensor(norm))
@@ -104,9 +119,10 @@ def train(
     return Trained(_states(engine, needed.pop_all()))
 
 
-def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
+def import_deepspeed(device: str, num_ranks: int = 1, release: Release | None = None) -> Any:
     """Import deepspeed and configure it for this device and for torchrun's ranks. Without CUDA, turn off DeepSpeed's
-    shared-memory communication, which would have to be compiled. Raises Unavailable if deepspeed is missing.
+    shared-memory communication, which would have to be compiled. `release`: None: the installed one. Raises Unavailable
+    if deepspeed is missing, or if the release does not import under the installed torch.
     """
     if num_ranks == 1:
         with socket.socket() as free:
@@ -117,14 +133,12 @@ def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
         "LOCAL_RANK": "0",  # DeepSpeed selects the GPU of this number; each rank sees only one GPU
         # DeepSpeed's launcher sets LOCAL_SIZE, without which DeepSpeed on a CPU starts numactl several times a step.
         "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
-        "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+        "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(extensions(release)),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # the folder of ninja
     }  # fmt: skip
     warnings.filterwarnings("ignore", category=FutureWarning)
-    try:
+    with importing(release, f"this method {NEEDS}"):
         import deepspeed
-    except ImportError as error:
-        raise Unavailable(f"this method {NEEDS} ({error})") from error
     if device != "cuda":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device == "sim":
@@ -134,32 +148,35 @@ def import_deepspeed(device: str, num_ranks: int = 1) -> Any:
     return deepspeed
 
 
-def _load_built(*kernels: str) -> None:
+def _load_built(release: Release | None, *kernels: str) -> None:
     """Load the named kernels, except any kernel that is not compiled. Without this call DeepSpeed would start ninja in
     every run to check the kernels."""
-    from deepspeed.ops.op_builder import PinMemoryBuilder
+    from deepspeed.ops import op_builder
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.cpp_extension import _import_module_from_library
 
     def load(kernel: str) -> None:
-        OpBuilder._loaded_ops[kernel] = _import_module_from_library(kernel, EXTENSIONS / kernel, True)
+        OpBuilder._loaded_ops[kernel] = _import_module_from_library(kernel, extensions(release) / kernel, True)
 
-    for kernel in filter(is_built, kernels):
-        if kernel == "async_io":
-            load("pin_memory")
-            PinMemoryBuilder().load()  # async_io, loaded next, needs the symbols of pin_memory
-        load(kernel)
+    for kernel in kernels:
+        if is_built(kernel, release):
+            if kernel == "async_io" and hasattr(op_builder, "PinMemoryBuilder"):  # since 0.19.5
+                load("pin_memory")
+                op_builder.PinMemoryBuilder().load()  # async_io, loaded next, needs the symbols of pin_memory
+            load(kernel)
 
 
-def use_built_kernel_in_superoffload() -> None:
+def use_built_kernel_in_superoffload(release: Release | None = None) -> None:
     """Make SuperOffload's optimizer process load the compiled kernel; otherwise that process would compile the kernel
     again, during the run and with other flags."""
     from deepspeed.runtime.superoffload import superoffload_utils
 
-    superoffload_utils.superoffload_optimizer_worker = superoffload_worker
+    superoffload_utils.superoffload_optimizer_worker = partial(superoffload_worker, release=release)
 
 
-def superoffload_worker(tasks: Any, results: Any, config: Any, max_grad_numel: int, pin_memory: bool = True) -> None:
+def superoffload_worker(
+    tasks: Any, results: Any, config: Any, max_grad_numel: int, pin_memory: bool = True, release: Release | None = None
+) -> None:
     """Run SuperOffload's optimizer process with the compiled kernel. At the end put the optimizer's states into
     `results`, because no other process has them.
 
@@ -168,7 +185,7 @@ def superoffload_worker(tasks: Any, results: Any, config: Any, max_grad_numel: i
     """
     from deepspeed.runtime.superoffload import superoffload_utils
 
-    _load_built("cpu_adam")
+    _load_built(release, "cpu_adam")
     made = []
 
     class KeptAdam(superoffload_utils.DeepSpeedCPUAdam):
@@ -193,36 +210,38 @@ def _fetch_superoffloads_states(optimizer: Any) -> None:
         optimizer.optimizer.state[weights] = found[number] if on_host else optimizer.backup_optimizer.state[weights]
 
 
-def build(kernel: str) -> None:
-    """Compile one of DeepSpeed's kernels into the folder EXTENSIONS. Only one process builds at a time; others wait.
+def build(kernel: str, release: Release | None = None) -> None:
+    """Compile one of the kernels of a release of DeepSpeed (None: the installed one) into the folder of extensions().
+    Only one process builds at a time; others wait.
 
     Removes the locks of an interrupted build, because DeepSpeed would wait for them forever. Raises Unavailable if
     deepspeed, a compiler or a library is missing.
     """
-    import_deepspeed("cpu")
+    import_deepspeed("cpu", release=release)
     from deepspeed.accelerator import get_accelerator
 
-    EXTENSIONS.mkdir(parents=True, exist_ok=True)
-    with open(EXTENSIONS / "one_build", "w") as one_build:
+    folder = extensions(release)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "one_build", "w") as one_build:
         fcntl.flock(one_build, fcntl.LOCK_EX)
-        if is_built(kernel):  # another process has built the kernel while this one waited
+        if is_built(kernel, release):  # another process has built the kernel while this one waited
             return
-        for lock in EXTENSIONS.glob("*/lock"):
+        for lock in folder.glob("*/lock"):
             lock.unlink()
         builder = get_accelerator().create_op_builder(KERNELS[kernel][0])
         if not builder.is_compatible(verbose=True):
             raise Unavailable(f"DeepSpeed cannot build {kernel} here: try apt-get install g++ libaio-dev")
         header = Path(__file__).parent / "deepspeed_headers/torch/extension.h"  # uses fewer of torch's headers
         os.environ["CPATH"] = os.pathsep.join(filter(None, [str(header.parents[1]), os.environ.get("CPATH")]))
-        with _compiled_as_one_file():
+        with _compiled_as_one_file(folder):
             builder.load(verbose=True)
-        (EXTENSIONS / f"{kernel}.built").write_text(versions())
+        (folder / f"{kernel}.built").write_text(versions(release))
 
 
 @contextmanager
-def _compiled_as_one_file() -> Iterator[None]:
-    """Inside this context torch compiles an extension's sources as one file, without debug symbols. File by file, most
-    of the time would go to compiling torch's headers again.
+def _compiled_as_one_file(folder: Path) -> Iterator[None]:
+    """Inside this context torch compiles an extension's sources as one file in `folder`, without debug symbols. File by
+    file, most of the time would go to compiling torch's headers again.
 
     Sources in the folder `common` are compiled separately: they include no torch headers and repeat each other's
     constants.
@@ -235,7 +254,7 @@ def _compiled_as_one_file() -> Iterator[None]:
         name: str, sources: list[str], extra_cflags: list[str], extra_include_paths: list[str], **rest: Any
     ) -> Any:
         apart = [source for source in sources if Path(source).parent.name == "common"]
-        whole, seen = EXTENSIONS / f"{name}.cpp", set[Path]()
+        whole, seen = folder / f"{name}.cpp", set[Path]()
         texts = [_inlined(Path(source), extra_include_paths, seen) for source in sources if source not in apart]
         whole.write_text("".join(texts))
         flags = [flag for flag in extra_cflags if flag != "-g"]
@@ -259,7 +278,7 @@ def _inlined(file: Path, folders: list[str], seen: set[Path]) -> str:
     return re.sub(r'^#include [<"](.+)[>"]', included, file.read_text(), flags=re.MULTILINE) + "\n"
 
 
-def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam: str, reentrant: bool) -> Any:
+def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, settings: EngineSettings) -> Any:
     import torch
     from deepspeed.utils import safe_set_full_fp32_param
 
@@ -274,12 +293,12 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
                 x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
             return self.ends.loss(x, targets, scale)
 
-    cls, dtype = (ReentrantGPT if reentrant else GPT), DTYPES[workload.dtype]
+    cls, dtype = (ReentrantGPT if settings.reentrant else GPT), DTYPES[workload.dtype]
     is_partitioned = config["zero_optimization"]["stage"] == 3
     if workload.config is not None and is_partitioned:
         model = whole(workload).to_empty(device="cpu")  # zero.Init cannot make this model, but can partition it
         assert isinstance(model, HubModel)
-        model.recompute(reentrant=reentrant)
+        model.recompute(reentrant=settings.reentrant)
         deepspeed.zero.Init(module=model, config_dict_or_path=config)  # the dtype is the configuration's
     elif is_partitioned:
         # The configuration gives the dtype; Init's argument `dtype` is not used, because it turns fp32 into bf16 on a
@@ -310,7 +329,7 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, adam:
             start(parameter, value)
     groups = adamw_groups(model.parameters(), shape_of)
     optimizer = None
-    if adam == "fused":
+    if settings.adam == "fused":
         optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)
     if workload.dtype != "fp32":

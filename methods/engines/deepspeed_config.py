@@ -5,17 +5,21 @@ DeepSpeed can bind ranks to cores. The harness does not let it, because a single
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from harness.base.checkout import ROOT
 from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
-from harness.forecast.resources import parts_sent
+from harness.forecast.resources import parts_sent, sum_sent
+from methods.engines.release import Release
 from methods.shared.memory_needs import each_page_locked, gathered_params, num_small, page_locked
 
-EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of DeepSpeed's compiled kernels
+EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of the compiled kernels of the installed DeepSpeed
 BUCKET_PARAMS = 50_000_000
 SUB_GROUP_PARAMS = 100_000_000  # number of parameters that stage 3 updates at once
 ADAMS = {  # each value of the option `adam`, with the name of this Adam in the fairness table
@@ -23,22 +27,46 @@ ADAMS = {  # each value of the option `adam`, with the name of this Adam in the 
     "deepspeed": "DeepSpeedCPUAdam",  # as fast as `fused`, but must be compiled
     "published": "torch AdamW, op by op",  # as in the published artifact
 }
+ACCUMULATIONS = {  # each value of the option `accumulation`: how the engine sums the gradients of micro-batches
+    "engine": "by gradient_accumulation_steps",  # backward() and step() for each micro-batch
+    "caller": "by several backward passes before one step()",  # the configuration says one accumulation step
+}
+# Each value of the option `offload` but None: what lives on the host. The number is the lowest stage that allows it.
+OFFLOADS = {"optimizer": 1, "all": 3}
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
 # For each kernel: the DeepSpeed class that builds it, and the seconds that the build takes on a 2-core EPYC.
 KERNELS = {"cpu_adam": ("CPUAdamBuilder", 25), "async_io": ("AsyncIOBuilder", 35)}
 HEADERS = {"Python.h": "python3-dev", "libaio.h": "libaio-dev"}  # headers and their Debian packages
 
 
-def is_built(kernel: str) -> bool:
-    """Return whether the kernel has been compiled for the installed versions of torch and deepspeed."""
-    stamp = EXTENSIONS / f"{kernel}.built"
-    return stamp.exists() and stamp.read_text() == versions()
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a method asks of DeepSpeed's engine, beside what the workload says."""
+
+    zero: dict[str, Any]  # the configuration's entry zero_optimization
+    adam: str = "fused"  # a key of ADAMS
+    reentrant: bool = False  # True: use torch's older recompute
+    num_ranks: int = 1
+    release: Release | None = None  # None: the installed release
+    accumulation: str = "engine"  # a key of ACCUMULATIONS
+    extra: dict[str, Any] = field(default_factory=dict)  # further entries of the configuration
 
 
-def lacks_to_build(kernel: str) -> str | None:
+def extensions(release: Release | None) -> Path:
+    """Return the folder of the compiled kernels of a release; None: of the installed one."""
+    return release.folder / EXTENSIONS.name if release else EXTENSIONS
+
+
+def is_built(kernel: str, release: Release | None = None) -> bool:
+    """Return whether the kernel has been compiled for the installed torch and this release of DeepSpeed."""
+    stamp = extensions(release) / f"{kernel}.built"
+    return stamp.exists() and stamp.read_text() == versions(release)
+
+
+def lacks_to_build(kernel: str, release: Release | None = None) -> str | None:
     """Return what is missing to compile a kernel, and how to get it. Return None if nothing is missing, or if the
     kernel is already built."""
-    if is_built(kernel):
+    if is_built(kernel, release):
         return None
     if not native_build.find():
         return f"DeepSpeed's {kernel} needs a compiler: apt-get install g++"
@@ -48,11 +76,11 @@ def lacks_to_build(kernel: str) -> str | None:
     return f"DeepSpeed's {kernel} needs {' and '.join(lacking)}: apt-get install {packages}" if lacking else None
 
 
-def versions() -> str:
+def versions(release: Release | None = None) -> str:
     """Return the versions of torch and deepspeed, on which a compiled kernel depends, or which of the two packages is
     missing."""
     try:
-        return f"torch {version('torch')}, deepspeed {version('deepspeed')}"
+        return f"torch {version('torch')}, deepspeed {release.version if release else version('deepspeed')}"
     except PackageNotFoundError as error:
         return f"no {error.name}"
 
@@ -88,12 +116,82 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
     }
 
 
+def zero_of_stage(workload: Workload, stage: int, offload: str | None, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the configuration of a stage of ZeRO. `offload`: a key of OFFLOADS; None: nothing lives on the host."""
+    if stage == 0:
+        return {"stage": 0}
+    zero = stage_3(workload, on_gpu) if stage == 3 else {**stage_2(workload, on_gpu), "stage": stage}
+    kept = {None: (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}[offload]
+    return {name: value for name, value in zero.items() if not name.startswith("offload_") or name in kept}
+
+
 def stage_3_device(workload: Workload) -> dict[str, int]:
     """Return the bytes on the device, by kind: weights (embedding, head, the current layer and the next layer), the
     gradients of these weights, and activations."""
     at_once = workload.weight_bytes * (workload.end_params + 2 * workload.layer_params)
-    activations = workload.num_layers * workload.boundary_bytes + workload.working_bytes
-    return {"weights": at_once, "gradients": at_once, "activations": activations}
+    return {"weights": at_once, "gradients": at_once, "activations": activation_bytes(workload)}
+
+
+def activation_bytes(workload: Workload) -> int:
+    """Return the bytes of activations: of one micro-batch, because an engine trains one after the other."""
+    parts = workload.micro_batches
+    one = dataclasses.replace(workload, batch_size=workload.batch_size // parts, micro_batches=1)
+    return one.num_layers * one.boundary_bytes + one.working_bytes
+
+
+def stage_2_device(workload: Workload) -> dict[str, int]:
+    """Return the bytes on the device, by kind, if stage 2 keeps gradients and optimizer on the host. Gradients are
+    summed in whole buckets, in the weights' dtype."""
+    params, size = workload.num_params, workload.weight_bytes
+    return {
+        "weights": size * params,
+        "gradients": 2 * size * min(BUCKET_PARAMS, params),
+        "activations": activation_bytes(workload),
+    }
+
+
+def stage_2_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
+    """Return the plan of stage 1 or 2 with gradients and optimizer on the host, for a rank. Weights are gathered after
+    an update."""
+    params, size = workload.num_params, workload.weight_bytes
+    return Plan(
+        device=stage_2_device(workload),
+        host=stage_2_host(workload, room, num_ranks),
+        moved_bytes=2 * size * params // num_ranks,
+        exchanged=stage_2_exchanged(workload, num_ranks),
+    )
+
+
+def stage_2_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step: gathered weights, and sums of gradients for each micro-batch."""
+    num_bytes = workload.weight_bytes * workload.num_params
+    sums = workload.micro_batches * sum_sent(num_bytes, num_ranks)
+    return {"gathers": parts_sent(num_bytes, num_ranks), "sums": sums}
+
+
+def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, num_ranks: int) -> Plan:
+    """Return the plan of a rank by a stage of ZeRO. `offload`: a key of OFFLOADS; None: nothing lives on the host."""
+    if offload == "all":
+        return stage_3_plan(workload, room, num_ranks)
+    if offload == "optimizer" and stage < 3:
+        return stage_2_plan(workload, room, num_ranks)
+    params, size = workload.num_params, workload.weight_bytes
+    own = -(-params // num_ranks)
+    gathered = stage_3_device(workload)
+    stepped = own if stage else params
+    has_main = stage > 0 or size == 2  # fp32 main weights and gradients, apart from the weights
+    device = {
+        "weights": size * own + gathered["weights"] if stage == 3 else size * params,
+        "gradients": size * (own if stage > 1 else params) + 2 * size * (min(BUCKET_PARAMS, params) if stage else 0),
+        "optimizer": (16 if has_main else 8) * stepped,
+        "activations": activation_bytes(workload),
+    }
+    host = {}
+    if offload == "optimizer":
+        del device["optimizer"]
+        host = {"weights": 4 * own, "gradients": 4 * own, "optimizer": 8 * own}
+    exchanged = stage_3_exchanged(workload, num_ranks) if stage == 3 else stage_2_exchanged(workload, num_ranks)
+    return Plan(device, host, moved_bytes=2 * size * own if host else 0, exchanged=exchanged)
 
 
 def group_params(workload: Workload) -> tuple[int, int]:

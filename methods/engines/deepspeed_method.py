@@ -7,21 +7,29 @@ from importlib.util import find_spec
 from typing import Any
 
 from harness.core.job import Workload
-from harness.core.method import Method, Training
+from harness.core.method import Training
 from methods.engines import deepspeed_config
+from methods.engines.deepspeed_config import EngineSettings
+from methods.engines.released_method import ReleasedMethod
 from methods.shared.memory_needs import describe
 
 
-class DeepSpeedMethod(Method):
+class DeepSpeedMethod(ReleasedMethod):
+    package = "deepspeed"
     color = "#E7D6EF"
     log_dialect = "deepspeed"
     adam = "deepspeed"  # the host's Adam: a key of deepspeed_config.ADAMS
     reentrant = False  # True: use torch's older recompute
     world_size = 1  # ranks
+    accumulates = True
+    accumulation = "engine"  # a key of deepspeed_config.ACCUMULATIONS
 
     def __post_init__(self) -> None:
-        if self.adam not in deepspeed_config.ADAMS:
-            raise ValueError(f"adam: expected one of {', '.join(deepspeed_config.ADAMS)}, got {self.adam!r}")
+        for name in ("adam", "accumulation"):
+            allowed = getattr(deepspeed_config, f"{name.upper()}S")
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        super().__post_init__()
 
     @property
     def kernel(self) -> str | None:
@@ -32,35 +40,41 @@ class DeepSpeedMethod(Method):
         """Return the entry zero_optimization of DeepSpeed's configuration. Each subclass defines this method."""
         raise NotImplementedError
 
+    def settings(self, workload: Workload, *, on_gpu: bool) -> EngineSettings:
+        zero = self.zero(workload, on_gpu=on_gpu)
+        return EngineSettings(zero, self.adam, self.reentrant, self.world_size, self.beside, self.accumulation)
+
     def missing(self, device: str) -> str | None:
         if not find_spec("deepspeed"):
             return deepspeed_config.NEEDS
-        return deepspeed_config.lacks_to_build(self.kernel) if self.kernel else None
+        return deepspeed_config.lacks_to_build(self.kernel, self.beside) if self.kernel else None
 
     @property
     def build_seconds(self) -> int:  # type: ignore[override]
         return deepspeed_config.KERNELS[self.kernel][1] if self.kernel else 0
 
     def to_build(self) -> str | None:
-        if not self.kernel or deepspeed_config.is_built(self.kernel) or deepspeed_config.lacks_to_build(self.kernel):
-            return None
-        return f"DeepSpeed's {self.kernel}, once, about {self.build_seconds} seconds on two cores"
+        texts = [super().to_build()]
+        lacks = deepspeed_config.lacks_to_build
+        if self.kernel and not deepspeed_config.is_built(self.kernel, self.beside) and not lacks(self.kernel):
+            texts.append(f"DeepSpeed's {self.kernel}, once, about {self.build_seconds} seconds on two cores")
+        return "; ".join(filter(None, texts)) or None
 
     def build(self) -> None:
         from methods.engines import deepspeed
 
+        super().build()
         if self.kernel:
-            deepspeed.build(self.kernel)
+            deepspeed.build(self.kernel, self.beside)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        row = describe(workload, "upstream: deepspeed", deepspeed_config.ADAMS[self.adam])
+        row = describe(workload, self.implementation, deepspeed_config.ADAMS[self.adam])
         recompute = f"{row['recompute']}{', reentrant' if self.reentrant else ''}"
         return {**row, "recompute": recompute, "clipping": "global norm, by the engine"}
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods.engines import deepspeed
 
-        zero = self.zero(workload, on_gpu=device == "cuda")
         with ExitStack() as needed:
-            how = (self.adam, zero, self.reentrant, needed, self.world_size)
-            return (yield from deepspeed.train(workload, batches, device, *how))
+            settings = self.settings(workload, on_gpu=device == "cuda")
+            return (yield from deepspeed.train(workload, batches, device, settings, needed))
