@@ -18,7 +18,7 @@ from methods.shared.data_parallel import rank_part
 @dataclass(frozen=True)
 class DeepSpeed(DeepSpeedMethod):
     stage: int = 2  # stage of ZeRO: 0 splits nothing over ranks, 1 optimizer states, 2 gradients too, 3 weights too
-    offload: str = "none"  # what lives on the host: none, optimizer (stages 1 to 3) or all (stage 3)
+    offload: str | None = None  # what lives on the host: None, optimizer (stages 1 to 3) or all (stage 3)
     overlap_comm: bool = False  # True: ranks exchange gradients during the backward pass
     accumulation: str = "engine"  # how micro-batches are summed: a key of engines/deepspeed_config.ACCUMULATIONS
     adam: str = "fused"  # Adam's kernel: fused, deepspeed or published (methods/engines/deepspeed_config.py)
@@ -34,11 +34,12 @@ class DeepSpeed(DeepSpeedMethod):
         super().__post_init__()
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage: expected 0 to 3, got {self.stage}")
-        if self.offload not in OFFLOADS:
-            raise ValueError(f"offload: expected one of {', '.join(OFFLOADS)}, got {self.offload!r}")
-        if self.stage < OFFLOADS[self.offload]:
-            told = f"expected stage {OFFLOADS[self.offload]} or higher, got {self.stage}"
-            raise ValueError(f"offload={self.offload}: {told}; try stage={OFFLOADS[self.offload]}")
+        if self.offload not in (None, *OFFLOADS):
+            raise ValueError(f"offload: expected none or one of {', '.join(OFFLOADS)}, got {self.offload!r}")
+        if self.offload and self.stage < (least := OFFLOADS[self.offload]):
+            raise ValueError(
+                f"offload={self.offload}: expected stage {least} or higher, got {self.stage}; try stage={least}"
+            )
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         part = rank_part(workload, self.world_size)
