@@ -127,11 +127,11 @@ UNSEEN = {
 
 
 def _zero(
-    stage: int, offload: str = "none", *, parts: int = 1, dtype: str = "fp32", clip: float = 1.0, **options: Any
+    stage: int, offload: str | None = None, *, parts: int = 1, dtype: str = "fp32", clip: float = 1.0, **options: Any
 ) -> MapRow:
     """Return the row of a stage of ZeRO. `parts`: micro-batches."""
     load = {"micro_batches": parts, "dtype": dtype, "clip_norm": clip}
-    lacks = {"copies": offload != "none", "ranks": "world_size" not in options, "buckets": 0 < stage < 3,
+    lacks = {"copies": offload is not None, "ranks": "world_size" not in options, "buckets": 0 < stage < 3,
              "streams": stage == 3 or "overlap_comm" in options}  # fmt: skip
     return MapRow(
         "deepspeed",

@@ -69,7 +69,7 @@ def test_a_report_is_about_rows_or_has_a_reason(report: Any) -> None:
 def test_the_map_has_every_stage_with_and_without_offload_and_micro_batches() -> None:
     found = {(each.options.get("stage"), each.options.get("offload"), each.workload.get("micro_batches", 1))
              for each in ROWS.values() if each.method == "deepspeed"}  # fmt: skip
-    places = [(stage, "none") for stage in range(4)] + [(1, "optimizer"), (2, "optimizer"), (3, "all")]
+    places = [(stage, None) for stage in range(4)] + [(1, "optimizer"), (2, "optimizer"), (3, "all")]
     assert {(*place, parts) for place in places for parts in (1, 4)} <= found
 
 
