@@ -181,7 +181,7 @@ def test_a_link_to_a_file_of_machines_is_refused(tmp_path: Path) -> None:
     assert "expected a regular file" in run("plan", "-m", "resident", "--machines", tmp_path / "link.yaml").stderr
 
 
-@pytest.mark.parametrize(("number", "end"), [(11, "raise SystemExit(0)"), (12, "yield __import__('os')._exit(0)")])
+@pytest.mark.parametrize(("number", "end"), [(12, "raise SystemExit(0)"), (13, "yield __import__('os')._exit(0)")])
 def test_a_case_whose_jobs_would_end_the_process_is_told_in_a_line(tmp_path: Path, number: int, end: str) -> None:
     """Each of a number of its own: a process imports a name once."""
     (file := tmp_path / f"case{number}.py").write_text(CASE.replace("        return", f"        {end}\n        return"))
