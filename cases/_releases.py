@@ -69,11 +69,6 @@ class PublicReport:
     why_no_row: str = ""
 
     @property
-    def title(self) -> str:
-        """Return short names of the threads, such as `DeepSpeed #7718`."""
-        return ", ".join(thread.rpartition("/")[2].replace("#", " #") for thread in self.threads)
-
-    @property
     def links(self) -> str:
         """Return the threads as links in Markdown."""
         made = []

@@ -78,7 +78,17 @@ def releases(**words: Any) -> None:
     check_writable(words["out"].resolve().parent, "--out")
     check_writable(words["results"])
     used = case.profile_of(None, None)
-    jobs = [resolve(job_of(used, name, release))[0] for name, release in cells]
+    jobs: list[Job] = []
+    left_out: list[str] = []
+    for name, release in cells:
+        try:
+            jobs.append(resolve(job_of(used, name, release))[0])
+        except ValueError as error:  # several ranks, and too few GPUs
+            left_out.append(f"{name}@{release}: {error}")
+    if not jobs:
+        raise ValueError(left_out[0])
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
     with reporter(words["as_json"]) as report:
         sweep = Sweep(words["results"], (), report, words["rerun"], probe=probe, is_timed=False)
         records = _run(jobs, sweep, words["as_json"])

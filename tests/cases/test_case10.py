@@ -18,7 +18,7 @@ from cases import _release_words as words
 from cases import case10
 from cases._release_script import script
 from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, chosen, columns_of, order
-from harness.core.record import Gate, Record
+from harness.core.record import PASSING, Gate, Record
 from harness.figures import case, measurements
 from harness.figures.point import FigureRow
 from harness.forecast.fit import resolve
@@ -44,6 +44,7 @@ def row(name: str, release: str, status: str = "tolerance", reason: str = "") ->
     return FigureRow(
         "loss_difference", ROWS[name].method, load.num_layers, load.hidden_size, None, 1e-7, series=name,
         group=release, status=status, reason=reason, machine="some CPU, 2 cores",
+        valid=status in PASSING,
     )  # fmt: skip
 
 
@@ -135,6 +136,11 @@ def test_runs_of_several_releases_are_kept_though_their_software_differs() -> No
 )
 def test_the_word_of_a_cell(status: str, reason: str, told: str) -> None:
     assert words.word(row("stage-2", "0.18.9", status, reason)) == told
+
+
+def test_a_cell_whose_line_was_edited_does_not_pass() -> None:
+    edited = dataclasses.replace(row("stage-2", "0.18.9"), valid=False, reason="its line is not as it was extracted")
+    assert words.word(edited) == "untested: its line is not as it was extracted"
 
 
 def test_a_report_stands_beside_a_failed_cell_and_is_missed_where_there_is_none() -> None:
