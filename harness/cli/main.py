@@ -1,8 +1,8 @@
 """The entry point: finds the verb, and turns every error of the user into one line and an exit code.
 
 The verbs are defined in job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import,
-verify, compare, report, bundle, add, notebook), advise.py, doctor.py, check_method.py, completion.py, rates.py and
-harness/places/shared/docker_image.py (image). Methods may bring further verbs (Method.verbs).
+verify, compare, report, bundle, add, notebook), advise.py, doctor.py, check_method.py, completion.py, rates.py,
+releases.py and harness/places/shared/docker_image.py (image). Methods may bring further verbs (Method.verbs).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from harness.cli.exit_codes import CRASH, INTERRUPTED, MEMORY, UNAVAILABLE, USAG
 from harness.cli.job_options import WithMethods
 from harness.cli.job_verbs import EXAMPLES
 from harness.cli.rates import rates
+from harness.cli.releases import releases
 from harness.core import method
 from harness.jobs.sweep import FolderLost
 from harness.places.shared.docker_image import image
@@ -42,7 +43,7 @@ What people do first:
 
 GROUPS = {  # verbs by purpose, in the order in which --help lists them; verbs that methods bring come last
     "Before a run": ("advise", "plan", "doctor", "rates", "setup"),
-    "Train": ("run", "sweep", "search", "demo"),
+    "Train": ("run", "sweep", "search", "releases", "demo"),
     "Results": ("compare", "report", "fairness", "bundle", "add"),
     "The papers' figures and claims": ("case", "verify", "import", "notebook"),
     "Around it": ("check-method", "image", "completion"),
@@ -100,7 +101,9 @@ def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
         click.echo(FIRST_CALLS)
 
 
-for verb in (*job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, completion.completion, doctor, image, rates):
+for verb in (
+    *job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, completion.completion, doctor, image, rates, releases
+):  # fmt: skip
     door.add_command(verb)
 
 

@@ -29,7 +29,8 @@ SIMULATED_CLOCKS = ("sim", "virtual")
 Metric = Callable[[Record], float | None]
 
 # By name of a metric: the function that returns the metric's value from one record. The metric `params` is the number
-# of parameters of a largest size; the search tells whether a larger size failed.
+# of parameters of a largest size; the search tells whether a larger size failed. The metric `loss_difference` is the
+# largest relative difference of a loss from the reference's.
 METRICS: dict[str, Metric] = {
     "params": lambda record: float(record.job.workload.num_params),
     "samples_per_second": lambda run: (
@@ -39,6 +40,7 @@ METRICS: dict[str, Metric] = {
         run.samples_per_step * run.job.workload.seq_len / run.median_step_seconds if run.median_step_seconds else None
     ),
     "step_seconds": lambda record: record.median_step_seconds,
+    "loss_difference": lambda record: record.gate.evidence.get("loss_difference"),
 }
 
 
