@@ -9,12 +9,13 @@ Each rank trains on its part of every batch; torch averages the gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
 from harness.forecast.resources import parts_sent
+from methods.engines import accelerate_file
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import describe, each_page_locked, gathered_params
 
@@ -28,16 +29,40 @@ class Fsdp2Offload(Method):
     takes_config = True
     scales_loss = True
     world_size: int = 1  # ranks
+    reshard_after_forward: bool = True  # False: a layer's weights stay on the device until its backward pass
+    reduce_dtype: str = "fp32"  # dtype in which ranks sum gradients: fp32, or weights for that of the weights
+    config: str | None = None  # accelerate's YAML, or its JSON; sets the two options above
+
+    def __post_init__(self) -> None:
+        if self.reduce_dtype not in ("fp32", "weights"):
+            raise ValueError(f"reduce_dtype: expected fp32 or weights, got {self.reduce_dtype!r}")
 
     def plan(self, workload: Workload, room: Room) -> Plan:
+        rank_part(workload, self.world_size)
+        if self.config is None:
+            return self._plan(workload, room)
+        configured = self._configured(accelerate_file.for_fsdp(self.config, workload, self.world_size))
+        return replace(configured._plan(workload, room), options=asdict(configured))
+
+    def _configured(self, says: dict[str, Any]) -> Self:
+        """Return this method with the options that the configuration sets: they say all of it."""
+        for name, value in says.items():
+            if getattr(self, name) not in (getattr(Fsdp2Offload, name), value):
+                told = f"expected {value}, as the configuration says, got {getattr(self, name)}"
+                raise ValueError(f"option {name}: {told}; leave {name} out")
+        return replace(self, **says, config=None)
+
+    def _plan(self, workload: Workload, room: Room) -> Plan:
         workload = rank_part(workload, self.world_size)
         # States and the batch are split over the ranks. Gathered weights, and their gradients, are whole on each rank.
         params = -(-workload.num_params // self.world_size)
         size = workload.weight_bytes
         at_once = workload.end_params + 2 * workload.layer_params  # gathered: embedding, head, one layer and the next
+        at_once = at_once if self.reshard_after_forward else workload.num_params
         home = each_page_locked(4, workload, room, self.world_size)
-        gathered = gathered_params(workload)
-        sent = {"gathers": size * gathered, "sums": 4 * workload.num_params}  # gradients are summed in fp32
+        gathered = gathered_params(workload) if self.reshard_after_forward else workload.num_params
+        summed = 4 if self.reduce_dtype == "fp32" else size  # bytes of a gradient while ranks sum it
+        sent = {"gathers": size * gathered, "sums": summed * workload.num_params}
         return Plan(
             device={
                 "weights": size * at_once,
@@ -76,11 +101,12 @@ class Fsdp2Offload(Method):
         try:
             mesh = init_device_mesh(device, (num_ranks,))
             half = DTYPES[workload.dtype] if workload.dtype != "fp32" else None
-            offload, mixed = CPUOffloadPolicy(pin_memory=on_gpu), MixedPrecisionPolicy(half, torch.float32)
+            summed = torch.float32 if self.reduce_dtype == "fp32" else DTYPES[workload.dtype]
+            offload, mixed = CPUOffloadPolicy(pin_memory=on_gpu), MixedPrecisionPolicy(half, summed)
             settings: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": mixed}
             model = whole(replace(workload, dtype="fp32"))
             for layer in model.layers:
-                fully_shard(layer, **settings)
+                fully_shard(layer, **settings, reshard_after_forward=self.reshard_after_forward)
             fully_shard(model, **settings)
             model.to_empty(device="cpu")
             parameters: list[tuple[str, Any]] = list(model.named_parameters())  # fully_shard() has made them DTensors

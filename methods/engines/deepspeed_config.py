@@ -35,7 +35,11 @@ ACCUMULATIONS = {  # each value of the option `accumulation`: how the engine sum
 OFFLOADS = {"optimizer": 1, "all": 3}
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
 # For each kernel: the DeepSpeed class that builds it, and the seconds that the build takes on a 2-core EPYC.
-KERNELS = {"cpu_adam": ("CPUAdamBuilder", 25), "async_io": ("AsyncIOBuilder", 35)}
+KERNELS = {
+    "cpu_adam": ("CPUAdamBuilder", 25),
+    "fused_adam": ("FusedAdamBuilder", 25),
+    "async_io": ("AsyncIOBuilder", 35),
+}
 HEADERS = {"Python.h": "python3-dev", "libaio.h": "libaio-dev"}  # headers and their Debian packages
 
 
