@@ -36,20 +36,22 @@ class Fsdp2Offload(Method):
         workload = rank_part(workload, self.world_size)
         # States and the batch are split over the ranks. Gathered weights, and their gradients, are whole on each rank.
         params = -(-workload.num_params // self.world_size)
-        size = workload.weight_bytes
-        at_once = workload.end_params + 2 * workload.layer_params  # gathered: embedding, head, one layer and the next
+        size, ends, layer = workload.weight_bytes, workload.end_params, workload.layer_params
         home = each_page_locked(4, workload, room, self.world_size)
         num_parts, part = workload.micro_batches, one_micro_batch(workload)
         gathered, summed = num_parts * gathered_params(workload), num_parts * workload.num_params
         sent = {"gathers": size * gathered, "sums": 4 * summed}  # gradients are summed in fp32
         # A later micro-batch's gradient of one tensor at a time, until it is added.
         added = 4 * -(-workload.anatomy.largest_numel // self.world_size) if num_parts > 1 else 0
+        boundaries = part.num_layers * part.boundary_bytes
+        moments = (  # at each moment: bytes of gathered weights, gradients, activations
+            (size * (ends + 2 * layer), size * (ends + layer), boundaries + part.working_bytes),  # a backward pass
+            # A layer's gradients are copied to fp32, and summed into another copy; the next layer is gathered already.
+            (size * (ends + layer), size * ends + 8 * layer, boundaries),
+            (0, 8 * ends, 0),  # and so are the gradients of embedding and head
+        )
         return Plan(
-            device={
-                "weights": size * at_once,
-                "gradients": size * (workload.end_params + workload.layer_params),
-                "activations": part.num_layers * part.boundary_bytes + part.working_bytes,
-            },
+            device=dict(zip(("weights", "gradients", "activations"), max(moments, key=sum), strict=True)),
             host={"weights": home, "gradients": home + added, "optimizer": 8 * params},
             moved_bytes=4 * gathered // self.world_size + 4 * num_parts * params,
             exchanged={kind: parts_sent(num_bytes, self.world_size) for kind, num_bytes in sent.items()},
