@@ -59,6 +59,15 @@ def test_weights_end_where_residents_do_and_the_library_is_the_real_one(name: st
     assert ENGINES[name] in modules
 
 
+def test_fsdp2_sums_micro_batches_as_resident_training_does() -> None:
+    """In half precision each rounds its own sums: bf16 by up to 2**-8."""
+    of_three, of_two = {"batch_size": 6, "micro_batches": 3}, {"batch_size": 4, "micro_batches": 2}
+    loads = {"fp32": tiny(**of_three), "fp32, not clipped": tiny(**of_three, clip_norm=0.0),
+             "fp16": tiny(**of_three, dtype="fp16"), "bf16": configured("qwen2", **of_two, dtype="bf16")}  # fmt: skip
+    found = forks.call(engine_runs.differences, "fsdp2-offload", loads)
+    assert max(found["fp32"], found["fp32, not clipped"]) < 1e-6 and max(found["fp16"], found["bf16"]) < 2**-8, found
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", [*ENGINES, "resident", "stronghold", "l2l", "varuna"])
 @pytest.mark.cover(0)
@@ -98,18 +107,21 @@ def test_a_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.heavy
 @pytest.mark.usefixtures("with_engines")
 @pytest.mark.parametrize(
-    ("name", "world_size", "dtype"),
+    ("name", "world_size", "dtype", "micro_batches"),
     [
-        ("zero-offload", 4, "fp32"),
-        ("zero-infinity", 2, "fp32"),
-        ("zero-offload", 2, "bf16"),
-        ("zero-infinity", 4, "bf16"),
+        ("zero-offload", 4, "fp32", 1),
+        ("zero-infinity", 2, "fp32", 1),
+        ("zero-offload", 2, "bf16", 1),
+        ("zero-infinity", 4, "bf16", 1),
+        ("fsdp2-offload", 2, "fp32", 2),
+        ("fsdp2-offload", 2, "fp16", 2),
     ],
 )
 def test_ranks_train_as_the_reference_does_on_the_whole_batch(
-    name: str, world_size: int, dtype: str, shared_results: Path
+    name: str, world_size: int, dtype: str, micro_batches: int, shared_results: Path
 ) -> None:
-    record = run(shared_results, name, dataclasses.replace(SMALL, batch_size=4, dtype=dtype), world_size=world_size)
+    load = dataclasses.replace(SMALL, batch_size=4, micro_batches=micro_batches, dtype=dtype)
+    record = run(shared_results, name, load, world_size=world_size)
     assert record.gate.passed, record.gate.text
     assert len(record.machine["ranks"]) == world_size
     assert all(tensor["exp_avg"] and tensor["exp_avg_sq"] for tensor in record.tensors.values())
