@@ -328,8 +328,8 @@ def _stage(config: UserConfig, zero: dict[str, Any]) -> int:
 
 
 def _offload(config: UserConfig, zero: dict[str, Any]) -> str | None:
-    """Return the key of deepspeed_config.OFFLOADS; None: nothing lives on the host. Leave out sections of states that stay
-    on the device."""
+    """Return the key of deepspeed_config.OFFLOADS; None: nothing lives on the host. Leave out sections of states that
+    stay on the device."""
     found = []
     for name in ("offload_optimizer", "offload_param"):
         device = zero.get(name, {}).get("device", "none")
