@@ -69,7 +69,10 @@ class DeepSpeed(DeepSpeedMethod):
             if getattr(self, name) not in (getattr(DeepSpeed, name), value) and value is not None:
                 told = f"expected {value}, as the configuration says, got {getattr(self, name)}"
                 raise ValueError(f"option {name}: {told}; leave {name} out")
-        return replace(self, **{**says, "adam": file.adam or self.adam}, config=file.text)
+        return replace(
+            self, stage=file.stage, offload=file.offload, overlap_comm=file.overlaps, adam=file.adam or self.adam,
+            config=file.text,
+        )  # fmt: skip
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
         if (file := self.file(workload)) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from harness.core.job import BETAS, EPSILON, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
@@ -312,12 +313,15 @@ def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, G
         found["fp16.loss_scale_window"] = Given(window, "the reference's loss scale", lambda got: '"auto"')
     for dtype in ("bf16", "fp16"):
         found[f"{dtype}.enabled"] = Given(
-            workload.dtype == dtype, f"--dtype {workload.dtype}",
-            lambda got, dtype=dtype: f"--dtype {dtype}" if got is True else '"auto"',
-        )  # fmt: skip
+            workload.dtype == dtype, f"--dtype {workload.dtype}", partial(_dtype_call, dtype)
+        )
     for name, value in (("betas", list(BETAS)), ("eps", EPSILON), ("weight_decay", WEIGHT_DECAY)):
         found[f"optimizer.params.{name}"] = Given(value, "the reference's AdamW", lambda got: '"auto"')
     return found
+
+
+def _dtype_call(dtype: str, got: Any) -> str:
+    return f"--dtype {dtype}" if got is True else '"auto"'
 
 
 def _stage(config: UserConfig, zero: dict[str, Any]) -> int:

@@ -26,7 +26,7 @@ from methods.engines.turns import Turns
 transformers = library()
 
 
-class BatchTrainer(transformers.Trainer):  # type: ignore[misc]
+class BatchTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
     """A Trainer that asks for one batch at a time, and gives the step of the batch before. `folder`: the folder that
     Trainer makes for checkpoints; none is written."""
 

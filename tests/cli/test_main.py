@@ -71,7 +71,6 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("-m resident -b 0", "batch_size: expected at least 1"),
         ("-m resident -b 6 --micro-batches 4", "--micro-batches: expected a divisor of batch 6 (1, 2, 3, 6), got 4"),
         ("-m resident --micro-batches 2 --dropout 0.1", "dropout and micro-batches exclude each other"),
-        ("-m zero-offload --micro-batches 2", "try --micro-batches 1, or -m hf-trainer, l2l, megatron-lm, resident"),
         ("-m resident -l four", "expected numbers such as 4, 1,2,4 or 2:8:2, got 'four'"),
         ("-m resident -l 8:2", "expected a range first:last:step such as 2:8:2, got '8:2'"),
         ("-m stronghold -l 4 -w 5", "-w: expected a window of 1 to 4, the number of layers, got 5"),

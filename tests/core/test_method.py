@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from harness.evidence import method_contract
 from tests.support import tiny
 from tests.support.cli import run
 from tests.support.page import page_blocks
+from tests.support.tiny import TINY
 
 # The whole method on the page, as a student would begin with it.
 ONE_FILE = page_blocks("python")[0]
@@ -319,3 +321,10 @@ def test_a_test_loads_its_own_method_where_another_test_wrote_one_of_the_same_na
     file = folder / "ending.py"
     file.write_text(f"{file.read_text()}\nEnding.label = {label!r}\n")
     assert method.load("ending", (folder,)).label == label
+
+
+def test_a_method_that_cannot_sum_micro_batches_names_those_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    l2l = method.create("l2l", {})
+    monkeypatch.setattr(type(l2l), "accumulates", False)
+    with pytest.raises(ValueError, match=r"L2L does not sum gradients.*try --micro-batches 1, or -m [^!]*resident"):
+        method.check(l2l, dataclasses.replace(TINY, micro_batches=2))
