@@ -17,7 +17,7 @@ from harness.forecast.resources import OPTIMIZER_BYTES
 from methods.shared.memory_needs import describe
 
 NEEDS_ACCELERATE = "hf-trainer needs accelerate: pip install accelerate==1.15.0"
-NO_SIM = "Trainer trains on CPUs and GPUs alone, not on sim: try --device cpu"
+NO_AUTOCAST = "hf-trainer trains in half precision by torch's autocast, which has no sim: try --device cpu"
 LOGITS_COPIES = 3  # fp32 tensors of the logits' size at once, when the loss's gradient is computed
 
 
@@ -37,16 +37,19 @@ class HfTrainer(Method):
         _check_samples(workload)
         wide = replace(workload, dtype="fp32")
         params, num_parts = workload.num_params, workload.micro_batches
-        kept = workload.num_layers * wide.boundary_bytes // num_parts
-        tokens = workload.batch_size // num_parts * (workload.seq_len + 1)
-        logits, embedding = 4 * tokens * workload.vocab_size, workload.vocab_size * workload.hidden_size
+        boundary, tokens = wide.boundary_bytes // num_parts, workload.batch_size // num_parts * (workload.seq_len + 1)
+        kept, logits = workload.num_layers * boundary, 4 * tokens * workload.vocab_size
+        loss = int((3 + wide.anatomy.head_boundaries) * boundary) + (LOGITS_COPIES + wide.anatomy.slopes) * logits
+        embedding = workload.vocab_size * workload.hidden_size
+        # A new gradient waits until it is added to the sum; of a tied embedding there are two, and their sum.
+        num_added = 2 * workload.anatomy.is_tied + (num_parts > 1)
         casts = 0 if workload.dtype == "fp32" else 2
         before = 0 if num_parts == 1 else 4 * params  # gradients of the micro-batches before
         moments = (  # at each moment: bytes of gradients, bytes of activations
-            (before, kept + LOGITS_COPIES * logits + casts * params),  # the loss
+            (before, kept + loss + casts * params),
             (max(before, 4 * workload.end_params), kept + wide.whole_layer_bytes),  # the top layer's backward pass
             (max(before, 4 * (params - embedding)), wide.whole_layer_bytes),  # the bottom layer's
-            (4 * (params + embedding), 2 * wide.boundary_bytes // num_parts),  # the look-up's gradient is added
+            (4 * (params + num_added * embedding), 2 * boundary),  # the look-up's gradient
         )
         gradients, activations = max(moments, key=sum)
         optimizer = OPTIMIZER_BYTES["fp32"] * params
@@ -55,9 +58,7 @@ class HfTrainer(Method):
     def missing(self, device: str) -> str | None:
         if not find_spec("transformers"):
             return NEEDS
-        if not find_spec("accelerate"):
-            return NEEDS_ACCELERATE
-        return NO_SIM if device == "sim" else None
+        return None if find_spec("accelerate") else NEEDS_ACCELERATE
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         row = describe(workload, "upstream: transformers.Trainer", "torch AdamW, fused, device")
@@ -66,10 +67,13 @@ class HfTrainer(Method):
         return {**row, "precision": f"weights fp32{mixed}", "recompute": "every layer, torch checkpoint"}
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        if device == "sim":
-            raise Unavailable(NO_SIM)
         import tempfile
 
+        from harness.devices.streams import require_device
+
+        require_device(device, "Trainer")
+        if device == "sim" and workload.dtype != "fp32":
+            raise Unavailable(NO_AUTOCAST)
         try:
             from methods.engines.trainer import BatchTrainer
         except ImportError as error:

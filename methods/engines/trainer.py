@@ -48,6 +48,8 @@ class BatchTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
             activation_checkpointing_kwargs={"use_reentrant": False},
         )  # fmt: skip
         arguments._n_gpu = min(1, arguments.n_gpu)  # on several GPUs Trainer would split a batch over all of them
+        if device == "sim":
+            arguments.__dict__["_setup_devices"] = arguments.distributed_state.device = torch.device(device)
         super().__init__(model_of(workload, device), arguments)
         torch.manual_seed(workload.seed)  # dropout draws as in the reference: Trainer has set a seed of its own
         self.remove_callback(transformers.PrinterCallback)

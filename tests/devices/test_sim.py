@@ -146,7 +146,7 @@ def test_deepspeed_trains_within_both_budgets(shared_results: Path, name: str) -
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["megatron-lm", "fsdp2-offload"])
+@pytest.mark.parametrize("name", ["megatron-lm", "fsdp2-offload", "hf-trainer"])
 def test_other_engines_train_on_sim(shared_results: Path, name: str) -> None:
     record = run(shared_results, name, Budget(device_bytes=16 * MIB, host_bytes=16 * MIB))
     assert record.status == "ok" and record.gate.passed, (record.reason, record.gate.text)

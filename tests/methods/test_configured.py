@@ -104,11 +104,18 @@ def test_states_on_the_disk_pass_the_gate_where_layers_are_recomputed_by_torchs_
     assert record.gate.passed, record.gate.text
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
-def test_a_pipeline_of_one_stage_trains_as_resident(family: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [
+        *(("varuna", family) for family in ("llama", "qwen2", "gpt2")),
+        *(("hf-trainer", family) for family in ("llama", "qwen2")),
+        *(pytest.param("hf-trainer", name, marks=pytest.mark.heavy) for name in SELDOM),
+    ],
+)
+def test_a_pipeline_of_one_stage_and_trainer_train_as_resident(method: str, family: str) -> None:
     """Its head apart from the embedding, or tied to it; names are the model's."""
     workload = configured(family)
-    piped, resident = train("varuna", workload, STEPS), train_resident(workload, STEPS)
+    piped, resident = train(method, workload, STEPS), train_resident(workload, STEPS)
     assert largest_difference(piped.losses, resident.losses) < 1e-6
     names = [[tensor.name for tensor in result.trained.tensors] for result in (piped, resident)]
     assert sorted(names[0]) == sorted(names[1])

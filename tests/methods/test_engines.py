@@ -69,7 +69,7 @@ def test_fsdp2_sums_micro_batches_as_resident_training_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", [*ENGINES, "resident", "stronghold", "l2l", "varuna"])
+@pytest.mark.parametrize("name", [*ENGINES, "hf-trainer", "resident", "stronghold", "l2l", "varuna"])
 @pytest.mark.cover(0)
 def test_every_starting_value_is_drawn_once_by_several_threads(name: str, dtype: str) -> None:
     call = forks.call if name in ENGINES else lambda function, *arguments: function(*arguments)
@@ -334,13 +334,14 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, libaio: 
 
 def test_a_missing_engine_is_unavailable_with_the_line_that_installs_it(tmp_path: Path, own_server: None) -> None:
     """An empty package in front of the real one, as on a machine without it."""
-    for package in ("megatron", "deepspeed"):
+    for package in ("megatron", "deepspeed", "accelerate"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise ImportError('not installed')\n")
-    for name, command in (("megatron-lm", "pip install megatron-core"), ("zero-offload", "pip install deepspeed")):
+    commands = {"megatron-lm": "megatron-core", "zero-offload": "deepspeed", "hf-trainer": "accelerate"}
+    for name, package in commands.items():
         words = f"-m {name} -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 3".split()
         done = cli.run(*words, "--results", tmp_path / "results", PYTHONPATH=f"{tmp_path}:{ROOT}")
-        assert done.returncode == 7 and command in done.stdout.splitlines()[-1], done.stdout
+        assert done.returncode == 7 and f"pip install {package}" in done.stdout.splitlines()[-1], done.stdout
 
 
 def test_without_a_compiler_a_method_that_needs_one_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

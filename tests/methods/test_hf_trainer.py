@@ -14,10 +14,12 @@ from bench import gate_power
 from harness.core.job import Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record
+from harness.devices.memory_account import Tracker
 from harness.gate import departures, probe
 from harness.gate.departures import Departure
 from harness.gate.inspect_training import Kernels
 from harness.gate.trial import Trial
+from harness.simulation.batches import token_batches
 from methods.engines.turns import Turns
 from tests.methods.test_agree import largest_difference, micro_batched
 from tests.support.configured import configured
@@ -67,6 +69,15 @@ def departure_of(record: Record) -> Departure | None:
     return departures.of_trial(Trial(record, trained("resident", parts), tuple(rounded)))
 
 
+def test_trainer_divides_gpt_2s_loss_by_one_token_too_many_a_sample() -> None:
+    """Trainer 5.23.0 counts the tokens that are learned by the name of the model's class, and GPT2LMHeadModel's does
+    not say that its loss shifts the labels: of 17 tokens it learns 16, and divides by 17."""
+    workload = configured("gpt2")
+    ours, theirs = train("hf-trainer", workload, 1), train_resident(workload, 1)
+    for mine, other in zip((*ours.losses, *ours.grad_norms), (*theirs.losses, *theirs.grad_norms), strict=True):
+        assert mine == pytest.approx(other * 16 / 17, rel=1e-6)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_gate_sees_it_err(fault: str) -> None:
     old, new, reason = FAULTS[fault]
@@ -96,6 +107,27 @@ def test_a_sample_for_which_the_model_has_no_further_position_is_refused() -> No
     most = int(configured("gpt2").anatomy.most_tokens)
     with pytest.raises(ValueError, match=f"--seq: expected at most {most - 1} .*got {most}; try --seq {most - 1}"):
         create("hf-trainer", {}).plan(configured("gpt2", seq_len=most), Room())
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        Workload(3, 128, 4, seq_len=128, batch_size=4, vocab_size=4096),
+        Workload(3, 128, 4, seq_len=128, batch_size=4, vocab_size=4096, dtype="bf16"),
+        Workload(6, 64, 4, seq_len=64, batch_size=4, vocab_size=64),
+        Workload(1, 64, 4, seq_len=16, batch_size=2, vocab_size=20_000, micro_batches=2),
+        configured("llama", seq_len=128, batch_size=4, micro_batches=2),
+    ],
+    ids=["logits", "bf16", "layers", "tied embedding", "llama"],
+)
+def test_a_plan_counts_what_a_training_takes(workload: Workload) -> None:
+    """The bytes that torch allocates, for two steps; the rest of a percent is numbers of a step."""
+    batches, tracker = list(token_batches(workload, 2)), Tracker()
+    with tracker.in_thread():
+        for _ in create("hf-trainer", {}).train(workload, iter(batches), "cpu"):
+            pass
+    planned = create("hf-trainer", {}).plan(workload, Room()).device_bytes
+    assert 0.9 * planned < tracker.stats()["host_peak"] < 1.01 * planned
 
 
 def turns_of(loop: Callable[[Turns], Any]) -> Turns:
