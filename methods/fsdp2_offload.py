@@ -132,8 +132,8 @@ class Fsdp2Offload(Method):
             for step, (inputs, targets) in enumerate(batches, start=1):
                 mean = torch.zeros((), device=device)
                 mine = (tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in (inputs, targets))
-                for inputs_of_part, targets_of_part in zip(*mine, strict=True):
-                    loss = model(inputs_of_part, targets_of_part, scale.value) / num_parts
+                for micro_batch in zip(*mine, strict=True):
+                    loss = model(*micro_batch, scale.value) / num_parts
                     loss.backward()
                     mean += loss.detach() / num_ranks
                 grads = [p.grad.to_local() for _, p in parameters]

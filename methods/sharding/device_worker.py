@@ -128,7 +128,7 @@ class Worker:
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self.device.name)
 
-    def to_host(self, tensors: Tensors) -> Tensors:
+    def to_host(self, tensors: Sequence[Any]) -> Tensors:
         """Return the tensors on the host. From a GPU, tensors are copied to page-locked memory, and the copy may still
         run when this method returns; the memory lives until the copy has ended. Tensors of a CPU are returned without a
         copy, unless they lie in the slot, as a view of a weight does: the next shard overwrites the slot.
