@@ -1,7 +1,8 @@
 """DeepSpeed by the caller's own settings: a stage of ZeRO (Rajbhandari et al. 2020), with or without offload.
 
 zero-offload, zero-infinity and others are settings of DeepSpeed that papers describe. This method trains any stage, so
-that the gate can judge the settings that people use.
+that the gate can judge the settings that people use. Stage 0 in bf16 and fp16 fails: DeepSpeed 0.19.8 makes a step
+without gradients when it builds the optimizer, so Adam's bias corrections are a step ahead of the training.
 """
 
 from __future__ import annotations

@@ -58,12 +58,14 @@ def faulty() -> str:
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 @pytest.mark.parametrize(("stage", "offload"), STAGES)
 @pytest.mark.cover(2)
-def test_each_stage_trains_as_the_reference_does(
+def test_each_stage_trains_as_the_reference_does_but_stage_0_in_half_precision(
     stage: int, offload: str | None, clip_norm: float, micro_batches: int, dtype: str, accumulation: str, results: Path
 ) -> None:
+    """DeepSpeed's optimizers of stage 0 in bf16 and fp16 make a step without gradients when they are built, so Adam's
+    bias corrections are a step ahead: the first update is (0.1 / 0.19) / sqrt(0.001 / 0.001999) = 0.744 of Adam's."""
     load = dataclasses.replace(LOAD, dtype=dtype, micro_batches=micro_batches, clip_norm=clip_norm)
     record = run(results, "deepspeed", load, stage=stage, offload=offload, accumulation=accumulation)
-    assert record.gate.passed, record.gate.text or record.reason
+    assert record.gate.passed is (stage > 0 or dtype == "fp32"), record.gate.text or record.reason
     assert all(tensor["exp_avg"] and tensor["exp_avg_sq"] for tensor in record.tensors.values())
 
 
