@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from harness.base.counted import counted
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
 from harness.core.method import Step, TensorState, Trained, Training
 from harness.forecast.resources import parts_sent, sum_sent
@@ -80,7 +81,7 @@ class MegatronLM(ReleasedMethod):
             raise ValueError(f"pipeline_parallel: {told}{_try_ranks(shared * stages)}")
         if workload.num_layers % stages:
             nearest = " or ".join(map(str, multiples(workload.num_layers, stages)))
-            told = f"expected a divisor of the {workload.num_layers} layers, got {stages}; try -l {nearest}"
+            told = f"expected a divisor of the {counted(workload.num_layers, 'layer')}, got {stages}; try -l {nearest}"
             raise ValueError(f"pipeline_parallel: {told}")
         sizes = megatron_names.sizes_of(workload)
         divided = {

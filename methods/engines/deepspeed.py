@@ -65,7 +65,14 @@ def engine_config(workload: Workload, settings: EngineSettings) -> dict[str, Any
         if settings.adam == "published":
             parameters["torch_adam"] = True
         config["optimizer"] = {"type": "AdamW", "params": parameters}
-    return config | settings.extra
+    return _merged(config, settings.extra)
+
+
+def _merged(config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of both; where both have a section, its entries are merged."""
+    both = {name: _merged(config[name], extra[name]) for name in config.keys() & extra.keys()
+            if isinstance(config[name], dict) and isinstance(extra[name], dict)}  # fmt: skip
+    return config | extra | both
 
 
 def train(workload: Workload, batches: Any, device: str, settings: EngineSettings, needed: ExitStack) -> Training:
@@ -76,11 +83,12 @@ def train(workload: Workload, batches: Any, device: str, settings: EngineSetting
     it is read. Raises Unavailable if deepspeed or a kernel that the settings need is missing.
     """
     release, num_ranks = settings.release, settings.num_ranks
-    if settings.adam == "deepspeed" and not is_built("cpu_adam", release):
-        lacking = lacks_to_build("cpu_adam", release)
-        raise Unavailable(lacking or "DeepSpeed's cpu_adam is not compiled: ./run.sh setup")
+    adam = "cpu_adam" if "offload_optimizer" in settings.zero else "fused_adam"
+    if settings.adam == "deepspeed" and not is_built(adam, release):
+        lacking = lacks_to_build(adam, release)
+        raise Unavailable(lacking or f"DeepSpeed's {adam} is not compiled: ./run.sh setup")
     deepspeed = import_deepspeed(device, num_ranks, release)
-    _load_built(release, "cpu_adam", *(["async_io"] if "aio" in settings.extra else []))
+    _load_built(release, adam, *(["async_io"] if "aio" in settings.extra else []))
     is_scaled = workload.dtype == "fp16"
     if is_scaled and device != "cuda":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -101,7 +109,10 @@ def train(workload: Workload, batches: Any, device: str, settings: EngineSetting
         for group in _groups(engine):
             group["lr"] = workload.learning_rate_at(step)  # set now, because SuperOffload updates during backward()
         scale, losses = float(engine.optimizer.loss_scale) if is_scaled else 1.0, []
-        for part in zip(*(tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch), strict=True):
+        mine = (tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch)
+        for number, part in enumerate(zip(*mine, strict=True), start=1):
+            if settings.accumulation == "caller":
+                engine.set_gradient_accumulation_boundary(number == num_parts)
             loss = engine(*part, scale)
             # backward() multiplies by the scale again, and divides by the accumulation steps that it knows.
             engine.backward(loss / scale if by_engine else loss / scale / num_parts)
