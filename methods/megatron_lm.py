@@ -28,9 +28,12 @@ from methods.shared.data_parallel import multiples, rank_part
 from methods.shared.memory_needs import describe
 
 NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.16.1"
-# The oldest release that trains without CUDA. Releases until 0.16 take the same arguments. 0.11 derives the class of
-# inference_rng_tracker, which _build() asks for on a CPU, from a functools.partial, and so raises TypeError.
-OLDEST = (0, 12)
+# The oldest releases that train without CUDA and Transformer Engine: of megatron-core, and for an option of the method.
+# Up to 0.16 all take the same arguments.
+SINCE = {
+    "": (0, 12),  # 0.11 derives the class of inference_rng_tracker, which a CPU needs, from a partial: TypeError
+    "distributed_optimizer": (0, 13),  # 0.12 calls Transformer Engine to quantize weights, even if none is in fp8
+}
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,10 @@ class MegatronLM(ReleasedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beside and self.beside.numbers < OLDEST:
-            raise ValueError(f"release: expected megatron-core 0.12 or newer, got {self.release}; try release=0.12.3")
+        for option, oldest in SINCE.items():
+            if self.beside and (not option or getattr(self, option)) and self.beside.numbers < oldest:
+                told = f"{'.'.join(map(str, oldest))} or newer{f' for {option}' * bool(option)}, got {self.release}"
+                raise ValueError(f"release: expected megatron-core {told}; try --option release=0.13.1")
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         """Plan a rank's memory for the stage that needs most, and a rank's exchanges for the stage that sends most."""

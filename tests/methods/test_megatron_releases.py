@@ -52,15 +52,25 @@ def test_another_release_is_installed_before_a_run_and_told_with_its_archive(eng
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("options", "told"),
     [
-        ("newest", "release: expected a version of megatron-core such as 0.18.9, got 'newest'"),
-        ("0.11.0", "release: expected megatron-core 0.12 or newer, got 0.11.0; try release=0.12.3"),
+        ({"release": "newest"}, "release: expected a version of megatron-core such as 0.18.9, got 'newest'"),
+        ({"release": "0.11.0"}, "release: expected megatron-core 0.12 or newer, got 0.11.0; try --option release"),
+        (
+            {"release": "0.12.3", "distributed_optimizer": True},
+            "release: expected megatron-core 0.13 or newer for distributed_optimizer, got 0.12.3; try --option release",
+        ),
     ],
+    ids=str,
 )
-def test_a_release_that_cannot_be_meant_is_one_line(text: str, told: str) -> None:
+def test_a_release_that_cannot_train_is_refused_in_one_line(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=f"^{told}"):
-        create("megatron-lm", {"release": text})
+        create("megatron-lm", options)
+
+
+def test_the_oldest_releases_are_taken(engines: Path) -> None:
+    assert create("megatron-lm", {"release": "0.12.0"}).to_build()
+    assert create("megatron-lm", {"release": "0.13.0", "distributed_optimizer": True}).to_build()
 
 
 @pytest.mark.heavy
