@@ -73,6 +73,9 @@ PROMISES = {
     "The base image is named by its digest.": [
         "test_security.py::test_the_image_installs_what_set_up_installs_on_a_base_of_one_digest"
     ],
+    "A release that `--option release` names is taken": [
+        "methods/test_engine_releases.py::test_a_record_holds_the_release_and_its_archives_hash"
+    ],
     "Not hashed:": [],
     "**Files.** JSON is read from regular files alone": [
         "base/test_foreign_file.py::test_a_link_is_not_followed",

@@ -30,6 +30,7 @@ from methods.engines.deepspeed_config import (
     lacks_to_build,
     versions,
 )
+from methods.engines.deepspeed_stage_0 import kept_by
 from methods.engines.release import Release
 
 # The rule of methods/shared/loss_scale.py, but after the start or an overflow DeepSpeed doubles the scale a step later.
@@ -351,9 +352,12 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, setti
     if workload.dtype != "fp32":
         # DeepSpeed has made the fp32 main weights only now, from weights rounded to the dtype. Set them to the starting
         # values.
+        kept = kept_by(engine.optimizer)
         for parameter, value in drawn():
             start(parameter, value)
             safe_set_full_fp32_param(parameter, value)
+            if id(parameter) in kept:
+                kept[id(parameter)].weight.copy_(value)
     return engine
 
 
@@ -388,7 +392,11 @@ def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
     if hasattr(engine.optimizer, "superoffload_cpu_optimizer"):
         _fetch_superoffloads_states(engine.optimizer)
     with needed:
+        kept = kept_by(engine.optimizer)
         for name, parameter in engine.module.named_parameters():
+            if own := kept.get(id(parameter)):
+                yield TensorState(name, own.weight.clone(), own.state.get("exp_avg"), own.state.get("exp_avg_sq"))
+                continue
             weight = safe_get_full_fp32_param(parameter)
             yield TensorState(name, weight.clone(), _moment(parameter, "exp_avg"), _moment(parameter, "exp_avg_sq"))
 

@@ -31,8 +31,8 @@ ACCUMULATIONS = {  # each value of the option `accumulation`: how the engine sum
     "engine": "by gradient_accumulation_steps",  # backward() and step() for each micro-batch
     "caller": "by several backward passes before one step()",  # the configuration says one accumulation step
 }
-# Each value of the option `offload`: what lives on the host. The number is the lowest stage that allows it.
-OFFLOADS = {"none": 0, "optimizer": 1, "all": 3}
+# Each value of the option `offload` but None: what lives on the host. The number is the lowest stage that allows it.
+OFFLOADS = {"optimizer": 1, "all": 3}
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
 # For each kernel: the DeepSpeed class that builds it, and the seconds that the build takes on a 2-core EPYC.
 KERNELS = {
@@ -120,12 +120,12 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def zero_of_stage(workload: Workload, stage: int, offload: str, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the configuration of a stage of ZeRO. `offload`: a key of OFFLOADS."""
+def zero_of_stage(workload: Workload, stage: int, offload: str | None, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the configuration of a stage of ZeRO. `offload`: a key of OFFLOADS; None: nothing lives on the host."""
     if stage == 0:
         return {"stage": 0}
     zero = stage_3(workload, on_gpu) if stage == 3 else {**stage_2(workload, on_gpu), "stage": stage}
-    kept = {"none": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}[offload]
+    kept = {None: (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}[offload]
     return {name: value for name, value in zero.items() if not name.startswith("offload_") or name in kept}
 
 
@@ -173,8 +173,8 @@ def stage_2_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
     return {"gathers": parts_sent(num_bytes, num_ranks), "sums": sums}
 
 
-def zero_plan(workload: Workload, room: Room, stage: int, offload: str, num_ranks: int) -> Plan:
-    """Return the plan of a rank by a stage of ZeRO. `offload`: a key of OFFLOADS."""
+def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, num_ranks: int) -> Plan:
+    """Return the plan of a rank by a stage of ZeRO. `offload`: a key of OFFLOADS; None: nothing lives on the host."""
     if offload == "all":
         return stage_3_plan(workload, room, num_ranks)
     if offload == "optimizer" and stage < 3:

@@ -219,7 +219,7 @@ class DeepSpeedFile:
 
     entries: dict[str, Any]
     stage: int
-    offload: str  # a key of deepspeed_config.OFFLOADS
+    offload: str | None  # a key of deepspeed_config.OFFLOADS; None: nothing lives on the host
     adam: str | None  # a key of deepspeed_config.ADAMS; None: the configuration leaves it to the caller
 
     @classmethod
@@ -327,8 +327,8 @@ def _stage(config: UserConfig, zero: dict[str, Any]) -> int:
     return int(stage)
 
 
-def _offload(config: UserConfig, zero: dict[str, Any]) -> str:
-    """Return the key of deepspeed_config.OFFLOADS. Leave out sections of states that stay on the device."""
+def _offload(config: UserConfig, zero: dict[str, Any]) -> str | None:
+    """Return the key of deepspeed_config.OFFLOADS, or None. Leave out sections of states that stay on the device."""
     found = []
     for name in ("offload_optimizer", "offload_param"):
         device = zero.get(name, {}).get("device", "none")
@@ -348,7 +348,7 @@ def _offload(config: UserConfig, zero: dict[str, Any]) -> str:
     if found == ["offload_param"]:
         told = "expected offload_optimizer on cpu beside offload_param, got none"
         raise ValueError(f"{config.source}: {told}: no plan counts weights alone on the host; try both on cpu")
-    return {0: "none", 1: "optimizer", 2: "all"}[len(found)]
+    return (None, "optimizer", "all")[len(found)]
 
 
 def _adam(config: UserConfig, entries: dict[str, Any]) -> str | None:

@@ -14,12 +14,15 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 
 from harness.base.checkout import ROOT
+from harness.base.whole_file import write_whole
 from harness.core.unavailable import Unavailable
 
 ENGINES = ROOT / ".venv" / "engines"
@@ -27,9 +30,8 @@ FACTS, FAILURE = "archive.json", "failure.txt"  # files of a release's folder: w
 VERSION = re.compile(r"\d+(\.\d+)+[\w.]*")
 # DeepSpeed's set-up compiles nothing; a kernel is compiled when a run needs it.
 ENVIRONMENT = {"DS_BUILD_OPS": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-UNREACHABLE = re.compile(r"Retrying \(Retry\(total=|Max retries exceeded|Temporary failure in name resolution")
-MISSING = re.compile(r"No matching distribution found|Could not find a version")
-VERSIONS = re.compile(r"from versions: ([^)]*)\)")
+UNREACHABLE = re.compile(r"connection error|Max retries exceeded|Retrying \(Retry\(total=")
+VERSIONS = re.compile(r"Could not find a version .*\(from versions: ([^)]*)\)")
 
 
 @dataclass(frozen=True)
@@ -47,24 +49,29 @@ class Release:
         return f"{self.package} {self.version}"
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """The version's numbers, by which releases are in order."""
+        return tuple(map(int, re.findall(r"\d+", self.version)))
+
+    @property
     def folder(self) -> Path:
         return ENGINES / f"{self.package}-{self.version}"
 
     @property
     def packages(self) -> Path:
-        """The folder that holds the release's modules. Its name marks installed packages: code in it counts by its
-        version (harness/core/source_hash.py)."""
-        return self.folder / "site-packages"
+        """The folder that holds the release's modules. Its path is one of installed packages, whose code counts by
+        their version (harness/core/source_hash.py)."""
+        return self.folder / "lib" / "python3" / "site-packages"
 
     @property
     def is_installed(self) -> bool:
-        return (self.folder / FACTS).exists()
+        return (self.folder / FACTS).exists() and self.packages.exists()
 
     @cached_property
     def archive(self) -> dict[str, str]:
         """The name and the sha256 of the archive that was installed. Raises Unavailable if none was."""
         if not self.is_installed:
-            raise Unavailable(self.failure() or f"{self} is not installed: ./run.sh setup, or run without --on")
+            raise Unavailable(self.failure() or f"{self} is not installed: run once without --on")
         found: dict[str, str] = json.loads((self.folder / FACTS).read_text())
         return found
 
@@ -95,33 +102,31 @@ class Release:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self.is_installed:
                 return
-            with tempfile.TemporaryDirectory(dir=self.folder) as made:
-                report = Path(made) / "report.json"
-                command = [
-                    sys.executable, "-m", "pip", "install", "--use-pep517", "--no-deps", "--no-build-isolation",
-                    "--target", f"{made}/site-packages", "--report", str(report), f"{self.package}=={self.version}",
-                ]  # fmt: skip
-                done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
-                print(done.stdout, done.stderr, sep="\n", flush=True)
-                if done.returncode:
-                    reason = self._reason(done.stdout + done.stderr)
-                    (self.folder / FAILURE).write_text(reason)
-                    raise Unavailable(reason)
-                shutil.rmtree(self.packages, ignore_errors=True)  # an interrupted installation left it
-                Path(made, "site-packages").rename(self.packages)
-                (self.folder / FAILURE).unlink(missing_ok=True)
-                Path(made, FACTS).write_text(json.dumps(_archive(report)))
-                Path(made, FACTS).rename(self.folder / FACTS)
+            shutil.rmtree(self.packages, ignore_errors=True)  # an interrupted installation left it
+            report = self.folder / "report.json"
+            command = [
+                sys.executable, "-m", "pip", "install", "-vv", "--use-pep517", "--no-deps",
+                "--no-build-isolation", "--target", str(self.packages), "--report", str(report),
+                f"{self.package}=={self.version}",
+            ]  # fmt: skip
+            done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+            print(done.stdout, done.stderr, sep="\n", flush=True)
+            if done.returncode:
+                reason = self._reason(done.stdout + done.stderr)
+                (self.folder / FAILURE).write_text(reason)
+                raise Unavailable(reason)
+            (self.folder / FAILURE).unlink(missing_ok=True)
+            write_whole(self.folder / FACTS, json.dumps(_archive(report)))
 
     def _reason(self, output: str) -> str:
         """Return in one line why pip, which printed `output`, did not install the release."""
         if UNREACHABLE.search(output):
-            return f"{self} cannot be installed: the package index cannot be reached; try without --option release"
-        if MISSING.search(output):
-            known = VERSIONS.search(output)
-            last = ", ".join(known[1].split(", ")[-3:]) if known else ""
+            told = "the package index cannot be reached: look at the network and at pip's configuration"
+            return f"{self} cannot be installed: {told}, or try without --option release"
+        if known := VERSIONS.search(output):
+            newest = ", ".join(known[1].split(", ")[-3:])
             told = f"expected a release of {self.package}, got {self.version}, which the package index lacks"
-            return f"{told}; try {last}" if last else told
+            return told if newest == "none" else f"{told}; try {newest}"
         lines = [line.strip() for line in output.splitlines() if line.strip().lower().startswith("error")]
         return f"{self} cannot be installed: {lines[-1][:200] if lines else 'pip failed without a reason'}"
 
@@ -133,6 +138,22 @@ class Release:
         assert name not in sys.modules, f"{name} was imported before its release was chosen"
         sys.path.insert(0, str(self.packages))
         importlib.invalidate_caches()
+
+
+@contextmanager
+def importing(release: Release | None, needs: str) -> Iterator[None]:
+    """Import an engine inside this context: this release of it, or the installed one if `release` is None. `needs`: how
+    to get the installed one. Raises Unavailable if there is none, or if the release does not import under the installed
+    torch."""
+    if release:
+        release.use()
+    try:
+        yield
+    except Exception as error:
+        if not (release or isinstance(error, ImportError)):
+            raise
+        told = f"{release} does not import under torch {version('torch')}" if release else needs
+        raise Unavailable(f"{told} ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
 
 
 def _archive(report: Path) -> dict[str, str]:

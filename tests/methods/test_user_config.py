@@ -242,7 +242,7 @@ def test_deepspeed_gets_the_files_entries_and_the_workloads() -> None:
 
 def test_a_plan_counts_the_stage_the_offload_and_the_buckets_of_the_file() -> None:
     """A bucket is as large as the file says on a GPU; on a host it takes memory only as far as it is written."""
-    for stage, offload, sections in ((1, "none", ()), (2, "optimizer", ("offload_optimizer",)), (3, "none", ())):
+    for stage, offload, sections in ((1, None, ()), (2, "optimizer", ("offload_optimizer",)), (3, None, ())):
         on_host = {name: {"device": "cpu"} for name in sections}
         entries = {"stage": stage, **on_host, "overlap_comm": True, "stage3_max_live_parameters": 0}
         plan = create("deepspeed", {"config": zero(**entries)}).plan(LOAD, Room())
@@ -271,13 +271,13 @@ def test_an_option_that_says_otherwise_than_the_configuration_is_refused() -> No
 
 
 EXAMPLES: list[tuple[str, str, Workload, int, dict[str, Any]]] = [  # file, method, workload, ranks, options
-    ("zero1_torch_adam.json", "deepspeed", LOAD, 1, {"stage": 1, "offload": "none", "adam": "published"}),
+    ("zero1_torch_adam.json", "deepspeed", LOAD, 1, {"stage": 1, "offload": None, "adam": "published"}),
     ("zero3_offload.json", "deepspeed", LOAD, 1, {"stage": 3, "offload": "all", "adam": "deepspeed"}),
-    ("zero3.json", "deepspeed", HALF, 2, {"stage": 3, "offload": "none", "adam": "deepspeed"}),
-    ("accelerate_zero1.yaml", "deepspeed", LOAD, 1, {"stage": 1, "offload": "none", "adam": "fused"}),
-    ("accelerate_zero2.yaml", "deepspeed", HALF, 2, {"stage": 2, "offload": "none", "overlap_comm": False}),
+    ("zero3.json", "deepspeed", HALF, 2, {"stage": 3, "offload": None, "adam": "deepspeed"}),
+    ("accelerate_zero1.yaml", "deepspeed", LOAD, 1, {"stage": 1, "offload": None, "adam": "fused"}),
+    ("accelerate_zero2.yaml", "deepspeed", HALF, 2, {"stage": 2, "offload": None, "overlap_comm": False}),
     ("accelerate_zero2_offload.yaml", "deepspeed", LOAD, 1, {"stage": 2, "offload": "optimizer"}),
-    ("accelerate_zero3.yaml", "deepspeed", LOAD, 1, {"stage": 3, "offload": "none", "overlap_comm": True}),
+    ("accelerate_zero3.yaml", "deepspeed", LOAD, 1, {"stage": 3, "offload": None, "overlap_comm": True}),
     ("accelerate_zero3_offload.yaml", "deepspeed", LOAD, 1, {"stage": 3, "offload": "all", "adam": "deepspeed"}),
     ("accelerate_with_file.yaml", "deepspeed", LOAD, 1, {"stage": 1, "adam": "published"}),
     ("accelerate_fsdp2_offload.yaml", "fsdp2-offload", LOAD, 1, {"reshard_after_forward": True, "config": None}),

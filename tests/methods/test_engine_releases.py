@@ -1,0 +1,138 @@
+"""DeepSpeed's stages and other releases train as the reference does, or the gate says that they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.core.job import Job, Room, Workload
+from harness.core.method import Unavailable, create
+from harness.core.record import Record
+from harness.forecast.fit import resolve
+from harness.gate.probe import Extent
+from harness.jobs.sweep import Sweep
+from methods.engines.release import Release
+from tests.support.packages import missing
+
+# As in the public report: four micro-batches of two samples.
+LOAD = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=64, batch_size=8, vocab_size=512)
+# DeepSpeed 0.15.2 to 0.18.9, stages 1 and 2 with the optimizer on the host, keep the gradient of the first micro-batch
+# only (deepspeedai/DeepSpeed 7967).
+FAULTY = "0.18.9"
+STAGES = [(0, None), (1, None), (1, "optimizer"), (2, None), (2, "optimizer"), (3, None), (3, "optimizer"), (3, "all")]
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+def run(results: Path, name: str, workload: Workload, **options: Any) -> Record:
+    job = resolve(Job(name, workload, options, steps=4, warmup=1))[0]
+    return Sweep(results, probe=Extent(0, 0)).run([job])[0]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("releases")
+
+
+@pytest.fixture(scope="module")
+def faulty() -> str:
+    """The release FAULTY, installed."""
+    release = Release("deepspeed", FAULTY)
+    try:
+        release.install()
+    except Unavailable as error:
+        if "cannot be reached" in str(error):
+            missing(str(error))
+        raise
+    return FAULTY
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("with_engines")
+@pytest.mark.parametrize("accumulation", ["engine", "caller"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("micro_batches", [4, 1])
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+@pytest.mark.parametrize(("stage", "offload"), STAGES)
+@pytest.mark.cover(2)
+def test_each_stage_trains_as_the_reference_does_but_stage_0_in_half_precision(
+    stage: int, offload: str | None, clip_norm: float, micro_batches: int, dtype: str, accumulation: str, results: Path
+) -> None:
+    """DeepSpeed's optimizers of stage 0 in bf16 and fp16 make a step without gradients when they are built, so Adam's
+    bias corrections are a step ahead: the first update is (0.1 / 0.19) / sqrt(0.001 / 0.001999) = 0.744 of Adam's."""
+    load = dataclasses.replace(LOAD, dtype=dtype, micro_batches=micro_batches, clip_norm=clip_norm)
+    record = run(results, "deepspeed", load, stage=stage, offload=offload, accumulation=accumulation)
+    assert record.gate.passed is (stage > 0 or dtype == "fp32"), record.gate.text or record.reason
+    assert all(tensor["exp_avg"] and tensor["exp_avg_sq"] for tensor in record.tensors.values())
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("with_engines")
+@pytest.mark.parametrize("name", ["zero-offload", "zero-infinity"])
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "fp32"), (2, "bf16")])
+@pytest.mark.cover(1)
+def test_micro_batches_of_an_engine_train_as_the_reference_does(
+    name: str, world_size: int, dtype: str, results: Path
+) -> None:
+    load = dataclasses.replace(LOAD, dtype=dtype, micro_batches=4)
+    record = run(results, name, load, world_size=world_size)
+    assert record.gate.passed, record.gate.text or record.reason
+
+
+@pytest.mark.heavy
+def test_a_release_that_drops_gradients_of_micro_batches_fails(faulty: str, results: Path) -> None:
+    whole = run(results, "zero-offload", LOAD, release=faulty)
+    assert whole.gate.passed, whole.gate.text or whole.reason
+    parts = run(results, "zero-offload", dataclasses.replace(LOAD, micro_batches=4), release=faulty)
+    assert (parts.status, parts.gate.verdict, parts.gate.reason) == ("ok", "failed", "gradient")
+    assert "gradient norm" in parts.gate.text and "at step 1" in parts.gate.text
+
+
+@pytest.mark.heavy
+def test_a_record_holds_the_release_and_its_archives_hash(faulty: str, results: Path) -> None:
+    record = run(results, "zero-offload", LOAD, release=faulty)
+    archive = Release("deepspeed", faulty).archive
+    assert record.software["deepspeed"] == faulty and "unlisted" not in record.software
+    assert f"{archive['archive']}, sha256 {archive['sha256']}" in record.description["implementation"]
+
+
+def test_another_archive_of_the_same_release_is_another_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("methods.engines.release.ENGINES", tmp_path)
+    job, keys = Job("zero-offload", LOAD, {"release": FAULTY}), list[str]()
+    for digest in ("a", "b", "a"):
+        folder = Release("deepspeed", FAULTY).folder
+        folder.mkdir(exist_ok=True)
+        (folder / "archive.json").write_text(f'{{"archive": "deepspeed.tar.gz", "sha256": "{digest}"}}')
+        keys.append(Sweep(tmp_path / "results").key(job))
+    assert keys[0] == keys[2] != keys[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"release": "newest"}, "release: expected a version of deepspeed such as 0.18.9, got 'newest'"),
+        ({"stage": 4}, "stage: expected 0 to 3, got 4"),
+        ({"stage": 0, "offload": "optimizer"}, "expected stage 1 or higher, got 0; try stage=1"),
+        ({"stage": 2, "offload": "all"}, "expected stage 3 or higher, got 2; try stage=3"),
+        ({"offload": "disk"}, "offload: expected none or one of optimizer, all, got 'disk'"),
+        ({"accumulation": "mine"}, "accumulation: expected one of engine, caller, got 'mine'"),
+    ],
+    ids=str,
+)
+def test_what_deepspeed_cannot_do_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told.replace("?", r"\?")):
+        create("deepspeed", options)
+
+
+def test_a_plan_counts_the_activations_of_one_micro_batch() -> None:
+    whole, parts = (dataclasses.replace(LOAD, micro_batches=number) for number in (1, 4))
+    quarter = dataclasses.replace(LOAD, batch_size=2)
+    for name in ("zero-offload", "zero-infinity", "zero-infinity-nvme", "zenflow", "superoffload", "deepspeed"):
+        trained = create(name, {})
+        of_whole, of_parts, of_quarter = (
+            trained.plan(load, Room()).device["activations"] for load in (whole, parts, quarter)
+        )
+        assert of_parts == of_quarter < of_whole, name
