@@ -65,7 +65,7 @@ class DeepSpeed(DeepSpeedMethod):
     def _configured(self, file: DeepSpeedFile) -> Self:
         """Return this method with the options that the configuration sets, and with the configuration as JSON."""
         says: dict[str, Any] = {"stage": file.stage, "offload": file.offload, "overlap_comm": file.overlaps}
-        says |= {"adam": file.adam} if file.adam else {}
+        says |= {name: value for name in ("adam", "accumulation") if (value := getattr(file, name))}
         for name, value in says.items():
             if getattr(self, name) not in (getattr(DeepSpeed, name), value):
                 told = f"expected {value}, as the configuration says, got {getattr(self, name)}"

@@ -52,7 +52,7 @@ def engine_config(workload: Workload, settings: EngineSettings) -> dict[str, Any
     parts = workload.micro_batches
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch_size // settings.num_ranks // parts,
-        "gradient_accumulation_steps": parts if settings.accumulation == "engine" else 1,
+        "gradient_accumulation_steps": 1 if settings.accumulation == "caller" else parts,
         "gradient_clipping": workload.clip_norm,  # given even if it is 0 (no clipping), because the default is 1.0
         "zero_optimization": settings.zero,
         "bf16": {"enabled": workload.dtype == "bf16"},
@@ -105,20 +105,21 @@ def train(workload: Workload, batches: Any, device: str, settings: EngineSetting
     needed.callback(leave_others)
     rank = dist.get_rank()
     engine = _engine(deepspeed, workload, engine_config(workload, settings), device, settings)
-    by_engine, num_parts = settings.accumulation == "engine", workload.micro_batches
+    accumulation, num_parts = settings.accumulation, workload.micro_batches
     for step, batch in enumerate(batches, start=1):
         for group in _groups(engine):
             group["lr"] = workload.learning_rate_at(step)  # set now, because SuperOffload updates during backward()
         scale, losses = float(engine.optimizer.loss_scale) if is_scaled else 1.0, []
-        for part in zip(*(tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch), strict=True):
+        parts = zip(*(tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch), strict=True)
+        for number, part in enumerate(parts, start=1):
             loss = engine(*part, scale)
+            if accumulation == "boundary":
+                engine.set_gradient_accumulation_boundary(number == num_parts)
             # backward() multiplies by the scale again, and divides by the accumulation steps that it knows.
-            engine.backward(loss / scale if by_engine else loss / scale / num_parts)
+            engine.backward(loss / scale / num_parts if accumulation == "caller" else loss / scale)
             losses.append(loss.detach())
-            if by_engine:
+            if accumulation == "engine" or number == num_parts:
                 engine.step()
-        if not by_engine:
-            engine.step()
         norm, mean = engine.get_global_grad_norm(), torch.stack(losses).mean() / num_ranks
         if num_ranks > 1:
             dist.all_reduce(mean)

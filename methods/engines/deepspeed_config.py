@@ -29,6 +29,8 @@ ADAMS = {  # each value of the option `adam`, with the name of this Adam in the 
 }
 ACCUMULATIONS = {  # each value of the option `accumulation`: how the engine sums the gradients of micro-batches
     "engine": "by gradient_accumulation_steps",  # backward() and step() for each micro-batch
+    # as accelerate: the caller says which backward pass is the last, and calls step() once
+    "boundary": "by gradient_accumulation_steps and set_gradient_accumulation_boundary()",
     "caller": "by several backward passes before one step()",  # the configuration says one accumulation step
 }
 # Each value of the option `offload` but None: what lives on the host. The number is the lowest stage that allows it.
