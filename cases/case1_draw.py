@@ -1,4 +1,4 @@
-"""Draw case 1 from the CSV that case1_extract.sh wrote. Options: --profile, --results, --out, as for ./run.sh case."""
+"""Draw case 1 from the CSV of case1_extract.sh. Options: --profile, --results, --out, as for ./run.sh case."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Draw case 2 from the CSV that case2_extract.sh wrote. Options: --profile, --results, --out, as for ./run.sh case."""
+"""Draw case 2 from the CSV of case2_extract.sh. Options: --profile, --results, --out, as for ./run.sh case."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Draw case 3 from the CSV that case3_extract.sh wrote. Options: --profile, --results, --out, as for ./run.sh case."""
+"""Draw case 3 from the CSV of case3_extract.sh. Options: --profile, --results, --out, as for ./run.sh case."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Draw case 4 from the CSV that case4_extract.sh wrote. Options: --profile, --results, --out, as for ./run.sh case."""
+"""Draw case 4 from the CSV of case4_extract.sh. Options: --profile, --results, --out, as for ./run.sh case."""
 
 import os
 import sys

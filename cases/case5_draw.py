@@ -1,4 +1,4 @@
-"""Draw case 5 from the CSV that case5_extract.sh wrote. Options: --profile, --results, --out, as for ./run.sh case."""
+"""Draw case 5 from the CSV of case5_extract.sh. Options: --profile, --results, --out, as for ./run.sh case."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Draw case 6 from the CSV that case6_extract.sh wrote. Options: --profile, --results, --out, as for ./run.sh case."""
+"""Draw case 6 from the CSV of case6_extract.sh. Options: --profile, --results, --out, as for ./run.sh case."""
 
 import os
 import sys

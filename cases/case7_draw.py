@@ -1,4 +1,4 @@
-"""Draw case 7 from the CSV that case7_extract.sh wrote. Options: --profile, --results, --out, as for ./run.sh case."""
+"""Draw case 7 from the CSV of case7_extract.sh. Options: --profile, --results, --out, as for ./run.sh case."""
 
 import os
 import sys

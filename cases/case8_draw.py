@@ -1,4 +1,4 @@
-"""Draw case 8 from the CSV that case8_extract.sh wrote. Options: --profile, --results, --out, as for ./run.sh case."""
+"""Draw case 8 from the CSV of case8_extract.sh. Options: --profile, --results, --out, as for ./run.sh case."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Draw case 9 from the CSV that case9_extract.sh wrote. Options: --profile, --results, --out, as for ./run.sh case."""
+"""Draw case 9 from the CSV of case9_extract.sh. Options: --profile, --results, --out, as for ./run.sh case."""
 
 import os
 import sys

@@ -48,7 +48,7 @@ class DeepSpeed(DeepSpeedMethod):
     @property
     def kernel(self) -> str | None:
         """Return the kernel of DeepSpeed's own Adam, which on the device is another one than on the host."""
-        return "fused_adam" if self.adam == "deepspeed" and not self.offload else super().kernel
+        return "fused_adam" if self.adam == "deepspeed" and self.offload is None else super().kernel
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         part = rank_part(workload, self.world_size)

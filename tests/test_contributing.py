@@ -32,12 +32,12 @@ FACTS = {"cpu": "some CPU", "cores": 2}
 @pytest.fixture
 def added(tmp_path: Path) -> list[str]:
     """The words that name the page's case and claim, and results that the case would have."""
-    (tmp_path / "case10.py").write_text(CASE)
+    (tmp_path / "case11.py").write_text(CASE)
     (tmp_path / "ten.yaml").write_text(CLAIM)
     case.REGISTRY.add([tmp_path])
     try:
         used = profile.make("demo", None, ("l2l",), FACTS)
-        jobs = [resolve(job)[0] for job in case.load(10).jobs(used, {})]
+        jobs = [resolve(job)[0] for job in case.load(11).jobs(used, {})]
     finally:
         case.REGISTRY.forget()
     seconds = {"resident": 1.0, "l2l": 2.0}
@@ -51,20 +51,20 @@ def added(tmp_path: Path) -> list[str]:
 
 @pytest.mark.shows("a case draws its figure")
 def test_a_case_of_any_folder_is_a_table_and_a_figure(added: list[str]) -> None:
-    done = run("case", "10", "--profile", "demo", "--extract", *added)
+    done = run("case", "11", "--profile", "demo", "--extract", *added)
     assert done.returncode == 0 and [line.split(",")[3] for line in done.stdout.splitlines()] == [
         "method",
         "resident",
         "l2l",
     ]
-    assert run("case", "10", "--profile", "demo", "--draw", *added).returncode == 0
+    assert run("case", "11", "--profile", "demo", "--draw", *added).returncode == 0
     assert sorted(path.suffix for path in Path(added[-1], "figures").iterdir()) == [".csv", ".pdf", ".png"]
 
 
 def test_a_claim_of_any_file_is_judged_and_the_next_call_knows_nothing_of_it(added: list[str], tmp_path: Path) -> None:
     done = run("verify", *added, "--claims", tmp_path / "ten.yaml")
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "SIMULATED: 1 of 1: 10.resident-first"
-    assert 10 not in case.numbers() and "10.resident-first" not in {claim.id for claim in claims.load()}
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "SIMULATED: 1 of 1: 11.resident-first"
+    assert 11 not in case.numbers() and "11.resident-first" not in {claim.id for claim in claims.load()}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_link_to_a_file_of_machines_is_refused(tmp_path: Path) -> None:
     assert "expected a regular file" in run("plan", "-m", "resident", "--machines", tmp_path / "link.yaml").stderr
 
 
-@pytest.mark.parametrize(("number", "end"), [(11, "raise SystemExit(0)"), (12, "yield __import__('os')._exit(0)")])
+@pytest.mark.parametrize(("number", "end"), [(12, "raise SystemExit(0)"), (13, "yield __import__('os')._exit(0)")])
 def test_a_case_whose_jobs_would_end_the_process_is_told_in_a_line(tmp_path: Path, number: int, end: str) -> None:
     """Each of a number of its own: a process imports a name once."""
     (file := tmp_path / f"case{number}.py").write_text(CASE.replace("        return", f"        {end}\n        return"))
@@ -191,9 +191,9 @@ def test_a_case_whose_jobs_would_end_the_process_is_told_in_a_line(tmp_path: Pat
 
 
 def test_a_case_without_runs_tells_what_to_run_first(tmp_path: Path) -> None:
-    (tmp_path / "case10.py").write_text(CASE)
-    done = run("case", "10", "--extract", "--cases", tmp_path, "--results", tmp_path)
-    told = "error: case 10: expected --profile, because this case draws only its own runs; try ./run.sh case 10 --cases"
+    (tmp_path / "case11.py").write_text(CASE)
+    done = run("case", "11", "--extract", "--cases", tmp_path, "--results", tmp_path)
+    told = "error: case 11: expected --profile, because this case draws only its own runs; try ./run.sh case 11 --cases"
     assert done.returncode == 2 and done.stderr.startswith(f"{told} {tmp_path}") and len(done.stderr.splitlines()) == 1
 
 

@@ -199,8 +199,9 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
 def case(**words: Any) -> None:
     """Make one figure of the papers, or all: run what is missing, write the table, draw the figure.
 
-    Three figures are not from the papers, and `all` leaves them out: 8, throughput over the number of ranks; 9,
-    throughput over the batch; and overlap, the copies that run at the same time as compute in one step.
+    Four figures are not from the papers, and `all` leaves them out: 8, throughput over the number of ranks; 9,
+    throughput over the batch; 10, the releases of engines that train (see the verb releases); and overlap, the copies
+    that run at the same time as compute in one step.
     """
     from harness.evidence import collect
 

@@ -1,8 +1,8 @@
 """The entry point: finds the verb, and turns every error of the user into one line and an exit code.
 
 The verbs are defined in job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import,
-verify, compare, report, bundle, add, notebook), advise.py, doctor.py, check_method.py, completion.py, rates.py and
-harness/places/shared/docker_image.py (image). Methods may bring further verbs (Method.verbs).
+verify, compare, report, bundle, add, notebook), advise.py, doctor.py, check_method.py, completion.py, rates.py,
+releases.py and harness/places/shared/docker_image.py (image). Methods may bring further verbs (Method.verbs).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from harness.cli.exit_codes import CRASH, INTERRUPTED, MEMORY, UNAVAILABLE, USAG
 from harness.cli.job_options import WithMethods
 from harness.cli.job_verbs import EXAMPLES
 from harness.cli.rates import rates
+from harness.cli.releases import releases
 from harness.core import method
 from harness.jobs.sweep import FolderLost
 from harness.places.shared.docker_image import image
@@ -41,7 +43,7 @@ What people do first:
 
 GROUPS = {  # verbs by purpose, in the order in which --help lists them; verbs that methods bring come last
     "Before a run": ("advise", "plan", "doctor", "rates", "setup"),
-    "Train": ("run", "sweep", "search", "demo"),
+    "Train": ("run", "sweep", "search", "releases", "demo"),
     "Results": ("compare", "report", "fairness", "bundle", "add"),
     "The papers' figures and claims": ("case", "verify", "import", "notebook"),
     "Around it": ("check-method", "image", "completion"),
@@ -54,8 +56,11 @@ class Door(WithMethods, click.Group):
     verb."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if len(args) > 2 and args[0] == "--methods" and self.get_command(context, args[2]):
-            args = [args[2], *args[:2], *args[3:]]
+        number = 0  # of words before the first that names no folder of methods
+        while number < len(args) and args[number].partition("=")[0] == "--methods":
+            number += 1 if "=" in args[number] else 2
+        if 0 < number < len(args) and self.get_command(context, args[number]):
+            args = [args[number], *args[:number], *args[number + 1 :]]
         if args and args[0].startswith("-") and args[0] != "--help":
             args = ["run", *args]
         return super().parse_args(context, args)
@@ -96,7 +101,9 @@ def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
         click.echo(FIRST_CALLS)
 
 
-for verb in (*job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, completion.completion, doctor, image, rates):
+for verb in (
+    *job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, completion.completion, doctor, image, rates, releases
+):  # fmt: skip
     door.add_command(verb)
 
 
@@ -135,6 +142,10 @@ def _run() -> None:
     except click.ClickException as error:
         text = error.format_message()
         hint = "-h is the hidden size, help is --help" if "'-h'" in text else "see --help"
+        extra = re.search(r"extra arguments? \((\S+?)[ )]", text)
+        if extra and extra[1] in door.all_verbs():
+            text = f"expected the verb as the first word, got {extra[1]} after others"
+            hint = f"try ./run.sh {extra[1]} ..."
         _fail(f"error: {text.rstrip('.')}; {hint}", USAGE)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):

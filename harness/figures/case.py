@@ -181,13 +181,13 @@ def is_of(used: CaseProfile, job: Job) -> bool:
 def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Record]:
     """Return the runs that a case may read in this profile, oldest first.
 
-    If a method has runs by its present code, its other runs are left out; if not, those by other code than its newest
-    run. Raises ValueError if the runs are of several machines.
+    If a method, by one release of its engine, has runs by its present code, its other runs are left out; if not, those
+    by other code than its newest run. Raises ValueError if the runs are of several machines.
     """
     its = load(number).profiles(used)
     own = [record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)]
-    fresh = {record.job.method for record in own if measurements.is_current(record)}
-    own = [record for record in own if record.job.method not in fresh or measurements.is_current(record)]
+    fresh = {measurements.trainer(record) for record in own if measurements.is_current(record)}
+    own = [record for record in own if measurements.trainer(record) not in fresh or measurements.is_current(record)]
     own = measurements.of_newest_code(own)
     machines = {machine_of(record) for record in own}
     if len(machines) > 1:

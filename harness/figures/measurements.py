@@ -33,10 +33,15 @@ def is_current(record: Record) -> bool:
 
 
 def of_newest_code(records: Sequence[Record]) -> list[Record]:
-    """Return the runs that were made by the code (a method's source, and the packages) of their method's newest run,
-    and those that tell no source, such as refusals by plan. `records`: oldest first."""
-    newest = {record.job.method: _code(record) for record in records if _code(record)}
-    return [record for record in records if not (code := _code(record)) or code == newest[record.job.method]]
+    """Return the runs that were made by the code (a method's source, and the packages) of the newest run by the same
+    trainer, and those that tell no source, such as refusals by plan. `records`: oldest first."""
+    newest = {trainer(record): _code(record) for record in records if _code(record)}
+    return [record for record in records if not (code := _code(record)) or code == newest[trainer(record)]]
+
+
+def trainer(record: Record) -> tuple[str, str | None]:
+    """Return what trained: the method, and the release of its engine if that is not the installed one."""
+    return record.job.method, record.job.options.get("release")
 
 
 def _code(record: Record) -> tuple[str | None, ...]:

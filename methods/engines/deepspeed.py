@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +21,7 @@ from unittest import mock
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Workload
 from harness.core.method import Step, TensorState, Trained, Training, Unavailable
 from methods.engines.deepspeed_config import (
+    COUNTED,
     KERNELS,
     NEEDS,
     EngineSettings,
@@ -31,7 +31,7 @@ from methods.engines.deepspeed_config import (
     versions,
 )
 from methods.engines.deepspeed_stage_0 import kept_by
-from methods.engines.release import Release
+from methods.engines.release import Release, importing
 
 # The rule of methods/shared/loss_scale.py, but after the start or an overflow DeepSpeed doubles the scale a step later.
 FP16 = {
@@ -52,7 +52,7 @@ def engine_config(workload: Workload, settings: EngineSettings) -> dict[str, Any
     parts = workload.micro_batches
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch_size // settings.num_ranks // parts,
-        "gradient_accumulation_steps": 1 if settings.accumulation == "caller" else parts,
+        "gradient_accumulation_steps": parts if settings.accumulation in COUNTED else 1,
         "gradient_clipping": workload.clip_norm,  # given even if it is 0 (no clipping), because the default is 1.0
         "zero_optimization": settings.zero,
         "bf16": {"enabled": workload.dtype == "bf16"},
@@ -105,20 +105,20 @@ def train(workload: Workload, batches: Any, device: str, settings: EngineSetting
     needed.callback(leave_others)
     rank = dist.get_rank()
     engine = _engine(deepspeed, workload, engine_config(workload, settings), device, settings)
-    accumulation, num_parts = settings.accumulation, workload.micro_batches
+    counts, num_parts = settings.accumulation in COUNTED, workload.micro_batches
     for step, batch in enumerate(batches, start=1):
         for group in _groups(engine):
             group["lr"] = workload.learning_rate_at(step)  # set now, because SuperOffload updates during backward()
         scale, losses = float(engine.optimizer.loss_scale) if is_scaled else 1.0, []
-        parts = zip(*(tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch), strict=True)
-        for number, part in enumerate(parts, start=1):
-            loss = engine(*part, scale)
-            if accumulation == "boundary":
+        mine = (tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch)
+        for number, part in enumerate(zip(*mine, strict=True), start=1):
+            if settings.accumulation in ("accelerate", "caller"):
                 engine.set_gradient_accumulation_boundary(number == num_parts)
+            loss = engine(*part, scale)
             # backward() multiplies by the scale again, and divides by the accumulation steps that it knows.
-            engine.backward(loss / scale / num_parts if accumulation == "caller" else loss / scale)
+            engine.backward(loss / scale if counts else loss / scale / num_parts)
             losses.append(loss.detach())
-            if accumulation == "engine" or number == num_parts:
+            if settings.accumulation == "engine" or number == num_parts:
                 engine.step()
         norm, mean = engine.get_global_grad_norm(), torch.stack(losses).mean() / num_ranks
         if num_ranks > 1:
@@ -148,15 +148,8 @@ def import_deepspeed(device: str, num_ranks: int = 1, release: Release | None = 
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # the folder of ninja
     }  # fmt: skip
     warnings.filterwarnings("ignore", category=FutureWarning)
-    if release:
-        release.use()
-    try:
+    with importing(release, f"this method {NEEDS}"):
         import deepspeed
-    except Exception as error:
-        if release is None and not isinstance(error, ImportError):
-            raise
-        told = f"{release} does not import under torch {version('torch')}" if release else f"this method {NEEDS}"
-        raise Unavailable(f"{told} ({type(error).__name__}: {str(error).strip()[:200]})") from error
     if device != "cuda":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device == "sim":

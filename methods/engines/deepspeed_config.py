@@ -5,7 +5,6 @@ DeepSpeed can bind ranks to cores. The harness does not let it, because a single
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +16,7 @@ from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import parts_sent, sum_sent
 from methods.engines.release import Release
-from methods.shared.memory_needs import each_page_locked, gathered_params, num_small, page_locked
+from methods.shared.memory_needs import each_page_locked, gathered_params, num_small, one_micro_batch, page_locked
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of the compiled kernels of the installed DeepSpeed
 BUCKET_PARAMS = 50_000_000
@@ -27,12 +26,13 @@ ADAMS = {  # each value of the option `adam`, with the name of this Adam in the 
     "deepspeed": "DeepSpeedCPUAdam",  # as fast as `fused`, but must be compiled
     "published": "torch AdamW, op by op",  # as in the published artifact
 }
-ACCUMULATIONS = {  # each value of the option `accumulation`: how the engine sums the gradients of micro-batches
-    "engine": "by gradient_accumulation_steps",  # backward() and step() for each micro-batch
-    # as accelerate: the caller says which backward pass is the last, and calls step() once
-    "boundary": "by gradient_accumulation_steps and set_gradient_accumulation_boundary()",
-    "caller": "by several backward passes before one step()",  # the configuration says one accumulation step
+ACCUMULATIONS = {  # each value of the option `accumulation`: how gradients of micro-batches are summed before a step()
+    "engine": "by gradient_accumulation_steps",
+    "accelerate": "by gradient_accumulation_steps, with the last backward pass marked, as accelerate does",
+    "caller": "by several backward passes, the last one marked by set_gradient_accumulation_boundary()",
+    "unmarked": "by several backward passes, none of them marked, as with torch alone",
 }
+COUNTED = ("engine", "accelerate")  # accumulations of which DeepSpeed's configuration tells the number
 # Each value of the option `offload` but None: what lives on the host. The number is the lowest stage that allows it.
 OFFLOADS = {"optimizer": 1, "all": 3}
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
@@ -140,9 +140,8 @@ def stage_3_device(workload: Workload) -> dict[str, int]:
 
 def activation_bytes(workload: Workload) -> int:
     """Return the bytes of activations: of one micro-batch, because an engine trains one after the other."""
-    parts = workload.micro_batches
-    one = dataclasses.replace(workload, batch_size=workload.batch_size // parts, micro_batches=1)
-    return one.num_layers * one.boundary_bytes + one.working_bytes
+    part = one_micro_batch(workload)
+    return part.num_layers * part.boundary_bytes + part.working_bytes
 
 
 def stage_2_device(workload: Workload) -> dict[str, int]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from harness.core.job import BETAS, EPSILON, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
 from methods.engines import accelerate_file
-from methods.engines.deepspeed_config import BUCKET_PARAMS, zero_plan
+from methods.engines.deepspeed_config import BUCKET_PARAMS, COUNTED, zero_plan
 from methods.engines.user_config import (
     AUTO,
     Dropped,
@@ -242,7 +243,7 @@ class DeepSpeedFile:
         for name in [name for name, value in zero.items() if value == AUTO and name not in filled(workload)]:
             del zero[name]  # DeepSpeed takes its default
         stage, offload = _stage(config, zero), _offload(config, zero)
-        return cls(entries, stage, offload, _adam(config, entries), "boundary" if is_accelerates else None)
+        return cls(entries, stage, offload, _adam(config, entries), "accelerate" if is_accelerates else None)
 
     @property
     def text(self) -> str:
@@ -292,10 +293,10 @@ class DeepSpeedFile:
 
 def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, Given]:
     """Return what the workload gives, by the entry's path."""
-    counted = 1 if accumulation == "caller" else workload.micro_batches
+    counted = workload.micro_batches if accumulation in COUNTED else 1
     parts = f"{workload.micro_batches} micro-batches" if counted > 1 else ""
     sizes = ", ".join(filter(None, (f"-b {workload.batch_size}", f"{num_ranks} ranks" if num_ranks > 1 else "", parts)))
-    steps_by = "accumulation=caller" if accumulation == "caller" else "--micro-batches"
+    steps_by = "--micro-batches" if accumulation in COUNTED else f"accumulation={accumulation}"
     found = {
         "gradient_accumulation_steps": Given(counted, steps_by, lambda got: f"--micro-batches {shown(got)}"),
         "train_micro_batch_size_per_gpu": Given(
@@ -314,12 +315,15 @@ def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, G
         found["fp16.loss_scale_window"] = Given(window, "the reference's loss scale", lambda got: '"auto"')
     for dtype in ("bf16", "fp16"):
         found[f"{dtype}.enabled"] = Given(
-            workload.dtype == dtype, f"--dtype {workload.dtype}",
-            lambda got, dtype=dtype: f"--dtype {dtype}" if got is True else '"auto"',
-        )  # fmt: skip
+            workload.dtype == dtype, f"--dtype {workload.dtype}", partial(_dtype_call, dtype)
+        )
     for name, value in (("betas", list(BETAS)), ("eps", EPSILON), ("weight_decay", WEIGHT_DECAY)):
         found[f"optimizer.params.{name}"] = Given(value, "the reference's AdamW", lambda got: '"auto"')
     return found
+
+
+def _dtype_call(dtype: str, got: Any) -> str:
+    return f"--dtype {dtype}" if got is True else '"auto"'
 
 
 def _stage(config: UserConfig, zero: dict[str, Any]) -> int:
@@ -330,7 +334,8 @@ def _stage(config: UserConfig, zero: dict[str, Any]) -> int:
 
 
 def _offload(config: UserConfig, zero: dict[str, Any]) -> str | None:
-    """Return the key of deepspeed_config.OFFLOADS, or None. Leave out sections of states that stay on the device."""
+    """Return the key of deepspeed_config.OFFLOADS; None: nothing lives on the host. Leave out sections of states that
+    stay on the device."""
     found = []
     for name in ("offload_optimizer", "offload_param"):
         device = zero.get(name, {}).get("device", "none")

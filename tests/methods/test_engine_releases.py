@@ -52,7 +52,7 @@ def faulty() -> str:
 
 @pytest.mark.heavy
 @pytest.mark.usefixtures("with_engines")
-@pytest.mark.parametrize("accumulation", ["engine", "caller"])
+@pytest.mark.parametrize("accumulation", ["engine", "accelerate", "caller"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("micro_batches", [4, 1])
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
@@ -67,6 +67,18 @@ def test_each_stage_trains_as_the_reference_does_but_stage_0_in_half_precision(
     record = run(results, "deepspeed", load, stage=stage, offload=offload, accumulation=accumulation)
     assert record.gate.passed is (stage > 0 or dtype == "fp32"), record.gate.text or record.reason
     assert all(tensor["exp_avg"] and tensor["exp_avg_sq"] for tensor in record.tensors.values())
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("with_engines")
+@pytest.mark.parametrize(("stage", "offload"), [(1, "optimizer"), (2, None), (3, None)])
+def test_backward_passes_that_are_not_marked_lose_gradients_in_stages_1_and_2(
+    stage: int, offload: str | None, results: Path
+) -> None:
+    """As allenai/open-instruct 1498 reports of stage 2: each pass counts as the last one, and begins the sum anew."""
+    load = dataclasses.replace(LOAD, micro_batches=4)
+    record = run(results, "deepspeed", load, stage=stage, offload=offload, accumulation="unmarked")
+    assert (record.gate.verdict, record.gate.reason) == (("failed", "gradient") if stage < 3 else ("tolerance", ""))
 
 
 @pytest.mark.heavy
@@ -103,9 +115,9 @@ def test_another_archive_of_the_same_release_is_another_run(monkeypatch: pytest.
     monkeypatch.setattr("methods.engines.release.ENGINES", tmp_path)
     job, keys = Job("zero-offload", LOAD, {"release": FAULTY}), list[str]()
     for digest in ("a", "b", "a"):
-        folder = Release("deepspeed", FAULTY).folder
-        folder.mkdir(exist_ok=True)
-        (folder / "archive.json").write_text(f'{{"archive": "deepspeed.tar.gz", "sha256": "{digest}"}}')
+        release = Release("deepspeed", FAULTY)
+        release.packages.mkdir(parents=True, exist_ok=True)
+        (release.folder / "archive.json").write_text(f'{{"archive": "deepspeed.tar.gz", "sha256": "{digest}"}}')
         keys.append(Sweep(tmp_path / "results").key(job))
     assert keys[0] == keys[2] != keys[1]
 
@@ -118,7 +130,7 @@ def test_another_archive_of_the_same_release_is_another_run(monkeypatch: pytest.
         ({"stage": 0, "offload": "optimizer"}, "expected stage 1 or higher, got 0; try stage=1"),
         ({"stage": 2, "offload": "all"}, "expected stage 3 or higher, got 2; try stage=3"),
         ({"offload": "disk"}, "offload: expected none or one of optimizer, all, got 'disk'"),
-        ({"accumulation": "mine"}, "accumulation: expected one of engine, caller, got 'mine'"),
+        ({"accumulation": "mine"}, "accumulation: expected one of engine, accelerate, caller, unmarked, got 'mine'"),
     ],
     ids=str,
 )

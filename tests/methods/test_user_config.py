@@ -276,7 +276,7 @@ EXAMPLES: list[tuple[str, str, Workload, int, dict[str, Any]]] = [  # file, meth
     ("zero3_offload.json", "deepspeed", LOAD, 1, {"stage": 3, "offload": "all", "adam": "deepspeed"}),
     ("zero3.json", "deepspeed", HALF, 2, {"stage": 3, "offload": None, "adam": "deepspeed"}),
     ("accelerate_zero1.yaml", "deepspeed", LOAD, 1, {"stage": 1, "offload": None, "adam": "fused"}),
-    ("accelerate_zero2.yaml", "deepspeed", PARTS, 2, {"stage": 2, "offload": None, "accumulation": "boundary"}),
+    ("accelerate_zero2.yaml", "deepspeed", PARTS, 2, {"stage": 2, "offload": None, "accumulation": "accelerate"}),
     ("accelerate_zero2_offload.yaml", "deepspeed", LOAD, 1, {"stage": 2, "offload": "optimizer"}),
     ("accelerate_zero3.yaml", "deepspeed", LOAD, 1, {"stage": 3, "offload": None, "overlap_comm": True}),
     ("accelerate_zero3_offload.yaml", "deepspeed", LOAD, 1, {"stage": 3, "offload": "all", "adam": "deepspeed"}),

@@ -1,0 +1,57 @@
+"""Writes a script that shows a cell of case 10 without this project's code: torch's AdamW beside the engine."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from cases._releases import ENGINES, ROWS
+from cases.case10 import workload_of
+from harness.core import method
+from harness.devices import machine
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # names in torch
+
+
+def script(name: str, release: str | None = None) -> str:
+    """Return the script of a cell: a row, by its name, and a release; None: the installed one. Raises ValueError for an
+    unknown row, and for a row without a script."""
+    import jinja2
+
+    scripted = [name for name, row in ROWS.items() if ENGINES[row.engine].script and row.is_scripted]
+    if name not in scripted:
+        raise ValueError(f"--script: expected a setting of {', '.join(scripted)}, got {name!r}")
+    engine = ENGINES[ROWS[name].engine]
+    if not (release := release or engine.installed):
+        raise ValueError(
+            f"--script: expected a release of {engine.package}, got none; try {name}@{engine.releases[-1]}"
+        )
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+    )  # fmt: skip
+    return environment.get_template(engine.script).render(_settings(name), name=name, release=release)
+
+
+def _settings(name: str) -> dict[str, Any]:
+    """Return what a script of DeepSpeed differs in: the configuration with which the cell's run trains, and how its
+    loop calls the engine."""
+    from methods.engines.deepspeed import engine_config
+    from methods.engines.deepspeed_method import DeepSpeedMethod
+
+    row, load = ROWS[name], workload_of(name)
+    trained = method.create(row.method, dict(row.options))
+    assert isinstance(trained, DeepSpeedMethod)
+    config = engine_config(load, trained.settings(load, on_gpu=False))
+    ranks = trained.world_size
+    return {
+        "config": textwrap.fill(repr(config), 108, subsequent_indent=" " * 10, break_on_hyphens=False),
+        "parts": load.micro_batches,
+        "clip": load.clip_norm,
+        "dtype": DTYPES[load.dtype],
+        "batch_size": load.batch_size,
+        "by_engine": trained.accumulation == "engine",
+        "torch": str(machine.software()["torch"]).partition("+")[0],
+        "command": f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python",
+    }

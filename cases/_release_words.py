@@ -1,0 +1,111 @@
+"""The words of case 10: what a cell says, and the public reports that say the same."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, PublicReport, columns_of, ordered, reports_about
+from harness.core.record import PASSING
+from harness.figures.point import FigureRow
+from harness.gate.probe import LEFT_OUT
+
+PASSES, FAILS, CRASH, UNAVAILABLE, NOT_RUN = "passes", "fails", "crash", "unavailable", "not run"
+NONE_KNOWN = "no public report known"
+WORD_COLUMNS = 110  # most characters of a cell's word
+# What ends the part of a reason that a cell's word shows.
+ENDS = {FAILS: re.compile(r" \("), CRASH: re.compile(r"; its log |\. (?=[A-Z])"), UNAVAILABLE: re.compile(r" \(at ")}
+HEADS = ("setting", "verdict", "releases", "public report")
+NO_PROBE = "a pass is of the run alone: no probe was trained"
+
+
+def kind(row: FigureRow) -> str:
+    """Return a cell's verdict in one word."""
+    if row.status in PASSING:
+        return PASSES if row.valid else "untested"  # not valid: its line of the table was edited
+    return {"failed": FAILS}.get(row.status, row.status)
+
+
+def word(row: FigureRow) -> str:
+    """Return a cell's verdict in a few words."""
+    if kind(row) == PASSES:
+        return PASSES
+    engine = ENGINES[ROWS[row.series].engine]
+    reason = " ".join(row.reason.split()).removeprefix(f"{engine.package} {row.group} ")  # all releases say the same
+    if kind(row) in ENDS:
+        reason = ENDS[kind(row)].split(reason)[0]
+    return textwrap.shorten(f"{kind(row)}: {reason}", WORD_COLUMNS, placeholder=" ...")
+
+
+def is_unreported(row: FigureRow) -> bool:
+    """True if the cell's training is wrong, neither by design nor as a public report says."""
+    return kind(row) == FAILS and not ROWS[row.series].by_design and not _reports(row)
+
+
+def reports_text(row: FigureRow) -> str:
+    """Return what stands beside a cell: links to the reports that say the same; the reports that this run does not
+    show; that it trains otherwise by design; or that no report is known."""
+    links = ", ".join(report.links for report in _reports(row))
+    if kind(row) == PASSES:
+        return f"{links}: not seen here" if links else ""
+    if is_unreported(row):
+        return f"**{NONE_KNOWN}**"
+    design = ROWS[row.series].by_design if kind(row) == FAILS else ""
+    return "; ".join(filter(None, [f"by design: {design}" if design else "", links]))
+
+
+def _reports(row: FigureRow) -> list[PublicReport]:
+    """Return the reports about a cell: of errors if it crashed, of wrong trainings if it failed, all if it passed."""
+    found = reports_about(row.series, row.group)
+    kinds = {PASSES: (False, True), FAILS: (False,), CRASH: (True,)}.get(kind(row), ())
+    return [report for report in found if report.is_error in kinds]
+
+
+def page_rows(rows: Sequence[FigureRow]) -> Iterator[list[str]]:
+    """Yield the lines of the page's table: one for each word of a setting and the reports beside it, with the releases
+    that have this word, oldest first."""
+    for name in (name for name in ROWS if any(row.series == name for row in rows)):
+        cells = {row.group: (word(row), reports_text(row)) for row in rows if row.series == name}
+        columns = ordered([*columns_of(name), *cells])
+        told = {release: cells.get(release, (NOT_RUN, "")) for release in columns}
+        for each in sorted(set(told.values()), key=lambda each: (each[0] == NOT_RUN, list(told.values()).index(each))):
+            releases = spans([release for release in columns if told[release] == each], columns)
+            yield [f"`{name}`", each[0].replace("|", "\\|"), releases, each[1]]
+
+
+def spans(releases: Sequence[str], columns: Sequence[str]) -> str:
+    """Return releases as text; of three and more neighbors among the columns only the first and the last."""
+    runs: list[list[str]] = []
+    for release in releases:
+        at = columns.index(release)
+        if runs and columns.index(runs[-1][-1]) == at - 1:
+            runs[-1].append(release)
+        else:
+            runs.append([release])
+    return ", ".join(", ".join(run) if len(run) < 3 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
+def notes(rows: Sequence[FigureRow]) -> Iterator[str]:
+    """Yield the notes below the table: what the runs do not show, and the public reports with the rows about them or
+    the reason why there is none."""
+    yield from without_probe(rows)
+    names = [name for name in ROWS if any(row.series == name for row in rows)]
+    for key, text in UNSEEN.items():
+        if lacking := [f"`{name}`" for name in names if key in ROWS[name].unseen]:
+            yield f"cannot show {text}: {', '.join(lacking)}"
+    for report in REPORTS:
+        where = ", ".join(f"`{name}`" for name in report.rows) or f"no row: {report.why_no_row}"
+        yield f"{report.links}{_about(report)}: {report.says} ({where})"
+
+
+def without_probe(rows: Sequence[FigureRow]) -> list[str]:
+    """Return a note if cells passed without the gate's probe."""
+    return [NO_PROBE] if any(kind(row) == PASSES and LEFT_OUT in row.reason for row in rows) else []
+
+
+def _about(report: PublicReport) -> str:
+    if report.since and report.since == report.until:
+        return f", release {report.since}"
+    told = [f"from {report.since}"] * bool(report.since) + [f"to {report.until}"] * bool(report.until)
+    return f", releases {' '.join(told)}" if told else ""

@@ -1,0 +1,7 @@
+"""Draw case 10 from the CSV of case10_extract.sh. Options: --profile, --results, --out, as for ./run.sh case."""
+
+import os
+import sys
+from pathlib import Path
+
+os.execv(Path(__file__).parents[1] / "run.sh", ["run.sh", "case", "10", "--draw", *sys.argv[1:]])

@@ -1,0 +1,282 @@
+"""The map of releases: its table, the words of its cells, its figure and its scripts."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import _release_words as words
+from cases import case10
+from cases._release_script import script
+from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, chosen, columns_of, order
+from harness.core.record import PASSING, Gate, Record
+from harness.figures import case, measurements
+from harness.figures.point import FigureRow
+from harness.forecast.fit import resolve
+from tests.figures.test_case import DEMO, record
+
+MAP = case10.ReleaseMap()
+SCRIPTED = [name for name, row in ROWS.items() if ENGINES[row.engine].script and row.is_scripted]
+# What public threads told of wrong trainings when the map was made.
+KNOWN = (
+    *(f"deepspeedai/DeepSpeed#{number}" for number in (
+        6550, 7967, 7981, 7718, 5692, 7773, 7749, 7837, 5294, 4298, 7905, 7906, 7925, 7302, 7292, 8068, 8010, 8207)),
+    "huggingface/trl#4540", "huggingface/trl#4631", "huggingface/accelerate#3877", "axolotl-ai-cloud/axolotl#3058",
+    "pytorch/pytorch#148532", "huggingface/transformers#35438", "NVIDIA/Megatron-LM#2417",
+)  # fmt: skip
+NORM = (
+    "gradient norm 0.847 instead of 1.709 at step 1 (relative 5.0e-01, 1e-03 allowed), where the loss still agrees: the"
+    " gradients, or the norm of them, are not the reference's"
+)
+
+
+def row(name: str, release: str, status: str = "tolerance", reason: str = "") -> FigureRow:
+    load = case10.workload_of(name)
+    return FigureRow(
+        "loss_difference", ROWS[name].method, load.num_layers, load.hidden_size, None, 1e-7, series=name,
+        group=release, status=status, reason=reason, machine="some CPU, 2 cores",
+        valid=status in PASSING,
+    )  # fmt: skip
+
+
+def cell(name: str, release: str | None, **changes: Any) -> Record:
+    """The record of a cell, as a run leaves it."""
+    job = resolve(case10.job_of(DEMO, name, release))[0]
+    return record(job, 1.0, **{"key": f"{name}@{release}", "software": {"deepspeed": "0.19.8"}, **changes})
+
+
+@pytest.mark.parametrize("thread", KNOWN)
+def test_each_known_report_is_in_the_table(thread: str) -> None:
+    assert any(thread in report.threads for report in REPORTS)
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.threads[0])
+def test_a_report_is_about_rows_or_has_a_reason(report: Any) -> None:
+    assert bool(report.rows) != bool(report.why_no_row) and set(report.rows) <= set(ROWS)
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+#\d+", thread) for thread in report.threads)
+    known = [release for name in report.rows for release in ENGINES[ROWS[name].engine].releases]
+    assert {report.since, report.until} <= {"", *known} or not report.rows
+
+
+def test_the_map_has_every_stage_with_and_without_offload_and_micro_batches() -> None:
+    found = {(each.options.get("stage"), each.options.get("offload"), each.workload.get("micro_batches", 1))
+             for each in ROWS.values() if each.method == "deepspeed"}  # fmt: skip
+    places = [(stage, None) for stage in range(4)] + [(1, "optimizer"), (2, "optimizer"), (3, "all")]
+    assert {(*place, parts) for place in places for parts in (1, 4)} <= found
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_jobs_of_a_row_are_those_of_a_profile_of_the_case_and_of_no_other_row(name: str) -> None:
+    """What a method cannot train raises an error."""
+    release = columns_of(name)[0] if len(columns_of(name)) > 1 else None
+    job = resolve(case10.job_of(DEMO, name, release))[0]
+    assert case.is_of(DEMO, job) and job.device == "cpu"
+    assert set(ROWS[name].unseen) <= set(UNSEEN)
+    assert [each.series for each in MAP.table([record(job)], DEMO)] == [name]
+
+
+def test_the_case_itself_runs_only_installed_releases() -> None:
+    jobs = MAP.jobs(DEMO, {})
+    assert len(jobs) == len(ROWS) and not any("release" in job.options for job in jobs)
+
+
+def test_a_cell_is_named_by_the_release_that_ran() -> None:
+    """The installed one is told by the record, and not by what is installed now."""
+    found = [cell("stage-2", "0.18.9"), cell("stage-2", None, software={"deepspeed": "0.19.7"})]
+    assert [(each.series, each.group) for each in MAP.table(found, DEMO)] == [
+        ("stage-2", "0.18.9"),
+        ("stage-2", "0.19.7"),
+    ]
+
+
+def test_a_cell_is_its_newest_result() -> None:
+    found = [cell("stage-2", "0.18.9"), cell("stage-2", "0.18.9", gate=Gate("failed", "gradient", NORM)),
+             cell("stage-2", "0.18.9", status="crash")]  # fmt: skip
+    (made,) = MAP.table(found, DEMO)
+    assert (made.status, made.reason, made.valid) == ("failed", NORM, False)
+
+
+def test_runs_of_several_releases_are_kept_though_their_software_differs() -> None:
+    """A method's runs by an older state of its code are left out, for each release by itself."""
+    told = [("0.18.9", "0.18.9", "a"), ("0.18.4", "0.18.4", "a"), ("0.18.9", "0.18.9", "b")]
+    found = [cell("stage-2", release, key=str(number), software={"deepspeed": version, "source": source})
+             for number, (release, version, source) in enumerate(told)]  # fmt: skip
+    assert measurements.of_newest_code(found) == found[1:]
+    assert case.select(10, DEMO, found) == found[1:]
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "told"),
+    [
+        ("exact", "20 steps and all weights bit-equal", "passes"),
+        ("failed", NORM, "fails: gradient norm 0.847 instead of 1.709 at step 1"),
+        (
+            "crash",
+            "RuntimeError: Output 0 of Split is a view and is being modified inplace. This view is the output of a"
+            " function at step 1; its log has the traceback",
+            "crash: RuntimeError: Output 0 of Split is a view and is being modified inplace",
+        ),
+        (
+            "unavailable",
+            "deepspeed 0.18.9 does not import under torch 2.13.0 (ImportError: no name 'x') (at import)",
+            "unavailable: does not import under torch 2.13.0 (ImportError: no name 'x')",
+        ),
+        ("timeout", "ran longer than its 5 seconds", "timeout: ran longer than its 5 seconds"),
+        ("untested", "not compared with the reference", "untested: not compared with the reference"),
+    ],
+)
+def test_the_word_of_a_cell(status: str, reason: str, told: str) -> None:
+    assert words.word(row("stage-2", "0.18.9", status, reason)) == told
+
+
+def test_a_cell_whose_line_was_edited_does_not_pass() -> None:
+    edited = dataclasses.replace(row("stage-2", "0.18.9"), valid=False, reason="its line is not as it was extracted")
+    assert words.word(edited) == "untested: its line is not as it was extracted"
+
+
+def test_a_report_stands_beside_a_failed_cell_and_is_missed_where_there_is_none() -> None:
+    known, unknown = row("stage-2-offload-4", "0.18.9", "failed", NORM), row("stage-1", "0.18.9", "failed", NORM)
+    assert "DeepSpeed/issues/7967" in words.reports_text(known) and not words.is_unreported(known)
+    assert words.reports_text(unknown) == f"**{words.NONE_KNOWN}**" and words.is_unreported(unknown)
+
+
+def test_a_report_of_an_error_stands_beside_a_crash_alone() -> None:
+    crash, wrong = (row("stage-2-offload-4-2-ranks", "0.17.6", status, "why") for status in ("crash", "failed"))
+    assert "issues/7629" in words.reports_text(crash) and "issues/7967" not in words.reports_text(crash)
+    assert "issues/7967" in words.reports_text(wrong) and "issues/7629" not in words.reports_text(wrong)
+    assert words.reports_text(row("stage-2-offload-4-2-ranks", "0.17.6", "unavailable", "why")) == ""
+
+
+def test_a_setting_that_trains_otherwise_by_design_needs_no_report() -> None:
+    late, first = (row(name, "0.19.8", "failed", "loss") for name in ("zenflow-bf16", "zenflow"))
+    assert words.reports_text(late) == "by design: most gradients are applied some steps late"
+    assert words.is_unreported(first) and not words.is_unreported(late)
+
+
+def test_a_report_that_a_passing_cell_does_not_show_is_told() -> None:
+    assert words.reports_text(row("stage-1-offload-4", "0.18.9")).endswith(": not seen here")
+    assert words.reports_text(row("stage-1-offload-4", "0.19.8")) == ""
+
+
+def test_neighbors_of_one_word_share_a_line_of_the_page() -> None:
+    wrong = [row("stage-2-offload-4", release, "failed", NORM) for release in ("0.15.2", "0.15.3", "0.15.4", "0.18.9")]
+    lines = list(words.page_rows([*wrong, row("stage-2-offload-4", "0.19.8")]))
+    assert [(line[1], line[2]) for line in lines[:2]] == [
+        ("fails: gradient norm 0.847 instead of 1.709 at step 1", "0.15.2 to 0.15.4, 0.18.9"), ("passes", "0.19.8"),
+    ]  # fmt: skip
+    name, verdict, releases, _ = lines[2]
+    assert (name, verdict) == ("`stage-2-offload-4`", "not run") and releases.startswith("0.14.0 to 0.15.1, 0.16.0 to ")
+
+
+def test_the_page_tells_what_was_not_tried() -> None:
+    bare = dataclasses.replace(row("stage-2", "0.19.8"), reason="8 steps; not tested: the probe was left out")
+    told = "\n".join(words.notes([bare]))
+    assert "no probe was trained" in told and "cannot show a wrong sum over ranks" in told
+    assert "no probe was trained" not in "\n".join(words.notes([row("stage-2", "0.19.8")]))
+    assert all(report.links in told for report in REPORTS)
+
+
+def test_the_figure_has_a_word_in_each_cell_and_a_frame_around_what_no_report_tells() -> None:
+    rows = [row("stage-1", "0.18.9", "failed", NORM), row("stage-2-offload-4", "0.18.9", "failed", NORM),
+            row("stage-2-offload-4", "0.19.8"), row("megatron", "0.15.3")]  # fmt: skip
+    made = MAP.figure(rows, "demo")
+    first, second = made.axes
+    assert [text.get_text() for text in first.texts] == ["fails", "fails", "passes"]
+    assert [text.get_text() for text in second.texts] == ["passes"]
+    framed = [patch for patch in first.patches if patch.get_linewidth() > 1]
+    assert [(patch.get_x(), patch.get_y()) for patch in framed] == [(0, 0)]
+    assert [label.get_text() for label in first.get_xticklabels()] == ["0.18.9", "0.19.8"]
+
+
+def test_many_failed_neighbors_share_the_whole_word() -> None:
+    releases = [release for release in columns_of("stage-2-offload-4") if "0.15.2" <= release < "0.19"]
+    rows = [row("stage-2-offload-4", release, "failed", NORM) for release in releases]
+    (told,) = MAP.figure(rows, "demo").axes[0].texts
+    assert told.get_text() == "fails: gradient norm 0.847 instead of 1.709 at step 1"
+
+
+def test_colors_of_cells_differ_in_grey() -> None:
+    from cases._case10_figure import LOOKS, OTHER
+
+    def grey(color: str) -> float:
+        red, green, blue = bytes.fromhex("FFFFFF" if color == "white" else color[1:])
+        return 0.299 * red + 0.587 * green + 0.114 * blue
+
+    shades = sorted(grey(face) for face, _, _ in (*LOOKS.values(), OTHER))
+    assert all(later - earlier > 12 for earlier, later in itertools.pairwise(shades))
+
+
+def test_since_and_until_choose_releases() -> None:
+    found = chosen("deepspeed", "0.18.9", "0.19.1", ["stage-2", "zenflow"])
+    assert found == [(name, each) for name in ("stage-2", "zenflow") for each in ("0.18.9", "0.19.0", "0.19.1")]
+
+
+def test_a_setting_begins_with_the_first_release_that_has_it() -> None:
+    assert columns_of("zenflow")[0] == "0.17.5" and columns_of("stage-2")[0] == "0.14.0"
+
+
+def test_a_release_that_the_table_lacks_may_be_named() -> None:
+    assert chosen("deepspeed", releases=["9.9.9"], names=["stage-2"]) == [("stage-2", "9.9.9")]
+
+
+def test_quick_takes_both_sides_of_each_change() -> None:
+    found = {release for name, release in chosen(is_quick=True) if name == "stage-2-offload-4"}
+    assert {"0.15.1", "0.15.2", "0.18.9", "0.19.0"} <= found and "0.16.9" not in found
+    assert len(chosen(is_quick=True)) <= 45
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"only": "jax"}, "expected an engine of deepspeed"),
+        ({"names": ["stage-9"]}, "expected a setting of stage-0, "),
+        ({"only": "fsdp2", "names": ["stage-2"]}, "expected a setting of fsdp2, got stage-2"),
+        ({"since": "0.18.9"}, "expected releases of one engine, got deepspeed, megatron-core, fsdp2"),
+        ({"only": "deepspeed", "until": "new"}, "expected a release such as 0.18.9, got 'new'"),
+    ],
+)
+def test_what_the_map_lacks_is_named(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        chosen(**asked)
+
+
+def test_releases_are_ordered_as_numbers() -> None:
+    assert order("") < order("0.9.5") < order("0.10.0") < order("0.19.10")
+
+
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_a_script_is_short_and_needs_only_torch_and_the_engine(name: str) -> None:
+    text = script(name, "0.18.9")
+    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name) for node in imports}
+    assert modules == {"copy", "os", "deepspeed", "torch", "torch.distributed"}
+    assert len(text.splitlines()) <= 70 and max(map(len, text.splitlines())) <= 120
+    assert "deepspeed==0.18.9" in text
+
+
+@pytest.mark.parametrize("name", ["superoffload", "megatron", "stage-9"])
+def test_a_row_without_a_script_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=r"--script: expected a setting of stage-0, .*, got"):
+        script(name)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["stage-2-offload-4", "stage-2-4-caller", "stage-3-4", "stage-2-offload-4-bf16"])
+def test_the_script_of_the_installed_release_shows_equal_norms(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "shown.py"
+    file.write_text(script(name))
+    done = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(r"gradient norm ([\d.]+) torch, ([\d.]+) DeepSpeed", done.stdout)
+    assert len(steps) == 5 and "DEPARTS" not in done.stdout
+    for plain, engine in steps:
+        assert float(engine) == pytest.approx(float(plain), rel=2e-2 if name.endswith("bf16") else 1e-5)
