@@ -64,15 +64,13 @@ class DeepSpeed(DeepSpeedMethod):
 
     def _configured(self, file: DeepSpeedFile) -> Self:
         """Return this method with the options that the configuration sets, and with the configuration as JSON."""
-        says = {"stage": file.stage, "offload": file.offload, "overlap_comm": file.overlaps, "adam": file.adam}
+        says: dict[str, Any] = {"stage": file.stage, "offload": file.offload, "overlap_comm": file.overlaps}
+        says |= {name: value for name in ("adam", "accumulation") if (value := getattr(file, name))}
         for name, value in says.items():
-            if getattr(self, name) not in (getattr(DeepSpeed, name), value) and value is not None:
+            if getattr(self, name) not in (getattr(DeepSpeed, name), value):
                 told = f"expected {value}, as the configuration says, got {getattr(self, name)}"
                 raise ValueError(f"option {name}: {told}; leave {name} out")
-        return replace(
-            self, stage=file.stage, offload=file.offload, overlap_comm=file.overlaps, adam=file.adam or self.adam,
-            config=file.text,
-        )  # fmt: skip
+        return replace(self, **says, config=file.text)
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
         if (file := self.file(workload)) is not None:

@@ -21,6 +21,7 @@ from unittest import mock
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Workload
 from harness.core.method import Step, TensorState, Trained, Training, Unavailable
 from methods.engines.deepspeed_config import (
+    COUNTED,
     KERNELS,
     NEEDS,
     EngineSettings,
@@ -51,7 +52,7 @@ def engine_config(workload: Workload, settings: EngineSettings) -> dict[str, Any
     parts = workload.micro_batches
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch_size // settings.num_ranks // parts,
-        "gradient_accumulation_steps": parts if settings.accumulation == "engine" else 1,
+        "gradient_accumulation_steps": parts if settings.accumulation in COUNTED else 1,
         "gradient_clipping": workload.clip_norm,  # given even if it is 0 (no clipping), because the default is 1.0
         "zero_optimization": settings.zero,
         "bf16": {"enabled": workload.dtype == "bf16"},
@@ -104,23 +105,21 @@ def train(workload: Workload, batches: Any, device: str, settings: EngineSetting
     needed.callback(leave_others)
     rank = dist.get_rank()
     engine = _engine(deepspeed, workload, engine_config(workload, settings), device, settings)
-    by_engine, num_parts = settings.accumulation == "engine", workload.micro_batches
+    counts, num_parts = settings.accumulation in COUNTED, workload.micro_batches
     for step, batch in enumerate(batches, start=1):
         for group in _groups(engine):
             group["lr"] = workload.learning_rate_at(step)  # set now, because SuperOffload updates during backward()
         scale, losses = float(engine.optimizer.loss_scale) if is_scaled else 1.0, []
         mine = (tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch)
         for number, part in enumerate(zip(*mine, strict=True), start=1):
-            if settings.accumulation == "caller":
+            if settings.accumulation in ("accelerate", "caller"):
                 engine.set_gradient_accumulation_boundary(number == num_parts)
             loss = engine(*part, scale)
             # backward() multiplies by the scale again, and divides by the accumulation steps that it knows.
-            engine.backward(loss / scale if by_engine else loss / scale / num_parts)
+            engine.backward(loss / scale if counts else loss / scale / num_parts)
             losses.append(loss.detach())
-            if by_engine:
+            if settings.accumulation == "engine" or number == num_parts:
                 engine.step()
-        if not by_engine:
-            engine.step()
         norm, mean = engine.get_global_grad_norm(), torch.stack(losses).mean() / num_ranks
         if num_ranks > 1:
             dist.all_reduce(mean)

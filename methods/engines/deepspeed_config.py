@@ -28,9 +28,11 @@ ADAMS = {  # each value of the option `adam`, with the name of this Adam in the 
 }
 ACCUMULATIONS = {  # each value of the option `accumulation`: how gradients of micro-batches are summed before a step()
     "engine": "by gradient_accumulation_steps",
+    "accelerate": "by gradient_accumulation_steps, with the last backward pass marked, as accelerate does",
     "caller": "by several backward passes, the last one marked by set_gradient_accumulation_boundary()",
     "unmarked": "by several backward passes, none of them marked, as with torch alone",
 }
+COUNTED = ("engine", "accelerate")  # accumulations of which DeepSpeed's configuration tells the number
 # Each value of the option `offload` but None: what lives on the host. The number is the lowest stage that allows it.
 OFFLOADS = {"optimizer": 1, "all": 3}
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.core.job import BETAS, EPSILON, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
 from methods.engines import accelerate_file
-from methods.engines.deepspeed_config import BUCKET_PARAMS, zero_plan
+from methods.engines.deepspeed_config import BUCKET_PARAMS, COUNTED, zero_plan
 from methods.engines.user_config import (
     AUTO,
     Dropped,
@@ -220,15 +220,16 @@ class DeepSpeedFile:
 
     entries: dict[str, Any]
     stage: int
-    offload: str | None  # a key of deepspeed_config.OFFLOADS
+    offload: str | None  # a key of deepspeed_config.OFFLOADS; None: nothing lives on the host
     adam: str | None  # a key of deepspeed_config.ADAMS; None: the configuration leaves it to the caller
+    accumulation: str | None  # a key of deepspeed_config.ACCUMULATIONS; None: likewise
 
     @classmethod
     def read(cls, text: str, workload: Workload, num_ranks: int, accumulation: str) -> DeepSpeedFile:
         """Read a file of DeepSpeed or accelerate, or JSON. Raises ValueError, one line with a way out, for an entry
         that says otherwise than the workload, that cannot be honored, or that is not known."""
         config = read(text)
-        if accelerate_file.is_accelerates(config.data):
+        if is_accelerates := accelerate_file.is_accelerates(config.data):
             config = accelerate_file.for_deepspeed(config, workload, num_ranks)
         entries = checked(config, TABLE, _given(workload, num_ranks, accumulation))
         for dtype in ("bf16", "fp16"):
@@ -241,7 +242,8 @@ class DeepSpeedFile:
         zero = entries.setdefault("zero_optimization", {})
         for name in [name for name, value in zero.items() if value == AUTO and name not in filled(workload)]:
             del zero[name]  # DeepSpeed takes its default
-        return cls(entries, _stage(config, zero), _offload(config, zero), _adam(config, entries))
+        stage, offload = _stage(config, zero), _offload(config, zero)
+        return cls(entries, stage, offload, _adam(config, entries), "accelerate" if is_accelerates else None)
 
     @property
     def text(self) -> str:
@@ -291,10 +293,10 @@ class DeepSpeedFile:
 
 def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, Given]:
     """Return what the workload gives, by the entry's path."""
-    counted = workload.micro_batches if accumulation == "engine" else 1
+    counted = workload.micro_batches if accumulation in COUNTED else 1
     parts = f"{workload.micro_batches} micro-batches" if counted > 1 else ""
     sizes = ", ".join(filter(None, (f"-b {workload.batch_size}", f"{num_ranks} ranks" if num_ranks > 1 else "", parts)))
-    steps_by = "--micro-batches" if accumulation == "engine" else "accumulation=caller"
+    steps_by = "--micro-batches" if accumulation in COUNTED else f"accumulation={accumulation}"
     found = {
         "gradient_accumulation_steps": Given(counted, steps_by, lambda got: f"--micro-batches {shown(got)}"),
         "train_micro_batch_size_per_gpu": Given(

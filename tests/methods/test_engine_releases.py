@@ -52,7 +52,7 @@ def faulty() -> str:
 
 @pytest.mark.heavy
 @pytest.mark.usefixtures("with_engines")
-@pytest.mark.parametrize("accumulation", ["engine", "caller"])
+@pytest.mark.parametrize("accumulation", ["engine", "accelerate", "caller"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("micro_batches", [4, 1])
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
@@ -130,7 +130,7 @@ def test_another_archive_of_the_same_release_is_another_run(monkeypatch: pytest.
         ({"stage": 0, "offload": "optimizer"}, "expected stage 1 or higher, got 0; try stage=1"),
         ({"stage": 2, "offload": "all"}, "expected stage 3 or higher, got 2; try stage=3"),
         ({"offload": "disk"}, "offload: expected none or one of optimizer, all, got 'disk'"),
-        ({"accumulation": "mine"}, "accumulation: expected one of engine, caller, unmarked, got 'mine'"),
+        ({"accumulation": "mine"}, "accumulation: expected one of engine, accelerate, caller, unmarked, got 'mine'"),
     ],
     ids=str,
 )
