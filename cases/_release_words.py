@@ -7,11 +7,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, PublicReport, columns_of, ordered, reports_about
-from harness.core.record import PASSING
+from harness.figures.case_files import EDITED
 from harness.figures.point import FigureRow
 from harness.gate.probe import LEFT_OUT
 
-PASSES, FAILS, CRASH, UNAVAILABLE, NOT_RUN = "passes", "fails", "crash", "unavailable", "not run"
+PASSES, FAILS, UNTESTED = "passes", "fails", "untested"
+CRASH, UNAVAILABLE, NOT_RUN = "crash", "unavailable", "not run"
 NONE_KNOWN = "no public report known"
 WORD_COLUMNS = 110  # most characters of a cell's word
 # What ends the part of a reason that a cell's word shows.
@@ -21,10 +22,11 @@ NO_PROBE = "a pass is of the run alone: no probe was trained"
 
 
 def kind(row: FigureRow) -> str:
-    """Return a cell's verdict in one word."""
-    if row.status in PASSING:
-        return PASSES if row.valid else "untested"  # not valid: its line of the table was edited
-    return {"failed": FAILS}.get(row.status, row.status)
+    """Return a cell's verdict in one word, or how its run ended."""
+    if row.status != "ok":
+        return row.status
+    is_untested = row.reason.startswith(UNTESTED) or row.reason == EDITED
+    return PASSES if row.valid else UNTESTED if is_untested else FAILS
 
 
 def word(row: FigureRow) -> str:
@@ -35,7 +37,7 @@ def word(row: FigureRow) -> str:
     reason = " ".join(row.reason.split()).removeprefix(f"{engine.package} {row.group} ")  # all releases say the same
     if kind(row) in ENDS:
         reason = ENDS[kind(row)].split(reason)[0]
-    return textwrap.shorten(f"{kind(row)}: {reason}", WORD_COLUMNS, placeholder=" ...")
+    return textwrap.shorten(f"{kind(row)}: {reason.removeprefix(f'{UNTESTED}: ')}", WORD_COLUMNS, placeholder=" ...")
 
 
 def is_unreported(row: FigureRow) -> bool:

@@ -121,7 +121,7 @@ def _ends_again(record: Record) -> bool:
 
 def _write(used: CaseProfile, results: Path, out: Path, as_json: bool) -> None:
     """Write the map of all recorded cells as a page in Markdown, a table and a figure, and print it."""
-    from cases._release_words import HEADS, notes, page_rows
+    from cases._release_words import HEADS, kind, notes, page_rows
 
     rows = case.table(CASE, used, records_of(results))
     lines = list(page_rows(rows))
@@ -131,7 +131,7 @@ def _write(used: CaseProfile, results: Path, out: Path, as_json: bool) -> None:
     files = [out, table, *case_files.draw(CASE, table)]
     if as_json:
         for row in rows:
-            print(json.dumps({"setting": row.series, "release": row.group, "verdict": row.status, "text": row.reason}))
+            print(json.dumps({"setting": row.series, "release": row.group, "verdict": kind(row), "text": row.reason}))
         return
     print_table(HEADS[:3], [line[:3] for line in lines], has_lines=True)
     print(", ".join(map(str, files)))

@@ -18,8 +18,9 @@ from cases import _release_words as words
 from cases import case10
 from cases._release_script import script
 from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, chosen, columns_of, order
-from harness.core.record import PASSING, Gate, Record
+from harness.core.record import Gate, Record
 from harness.figures import case, measurements
+from harness.figures.case_files import EDITED
 from harness.figures.point import FigureRow
 from harness.forecast.fit import resolve
 from tests.figures.test_case import DEMO, record
@@ -39,12 +40,13 @@ NORM = (
 )
 
 
-def row(name: str, release: str, status: str = "tolerance", reason: str = "") -> FigureRow:
+def row(name: str, release: str, verdict: str = "passed", reason: str = "") -> FigureRow:
+    """A cell's row; `verdict`: passed, failed, or how its run ended."""
     load = case10.workload_of(name)
     return FigureRow(
         "loss_difference", ROWS[name].method, load.num_layers, load.hidden_size, None, 1e-7, series=name,
-        group=release, status=status, reason=reason, machine="some CPU, 2 cores",
-        valid=status in PASSING,
+        group=release, status="ok" if verdict in ("passed", "failed") else verdict, reason=reason,
+        machine="some CPU, 2 cores", valid=verdict == "passed",
     )  # fmt: skip
 
 
@@ -102,7 +104,12 @@ def test_a_cell_is_its_newest_result() -> None:
     found = [cell("stage-2", "0.18.9"), cell("stage-2", "0.18.9", gate=Gate("failed", "gradient", NORM)),
              cell("stage-2", "0.18.9", status="crash")]  # fmt: skip
     (made,) = MAP.table(found, DEMO)
-    assert (made.status, made.reason, made.valid) == ("failed", NORM, False)
+    assert (made.status, made.reason, made.valid) == ("ok", NORM, False)
+
+
+def test_a_cell_without_a_verdict_neither_passes_nor_fails() -> None:
+    (made,) = MAP.table([cell("stage-2", "0.18.9", gate=Gate("untested", "no-reference", "no reference"))], DEMO)
+    assert words.word(made) == "untested: no reference"
 
 
 def test_runs_of_several_releases_are_kept_though_their_software_differs() -> None:
@@ -115,9 +122,9 @@ def test_runs_of_several_releases_are_kept_though_their_software_differs() -> No
 
 
 @pytest.mark.parametrize(
-    ("status", "reason", "told"),
+    ("verdict", "reason", "told"),
     [
-        ("exact", "20 steps and all weights bit-equal", "passes"),
+        ("passed", "20 steps and all weights bit-equal", "passes"),
         ("failed", NORM, "fails: gradient norm 0.847 instead of 1.709 at step 1"),
         (
             "crash",
@@ -131,16 +138,16 @@ def test_runs_of_several_releases_are_kept_though_their_software_differs() -> No
             "unavailable: does not import under torch 2.13.0 (ImportError: no name 'x')",
         ),
         ("timeout", "ran longer than its 5 seconds", "timeout: ran longer than its 5 seconds"),
-        ("untested", "not compared with the reference", "untested: not compared with the reference"),
+        ("failed", "untested: not compared with the reference", "untested: not compared with the reference"),
     ],
 )
-def test_the_word_of_a_cell(status: str, reason: str, told: str) -> None:
-    assert words.word(row("stage-2", "0.18.9", status, reason)) == told
+def test_the_word_of_a_cell(verdict: str, reason: str, told: str) -> None:
+    assert words.word(row("stage-2", "0.18.9", verdict, reason)) == told
 
 
 def test_a_cell_whose_line_was_edited_does_not_pass() -> None:
-    edited = dataclasses.replace(row("stage-2", "0.18.9"), valid=False, reason="its line is not as it was extracted")
-    assert words.word(edited) == "untested: its line is not as it was extracted"
+    edited = dataclasses.replace(row("stage-2", "0.18.9"), valid=False, reason=EDITED)
+    assert words.word(edited) == f"untested: {EDITED}"
 
 
 def test_a_report_stands_beside_a_failed_cell_and_is_missed_where_there_is_none() -> None:
