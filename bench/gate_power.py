@@ -70,7 +70,7 @@ ROUNDED: list[dict[str, Any]] = [
     {"adam": "plain", "rounding": "plain-attention"},
 ]  # fmt: skip
 # Methods that run a library's engine: it takes seconds to start, and DeepSpeed needs a process for each training.
-ENGINES = ("megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme")
+ENGINES = ("hf-trainer", "megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme")
 # Verdicts that name a fault correctly: the gate's reason and, for a fault of a single step, the step that shows the
 # fault.
 FORWARD, GRADIENT = {"forward"}, {"gradient"}
@@ -193,12 +193,12 @@ def path_cases(
     """Return a case for each fault in the path of this dtype alone: those of parts of a tensor and of single steps, in
     bf16 those of its own, and in half precision all others."""
     method.load("planted", FOLDERS)
-    from methods import planted  # type: ignore[attr-defined]
+    from methods import _bf16_faults, planted  # type: ignore[attr-defined]
 
     of_sizes = size.seq_len <= planted.BLOCK_TOKENS or size.hidden_size // size.num_heads <= planted.BLOCK_COLUMNS
     lacking = [*planted.OF_SIZES * of_sizes, *planted.OF_SKIPS * (dtype != "fp16")]
     faults = [fault for fault in planted.PATH_FAULTS if fault not in lacking]
-    faults += planted.BF16_FAULTS if dtype == "bf16" else []
+    faults += _bf16_faults.BF16_FAULTS if dtype == "bf16" else []
     faults += faults_of(dataclasses.replace(size, dtype=dtype)) if dtype != "fp32" else []
     return [
         PowerCase(

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from cases import _case10_figure
 from cases._release_words import UNTESTED
@@ -25,7 +26,7 @@ from harness.figures.profile import CaseProfile
 
 LAYERS = 4
 WORKLOAD = Workload(num_layers=LAYERS, hidden_size=64, num_heads=4, seq_len=64, batch_size=8, vocab_size=512)
-LENGTH = {"steps": 8, "warmup": 3, "repeats": 1}
+LENGTH: dict[str, Any] = {"steps": 8, "warmup": 3, "repeats": 1}
 
 
 class ReleaseMap(Case):

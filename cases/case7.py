@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import _case7_figure, _morphs
+from harness.base.counted import counted
 from harness.core.job import Budget, Job, Workload
 from harness.core.named_models import load
 from harness.core.rates import Rates
@@ -156,7 +157,7 @@ def _steps(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _group(num_stages: int, chunk_size: int) -> str:
-    return f"{num_stages} stage{'' if num_stages == 1 else 's'}, micro-batches of {chunk_size}"
+    return f"{counted(num_stages, 'stage')}, micro-batches of {chunk_size}"
 
 
 def _schedules(sends: Sequence[float]) -> Iterator[FigureRow]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.base.child_process import ask
+from harness.base.counted import counted
 from harness.core import method
 from harness.core.record import Record, records_of
 from harness.figures import case_files, plot
@@ -71,7 +72,7 @@ class Shown(NamedTuple):
             return str(self.timeline.about["title"])
         job = self.record.job
         placed = f"{job.options['placement']}, clipping {job.options['clipping']}"
-        return f"{job.method}, {job.workload.num_layers} layers, {placed}"
+        return f"{job.method}, {counted(job.workload.num_layers, 'layer')}, {placed}"
 
     @property
     def share(self) -> Share:

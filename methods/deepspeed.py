@@ -7,11 +7,13 @@ without gradients when it builds the optimizer, so Adam's bias corrections are a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 from harness.core.job import Plan, Room, Workload
-from methods.engines.deepspeed_config import OFFLOADS, zero_of_stage, zero_plan
+from harness.core.method import Training, Unavailable
+from methods.engines.deepspeed_config import OFFLOADS, EngineSettings, zero_of_stage, zero_plan
+from methods.engines.deepspeed_file import DeepSpeedFile
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.data_parallel import rank_part
 
@@ -25,6 +27,7 @@ class DeepSpeed(DeepSpeedMethod):
     adam: str = "fused"  # Adam's kernel: fused, deepspeed or published (methods/engines/deepspeed_config.py)
     world_size: int = 1  # ranks
     release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
+    config: str | None = None  # a configuration file of DeepSpeed or accelerate, or its JSON; sets the options above
 
     label = "DeepSpeed"
     paper = "Rajbhandari et al., SC 2020, arXiv:1910.02054; DeepSpeed"
@@ -42,10 +45,53 @@ class DeepSpeed(DeepSpeedMethod):
                 f"offload={self.offload}: expected stage {least} or higher, got {self.stage}; try stage={least}"
             )
 
+    @property
+    def kernel(self) -> str | None:
+        """Return the kernel of DeepSpeed's own Adam, which on the device is another one than on the host."""
+        return "fused_adam" if self.adam == "deepspeed" and self.offload is None else super().kernel
+
     def plan(self, workload: Workload, room: Room) -> Plan:
         part = rank_part(workload, self.world_size)
-        return zero_plan(part, room, self.stage, self.offload, self.world_size)
+        if (file := self.file(workload)) is None:
+            return zero_plan(part, room, self.stage, self.offload, self.world_size)
+        return replace(file.plan(part, room, self.world_size), options=asdict(self._configured(file)))
+
+    def file(self, workload: Workload) -> DeepSpeedFile | None:
+        """Read the caller's configuration, if there is one. Raises ValueError as DeepSpeedFile.read() does."""
+        if self.config is None:
+            return None
+        return DeepSpeedFile.read(self.config, workload, self.world_size, self.accumulation)
+
+    def _configured(self, file: DeepSpeedFile) -> Self:
+        """Return this method with the options that the configuration sets, and with the configuration as JSON."""
+        says = {"stage": file.stage, "offload": file.offload, "overlap_comm": file.overlaps, "adam": file.adam}
+        for name, value in says.items():
+            if getattr(self, name) not in (getattr(DeepSpeed, name), value) and value is not None:
+                told = f"expected {value}, as the configuration says, got {getattr(self, name)}"
+                raise ValueError(f"option {name}: {told}; leave {name} out")
+        return replace(
+            self, stage=file.stage, offload=file.offload, overlap_comm=file.overlaps, adam=file.adam or self.adam,
+            config=file.text,
+        )  # fmt: skip
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
+        if (file := self.file(workload)) is not None:
+            return file.zero(workload)
         zero = zero_of_stage(workload, self.stage, self.offload, on_gpu=on_gpu)
         return {**zero, "overlap_comm": self.overlap_comm} if self.stage else zero
+
+    def settings(self, workload: Workload, *, on_gpu: bool) -> EngineSettings:
+        found, file = super().settings(workload, on_gpu=on_gpu), self.file(workload)
+        return found if file is None else replace(found, extra=file.others(workload))
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        row = super().describe(workload, device)
+        if self.config is not None:
+            row["implementation"] += ", as the caller's configuration says"
+        return {**row, "optimizer": "DeepSpeed's FusedAdam"} if self.kernel == "fused_adam" else row
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        if self.kernel == "fused_adam" and device == "cuda":
+            told = "DeepSpeed's Adam on a GPU is not compiled here"
+            raise Unavailable(f"{told}: try torch_adam true, or a configuration without an optimizer")
+        return (yield from super().train(workload, batches, device))

@@ -4,19 +4,22 @@ torch shards each layer over the ranks and keeps it on the host. torch gathers t
 forward pass, and again for the recompute and the backward pass. Gradients go back to the host, where torch's AdamW
 updates the weights after the whole backward pass. This file only wraps the harness's model.
 
-Each rank trains on its part of every batch; torch averages the gradients.
+Each rank trains on its part of every batch; torch averages the gradients. With micro-batches torch adds the gradients
+of each backward pass to those on the host. set_requires_gradient_sync(False) would save these copies, but would keep
+the sum of the whole model's gradients on the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
 from harness.forecast.resources import parts_sent
+from methods.engines import accelerate_file
 from methods.shared.data_parallel import rank_part
-from methods.shared.memory_needs import describe, each_page_locked, gathered_params
+from methods.shared.memory_needs import describe, each_page_locked, gathered_params, one_micro_batch
 
 
 @dataclass(frozen=True)
@@ -26,26 +29,58 @@ class Fsdp2Offload(Method):
     paper = "Zhao et al. 2023, arXiv:2304.11277; fully_shard with CPUOffloadPolicy"
     hides = ("copies", "gathers", "sums")
     takes_config = True
+    accumulates = True
     scales_loss = True
     world_size: int = 1  # ranks
+    reshard_after_forward: bool = True  # False: a layer's weights stay on the device until its backward pass
+    reduce_dtype: str = "fp32"  # dtype in which ranks sum gradients: fp32, or weights for that of the weights
+    config: str | None = None  # accelerate's YAML, or its JSON; sets the two options above
+
+    def __post_init__(self) -> None:
+        if self.reduce_dtype not in ("fp32", "weights"):
+            raise ValueError(f"reduce_dtype: expected fp32 or weights, got {self.reduce_dtype!r}")
 
     def plan(self, workload: Workload, room: Room) -> Plan:
+        rank_part(workload, self.world_size)
+        if self.config is None:
+            return self._plan(workload, room)
+        configured = self._configured(accelerate_file.for_fsdp(self.config, workload, self.world_size))
+        return replace(configured._plan(workload, room), options=asdict(configured))
+
+    def _configured(self, says: dict[str, Any]) -> Self:
+        """Return this method with the options that the configuration sets: they say all of it."""
+        for name, value in says.items():
+            if getattr(self, name) not in (getattr(Fsdp2Offload, name), value):
+                told = f"expected {value}, as the configuration says, got {getattr(self, name)}"
+                raise ValueError(f"option {name}: {told}; leave {name} out")
+        return replace(self, **says, config=None)
+
+    def _plan(self, workload: Workload, room: Room) -> Plan:
         workload = rank_part(workload, self.world_size)
         # States and the batch are split over the ranks. Gathered weights, and their gradients, are whole on each rank.
         params = -(-workload.num_params // self.world_size)
-        size = workload.weight_bytes
-        at_once = workload.end_params + 2 * workload.layer_params  # gathered: embedding, head, one layer and the next
+        size, ends, layer = workload.weight_bytes, workload.end_params, workload.layer_params
         home = each_page_locked(4, workload, room, self.world_size)
-        gathered = gathered_params(workload)
-        sent = {"gathers": size * gathered, "sums": 4 * workload.num_params}  # gradients are summed in fp32
+        num_parts, part = workload.micro_batches, one_micro_batch(workload)
+        of_part = gathered_params(workload) if self.reshard_after_forward else workload.num_params
+        gathered, summed = num_parts * of_part, num_parts * workload.num_params
+        summed_bytes = 4 if self.reduce_dtype == "fp32" else size  # bytes of a gradient while ranks sum it
+        sent = {"gathers": size * gathered, "sums": summed_bytes * summed}
+        # A later micro-batch's gradient of one tensor at a time, until it is added.
+        added = 4 * -(-workload.anatomy.largest_numel // self.world_size) if num_parts > 1 else 0
+        boundaries = part.num_layers * part.boundary_bytes
+        # Layers that are gathered at once in a backward pass, and while a layer's gradients are summed.
+        at_once = (2, 1) if self.reshard_after_forward else (workload.num_layers, workload.num_layers)
+        moments = (  # at each moment: bytes of gathered weights, gradients, activations
+            (size * (ends + at_once[0] * layer), size * (ends + layer), boundaries + part.working_bytes),
+            # A layer's gradients are copied to the dtype of the sum, and summed into another copy.
+            (size * (ends + at_once[1] * layer), size * ends + 2 * summed_bytes * layer, boundaries),
+            (0, 2 * summed_bytes * ends, 0),  # and so are the gradients of embedding and head
+        )
         return Plan(
-            device={
-                "weights": size * at_once,
-                "gradients": size * (workload.end_params + workload.layer_params),
-                "activations": workload.num_layers * workload.boundary_bytes + workload.working_bytes,
-            },
-            host={"weights": home, "gradients": home, "optimizer": 8 * params},
-            moved_bytes=4 * gathered // self.world_size + 4 * params,
+            device=dict(zip(("weights", "gradients", "activations"), max(moments, key=sum), strict=True)),
+            host={"weights": home, "gradients": home + added, "optimizer": 8 * params},
+            moved_bytes=4 * gathered // self.world_size + 4 * num_parts * params,
             exchanged={kind: parts_sent(num_bytes, self.world_size) for kind, num_bytes in sent.items()},
         )
 
@@ -69,18 +104,19 @@ class Fsdp2Offload(Method):
         require_device(device, "FSDP2")
         on_gpu = device == "cuda"
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        num_ranks = self.world_size
+        num_ranks, num_parts = self.world_size, workload.micro_batches
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **(alone if num_ranks == 1 else {}))  # else torchrun's variables name ranks
         rank = dist.get_rank()
         try:
             mesh = init_device_mesh(device, (num_ranks,))
             half = DTYPES[workload.dtype] if workload.dtype != "fp32" else None
-            offload, mixed = CPUOffloadPolicy(pin_memory=on_gpu), MixedPrecisionPolicy(half, torch.float32)
+            summed = torch.float32 if self.reduce_dtype == "fp32" else DTYPES[workload.dtype]
+            offload, mixed = CPUOffloadPolicy(pin_memory=on_gpu), MixedPrecisionPolicy(half, summed)
             settings: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": mixed}
             model = whole(replace(workload, dtype="fp32"))
             for layer in model.layers:
-                fully_shard(layer, **settings)
+                fully_shard(layer, **settings, reshard_after_forward=self.reshard_after_forward)
             fully_shard(model, **settings)
             model.to_empty(device="cpu")
             parameters: list[tuple[str, Any]] = list(model.named_parameters())  # fully_shard() has made them DTensors
@@ -94,14 +130,18 @@ class Fsdp2Offload(Method):
             optimizer = adamw(model.parameters())
             scale = LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
-                loss = model(inputs.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank], scale.value)
-                loss.backward()
+                mean = torch.zeros((), device=device)
+                mine = (tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in (inputs, targets))
+                for inputs_of_part, targets_of_part in zip(*mine, strict=True):
+                    loss = model(inputs_of_part, targets_of_part, scale.value) / num_parts
+                    loss.backward()
+                    mean += loss.detach() / num_ranks
                 grads = [p.grad.to_local() for _, p in parameters]
                 if scale.is_used:
                     torch._foreach_div_(grads, scale.value)
                 # The reference's GPU sums a norm in a tree: one long sum on the host would differ from the tree's by
                 # more than the gate allows.
-                norm = global_norm(norms_of(grads, in_blocks=on_gpu))
+                norm = global_norm(norms_of(grads, in_blocks=on_gpu or num_parts > 1))
                 if num_ranks > 1:
                     norm = norm_over_ranks(norm)
                 if workload.clip_norm:
@@ -112,7 +152,6 @@ class Fsdp2Offload(Method):
                 if not is_skipped:
                     optimizer.step()
                 optimizer.zero_grad()
-                mean = loss.detach() / num_ranks
                 if num_ranks > 1:
                     dist.all_reduce(mean)
                 yield scale.step(mean, norm, is_skipped=is_skipped)

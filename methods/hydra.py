@@ -5,7 +5,8 @@ The training of a model is a chain of units. A unit is the forward pass, the bac
 policy picks the model whose unit runs next; the paper's policy, Sharded-LRTF, picks the model with the longest
 remaining time. While a unit runs, the next unit's shard is copied into a second slot. Weights, gradients and the
 optimizer's states live on the host and travel with their shard. The device holds two slots, each as large as the
-largest shard, and one layer's activations.
+largest shard, and one layer's activations. Micro-batches pass a shard one after the other within its unit, so their
+number changes neither the units nor what is copied.
 
 Clipping is exact: every shard's update is a unit of its own and waits for the global norm. Without clipping a shard's
 update is part of its backward unit, as in the paper.
@@ -25,7 +26,7 @@ from harness.devices import cuda_budget
 from harness.forecast.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
-from methods.shared.memory_needs import describe, page_locked, saved_boundaries
+from methods.shared.memory_needs import describe, one_micro_batch, page_locked, saved_boundaries
 
 ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes that a scalar takes on a device; number of scalars beside the norms
 MOST_TURNS = 2000  # a record keeps at most this many units of the timeline, the latest ones
@@ -59,6 +60,7 @@ class Hydra(Method):
     hides = ("copies",)
     can_rehearse = True
     takes_config = True
+    accumulates = True
 
     @property
     def bit_exact(self) -> bool:  # type: ignore[override]
@@ -79,10 +81,11 @@ class Hydra(Method):
         for name in ("num_models", "num_devices"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.num_batch_sizes < 1 or workload.batch_size % 2 ** (self.num_batch_sizes - 1):
+        if self.num_batch_sizes < 1 or one_micro_batch(workload).batch_size % 2 ** (self.num_batch_sizes - 1):
+            cut = f" in {workload.micro_batches} micro-batches" if workload.micro_batches > 1 else ""
             raise ValueError(
                 f"num_batch_sizes: expected 1, and at most 1 more for each time that batch size {workload.batch_size}"
-                f" halves, got {self.num_batch_sizes}"
+                f"{cut} halves, got {self.num_batch_sizes}"
             )
         key_of(self.policy)
         asked = self.shard_layers
@@ -128,7 +131,8 @@ class Hydra(Method):
         own = several(workload, self.num_models, self.num_batch_sizes)
         num_batches, is_shared = len(batches) if hasattr(batches, "__len__") else None, self.num_devices > 1
         words: dict[str, Any] = {"max_norm": workload.clip_norm, "update": "later" if workload.clip_norm else "now",
-                 "keeps_graphs": self.intermediates == "saved"}  # fmt: skip
+                 "keeps_graphs": self.intermediates == "saved",
+                 "micro_batches": workload.micro_batches}  # fmt: skip
         options: dict[str, Any] = {"double_buffer": self.double_buffer, "intermediates": self.intermediates,
                    "keeps_random": workload.dropout > 0}  # fmt: skip
         with ExitStack() as stack:
@@ -181,16 +185,18 @@ class Hydra(Method):
         states = OPTIMIZER_BYTES[workload.dtype]
         shards = model_shards(workload, num_layers)
         num_shards, largest = sum(count for count, _ in shards), max(each.num_bytes(workload) for _, each in shards)
-        boundary = workload.boundary_bytes
-        at_home = page_locked(boundary, room)  # torch page-locks the host memory of each non-blocking copy
+        part = one_micro_batch(workload)
+        boundary = part.boundary_bytes
+        # torch page-locks the host memory of each non-blocking copy
+        at_home = workload.micro_batches * page_locked(boundary, room)
         device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
         if self.num_devices > 1 and room.page_locks:  # each GPU's process has a context, and so has the leading process
             device["buffers"] += cuda_budget.LEADING_BYTES
         if self.intermediates == "saved":
-            device["activations"] = max(workload.head_bytes, workload.layer_bytes - 9 * boundary)
+            device["activations"] = max(part.head_bytes, part.layer_bytes - 9 * boundary)
             activations = (saved_boundaries(workload) * workload.num_layers + 3) * at_home
         else:
-            device["activations"] = workload.working_bytes + (shards[-1][1].num_layers + 1) * boundary
+            device["activations"] = part.working_bytes + (shards[-1][1].num_layers + 1) * boundary
             activations = (workload.num_layers + 3) * at_home
         # Activations are freed before an update begins. A parameter's first update allocates its moments; in mixed
         # precision every update allocates its shard's gradients in fp32.

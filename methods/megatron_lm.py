@@ -17,24 +17,32 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from harness.base.counted import counted
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
-from harness.core.method import Method, Step, TensorState, Trained, Training, Unavailable
+from harness.core.method import Step, TensorState, Trained, Training
 from harness.forecast.resources import parts_sent, sum_sent
 from methods.engines import megatron_names
+from methods.engines.release import importing
+from methods.engines.released_method import ReleasedMethod
 from methods.shared.data_parallel import multiples, rank_part
 from methods.shared.memory_needs import describe
 
 NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.16.1"
+# The oldest release that trains without CUDA. Releases until 0.16 take the same arguments. 0.11 derives the class of
+# inference_rng_tracker, which _build() asks for on a CPU, from a functools.partial, and so raises TypeError.
+OLDEST = (0, 12)
 
 
 @dataclass(frozen=True)
-class MegatronLM(Method):
+class MegatronLM(ReleasedMethod):
     world_size: int = 1  # ranks
     tensor_parallel: int = 1  # ranks that share each matrix
     sequence_parallel: bool = False  # True: ranks of a group also split the sequence between matrices
     pipeline_parallel: int = 1  # number of stages of a pipeline; all stages have equally many layers
     distributed_optimizer: bool = False  # True: ranks with the same weights split the optimizer's states
+    release: str | None = None  # version of megatron-core; None: the installed one
 
+    package = "megatron-core"
     label = "Megatron-LM"
     color = "#E7D6EF"
     paper = "Shoeybi et al. 2019, arXiv:1909.08053; megatron-core"
@@ -43,6 +51,11 @@ class MegatronLM(Method):
     takes_config = True
     scales_loss = True
     drops_alike = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beside and self.beside.numbers < OLDEST:
+            raise ValueError(f"release: expected megatron-core 0.12 or newer, got {self.release}; try release=0.12.3")
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         """Plan a rank's memory for the stage that needs most, and a rank's exchanges for the stage that sends most."""
@@ -68,7 +81,7 @@ class MegatronLM(Method):
             raise ValueError(f"pipeline_parallel: {told}{_try_ranks(shared * stages)}")
         if workload.num_layers % stages:
             nearest = " or ".join(map(str, multiples(workload.num_layers, stages)))
-            told = f"expected a divisor of the {workload.num_layers} layers, got {stages}; try -l {nearest}"
+            told = f"expected a divisor of the {counted(workload.num_layers, 'layer')}, got {stages}; try -l {nearest}"
             raise ValueError(f"pipeline_parallel: {told}")
         sizes = megatron_names.sizes_of(workload)
         divided = {
@@ -160,7 +173,7 @@ class MegatronLM(Method):
         return None if find_spec("megatron") else NEEDS_MEGATRON
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        row = describe(workload, "upstream: megatron-core", "megatron-core's, over torch AdamW without Apex, device")
+        row = describe(workload, self.implementation, "megatron-core's, over torch AdamW without Apex, device")
         recompute = "every layer, megatron-core's" if device == "cuda" else "every layer, torch checkpoint"
         return {**row, "model": "megatron.core GPTModel", "recompute": recompute}
 
@@ -168,11 +181,10 @@ class MegatronLM(Method):
         import torch
         import torch.distributed as dist
 
-        try:
-            from harness.devices.exchange import join_alone, join_others, leave_others
+        from harness.devices.exchange import join_alone, join_others, leave_others
+
+        with importing(self.beside, NEEDS_MEGATRON):
             from methods.engines.megatron import cuda_questions_answered, forward_and_backward, parallel_state
-        except ImportError as error:
-            raise Unavailable(NEEDS_MEGATRON) from error
 
         num_pipelines, num_parts = self._num_pipelines(workload), workload.micro_batches
         join_alone(device) if self.world_size == 1 else join_others(device)

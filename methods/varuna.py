@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.base.counted import counted
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training
 from harness.core.source_hash import source_hash
@@ -172,8 +173,8 @@ class VarunaMethod(Method):
         chunk_size = self.chunk_size or (samples if workload.dropout else 1)
         if samples % chunk_size:
             raise ValueError(
-                f"chunk_size: expected a divisor of the {samples} samples of a replica, got {chunk_size}; try"
-                f" {' or '.join(map(str, _nearest(_divisors(samples), chunk_size)))}"
+                f"chunk_size: expected a divisor of the {counted(samples, 'sample')} of a replica, got {chunk_size};"
+                f" try {' or '.join(map(str, _nearest(_divisors(samples), chunk_size)))}"
             )
         if self.schedule == "1f1b" and samples // chunk_size < num_stages:
             raise ValueError(
@@ -210,7 +211,7 @@ def _samples(workload: Workload, num_stages: int, world_size: int) -> int:
     replicas do not divide the batch."""
     if world_size % num_stages:
         raise ValueError(
-            f"num_stages: expected a divisor of the {world_size} ranks, got {num_stages}; try"
+            f"num_stages: expected a divisor of the {counted(world_size, 'rank')}, got {num_stages}; try"
             f" {' or '.join(map(str, _nearest(_divisors(world_size), num_stages)))}, or --ranks {num_stages}"
         )
     num_replicas = world_size // num_stages

@@ -19,6 +19,7 @@ from pathlib import Path
 from harness.artifact_logs import judge_curves
 from harness.artifact_logs.parse import NAME, NotALog, read
 from harness.artifact_logs.to_record import to_record
+from harness.base.counted import counted
 from harness.base.foreign_file import parsed_json
 from harness.core import method
 from harness.core.job import Room, Workload, params_text
@@ -139,7 +140,7 @@ def line(record: Record) -> str:
     """Return one line of text about an imported log: method, size, status, logged medians, verdict and its reason."""
     job, logged = record.job, record.evidence["samples_per_second"]
     options = "".join(f" {name}={value}" for name, value in job.options.items())
-    size = f"{job.workload.num_layers} layers, {params_text(job.workload.num_params)} parameters"
+    size = f"{counted(job.workload.num_layers, 'layer')}, {params_text(job.workload.num_params)} parameters"
     speed = f", median {statistics.median(logged):.5f} samples/s logged" if logged else ""
     times = zip(record.evidence["iterations"], record.evidence["elapsed_ms"], strict=True)
     steady_ms = [elapsed for iteration, elapsed in times if elapsed and iteration > record.interval_steps]

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from harness.base.counted import counted
 from harness.core.record import Gate, Record
 
 # Largest allowed distance at equal depth, as a share of the fall of the reference's loss. At 32 layers, the published
@@ -103,7 +104,7 @@ def _flaw(anchor: Record) -> str:
 
 
 def _name(record: Record) -> str:
-    return f"{record.job.method} at {record.job.workload.num_layers} layers"
+    return f"{record.job.method} at {counted(record.job.workload.num_layers, 'layer')}"
 
 
 def compare(record: Record, other: Record) -> Gate:
@@ -111,7 +112,7 @@ def compare(record: Record, other: Record) -> Gate:
     name, ours, theirs = _name(other), record.losses, other.losses
     doublings, fall = _doublings(record, other), theirs[0] - theirs[len(ours) - 1]
     if fall <= 0:
-        return Gate("untested", "no-reference", f"{name} learned nothing in {record.job.steps} steps")
+        return Gate("untested", "no-reference", f"{name} learned nothing in {counted(record.job.steps, 'step')}")
     distances = [abs(our - their) / fall for our, their in zip(ours, theirs, strict=False)]
     worst = distances.index(max(distances))
     allowed = ALLOWED + ALLOWED_PER_DOUBLING * doublings
@@ -146,7 +147,7 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
         # True: the twin was judged by its own values alone, for example by an infinite loss
         of_itself = "reference_layers" not in verdict.evidence
         if gate.verdict != "failed" and verdict.verdict == "failed" and (of_itself or _is_at_depth(twin, verdict)):
-            text = f"its twin at {twin.job.workload.num_layers} layers: {verdict.text}"
+            text = f"its twin at {counted(twin.job.workload.num_layers, 'layer')}: {verdict.text}"
             return Gate("failed", verdict.reason, text, gate.evidence)
     for peer, verdict in judged:
         is_size = _is_comparable(record, peer) and not _doublings(record, peer)
@@ -157,7 +158,8 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
     if gate.reason == "far-reference":
         for twin, verdict in twins:
             if verdict.passed and _is_at_depth(twin, verdict):
-                text = f"its twin at {twin.job.workload.num_layers} layers is within tolerance; here {gate.text}"
+                layers = counted(twin.job.workload.num_layers, "layer")
+                text = f"its twin at {layers} is within tolerance; here {gate.text}"
                 return Gate("twin", "", text, gate.evidence)
     return gate
 

@@ -102,7 +102,7 @@ ENDS = (
     ("oom-host", re.compile(r"\bline \d+: +\d+ Killed|^Killed\s*$|exits with return code = -9\b|"
                             r"exitcode *: -9\b"),
      "SIGKILL that nothing in the log asked for: the host ran out of memory (inferred)"),
-    ("does-not-fit", re.compile(r"layers needs [\d.]+ \w+ of (?:\w+ )?memory .*"), ""),
+    ("does-not-fit", re.compile(r"layers? needs [\d.]+ \w+ of (?:\w+ )?memory .*"), ""),
     ("interrupted", re.compile(r"^KeyboardInterrupt|\bline \d+: +\d+ (?:Interrupt|Hangup)\b"), ""),
     ("killed", re.compile(r"\bline \d+: +\d+ Terminated|^Terminated\s*$|exits with return code = -15\b|"
                           r"\btasks? [\d,-]+: (?:Killed|Terminated)\b"), ""),
@@ -143,6 +143,7 @@ class RawLog:
     name: dict[str, Any]
     sha256: str = ""
     arguments: dict[str, str] = field(default_factory=dict)
+    starts: set[int] = field(default_factory=set)  # numbers of iteration lines before an argument or `own`
     own: dict[str, Any] = field(default_factory=dict)  # values of the first line of a log by this project
     # status, phase, number of steps and reason in the last line of a log by this project
     own_end: tuple[str, str, int, str] | None = None
@@ -201,9 +202,11 @@ def _take(log: RawLog, line: str) -> None:
     elif match := ARGUMENT.match(line):
         if match[1] in ARGUMENTS:
             log.arguments[match[1]] = match[2].strip()[:300]
+            log.starts.add(len(log.intervals))
     elif match := MEMORY.search(line):
         log.memory_mb.update(_fields(match[1]))
     elif match := OWN_HEADER.match(line):
+        log.starts.add(len(log.intervals))
         log.own = {"method": match[1], "steps": int(match[3]), "device": match[4]}
         log.own |= {"options": _pairs(r"'(\w+)': ([^,}]+)", match[2]), "workload": _pairs(r"\b(\w+)=([^,]+)", match[5])}
     elif match := OWN_END.match(line):

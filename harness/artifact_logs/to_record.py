@@ -15,6 +15,7 @@ from collections import Counter
 from typing import Any
 
 from harness.artifact_logs.parse import ENDS, Interval, NotALog, RawLog, scalar
+from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import Job, Workload
 from harness.core.log_lines import INTERVAL
@@ -43,7 +44,7 @@ def to_record(log: RawLog, name: str) -> Record:
     sense, or if its steps differ in their number of samples."""
     intervals, interval_steps, steps, doubts = _intervals(log)
     batch_size = _batch_size(log, intervals)
-    doubts = [*_contradictions(log, batch_size), *doubts, *_unread(log, intervals)]
+    doubts = [*_appended(log), *_contradictions(log, batch_size), *doubts, *_unread(log, intervals)]
     workload, unsaid = _workload(log, batch_size, doubts)
     status, phase, reason, evidence = _end(log, intervals, steps)
     job = Job(
@@ -124,11 +125,18 @@ def _contradictions(log: RawLog, batch_size: int) -> list[str]:
     ]
 
 
+def _appended(log: RawLog) -> list[str]:
+    """Return a text if the log lists arguments after steps, too. Then it holds several runs, of whose arguments the
+    last ones count. A list before the first step may be there twice, as in STRONGHOLD's logs."""
+    num_runs = len(log.starts)
+    return [f"its arguments are listed again after steps, as by {num_runs} runs in one file"] if num_runs > 1 else []
+
+
 def _unread(log: RawLog, intervals: list[Interval]) -> list[str]:
     """Return a text for each kind of line about a step that could not be read, or only in part."""
     doubts, parts = [], [interval.unread for interval in intervals if interval.unread]
     if log.num_unread_steps:
-        doubts.append(f"{log.num_unread_steps} lines look like steps and could not be read: {log.unread_step!r}")
+        doubts.append(f"{counted(log.num_unread_steps, 'line')} like a step's could not be read: {log.unread_step!r}")
     if parts:
         doubts.append(f"{len(parts)} of {len(intervals)} iteration lines were read in part, without {parts[0]!r}")
     if num_untimed := sum(interval.elapsed_ms is None for interval in intervals):
@@ -197,8 +205,9 @@ def _intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
         raise NotALog("the iterations that it numbers make no schedule")
     if last <= (log.exit_iteration or -1) < last + asked:  # an argument told the run to exit early
         steps = min(steps, max(1, log.exit_iteration or 1))
-    num_left_out = len(log.intervals) - len(legible)
-    doubts = [f"{num_left_out} iteration lines are repeated or fit no schedule"] if num_left_out else []
+    doubts = []
+    if num_left_out := len(log.intervals) - len(legible):
+        doubts.append(f"{counted(num_left_out, 'iteration line')} left out: repeated, or of no schedule")
     return legible, asked, max(1, steps), doubts
 
 
@@ -240,9 +249,9 @@ def _parameters(log: RawLog, workload: Workload, doubts: list[str]) -> dict[str,
     is_near = any(abs(count - workload.num_params / 1e9) < 6e-4 for count in billions)
     if workload.num_params in log.parameters or (not log.parameters and (is_near or not billions)):
         return stated
-    counted = f"{log.parameters[0]}" if log.parameters else f"{billions[0]} B"
-    sizes = f"{workload.num_layers} layers of {workload.hidden_size} have {workload.num_params}"
-    return {**stated, "other_parameters": f"the log counts {counted} parameters, {sizes}"}
+    told = f"{log.parameters[0]}" if log.parameters else f"{billions[0]} B"
+    sizes = f"{counted(workload.num_layers, 'layer')} of {workload.hidden_size} have {workload.num_params}"
+    return {**stated, "other_parameters": f"the log counts {told} parameters, {sizes}"}
 
 
 def _implausible(log: RawLog, job: Job, intervals: list[Interval], interval_steps: int) -> list[str]:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.console import print_table
+from harness.base.counted import counted
 from harness.core import method
-from harness.core.job import MEMORIES, Budget, Job, Room, gib, params_text
-from harness.devices import machine, named_machines
+from harness.core.job import MEMORIES, Job, Room, gib, params_text
+from harness.devices import named_machines
 from harness.forecast.advise import Decision, Remedy, is_usable, name_text, off_text, settings_text
 from harness.forecast.run_time import text
 from harness.forecast.training_place import TrainingPlace
-from harness.jobs.command import command, size_text
+from harness.jobs.command import command, usual_device
 from harness.jobs.next_calls import minutes
 
 NUMBERS = ("s a step", "tokens/s", "hours", "MFU", "deepest")
@@ -27,9 +28,11 @@ def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None
     training time the sentence tells."""
     load, row = made.workload, made.chosen
     size = f"{params_text(load.num_params)} parameters"
-    what = f"{model} ({size})" if model else f"{size} ({load.num_layers} layers of {load.hidden_size})"
-    host = f" with {gib(room.host_bytes)}" if room.host_bytes else ""
-    where = f"{place.name or place.about.replace('this machine: ', 'this ')}{host}"
+    what = f"{model} ({size})" if model else f"{size} ({counted(load.num_layers, 'layer')} of {load.hidden_size})"
+    sizes = {"device": place.asked.device_bytes, "host": room.host_bytes}
+    told = " and ".join(f"{gib(size)} of {memory}" for memory, size in sizes.items() if size)
+    memories = f" with {told} memory" if told else ""
+    where = f"{place.name or place.about.replace('this machine: ', 'this ')}{memories}"
     if row:
         speed = row["tokens_per_second"]
         disk = sum(row["disk"].values())
@@ -40,7 +43,8 @@ def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None
         return f"train {what} on {where} by {row['method']}, {', '.join(parts)}: {foretold}, {time}"
     fitting = [row for row in made.rows if is_usable(row) and row["fits"]]
     if fitting:
-        return f"measure this machine first: {len(fitting)} methods fit {what}, but its rates are not known"
+        methods = counted(len(fitting), "method")
+        return f"measure this machine first, whose rates are not known: {methods} can train {what}{memories}"
     nearest = next((row for row in made.rows if row.get("lacks_bytes")), None)
     told = f": {name_text(nearest)} comes nearest, and {nearest['reason']}" if nearest else ""
     return f"nothing trains {what} on {where} in {load.dtype}{told}"
@@ -60,8 +64,7 @@ def _chosen_job(place: TrainingPlace, made: Decision) -> Job:
     assert row
     options = row["asked"] | ({"disk": row["options"]["disk"]} if row["disk"] and "disk" in row["options"] else {})
     load = replace(made.workload, batch_size=row["batch_size"], micro_batches=row["micro_batches"])
-    budget, device = (place.asked, place.device) if place.name is None else (Budget(), machine.devices()[0])
-    return Job(row["method"], load, options, budget, device)
+    return Job(row["method"], load, options, place.asked, usual_device(place.asked))
 
 
 def cost(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> str:
@@ -73,7 +76,7 @@ def cost(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> str
     if place.name is None:
         return minutes(job, folders)
     seconds = job.steps * made.chosen["step_seconds"]
-    return f"{job.steps} steps in about {text(seconds)}; its reference and its probe come on top"
+    return f"{counted(job.steps, 'step')} in about {text(seconds)}; its reference and its probe come on top"
 
 
 def _plan(place: TrainingPlace, call: str) -> str:
@@ -81,9 +84,6 @@ def _plan(place: TrainingPlace, call: str) -> str:
     assert place.name
     listed = place.name in named_machines.names()
     words = [PLAN, call.removeprefix("./run.sh "), named_machines.words(place.name) if listed else ""]
-    for memory in MEMORIES:
-        size = getattr(place.asked, f"{memory}_bytes")
-        words.append(f"--{memory}-memory {size_text(size)}" if size else "")
     return " ".join(filter(None, words))
 
 
@@ -100,8 +100,8 @@ def _calls_without(place: TrainingPlace, made: Decision) -> dict[str, str]:
         return {}
     least = replace(load.at_depth(deepest["largest_layers"]), batch_size=deepest["batch_size"],
                     micro_batches=deepest["micro_batches"])  # fmt: skip
-    budget, device = (place.asked, place.device) if place.name is None else (Budget(), machine.devices()[0])
-    call = command(Job(deepest["method"], least, deepest["asked"], budget, device), is_short=True)
+    job = Job(deepest["method"], least, deepest["asked"], place.asked, usual_device(place.asked))
+    call = command(job, is_short=True)
     return {HERE: call} if place.name is None else {f"on {place.name}": call, HERE: _plan(place, call)}
 
 

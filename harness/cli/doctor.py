@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from harness.base.child_process import ask
+from harness.base.counted import counted
 from harness.cli import options
 from harness.cli.exit_codes import UNAVAILABLE
 from harness.cli.options import check_writable
@@ -59,7 +60,7 @@ def hardware(results: Path) -> list[tuple[str, str]]:
         gpu += f"; {reason}"
     there = next(path for path in (results.resolve(), *results.resolve().parents) if path.exists())
     return [
-        ("cpu", f"{facts['cpu']}, {facts['cores']} cores, {gib(facts['host_bytes'])} of memory"),
+        ("cpu", f"{facts['cpu']}, {counted(facts['cores'], 'core')}, {gib(facts['host_bytes'])} of memory"),
         ("gpu", gpu),
         ("disk", f"{gib(shutil.disk_usage(there).free)} free at {there}"),
     ]

@@ -24,7 +24,7 @@ from harness.figures import case
 from harness.jobs.scale import to_fit
 from harness.places.shared import place
 
-# By name of a method's option: its own option on the command line. --option sets all other options of methods.
+# By name of a method's option: its own option on the command line. --option sets any option of a method.
 OF_METHODS = {"placement": "--placement", "num_models": "--models", "num_devices": "--devices", "disk": "--disk",
               "double_buffer": "--double-buffer", "hybrid": "--hybrid", "world_size": "--ranks",
               "resume": "--resume"}  # fmt: skip
@@ -146,9 +146,14 @@ class WithMethods(click.Command):
 def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     """Return a job for every combination of the values. Along the list, the method changes slowest, the window fastest.
     A method gets only those options that it has. Raises ValueError for an option that no method has, except -w, which
-    published calls give to all methods."""
+    published calls give to all methods, and for one that --option sets to another value."""
     names = _names(words, folders)
     given = dict(parse_option(text) for text in words["options"])
+    for option, spelled in {"window_size": "-w", **OF_METHODS}.items():
+        values = words.get(option) if option == "window_size" else [words.get(option)]
+        if option in given and values not in (None, [None], [given[option]]):
+            both = f"got both, {','.join(map(str, values))} and {given[option]}; try {spelled} {given[option]}"
+            raise ValueError(f"expected one of {spelled} and --option {option}, {both}")
     device = _device(words, _budget(words))
     budget = _budget(words, device)
     steps = words["steps"]

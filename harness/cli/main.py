@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -55,8 +56,11 @@ class Door(WithMethods, click.Group):
     verb."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if len(args) > 2 and args[0] == "--methods" and self.get_command(context, args[2]):
-            args = [args[2], *args[:2], *args[3:]]
+        number = 0  # of words before the first that names no folder of methods
+        while number < len(args) and args[number].partition("=")[0] == "--methods":
+            number += 1 if "=" in args[number] else 2
+        if 0 < number < len(args) and self.get_command(context, args[number]):
+            args = [args[number], *args[:number], *args[number + 1 :]]
         if args and args[0].startswith("-") and args[0] != "--help":
             args = ["run", *args]
         return super().parse_args(context, args)
@@ -138,6 +142,10 @@ def _run() -> None:
     except click.ClickException as error:
         text = error.format_message()
         hint = "-h is the hidden size, help is --help" if "'-h'" in text else "see --help"
+        extra = re.search(r"extra arguments? \((\S+?)[ )]", text)
+        if extra and extra[1] in door.all_verbs():
+            text = f"expected the verb as the first word, got {extra[1]} after others"
+            hint = f"try ./run.sh {extra[1]} ..."
         _fail(f"error: {text.rstrip('.')}; {hint}", USAGE)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):

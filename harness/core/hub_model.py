@@ -259,6 +259,16 @@ def made(text: str, dtype: torch.dtype) -> Any:
     return causal
 
 
+def causal_model(workload: Workload, device: str) -> Any:
+    """Return transformers' own model, with its own head and loss, in the workload's dtype on a device. The values of
+    its parameters are not yet set. Raises RefusedModel if the model cannot be trained here."""
+    holder: Any = KeepsBuffers()
+    holder.causal = made(*_key(workload))
+    causal = holder.to_empty(device=device).causal
+    causal.tie_weights()  # a tied tensor got memory for each of its two names
+    return causal.train()
+
+
 def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
     """Return the model that transformers makes of a configuration, with transformers' starting values. Raises
     RefusedModel if transformers cannot make it."""

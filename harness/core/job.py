@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.base.checked_data import NO_OTHER_FIELDS
+from harness.base.counted import counted
 from harness.core import hub_config
 from harness.core.anatomy import Anatomy, anatomy_of
 from harness.core.rates import Rates
@@ -138,9 +139,10 @@ class Workload:
     def layers_text(self) -> str:
         """The model's name and number of layers as text: `16 layers`, or `Qwen3-8B, 4 of 36 layers`."""
         if self.config is None:
-            return f"{self.num_layers} layers"
+            return counted(self.num_layers, "layer")
         whole = hub_config.sizes_of(hub_config.parsed(self.config))["num_layers"]
-        return f"{self.model_name}, {self.num_layers}{'' if whole == self.num_layers else f' of {whole}'} layers"
+        layers = counted(whole, "layer")
+        return f"{self.model_name}, {layers if whole == self.num_layers else f'{self.num_layers} of {layers}'}"
 
     @property
     def model_name(self) -> str:
@@ -417,7 +419,8 @@ class Job:
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
         if not 0 <= self.warmup < self.steps:
-            raise ValueError(f"--warmup: expected 0 to {self.steps - 1} for {self.steps} steps, got {self.warmup}")
+            steps = counted(self.steps, "step")
+            raise ValueError(f"--warmup: expected 0 to {self.steps - 1} for {steps}, got {self.warmup}")
         for name, value in self.options.items():
             if not isinstance(value, int | float | str | None):
                 raise ValueError(f"expected options as numbers, texts or None, got {value!r:.80} for {name}")

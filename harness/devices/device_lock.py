@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from harness.base.counted import counted
 from harness.base.foreign_file import read_json
 from harness.core.job import Job
 from harness.core.record import LATEST
@@ -94,7 +95,7 @@ def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds
     """Hold the lock of the device whose `.lock` is `path`, within this context; see turn()."""
     handle = _open(path)
     shares = not is_timed and job.device != "cuda" and _can_write(_list(path))
-    told = f"{job.method}, {job.workload.num_layers} layers"
+    told = f"{job.method}, {counted(job.workload.num_layers, 'layer')}"
     found = HeldDevice(path, handle)
     try:
         with _queued(path, job, report):

@@ -19,6 +19,7 @@ import psutil
 
 from harness.base import cgroup
 from harness.base.checkout import ROOT
+from harness.base.counted import counted
 from harness.base.whole_file import write_whole
 from harness.core import cpu_cores
 from harness.core.job import Budget, Job, Room, Workload, gib
@@ -362,9 +363,9 @@ def caution(device: str, workload: Workload) -> str:
     entry = _calibration(device, workload)
     if entry is None or not was_busy(entry):
         return ""
-    load, cores = f"{entry['load_average']:.3g}", facts()["cores"]
+    load, cores = f"{entry['load_average']:.3g}", counted(facts()["cores"], "core")
     return (
-        f"caution: this machine's rates were measured at a load of {load} on {cores} cores, so times are foretold too"
+        f"caution: this machine's rates were measured at a load of {load} on {cores}, so times are foretold too"
         " long: repeat ./run.sh doctor --calibrate when nothing else runs"
     )
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.base.counted import counted
 from harness.core.record import Record, records_of
 from harness.evidence.compare import ALIKE, NONE, SETTING, SLOWER, Comparison, compare, select, side_text
 from harness.gate.evidence import untrained
@@ -66,7 +67,7 @@ def run(baseline: str, new: str, results: Path, as_json: bool) -> tuple[list[Hel
         found = _same_point(point, points, others)
         if found is None:
             load, name = point["workload"], point["name"].removesuffix(":")
-            missing.append(f"{name}, {load.num_layers} layers x {load.hidden_size}: {new} has no run of it")
+            missing.append(f"{name}, {counted(load.num_layers, 'layer')} x {load.hidden_size}: {new} has no run of it")
         else:
             held.append(hold(found, point["repeats"]))
     for one in held:
@@ -112,7 +113,7 @@ def trains_the_same(new: Record, old: Record) -> tuple[str, str]:
     if old.gate.passed and not new.gate.passed:
         return OTHERWISE, f"its gate is {new.gate.verdict}, the baseline's passed: {new.gate.text}"
     if new.job.steps != old.job.steps:
-        return UNKNOWN, f"{new.job.steps} steps and {old.job.steps}: run both alike"
+        return UNKNOWN, f"{counted(new.job.steps, 'step')} and {old.job.steps}: run both alike"
     if flaw := unasked(new) or unasked(old):
         return UNKNOWN, flaw.text
     if why := next((why for model in old.models() if (why := untrained(model))), ""):

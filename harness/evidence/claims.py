@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from harness.base.checked_data import checked
 from harness.base.checkout import ROOT
+from harness.base.counted import counted
 from harness.base.foreign_file import read_yaml
 from harness.base.registry import Registry
 from harness.core import method
@@ -103,7 +104,7 @@ class Point:
         return {"method": given} if isinstance(given, str) else given
 
     def __str__(self) -> str:
-        size = f" at {self.num_layers} layers" if self.num_layers else ""
+        size = f" at {counted(self.num_layers, 'layer')}" if self.num_layers else ""
         series = f", {self.series}" if self.series else ""
         return f"{self.method}{size}" + (f", window {self.window_size}" if self.window_size else "") + series
 

@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from harness.base.checkout import ROOT
+from harness.base.counted import counted
 from harness.core.job import gib
 from harness.core.record import Record, added_folders, records_of
 from harness.figures import frame
@@ -170,7 +171,7 @@ def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
             if both.empty:
                 choices = " or ".join((ours if len(ours) > 1 else theirs)["name"])
                 complaints.append(
-                    f"{load.num_layers} layers: expected one run on each side, found several: try {choices}"
+                    f"{counted(load.num_layers, 'layer')}: expected one run on each side, found several: try {choices}"
                 )
     if not found and not complaints:
         complaints.append(_no_common_workload(a, b))
@@ -277,12 +278,12 @@ def side_text(one: dict[str, Any]) -> str:
     sizes = {name: budget[f"{name}_bytes"] for name in ("device", "host", "disk")}
     limits = [f"on {one['device']}", *(f"{name} {gib(size)}" for name, size in sizes.items() if size)]
     place = ", ".join([*limits, f"link {gib(link)}/s"] if link else limits)
-    runs = f"{one['num_runs']} run{'s' if one['num_runs'] > 1 else ''}"
+    runs = counted(one["num_runs"], "run")
     bounds = f" ({one['low']:.4g} to {one['high']:.4g})" if one["low"] is not None else ""
     speed = one["samples_per_second"]
     speed_text = f"{speed:.4g} samples/s{bounds}" if speed else "no throughput"
     gate = f"gate {one['gate']}: {one['gate_text']}" if one["status"] == "ok" else f"ended as {one['status']}"
-    size = f"{one['num_layers']} layers x {one['hidden_size']}"
+    size = f"{counted(one['num_layers'], 'layer')} x {one['hidden_size']}"
     return f"{one['method']}{options}, {size}, {place}: {runs}, {speed_text}; {gate}"
 
 

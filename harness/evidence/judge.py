@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.base.counted import counted
 from harness.evidence.claims import PAPER_MACHINE, Claim, Point, Shape
 from harness.evidence.examine import HOLD, OPEN, Answer, examine, shortened
 from harness.figures import profile as scaled
@@ -206,7 +207,7 @@ def holds_there(claim: Claim, row: FigureRow, is_emulated: bool = False) -> bool
 
 def label(row: FigureRow) -> str:
     window = f", window {row.window_size}" if row.window_size is not None else ""
-    return f"{row.method}, {row.num_layers} layers{window}" + (f", {row.series}" if row.series else "")
+    return f"{row.method}, {counted(row.num_layers, 'layer')}{window}" + (f", {row.series}" if row.series else "")
 
 
 def _why(row: FigureRow) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.base.console import print_table
+from harness.base.counted import counted
 from harness.core.record import Record, records_of
 from harness.devices import named_machines
 from harness.evidence import claims, judge
@@ -70,8 +71,8 @@ def findings(results: Path, against: str | None, machine: str | None, *places: P
     logs = sum(record.origin == IMPORTED for record in records)
     if 0 < logs < len(records):
         print(
-            f"{logs} imported logs are not judged beside runs measured here: import them into a folder of their own and"
-            " name it with --results", file=sys.stderr,
+            f"not judged beside runs measured here: {counted(logs, 'imported log')}; try a folder of their own with"
+            " --results", file=sys.stderr,
         )  # fmt: skip
     emulated = {record.key for record in records if _has_paper_budget(record)}
 

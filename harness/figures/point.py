@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from harness.base.counted import counted
 from harness.core.record import Record
 
 FEWEST_FOR_INTERVAL = 3  # least number of processes that gives an interval
@@ -93,7 +94,7 @@ class FigureRow:
         """Return the reasons why the row's time may be wrong, each as a short text; empty if there are none."""
         found = []
         if self.num_steps is not None and self.num_steps < FEWEST_TIMED_STEPS:
-            found.append(f"{self.num_steps} step{'' if self.num_steps == 1 else 's'}")
+            found.append(counted(self.num_steps, "step"))
         if self.load is not None and self.num_cores and self.load > self.num_cores:
             found.append(f"load {self.load:.2g}")
         return tuple(found)
@@ -166,7 +167,7 @@ def machine_of(record: Record) -> str:
     variables that change kernels or threads. Records with different texts are never mixed in a figure."""
     name = str(record.machine.get("gpu") or record.machine.get("cpu") or "")
     cores = record.machine.get("cores")
-    parts = (name, f"{cores} cores" if name and cores else "", record.machine.get("environment"))
+    parts = (name, counted(cores, "core") if name and cores else "", record.machine.get("environment"))
     return ", ".join(part for part in parts if part)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import Workload
 from harness.core.rates import Rates
@@ -46,12 +47,12 @@ def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...]
         return f"took up to {abs(worst):.0%} {'more' if worst > 0 else 'less'} time than foretold"
 
     if own := there.get(name):
-        return Error(own.worst, f"its {own.num_runs} run{'s' * (own.num_runs > 1)} there {told(own.worst)}")
+        return Error(own.worst, f"its {counted(own.num_runs, 'run')} there {told(own.worst)}")
     if there:
         worst = max((each.worst for each in there.values()), key=abs)
         return Error(worst, f"no run of {name} has tested that; runs of {' and '.join(there)} there {told(worst)}")
     if test := method.load(name, folders).forecast_test:
-        return Error(test.worst, f"{test.num_runs} runs elsewhere {told(test.worst)} ({test.source})")
+        return Error(test.worst, f"{counted(test.num_runs, 'run')} elsewhere {told(test.worst)} ({test.source})")
     tested = {other: cls.forecast_test for other, cls in method.loadable(folders).items() if cls.forecast_test}
     worst = max((each.worst for each in tested.values()), key=abs)
     return Error(worst, f"no run of {name} has tested that; runs of {' and '.join(tested)} elsewhere {told(worst)}")

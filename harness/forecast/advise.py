@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import GIB, MEMORIES, Budget, Job, Workload, gib
 from harness.core.record import Record
@@ -299,7 +300,7 @@ def fits_text(row: dict[str, Any]) -> str:
 def off_text(row: dict[str, Any]) -> str:
     """Return, as text, the errors of predictions for this row's method; empty if no run measured them."""
     found = row["accuracy"]
-    return f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({found['num_runs']} runs)" if found else ""
+    return f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({counted(found['num_runs'], 'run')})" if found else ""
 
 
 def _reason(row: dict[str, Any], chosen: dict[str, Any] | None) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import OF_SEVERAL_MODELS, Job, Plan, Room
 from harness.devices import budgets, cuda_budget, machine
@@ -48,7 +49,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
     shortfall += f" (--host-memory {less})" if less and next(iter(plan.lacks(room))) == "host" else ""
     told = f"{shortfall}; tried, too: {tried}" if tried else shortfall
-    return resolved, plan, f"{job.method} with {job.workload.num_layers} layers{each} {told}; {hint}"
+    return resolved, plan, f"{job.method} with {counted(job.workload.num_layers, 'layer')}{each} {told}; {hint}"
 
 
 def _hint(job: Job, asked: dict[str, Any], room: Room, folders: tuple[Path, ...]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from harness.base.child_process import ask
 from harness.base.console import print_table
+from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import MEMORIES, STATE_KINDS, Job, Room, gib
 from harness.devices import budgets, machine
@@ -129,7 +130,7 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
 def _title(row: dict[str, Any], sizes: list[str]) -> str:
     """Return a row's title: its method, its number of layers, and its other sizes named in the list `sizes`."""
     others = [f"{SIZES[name]} {row[name]}" for name in sizes if name != "num_layers"]
-    return ", ".join([row["method"], f"{row['num_layers']} layers", *others])
+    return ", ".join([row["method"], counted(row["num_layers"], "layer"), *others])
 
 
 def _needs(row: dict[str, Any], title: list[str], exact: bool) -> Iterator[list[str]]:

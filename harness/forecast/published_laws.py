@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from harness.base.counted import counted
 from harness.core.job import GIB, Workload
 from harness.core.method import largest_depth
 from harness.core.rates import Rates
@@ -87,7 +88,7 @@ class Law(NamedTuple):
         if limits.binding == "device" and limits.device > 1.1 * limits.device_as_reserved:
             said += (
                 f"'s allocator, which reserved {self.reserved_per_allocated:.2f} bytes for each in use (fragments, flat"
-                f" copies at the start): not the limit, {limits.device} layers without them"
+                f" copies at the start): not the limit, {counted(limits.device, 'layer')} without them"
             )
         elif limits.largest > self.published_layers:
             said += f": not the limit, {limits.largest} layers should fit; sizes were tried in coarse steps"

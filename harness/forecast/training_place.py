@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harness.base.counted import counted
 from harness.core.job import Budget, Room, Workload
 from harness.core.rates import NEEDED
 from harness.devices import budgets, cuda_budget, machine, named_machines
@@ -96,6 +97,6 @@ def this_place(asked: Budget) -> TrainingPlace:
     if device == "cpu" and asked.device_bytes:
         device = "sim"
     facts = machine.facts()
-    about = f"this machine: {facts.get('gpu') or facts['cpu']}, {facts['cores']} cores"
+    about = f"this machine: {facts.get('gpu') or facts['cpu']}, {counted(facts['cores'], 'core')}"
     known = named_machines.of_gpu(facts.get("gpu"), facts.get("gpu_bytes")) if device == "cuda" else None
     return TrainingPlace(None, about, device, asked, named_machines.load(known) if known else None)

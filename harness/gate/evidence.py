@@ -13,6 +13,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
+from harness.base.counted import counted
 from harness.core.job import Job
 from harness.core.record import PRODUCTS_IN, Record
 from harness.gate import other_code
@@ -75,7 +76,7 @@ def flaw(record: Record) -> Flaw | None:
         if not tensor["changed"] and not (last_rate < SMALLEST_STEP and tensor.get("exp_avg"))
     ]
     if unchanged:
-        told = f"{some(unchanged)} did not change in {record.job.steps} steps"
+        told = f"{some(unchanged)} did not change in {counted(record.job.steps, 'step')}"
         return Flaw("unchanged", told, {"tensors": unchanged})
     return None
 
@@ -95,7 +96,7 @@ def unasked(record: Record) -> Flaw | None:
     record would be wrong, because it counts the samples of all models."""
     asked, trained = record.job.options.get("num_models", 1), 1 + len(record.others)
     if trained != asked:
-        return Flaw("models", f"{trained} models were trained, the job asks for {asked}")
+        return Flaw("models", f"{counted(trained, 'model')} trained, the job asks for {asked}")
     first, expected = dataclasses.asdict(record.job.workload), record.job.workloads()[1:] if record.others else []
     for number, (mine, other) in enumerate(zip(expected, record.others, strict=True), start=2):
         if {**first, **other["workload"]} != dataclasses.asdict(mine):
@@ -114,13 +115,13 @@ def elsewhere(record: Record) -> Flaw | None:
     if steps >= record.job.steps:
         return Flaw("no-step", f"all of its {steps} steps are the checkpoint's: none was trained here")
     if steps and source != record.software.get("source", source):
-        return Flaw("other-source", f"its first {steps} steps were trained by other source: {source or 'unknown'}")
+        return Flaw("other-source", f"other source trained its first {counted(steps, 'step')}: {source or 'unknown'}")
     peak, least = record.peaks.get("device_allocated"), least_device_bytes(record.job)
     if peak is not None and peak < least and record.origin == "run":
         told = f"expected at least {least} bytes of the device in use, for the tokens and one sample's product with the"
         return Flaw("device", f"{told} largest matrix of a layer, got {peak}: it was trained elsewhere")
-    if (counted := record.peaks.get("host_accounted")) is not None and not record.job.options.get("disk"):
-        held, least = (peak or 0) + counted, least_state_bytes(record.job)
+    if (accounted := record.peaks.get("host_accounted")) is not None and not record.job.options.get("disk"):
+        held, least = (peak or 0) + accounted, least_state_bytes(record.job)
         if held < least:
             told = (
                 f"expected at least {least} bytes of device and host in use, for weights and both moments, got {held}"

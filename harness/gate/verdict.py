@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from harness.base.counted import counted
 from harness.core.record import VERDICTS, Gate, Record
 from harness.gate import causes, coverage, departures, evidence, other_code
 from harness.gate.evidence import Flaw
@@ -116,7 +117,7 @@ def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequen
     verdict = changed if other_code.is_of_another(twin, record) else judge(twin, twin_reference)
     rests: dict[str, Any] = {"twin": twin.key, "twin_layers": depth, "twin_verdict": verdict.verdict}
     if not verdict.passed:
-        reason = f"its twin at {depth} layers: {verdict.text}"
+        reason = f"its twin at {counted(depth, 'layer')}: {verdict.text}"
         return Gate("failed" if verdict.verdict == "failed" else "untested", verdict.reason, reason, rests)
     agreeing = []
     for peer in peers:
@@ -125,7 +126,8 @@ def _by_twin(record: Record, twin: Record, twin_reference: Record, peers: Sequen
                 return _failed("peers", f"{peer.job.method} trains this size otherwise: {beyond}", rests)
             agreeing.append(peer.job.method)
     also = f", and agrees with {', '.join(agreeing)} here" if agreeing else ""
-    return Gate("twin", "", f"its twin at {depth} layers is {verdict.verdict}{also}", {**rests, "peers": agreeing})
+    text = f"its twin at {counted(depth, 'layer')} is {verdict.verdict}{also}"
+    return Gate("twin", "", text, {**rests, "peers": agreeing})
 
 
 def needs_no_probe(verdict: Gate, record: Record) -> bool:
@@ -171,7 +173,7 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     untested += missing
     if tested:
         size = coverage.smaller(probe.trials[0].record.job.workload, record.job.workload)
-        untested.insert(0, f"probe: {steps} steps{size} in {' and '.join(tested)}, {', '.join(parts)}")
+        untested.insert(0, f"probe: {counted(steps, 'step')}{size} in {' and '.join(tested)}, {', '.join(parts)}")
     elif steps_untested := coverage.untested_steps(record):
         untested.append(steps_untested)
     return dataclasses.replace(verdict, text="; ".join([verdict.text, *untested]), evidence=rests)
@@ -195,7 +197,7 @@ def _told(trial: Trial, found: departures.Departure) -> str:
 def _steps(record: Record) -> str:
     """Return, as text, the number of steps and the number of steps that fp16 skipped, if it skipped any."""
     skipped = f" ({len(record.skipped_steps)} skipped by the loss scale)" if record.skipped_steps else ""
-    return f"{record.job.steps} steps{skipped}"
+    return f"{counted(record.job.steps, 'step')}{skipped}"
 
 
 def _of_flaw(flaw: Flaw) -> Gate:

@@ -6,7 +6,7 @@ import shlex
 from decimal import Decimal
 from typing import Any
 
-from harness.core.job import Job, Workload
+from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record
 from harness.devices import machine
 from harness.gate.probe import LEFT_OUT
@@ -35,8 +35,7 @@ def command(job: Job, is_short: bool = False) -> str:
     spelled = SHORT if is_short else {}
     for name, value in job.options.items():
         words += [spelled[name], value] if name in spelled else ["--option", f"{name}={value}"]
-    usual = "sim" if budget.device_bytes and "cuda" not in machine.devices() else machine.devices()[0]
-    words += [] if is_short and job.device == usual else ["--device", job.device]
+    words += [] if is_short and job.device == usual_device(budget) else ["--device", job.device]
     for name, word in budgets.items():
         if getattr(budget, name) is not None:
             words += [word, size_text(getattr(budget, name))]
@@ -44,6 +43,11 @@ def command(job: Job, is_short: bool = False) -> str:
     if not is_short or (job.steps, job.warmup) != (Job.steps, Job.warmup):
         words += ["--steps", job.steps, "--warmup", job.warmup]
     return shlex.join(["./run.sh", *map(str, words)])
+
+
+def usual_device(budget: Budget) -> str:
+    """Return the device of a call without --device that has this budget."""
+    return "sim" if budget.device_bytes and "cuda" not in machine.devices() else machine.devices()[0]
 
 
 def again(record: Record, is_short: bool = False) -> str:

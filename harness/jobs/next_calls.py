@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import Budget, Job, Room, gib
 from harness.devices import budgets, machine, named_machines
@@ -50,7 +51,8 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
         scaled, factor = to_fit(job, folders)
         if factor > 1 and (told := minutes(scaled, folders)):
             load = scaled.workload
-            sizes = f"{load.num_layers} layers x {load.hidden_size}, {load.seq_len} tokens, {load.vocab_size} words"
+            layers = counted(load.num_layers, "layer")
+            sizes = f"{layers} x {load.hidden_size}, {load.seq_len} tokens, {load.vocab_size} words"
             memories = f"{gib(scaled.budget.device_bytes or 0)} of device, {gib(scaled.budget.host_bytes or 0)} of host"
             yield f"{command(job, is_short=True)} --scale fit", f"scaled by {factor}: {sizes}, {memories}; {told}"
     yield from _on_disk(job, folders)

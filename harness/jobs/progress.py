@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from harness.base.console import is_notebook, print_table, readable, terminal
+from harness.base.counted import counted
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
@@ -225,7 +226,7 @@ def few_steps(record: Record) -> str:
     # If warm-up leaves only one timed step, suggest enough steps for the default warm-up, too.
     grown = max(warmup, Job.warmup) if warmup == record.job.steps - 1 else warmup
     steps = record.schedule.get("resumed_steps", 0) + grown + FEWEST_TIMED
-    return f"{num} step{'s' * (num > 1)} timed after {warmup} of warm-up, too few; try --steps {steps}"
+    return f"{counted(num, 'step')} timed after {warmup} of warm-up, too few; try --steps {steps}"
 
 
 def _of(size: int, limit: int | None) -> str:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.base.counted import counted
 from harness.base.whole_file import own_folder
 from harness.core import log_lines, method, weight_files
 from harness.core.failures import Failure
@@ -269,7 +270,7 @@ class Sweep:
                 small = self._twin(job, depth)
                 resolve(small, self.folders)
             except ValueError as error:
-                return Gate("untested", "no-twin", f"no twin at {depth} layers: {error}")
+                return Gate("untested", "no-twin", f"no twin at {counted(depth, 'layer')}: {error}")
             twins.append(self.records[self._measure(small, {"role": "twin"})])
         record, twin = whole.models()[number], twins[0].models()[min(number, len(twins[0].others))]
         peers = [other for other in self.records.values() if self._is_peer(other, record.job)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from harness.base.counted import counted
 from harness.base.whole_file import write_page
 from harness.core.job import Job, Workload
 from harness.core.record import Record
@@ -55,7 +56,7 @@ def write_markdown(
     path: Path, title: str, command: str, heads: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
 ) -> None:
     """Write a file with a title, the command that made the table, this machine's CPU, the table, and notes below it."""
-    about = f"By `{command}` on {machine.facts()['cpu']}, {machine.facts()['cores']} cores."
+    about = f"By `{command}` on {machine.facts()['cpu']}, {counted(machine.facts()['cores'], 'core')}."
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
     below = ["", *(f"- {note}" for note in notes)]
     write_page(path, "\n".join([f"# {title}", "", about, "", *lines, *(below if below[1:] else []), ""]))

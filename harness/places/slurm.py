@@ -26,6 +26,7 @@ from pydantic import PositiveInt
 
 from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.checkout import ROOT
+from harness.base.counted import counted
 from harness.core import failures
 from harness.core.job import Job
 from harness.core.method import Unavailable
@@ -218,7 +219,7 @@ class Slurm(Place):
             text = ", ".join(f"{names.count(name)} {name.lower() or 'unknown'}" for name in sorted(set(names)))
             if text != told:
                 told = text
-                report({"event": "wait", "text": f"{len(ids)} jobs under Slurm: {text}"})
+                report({"event": "wait", "text": f"{counted(len(ids), 'job')} under Slurm: {text}"})
             if time.monotonic() > deadline or all(state.is_final for state in states_of(ids).values()):
                 return
             time.sleep(POLL_SECONDS)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.base.console import readable
+from harness.base.counted import counted
 from harness.base.foreign_archive import LISTABLE, MOST_FILES, read_archive
 from harness.base.foreign_file import parsed_json, read_bytes
 from harness.base.whole_file import own_folder
@@ -46,17 +47,17 @@ def add(source: Path, results: Path) -> Iterator[str]:
     runs = {name: record for name, record in there.items() if name not in probes and record.origin == "run"}
     new = _new(runs, results)
     if not new:
-        told = f"expected a new run, got {len(runs)} known ones" if runs else "expected a record of a run, got none"
+        told = f"expected a new run, got {len(runs)} known" if runs else "expected a record of a run, got none"
         others = f" of a model that is known here; {_of_others(sent, there)}" if len(there) < len(sent) else ""
         raise ValueError(f"{source}: {told}{others}; nothing was added")
     beside = Beside(list(runs.values()), list(probes.values()))
     judged = {name: _judged(source, name, record, beside) for name, record in new.items()}
     if len(new) < len(runs):
-        yield f"{len(runs) - len(new)} of {len(runs)} runs are there already: left out"
+        yield f"left out: {len(runs) - len(new)} of {counted(len(runs), 'run')}, there already"
     if len(there) < len(sent):
         yield f"{_of_others(sent, there)}, then add again"
     if logs := len(there) - len(runs) - len(probes):
-        yield f"{logs} imported logs are left out: ask for the logs, which ./run.sh import reads"
+        yield f"left out: {counted(logs, 'imported log')}: ask for the logs, which ./run.sh import reads"
     for machine in sorted({machine_of(record) for record in new.values()}):
         own = {name: record for name, record in judged.items() if machine_of(record) == machine}
         beside_it = {name: record for name, record in probes.items() if machine_of(record) == machine}
@@ -78,7 +79,8 @@ def _known_configs(results: Path) -> set[str | None]:
 def _of_others(sent: dict[str, Record], taken: dict[str, Record]) -> str:
     names = sorted({f"{record.job.workload.model_name:.60}" for name, record in sent.items() if name not in taken})
     some = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-    return f"{len(sent) - len(taken)} records of models that are not known here ({some}) are left out: train them first"
+    records = counted(len(sent) - len(taken), "record")
+    return f"left out: {records} of models that are not known here ({some}): train them first"
 
 
 def _of_folder(folder: Path) -> dict[str, bytes]:
@@ -150,7 +152,7 @@ def _write(results: Path, machine: str, records: dict[str, Record], texts: dict[
 
 def _line(record: Record, sent: Record) -> str:
     load, speed = record.job.workload, record.samples_per_second
-    size = f"{record.job.method}, {load.num_layers} layers, {params_text(load.num_params)} parameters"
+    size = f"{record.job.method}, {counted(load.num_layers, 'layer')}, {params_text(load.num_params)} parameters"
     if record.status != "ok":
         return f"{size}: ended as {record.status}"
     told = f"gate {record.gate.verdict}: {record.gate.text}"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import overlap
+from harness.base.counted import counted
 from harness.base.foreign_archive import LISTABLE
 from harness.base.foreign_file import read_text
 from harness.base.whole_file import check_replaceable, write_whole
@@ -117,7 +118,7 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
             overlap.extract(shown, profile, stage / "figures" / part)
             overlap.draw(shown, profile, stage / "figures" / part)
         page.write(stage, stage / "report" / part / page.PAGE, None, name if part else None)
-    (stage / ABOUT).write_text(TEXT.format(records=len(records), manifest=MANIFEST))
+    (stage / ABOUT).write_text(TEXT.format(records=counted(len(records), "record"), manifest=MANIFEST))
 
 
 def _fill_probes(stage: Path, probes: Path, names: Names) -> None:

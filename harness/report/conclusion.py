@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from harness.base.counted import counted
 from harness.core.record import Record
 from harness.evidence import judge
 from harness.evidence.examine import OPEN
@@ -37,7 +38,7 @@ def _measured(records: Sequence[Record], machines: Sequence[str]) -> str:
     where = f"On {'; and on '.join(machines)}, by the clock {' and '.join(clocks)}" if runs else "In imported logs"
     methods = len({record.job.method for record in shown})
     trained = sum(record.status == "ok" and record.gate.passed for record in shown)
-    told = [f"{trained} of {_count(len(shown), 'run')} of {_count(methods, 'method')} trained as the reference does"]
+    told = [f"{trained} of {counted(len(shown), 'run')} of {counted(methods, 'method')} trained as the reference does"]
     told += [f"{failed} failed the gate" for failed in [sum(map(_has_failed, shown))] if failed]
     ends = [record.status for record in shown if record.status != "ok"]
     told += [f"{ends.count(each)} {ENDS.get(each, f'ended as {each}')}" for each in dict.fromkeys(ends)]
@@ -57,18 +58,14 @@ def _judged(found: Sequence[Finding]) -> str:
             quoted = "; ".join(f'"{text}"' for text in own[:MOST_NAMED])
             told.append(f"{len(own)} {one if len(own) == 1 else several} ({quoted}{left})")
     if not told:
-        return f"None of {_count(len(found), 'claim')} of the papers could be tested by them."
+        return f"None of {counted(len(found), 'claim')} of the papers could be tested by them."
     num_decided = sum(finding.verdict in verdicts for verdicts, *_ in KINDS for finding in found)
-    return f"Of {_count(len(found), 'claim')} of the papers {num_decided} could be tested: {_joined(told)}."
+    return f"Of {counted(len(found), 'claim')} of the papers {num_decided} could be tested: {_joined(told)}."
 
 
 def _headline(text: str) -> str:
     """Return the main statement of a claim: the text up to the first semicolon or period."""
     return re.split(r"[;.] ", text)[0].rstrip(".")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _joined(texts: Sequence[str]) -> str:

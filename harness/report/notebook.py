@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from harness.base.checkout import ROOT
+from harness.base.counted import counted
 from harness.core.job import gib
 from harness.devices import machine
 from harness.evidence import collect, verify
@@ -61,8 +62,8 @@ def clean_up(results: Path, everything: bool = False) -> None:
     made = [*results.glob("log_*"), *(results / name for name in DRAWN)] if everything else []
     for path in made:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    kept = len(list(results.glob("log_*.json")))
-    print(f"{kept} records in {results}" + ("" if everything else "; clean_up(RESULTS, everything=True) removes them"))
+    kept = counted(len(list(results.glob("log_*.json"))), "record")
+    print(f"{kept} in {results}" + ("" if everything else "; clean_up(RESULTS, everything=True) removes them"))
 
 
 def show_claims(results: Path, against: str | None = None, machine: str | None = None) -> None:

@@ -19,11 +19,13 @@ from typing import Any
 from pandas import DataFrame
 
 from cases import overlap
+from harness.base.counted import counted
 from harness.base.whole_file import check_replaceable, own_folder, write_page
 from harness.core import method
 from harness.core.record import Record, added_folders, read_all
 from harness.devices import named_machines
 from harness.evidence import fairness, verify
+from harness.evidence.examine import shortened
 from harness.evidence.judge import Finding
 from harness.figures import case, plot
 from harness.figures import profile as scaled
@@ -100,8 +102,11 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
 
 def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
     """Return the records by their paths, and a complaint about each file that is not a valid record. Raises ValueError
-    if there is no record."""
+    if there is no valid record."""
     found, complaints = read_all(results)
+    if not found and complaints:
+        told = shortened(sorted(complaints))
+        raise ValueError(f"expected readable records in {results}, got none: {told}; try another --results folder")
     if not found and (sent := added_folders(results)):
         raise ValueError(f"expected your own records in {results}, got only records sent in: try --results {sent[0]}")
     if not found:
@@ -283,7 +288,7 @@ def _render(name: str, told: dict[str, Any]) -> str:
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=name.endswith(".html.j2"), trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters["markdown"] = markdown
+    environment.filters |= {"markdown": markdown, "counted": counted}
     return environment.get_template(name).render(told)
 
 

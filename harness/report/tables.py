@@ -13,6 +13,7 @@ from typing import Any
 
 from pandas import DataFrame
 
+from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import gib, params_text
 from harness.core.record import Record
@@ -74,7 +75,7 @@ class Entry:
     @property
     def title(self) -> str:
         load = self.record.job.workload
-        size = f"{load.num_layers} layers, {params_text(load.num_params)} parameters"
+        size = f"{counted(load.num_layers, 'layer')}, {params_text(load.num_params)} parameters"
         return f"{self.record.job.method}, {size}" + ("" if self.record.origin == "run" else f" ({LOG})")
 
     @property
@@ -136,7 +137,7 @@ def pairs(facts: Mapping[str, Any]) -> str:
 def machine(record: Record) -> str:
     """Return the machine of a record as one line of text."""
     gpu, cpu, cores, memory = (record.machine.get(name) for name in ("gpu", "cpu", "cores", "host_bytes"))
-    parts = (gpu, cpu, cores and f"{cores} cores", memory and f"{gib(memory)} of host memory")
+    parts = (gpu, cpu, cores and counted(cores, "core"), memory and f"{gib(memory)} of host memory")
     return ", ".join(str(part) for part in parts if part) or "an unnamed machine"
 
 

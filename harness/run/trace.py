@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from harness.base.counted import counted
 from harness.core.job import Job
 from harness.devices.streams import STREAMS, UNNOTED
 from harness.run.timeline import Span, Timeline, steps, write
@@ -92,7 +93,7 @@ class Trace:
             several = f" {threads[track][thread]}" if len(threads[track]) > 1 else ""
             spans.append(Span(track + several, work, of.rstrip("."), seconds(start), seconds(end)))
         options = "".join(f" {name}={value}" for name, value in self.job.options.items() if value is not None)
-        title = f"{self.job.method}{options}, {self.job.workload.num_layers} layers"
+        title = f"{self.job.method}{options}, {counted(self.job.workload.num_layers, 'layer')}"
         about: dict[str, Any] = {"title": title, "clock": self.job.device, "job": self.job.to_dict()}
         if self.job.world_size > 1:  # of_ranks() needs the time on the clock from which the file's times count
             about["zero_seconds"] = seconds(marks[0])

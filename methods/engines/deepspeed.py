@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +30,7 @@ from methods.engines.deepspeed_config import (
     versions,
 )
 from methods.engines.deepspeed_stage_0 import kept_by
-from methods.engines.release import Release
+from methods.engines.release import Release, importing
 
 # The rule of methods/shared/loss_scale.py, but after the start or an overflow DeepSpeed doubles the scale a step later.
 FP16 = {
@@ -66,7 +65,14 @@ def engine_config(workload: Workload, settings: EngineSettings) -> dict[str, Any
         if settings.adam == "published":
             parameters["torch_adam"] = True
         config["optimizer"] = {"type": "AdamW", "params": parameters}
-    return config | settings.extra
+    return _merged(config, settings.extra)
+
+
+def _merged(config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of both; where both have a section, its entries are merged."""
+    both = {name: _merged(config[name], extra[name]) for name in config.keys() & extra.keys()
+            if isinstance(config[name], dict) and isinstance(extra[name], dict)}  # fmt: skip
+    return config | extra | both
 
 
 def train(workload: Workload, batches: Any, device: str, settings: EngineSettings, needed: ExitStack) -> Training:
@@ -77,11 +83,12 @@ def train(workload: Workload, batches: Any, device: str, settings: EngineSetting
     it is read. Raises Unavailable if deepspeed or a kernel that the settings need is missing.
     """
     release, num_ranks = settings.release, settings.num_ranks
-    if settings.adam == "deepspeed" and not is_built("cpu_adam", release):
-        lacking = lacks_to_build("cpu_adam", release)
-        raise Unavailable(lacking or "DeepSpeed's cpu_adam is not compiled: ./run.sh setup")
+    adam = "cpu_adam" if "offload_optimizer" in settings.zero else "fused_adam"
+    if settings.adam == "deepspeed" and not is_built(adam, release):
+        lacking = lacks_to_build(adam, release)
+        raise Unavailable(lacking or f"DeepSpeed's {adam} is not compiled: ./run.sh setup")
     deepspeed = import_deepspeed(device, num_ranks, release)
-    _load_built(release, "cpu_adam", *(["async_io"] if "aio" in settings.extra else []))
+    _load_built(release, adam, *(["async_io"] if "aio" in settings.extra else []))
     is_scaled = workload.dtype == "fp16"
     if is_scaled and device != "cuda":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -139,15 +146,8 @@ def import_deepspeed(device: str, num_ranks: int = 1, release: Release | None = 
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # the folder of ninja
     }  # fmt: skip
     warnings.filterwarnings("ignore", category=FutureWarning)
-    if release:
-        release.use()
-    try:
+    with importing(release, f"this method {NEEDS}"):
         import deepspeed
-    except Exception as error:
-        if release is None and not isinstance(error, ImportError):
-            raise
-        told = f"{release} does not import under torch {version('torch')}" if release else f"this method {NEEDS}"
-        raise Unavailable(f"{told} ({type(error).__name__}: {str(error).strip()[:200]})") from error
     if device != "cuda":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device == "sim":

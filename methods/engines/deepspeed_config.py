@@ -5,7 +5,6 @@ DeepSpeed can bind ranks to cores. The harness does not let it, because a single
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +16,7 @@ from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
 from harness.forecast.resources import parts_sent, sum_sent
 from methods.engines.release import Release
-from methods.shared.memory_needs import each_page_locked, gathered_params, num_small, page_locked
+from methods.shared.memory_needs import each_page_locked, gathered_params, num_small, one_micro_batch, page_locked
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of the compiled kernels of the installed DeepSpeed
 BUCKET_PARAMS = 50_000_000
@@ -35,7 +34,11 @@ ACCUMULATIONS = {  # each value of the option `accumulation`: how the engine sum
 OFFLOADS = {"optimizer": 1, "all": 3}
 NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
 # For each kernel: the DeepSpeed class that builds it, and the seconds that the build takes on a 2-core EPYC.
-KERNELS = {"cpu_adam": ("CPUAdamBuilder", 25), "async_io": ("AsyncIOBuilder", 35)}
+KERNELS = {
+    "cpu_adam": ("CPUAdamBuilder", 25),
+    "fused_adam": ("FusedAdamBuilder", 25),
+    "async_io": ("AsyncIOBuilder", 35),
+}
 HEADERS = {"Python.h": "python3-dev", "libaio.h": "libaio-dev"}  # headers and their Debian packages
 
 
@@ -134,9 +137,8 @@ def stage_3_device(workload: Workload) -> dict[str, int]:
 
 def activation_bytes(workload: Workload) -> int:
     """Return the bytes of activations: of one micro-batch, because an engine trains one after the other."""
-    parts = workload.micro_batches
-    one = dataclasses.replace(workload, batch_size=workload.batch_size // parts, micro_batches=1)
-    return one.num_layers * one.boundary_bytes + one.working_bytes
+    part = one_micro_batch(workload)
+    return part.num_layers * part.boundary_bytes + part.working_bytes
 
 
 def stage_2_device(workload: Workload) -> dict[str, int]:

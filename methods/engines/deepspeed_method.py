@@ -7,20 +7,20 @@ from importlib.util import find_spec
 from typing import Any
 
 from harness.core.job import Workload
-from harness.core.method import Method, Training
+from harness.core.method import Training
 from methods.engines import deepspeed_config
 from methods.engines.deepspeed_config import EngineSettings
-from methods.engines.release import Release
+from methods.engines.released_method import ReleasedMethod
 from methods.shared.memory_needs import describe
 
 
-class DeepSpeedMethod(Method):
+class DeepSpeedMethod(ReleasedMethod):
+    package = "deepspeed"
     color = "#E7D6EF"
     log_dialect = "deepspeed"
     adam = "deepspeed"  # the host's Adam: a key of deepspeed_config.ADAMS
     reentrant = False  # True: use torch's older recompute
     world_size = 1  # ranks
-    release: str | None = None  # version of DeepSpeed; None: the installed one
     accumulates = True
     accumulation = "engine"  # a key of deepspeed_config.ACCUMULATIONS
 
@@ -29,12 +29,7 @@ class DeepSpeedMethod(Method):
             allowed = getattr(deepspeed_config, f"{name.upper()}S")
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        assert self.beside or not self.release  # Release() raises ValueError if the text is no version
-
-    @property
-    def beside(self) -> Release | None:
-        """The release that runs beside the installed one; None: the installed one runs."""
-        return Release("deepspeed", self.release) if self.release else None
+        super().__post_init__()
 
     @property
     def kernel(self) -> str | None:
@@ -59,7 +54,7 @@ class DeepSpeedMethod(Method):
         return deepspeed_config.KERNELS[self.kernel][1] if self.kernel else 0
 
     def to_build(self) -> str | None:
-        texts = [self.beside.to_install()] if self.beside else []
+        texts = [super().to_build()]
         lacks = deepspeed_config.lacks_to_build
         if self.kernel and not deepspeed_config.is_built(self.kernel, self.beside) and not lacks(self.kernel):
             texts.append(f"DeepSpeed's {self.kernel}, once, about {self.build_seconds} seconds on two cores")
@@ -68,17 +63,12 @@ class DeepSpeedMethod(Method):
     def build(self) -> None:
         from methods.engines import deepspeed
 
-        if self.beside:
-            self.beside.install()
+        super().build()
         if self.kernel:
             deepspeed.build(self.kernel, self.beside)
 
-    def identity(self) -> dict[str, str]:
-        return self.beside.identity() if self.beside else {}
-
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        which = f"upstream: {self.beside.described() if self.beside else 'deepspeed'}"
-        row = describe(workload, which, deepspeed_config.ADAMS[self.adam])
+        row = describe(workload, self.implementation, deepspeed_config.ADAMS[self.adam])
         recompute = f"{row['recompute']}{', reentrant' if self.reentrant else ''}"
         return {**row, "recompute": recompute, "clipping": "global norm, by the engine"}
 

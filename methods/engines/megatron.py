@@ -2,7 +2,8 @@
 Megatron's shapes and to each rank's part, and, without CUDA, replaces the few CUDA calls of Megatron's data-parallel
 buffers and optimizer.
 
-The version is megatron-core 0.16.1. The docstring of _OtherForCuda names the lines that make these CUDA calls.
+The installed version is megatron-core 0.16.1. The docstring of _OtherForCuda names its lines that make these CUDA
+calls; releases since 0.12 make the same ones.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from math import inf, nan
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.base.counted import counted
 from harness.core.job import gib
 from harness.forecast.resources import sum_sent
 from methods.pipeline.gpt_costs import GptCosts
@@ -188,8 +189,8 @@ class AutoConfig:
         tries = ["more devices" if least.num_stages == self.num_gpus else "more CutPoints"]
         tries += ["smaller micro-batches"] * (least.chunk_size > min(row.chunk_size for row in self._rows))
         return (
-            f"nothing fits: {least.num_stages} stages of micro-batches of {least.chunk_size} need"
-            f" {gib(least.device_bytes)} of a device's memory, {gib(least.device_bytes - capacity)} more than the"
+            f"nothing fits: in {counted(least.num_stages, 'stage')} of micro-batches of {least.chunk_size} a device"
+            f" needs {gib(least.device_bytes)} of memory, {gib(least.device_bytes - capacity)} more than the"
             f" {gib(capacity)} there are; try {', '.join(tries)}, devices of more memory or a smaller model"
         )
 

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.base.counted import counted
 from harness.core.method import TensorState
 from harness.devices.streams import STREAMS, UNNOTED
 from methods.pipeline.batches import Inputs, cast, micro_batch_sizes, moved, resized, sample_shape, split
@@ -163,8 +164,8 @@ class Varuna(nn.Module):
             self.active = sorted(set(cuts))
             if len(self.active) != num_stages - 1 or any(each not in range(number) for each in self.active):
                 raise ValueError(
-                    f"cuts: expected {num_stages - 1} numbers of CutPoints, from 0 to {number - 1}, for {num_stages}"
-                    f" stages, got {list(cuts)}"
+                    f"cuts: expected {counted(num_stages - 1, 'number')} of CutPoints, from 0 to {number - 1}, for"
+                    f" {counted(num_stages, 'stage')}, got {list(cuts)}"
                 )
             return cut(model, graph, self.active)
         runs = cut(model, graph, range(number))

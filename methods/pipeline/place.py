@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from harness.base.counted import counted
 from methods.pipeline.transport import gathered, join
 
 
@@ -97,9 +98,5 @@ def _note(offers: list[Offer]) -> str:
     if not short or not any(offer.num_gpus for offer in offers):
         return ""
     rank, offer = short[0]
-    counts = f"{_count(offer.num_local, 'rank')} and {_count(offer.num_gpus, 'GPU')}"
+    counts = f"{counted(offer.num_local, 'rank')} and {counted(offer.num_gpus, 'GPU')}"
     return f"all ranks compute on the CPU: each needs a GPU of its own, and the machine of rank {rank} has {counts}"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'s' * (number != 1)}"

@@ -145,31 +145,38 @@ class Worker:
         return self.device.span("compute", work or self.unit.kind, self.shard.name)
 
     def forward(self) -> Result:
-        if self.saves:
-            return self._forward_saved()
-        host, x, kept = self.unit.x, self.to_device(self.unit.x), []
+        forward = self._forward_saved if self.saves else self._forward
         with self._span():
-            for layer in self.shard.layers:
-                kept.append(Kept(host, self.random_state()))
-                with torch.no_grad():
-                    x = call(layer, x)
-                host = self.to_host(x)
-        return Result(host, kept)
+            y, kept = zip(*map(forward, self.unit.x), strict=True)
+        if self.saves:
+            self.graphs[key_of(self.unit)] = kept
+            return Result(y)
+        return Result(y, [*zip(*kept, strict=True)])
+
+    def _forward(self, host: Tensors) -> tuple[Tensors, list[Kept]]:
+        """Run the forward pass of a micro-batch. Return the output, and a Kept of each layer."""
+        x, kept = self.to_device(host), []
+        for layer in self.shard.layers:
+            kept.append(Kept(host, self.random_state()))
+            with torch.no_grad():
+                x = call(layer, x)
+            host = self.to_host(x)
+        return host, kept
 
     def loss(self) -> Result:
         """Run the last shard's forward pass, the loss, and the shard's backward pass."""
         with self._span():
-            loss, dy = self._loss()
-        return self._end(dy)._replace(loss=loss)
+            self._start_gradients()
+            losses, dy = zip(*map(self._loss, self.unit.x, self.unit.targets), strict=True)
+        return self._end(dy)._replace(loss=sum(losses))
 
-    def _loss(self) -> tuple[Tensor, Tensors]:
-        """Run the last shard's forward pass, the loss and the backward pass. Return the loss and the gradient of the
-        shard's input. All other tensors are freed on return, before the gradients are copied to the host."""
+    def _loss(self, x: Tensors, targets: Any) -> tuple[Tensor, Tensors]:
+        """Run the last shard's forward pass, the loss and the backward pass of a micro-batch. Return the micro-batch's
+        share of the loss, and the gradient of the shard's input, on the host. All other tensors are freed on return."""
         *below, last = self.shard.layers
         start: Sequence[Any]
-        x, start = entered(self.to_device(self.unit.x))
-        (targets,) = self.to_device((self.unit.targets,))
-        self._start_gradients()
+        x, start = entered(self.to_device(x))
+        (targets,) = self.to_device((targets,))
         kept = []
         with self._saving() if self.saves else torch.no_grad():
             for layer in below:
@@ -180,31 +187,39 @@ class Worker:
         if not self.saves:
             x, dx = entered(x)
             loss = last(*x, targets)
-        if self.unit.part is not None:
-            loss = loss / 2  # the share of this half of the batch in the whole batch's loss
+        num_shares = len(self.unit.x) * (1 if self.unit.part is None else 2)  # of the whole batch's loss
+        if num_shares > 1:
+            loss = loss / num_shares
         after = self.random_state()
         loss.backward()
         if not self.saves:
             start = self._down(below, kept, dx)
             self.set_random(after)
-        return loss.detach(), tuple(start)
+        return loss.detach(), self.to_host(tuple(start))
 
     def backward(self) -> Result:
+        kept = self.graphs.pop(key_of(self.unit)) if self.saves else zip(*self.unit.kept, strict=True)
         with self._span():
             self._start_gradients()
-            dy = self.to_device(self.unit.dy)
-            if self.saves:
-                edges, dx = self.graphs.pop(key_of(self.unit))
-                differentiate(edges, dy)
-            else:
-                dx = self._down(self.shard.layers, self.unit.kept, dy)
-        return self._end(tuple(dx))
+            dy = [*map(self._backward, kept, self.unit.dy)]
+        return self._end(dy)
+
+    def _backward(self, kept: Any, dy: Tensors) -> Tensors:
+        """Run the backward pass of a micro-batch. `kept`: what the forward pass kept of it. Return the gradient of the
+        shard's input, on the host."""
+        dx: Sequence[Any]
+        if self.saves:
+            edges, dx = kept
+            differentiate(edges, self.to_device(dy))
+        else:
+            dx = self._down(self.shard.layers, kept, self.to_device(dy))
+        return self.to_host(tuple(dx))
 
     def update(self) -> Result:
         self._step(self.unit.factor)
         return Result()
 
-    def _down(self, layers: Sequence[nn.Module], kept: list[Kept], dy: Sequence[Any]) -> Sequence[Any]:
+    def _down(self, layers: Sequence[nn.Module], kept: Sequence[Kept], dy: Sequence[Any]) -> Sequence[Any]:
         """Recompute and differentiate the layers, last to first. `kept`: each layer's input and random state. Return
         the gradient of the first layer's input."""
         for layer, (x_kept, random) in zip(reversed(layers), reversed(kept), strict=True):
@@ -227,16 +242,16 @@ class Worker:
             copy_all(pairs)
             self.device.moved_bytes += num_bytes(pairs)
 
-    def _end(self, dy: Tensors) -> Result:
+    def _end(self, dy: Sequence[Tensors]) -> Result:
         """If the update is a later unit, copy the gradients to the host; if not, update the shard now. Return the
-        unit's result. `dy`: the gradient of the shard's input. Raises ValueError if a parameter got no gradient, which
-        an optimizer would leave alone; here it would decay."""
+        unit's result. `dy`: the gradients of the shard's inputs, on the host. Raises ValueError if a parameter got no
+        gradient, which an optimizer would leave alone; here it would decay."""
         if names := self.shard.without_gradient():
             raise ValueError(
                 f"expected a gradient for each parameter in each batch, got none for {', '.join(names)}; try"
                 " requires_grad_(False)"
             )
-        norms = norms_of([self.slot.view(name, "grads") for name in self.shard.trained])
+        norms = norms_of([self.slot.view(name, "grads") for name in self.shard.trained], in_blocks=len(dy) > 1)
         if self.unit.update == "later":
             self._offload(["grads"], self.shard.lenders)
             if self.unit.part is None:
@@ -248,7 +263,7 @@ class Worker:
             self._step(factor)
             if self.shard.lenders:
                 self._offload([], self.shard.lenders)
-        return Result(self.to_host(dy), norms=norms)
+        return Result(dy, norms=norms)
 
     def _offload(self, parts: Sequence[str], names: Iterable[str] = ()) -> None:
         if not self.unit.rehearses:
@@ -268,16 +283,16 @@ class Worker:
         slot.version = slot.version._replace(own=self.unit.version.own + 1)
         slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
 
-    def _forward_saved(self) -> Result:
-        """Run the forward pass and keep autograd's graph for the backward pass: the graph stays in this process, and
-        the tensors that the graph saves go to the host."""
-        with torch.enable_grad(), self._saving(), self._span():
-            x, dx = entered(self.to_device(self.unit.x))
+    def _forward_saved(self, x: Tensors) -> tuple[Tensors, Any]:
+        """Run the forward pass of a micro-batch and keep autograd's graph for the backward pass: the graph stays in
+        this process, and the tensors that the graph saves go to the host. Return the output, and what _backward() needs
+        of the graph."""
+        with torch.enable_grad(), self._saving():
+            x, dx = entered(self.to_device(x))
             for layer in self.shard.layers:
                 x = call(layer, x)
             edges = [torch.autograd.graph.get_gradient_edge(part) if needs_grad(part) else None for part in x]
-        self.graphs[key_of(self.unit)] = (edges, dx)
-        return Result(self.to_host(map_tensors(Tensor.detach, x)))
+        return self.to_host(map_tensors(Tensor.detach, x)), (edges, dx)
 
     def _saving(self) -> Any:
         """Return a context in which the tensors that autograd saves are kept on the host. A saved weight is not copied:

@@ -25,18 +25,21 @@ GUESSED_SECONDS = 1e-10  # seconds per byte of weights, until a unit is measured
 
 class Task:
     """A model, its data, and the progress of its training. `batches`: pairs of inputs and targets. `num_batches`: their
-    number; None: not known. `update`: when shards are updated: later, now or clipped, as class Unit says."""
+    number; None: not known. `update`: when shards are updated: later, now or clipped, as class Unit says.
+    `micro_batches`: number of equal parts of a minibatch; the loss is the mean of their losses."""
 
     def __init__(
         self, model: int, shards: list[Shard], names: Sequence[str], batches: Iterable, num_batches: int | None, *,
         max_norm: float = 0.0, update: str = "later", learning_rate_at: Callable[[int], float] | None = None,
-        random_state: object = None, keeps_graphs: bool = False, per_round: int = 1, rehearses: bool = False,
+        random_state: object = None, keeps_graphs: bool = False, per_round: int = 1, micro_batches: int = 1,
+        rehearses: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.shards, self.names, self.batches = model, shards, names, iter(batches)
         self.max_norm, self.update, self.learning_rate_at = max_norm, update, learning_rate_at
         self.random, self.keeps_graphs, self.rehearses = random_state, keeps_graphs and len(shards) > 1, rehearses
         self.batches_left: float = math.inf if num_batches is None else num_batches
         self.per_round, self.num_done = per_round, 0  # number of minibatches in a round; number finished so far
+        self.micro_batches = micro_batches
         self.updates = [0] * len(shards)
         self.script, self.position = self._script(), 0
         self.seconds = {
@@ -111,14 +114,18 @@ class Task:
     def begin(self, inputs: Any, targets: Any, part: int | None = None) -> None:
         """Begin a minibatch with these inputs and targets. `part`: which half of a batch these samples are, 0 or 1;
         None: the whole batch."""
-        self.part, self.targets = part, targets
-        self.passed: Tensors = (inputs,)  # from unit to unit: first inputs, then outputs, then gradients of inputs
-        self.kept: list[Kept] = []  # a Kept for each layer that is still to be differentiated
+        self.part, self.targets = part, self._micro_batches(targets)
+        # For each micro-batch, from unit to unit: first inputs, then outputs, then gradients of inputs.
+        self.passed: Sequence[Tensors] = [(each,) for each in self._micro_batches(inputs)]
+        self.kept: list[Sequence[Kept]] = []  # for each layer that is still to be differentiated, as in Result
         self.next_unit = self._unit()
+
+    def _micro_batches(self, values: Any) -> Sequence[Any]:
+        return values.chunk(self.micro_batches) if self.micro_batches > 1 else (values,)
 
     def _unit(self) -> Unit:
         kind, index = self.script[self.position]
-        given: dict[str, Any] = {"x": self.passed, "targets": self.targets if kind == LOSS else None}
+        given: dict[str, Any] = {"x": self.passed, "targets": self.targets if kind == LOSS else ()}
         if kind == BACKWARD:
             given = {"dy": self.passed, "kept": self.kept[-len(self.shards[index].layers) :]}
         elif kind == UPDATE:

@@ -1,8 +1,9 @@
 """Trains one model on two devices. Each half of a batch is a chain of units; the two chains join before the updates.
 
 The host adds the second half's gradients to the first half's. If the criterion is a mean over the batch, the result has
-the bits of a training on two micro-batches whose losses are halved. The second half has random numbers of its own. A
-batch of odd size, or of other values than two tensors, is not halved.
+the bits of a training on two micro-batches whose losses are halved. The second half has random numbers of its own. Each
+half has as many micro-batches as the whole batch would have. A batch whose halves would not split into them evenly, or
+of other values than two tensors, is not halved.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class First(Task):
 
     def begin(self, inputs: Any, targets: Any, part: int | None = None) -> None:
         is_split = isinstance(inputs, Tensor) and isinstance(targets, Tensor) and len(inputs) == len(targets)
-        if is_split and len(inputs) % 2 == 0:
+        if is_split and len(inputs) % (2 * self.micro_batches) == 0:
             (inputs, others), (targets, their_targets), part = inputs.chunk(2), targets.chunk(2), 0
             self.twin.begin(others, their_targets, 1)
         super().begin(inputs, targets, part)
@@ -51,8 +52,9 @@ class Second(Task):
 
     def __init__(self, first: First, random_state: object) -> None:
         super().__init__(
-            first.model, first.shards, [], (), None, random_state=random_state, keeps_graphs=first.keeps_graphs
-        )
+            first.model, first.shards, [], (), None, random_state=random_state, keeps_graphs=first.keeps_graphs,
+            micro_batches=first.micro_batches,
+        )  # fmt: skip
         self.can_split, self.twin = False, first
         self.updates, self.script = first.updates, self.script[: -len(self.shards)]
 

@@ -5,12 +5,13 @@ unit can be repeated on any device. With intermediates `checkpointed` the host k
 state before the layer, and the backward unit recomputes the layer. With `saved` the host keeps the tensors that
 autograd saves; weights are not among these tensors, because the backward unit finds them in the shard's slot.
 
-Boundaries between layers are tuples of tensors.
+Boundaries between layers are tuples of tensors. A unit takes one micro-batch after the other through its shard, which
+adds up their gradients, so a shard is fetched once for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,16 +33,16 @@ class Kept(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One unit and its arguments. All its tensors are on the host."""
+    """One unit and its arguments, with a boundary for each micro-batch. All its tensors are on the host."""
 
     model: int
     shard: int
     kind: str
     version: Version
-    x: Tensors = ()
-    targets: Any = None
-    dy: Tensors = ()
-    kept: Any = None  # for a backward unit: a Kept of each layer
+    x: Sequence[Tensors] = ()
+    targets: Sequence[Any] = ()  # of each micro-batch
+    dy: Sequence[Tensors] = ()
+    kept: Any = None  # for a backward unit: for each layer, a Kept of each micro-batch
     random: Any = None  # the model's random state; None: the process's own is used
     factor: Tensor | None = None  # clip factor of the update; None: no clipping
     learning_rate: float | None = None  # learning rate of the update; None: the rate that the optimizer has
@@ -56,8 +57,8 @@ class Result(NamedTuple):
     """A unit's result, which the model's next unit needs. Loss and norms are on the device until Worker.finished()
     copies them; other tensors are on the host."""
 
-    y: Tensors = ()  # output of a forward pass, or the input's gradient of a backward pass
-    kept: Any = None
+    y: Sequence[Tensors] = ()  # for each micro-batch: output of a forward pass, or the input's gradient of a backward
+    kept: Any = None  # of a forward unit: for each layer, a Kept of each micro-batch
     random: Any = None
     loss: Tensor | None = None
     norms: list[Tensor] | None = None  # gradient norms of the shard's trained parameters, fp32; None: no gradient

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from harness.base.counted import counted
 from harness.core.job import Workload
 
 
@@ -23,7 +24,7 @@ def rank_part(workload: Workload, num_ranks: int) -> Workload:
         raise ValueError("dropout and --ranks exclude each other: ranks would drop other elements; try --dropout 0")
     size, parts = workload.batch_size // num_ranks, workload.micro_batches
     if size % parts:
-        told = f"expected a divisor of the {size} samples of a rank, got {parts}"
+        told = f"expected a divisor of the {counted(size, 'sample')} of a rank, got {parts}"
         raise ValueError(f"--micro-batches: {told}; try --micro-batches {math.gcd(size, parts)}")
     return dataclasses.replace(workload, batch_size=size)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import tempfile
@@ -115,6 +116,11 @@ def saved_boundaries(workload: Workload) -> float:
     if (blocks := workload.anatomy.blocks) is not None:
         return max(inputs for inputs, _ in blocks.lines)
     return SAVED_BOUNDARIES if workload.config is None else workload.boundaries
+
+
+def one_micro_batch(workload: Workload) -> Workload:
+    """Return the workload whose batch is one micro-batch of this one's."""
+    return dataclasses.replace(workload, batch_size=workload.batch_size // workload.micro_batches, micro_batches=1)
 
 
 def gathered_params(workload: Workload) -> int:

@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -48,9 +49,12 @@ class ModuleState(NamedTuple):
 
 class ModuleWatch:
     """Compares a module before and after a pass. `num_valued`: passes whose values are compared. `with_hooks`: True:
-    compare the modules' and the parameters' hooks, and requires_grad, too."""
+    compare the modules' and the parameters' hooks, and requires_grad, too. `called`: the function that makes the pass,
+    if it is not the module's forward()."""
 
-    def __init__(self, module: nn.Module, num_valued: int = NUM_VALUED, *, with_hooks: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, num_valued: int = NUM_VALUED, *, with_hooks: bool = False, called: Any = None
+    ) -> None:
         self.named, self.num_valued, self.with_hooks = list(module.named_modules()), num_valued, with_hooks
         self.kinds = self._kinds()
         self.tables = [table for *_, table in self.kinds]
@@ -71,7 +75,10 @@ class ModuleWatch:
             for name, key, value in attributes
             if isinstance(value, (Tensor, tuple, *CONTAINERS)) and key not in INTERNAL
         ]
-        self.generators = [value for *_, value in attributes if _drawn(value) is not None]
+        functions = [called]
+        for _, m in self.named:
+            functions += [type(m).forward, *m._forward_pre_hooks.values(), *m._forward_hooks.values()]
+        self.generators = _generators([*(value for *_, value in attributes), *functions])
 
     def state(self, arguments: Any = ()) -> ModuleState:
         """Return the state before a pass on these arguments. It keeps the arguments alive."""
@@ -261,6 +268,19 @@ def _drawn(generator: Any) -> Any:
         return generator.getstate()
     bits: Any = getattr(generator, "bit_generator", None)  # as numpy's generators have
     return repr(bits.state) if hasattr(bits, "state") else None
+
+
+def _generators(values: list[Any]) -> list[Any]:
+    """Return the generators of random numbers among these values, and in the closures of the functions among them."""
+    waiting, found, seen = list(values), [], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if _drawn(value) is not None:
+            found.append(value)
+        elif isinstance(value, (FunctionType, MethodType)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+    return found
 
 
 def _differing(before: list[Any], now: dict[str, Any]) -> str:

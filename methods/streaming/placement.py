@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from harness.base.counted import counted
 from harness.core.job import Plan, Workload
 from harness.forecast.resources import parts_sent, sum_sent
 from methods.shared.memory_needs import (
@@ -58,7 +59,8 @@ def parse(text: str, num_layers: int) -> str:
     if runs[-1][1] == "" and placed < num_layers:
         runs[-1] = (runs[-1][0], str(1 + num_layers - placed))
     elif placed != num_layers:
-        raise ValueError(f"placement {text}: expected the model's {num_layers} layers, got {placed}; try another -l")
+        layers = counted(num_layers, "layer")
+        raise ValueError(f"placement {text}: expected the model's {layers}, got {placed}; try another -l")
     return "".join(letter * int(length or 1) for letter, length in runs)
 
 

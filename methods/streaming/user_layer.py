@@ -237,7 +237,7 @@ class UserLayer(Placeholders):
         if self.num_recomputes > NUM_WATCHED and self.num_recomputes % WATCH_EVERY:
             yield
             return
-        watch = RecomputeWatch(self.layer[0])
+        watch = RecomputeWatch(self.layer[0], called=self.compute)
         before = watch.state()
         try:
             yield

@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import Workload
 from harness.core.rates import Rates
@@ -120,10 +121,10 @@ def trace(machine: str, num_layers: int, clipping: str | None, folder: Path) -> 
     """Write the timeline of one size into the folder. If the size does not fit, print the reason."""
     found = point(machine, num_layers, clipping)
     if isinstance(found, str):
-        print(f"{machine}, {num_layers} layers: {found}")
+        print(f"{machine}, {counted(num_layers, 'layer')}: {found}")
         return
     path = folder / f"virtual_{machine}_{num_layers}_{clipping or 'none'}.json"
-    title = f"{NAME} on {machine}, {num_layers} layers, {found.placement}, clipping {clipping or 'off'}"
+    title = f"{NAME} on {machine}, {counted(num_layers, 'layer')}, {found.placement}, clipping {clipping or 'off'}"
     about = {"title": title, "source": method.source_hash(NAME), "machine": machine, "num_layers": num_layers}
     found.run.write(about, path)
     print(path)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.base.console import print_table
+from harness.base.counted import counted
 from harness.cli import options
 from harness.cli.options import FILE, FOLDER, Bytes, Finite, Numbers, check_writable
 from harness.core.job import Workload, gib
@@ -143,7 +144,8 @@ def configure(
             print("messages and sums of gradients: 0 s (assumed; try --network)")
         if rows[0].fits:
             best, used = rows[0], rows[0].num_stages * rows[0].num_replicas
-            told = f"{best.num_stages} stages, micro-batches of {best.chunk_size}, {best.step_seconds:.4g} s a step"
+            stages = counted(best.num_stages, "stage")
+            told = f"{stages}, micro-batches of {best.chunk_size}, {best.step_seconds:.4g} s a step"
             print(f"chosen: {told}, on {used} of {num_gpus} devices")
         _show(rows, config)
     if not rows[0].fits:

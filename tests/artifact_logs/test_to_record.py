@@ -23,6 +23,7 @@ from tests.support.logs import (
     name_of,
     needs_published,
     one,
+    own_lines,
     steps_of,
     write_log,
 )  # fmt: skip
@@ -118,6 +119,7 @@ def test_our_own_log_gives_its_job_back(tmp_path: Path) -> None:
         ("ModuleNotFoundError: No module named 'apex'", "unavailable"),
         ("ValueError: no such thing", "crash"),
         ("stronghold with 9 layers needs 9.0 GiB of host memory (weights 9.0 GiB), there is 1.0 GiB", "does-not-fit"),
+        ("stronghold with 1 layer needs 9.0 GiB of host memory (weights 9.0 GiB), there is 1.0 GiB", "does-not-fit"),
         ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO TIME LIMIT ***", "timeout"),
         ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO PREEMPTION ***", "killed"),
         ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO NODE FAILURE ***", "killed"),
@@ -287,7 +289,7 @@ def test_a_time_that_cannot_be_read_is_a_doubt(tmp_path: Path, time: str) -> Non
 def test_a_line_that_looks_like_a_step_and_is_not_read_is_a_doubt(tmp_path: Path, line: str) -> None:
     record = one(tmp_path, SMALL_NAME, [*steps_of(size=4), line])
     (doubt,) = record.evidence["doubts"]
-    assert doubt.startswith("1 lines look like steps and could not be read:")
+    assert doubt.startswith("1 line like a step's could not be read:")
 
 
 @pytest.mark.parametrize(
@@ -304,6 +306,16 @@ def test_a_log_of_unread_steps_is_not_said_to_have_ended_before_its_first(tmp_pa
     record = one(tmp_path, SMALL_NAME, [*lines, *(f"step {step}: loss 9.0" for step in range(20))])
     assert record.reason == "the log ends in steps that could not be read without a reason"
     assert (record.status, record.phase) == ("interrupted", "")
+
+
+@pytest.mark.parametrize("dialect", [megatron_lines, deepspeed_lines, own_lines])
+def test_runs_that_are_appended_in_one_file_are_a_doubt(tmp_path: Path, dialect: Callable) -> None:
+    """The second one goes on after the first one's last step: no step is there twice."""
+    first, whole = dialect(2, 64, [9.0], of=20), dialect(2, 64, [9.0, 8.0])
+    second = [text for text in whole if "10/" not in text]
+    doubts = [one(tmp_path, name_of("l2l", 2, 64), lines).evidence["doubts"] for lines in (second, [*first, *second])]
+    told = "its arguments are listed again after steps, as by 2 runs in one file"
+    assert [told in each for each in doubts] == [False, True]
 
 
 def test_a_speed_that_batch_and_times_contradict_is_a_doubt(tmp_path: Path) -> None:

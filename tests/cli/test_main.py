@@ -71,7 +71,6 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("-m resident -b 0", "batch_size: expected at least 1"),
         ("-m resident -b 6 --micro-batches 4", "--micro-batches: expected a divisor of batch 6 (1, 2, 3, 6), got 4"),
         ("-m resident --micro-batches 2 --dropout 0.1", "dropout and micro-batches exclude each other"),
-        ("-m zero-offload --micro-batches 2", "try --micro-batches 1, or -m l2l, megatron-lm, resident, stronghold"),
         ("-m resident -l four", "expected numbers such as 4, 1,2,4 or 2:8:2, got 'four'"),
         ("-m resident -l 8:2", "expected a range first:last:step such as 2:8:2, got '8:2'"),
         ("-m stronghold -l 4 -w 5", "-w: expected a window of 1 to 4, the number of layers, got 5"),
@@ -80,13 +79,22 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("-m stronghold -l 4 --placement R2W3", "expected the model's 4 layers, got 5"),
         ("-m stronghold --option windows=3", "it has window_size, resident_layers"),
         ("-m stronghold --option 3", "NAME=VALUE"),
+        (
+            "-m stronghold -l 4 -w 2 --option window_size=3",
+            "expected one of -w and --option window_size, got both, 2 and 3; try -w 3",
+        ),
+        (
+            "-m fsdp2-offload --ranks 2 --option world_size=4",
+            "expected one of --ranks and --option world_size, got both, 2 and 4; try --ranks 4",
+        ),
+        ("-m stronghold --as sc22 --option window_size=3", "got both, 4 and 3; try -w 3"),
         ("-m resident --data /nowhere/corpus", "cannot read the corpus /nowhere/corpus.idx"),
         ("-m resident --results /proc/results", "try another folder with --results"),
         ("-m resident --results /dev/null", "--results"),
         ("case 4 --profile demo --results /tmp --out /proc/figures", "try another folder with --out"),
         ("-m hydra -l 2 -h 32 --models 2 --devices 2 --device sim", "leave --devices out, or add --device cpu"),
         ("-m resident --dtype fp64", "fp32, bf16 or fp16"),
-        ("-m hydra --dtype fp16", "no loss scale for fp16: try --dtype bf16, or -m fsdp2-offload, l2l"),
+        ("-m hydra --dtype fp16", "no loss scale for fp16: try --dtype bf16, or -m fsdp2-offload, hf-trainer"),
         ("-m resident --dropout 1", "--dropout: expected from 0 to below 1, got 1.0"),
         ("-m resident --clip -1", "--clip: expected 0 (off) or a positive norm"),
         ("-m resident --steps 0", "steps: expected at least 1"),
@@ -120,6 +128,7 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("-m resident --methods /nowhere", "/nowhere"),
         ("-m resident --device cuda", "--device: expected cpu or sim on this machine, got cuda"),
         ("no-such-verb", "No such command"),
+        ("--results /tmp plan -m l2l", "expected the verb as the first word, got plan after others; try ./run.sh plan"),
         ("-m resident --no-such-option", "No such option"),
         ("plan --tokens 7B", "No such option '--tokens'; advise has it\n"),
         ("plan --model llama", "no model 'llama': did you mean llama-7b"),
@@ -187,7 +196,7 @@ def test_a_sweep_crosses_its_lists_and_takes_each_job_once(tmp_path: Path, forke
         ("l2l", 1, None), ("l2l", 3, None), ("stronghold", 1, 1), ("stronghold", 3, 1), ("stronghold", 3, 2),
     ]  # fmt: skip
     assert done.stderr.splitlines() == [
-        "left out: stronghold, 1 layers: -w: expected a window of 1 to 1, the number of layers, got 2"
+        "left out: stronghold, 1 layer: -w: expected a window of 1 to 1, the number of layers, got 2"
     ]
 
 
@@ -218,6 +227,12 @@ def test_the_command_of_a_job_makes_that_job(job: Job) -> None:
     words = shlex.split(command(job))[1:]
     parsed = job_verbs.run.make_context("run", words).params
     assert make_jobs(parsed, ()) == [job]
+
+
+def test_an_option_of_a_method_may_be_given_twice_alike() -> None:
+    words = "-m stronghold -l 4 -w 2 --option window_size=2 --placement R2W2 --option placement=R2W2".split()
+    (job,) = make_jobs(job_verbs.run.make_context("run", words).params, ())
+    assert job.options == {"window_size": 2, "placement": "R2W2"}
 
 
 @pytest.mark.parametrize("words", ["-m l2l --models 4", "-m l2l,resident --placement R2", "-m l2l --hybrid off"])

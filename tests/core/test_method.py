@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from harness.evidence import method_contract
 from tests.support import tiny
 from tests.support.cli import run
 from tests.support.page import page_blocks
+from tests.support.tiny import TINY
 
 # The whole method on the page, as a student would begin with it.
 ONE_FILE = page_blocks("python")[0]
@@ -227,6 +229,15 @@ def test_the_folder_of_an_added_method_may_be_named_before_the_verb(added: Path)
     assert before.returncode == 0 and before.stdout == after.stdout
 
 
+def test_several_folders_of_methods_may_be_named_before_the_verb(added: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    (other / "other_loop.py").write_text(ONE_FILE)
+    words = ["plan", "-m", "plain-loop,other-loop", "-l", "2", "-h", "64", "--heads", "4"]
+    folders = ["--methods", str(added), f"--methods={other}"]
+    before, after = run(*folders, *words), run(*words, *folders)
+    assert before.returncode == 0 and before.stdout == after.stdout
+
+
 @pytest.mark.heavy
 def test_an_added_method_gets_the_contract_tests_unasked(added: Path) -> None:
     chosen = "plain-loop and not unasked and not refused"
@@ -310,3 +321,10 @@ def test_a_test_loads_its_own_method_where_another_test_wrote_one_of_the_same_na
     file = folder / "ending.py"
     file.write_text(f"{file.read_text()}\nEnding.label = {label!r}\n")
     assert method.load("ending", (folder,)).label == label
+
+
+def test_a_method_that_cannot_sum_micro_batches_names_those_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    l2l = method.create("l2l", {})
+    monkeypatch.setattr(type(l2l), "accumulates", False)
+    with pytest.raises(ValueError, match=r"L2L does not sum gradients.*try --micro-batches 1, or -m [^!]*resident"):
+        method.check(l2l, dataclasses.replace(TINY, micro_batches=2))

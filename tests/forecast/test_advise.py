@@ -145,7 +145,7 @@ def test_no_batch_of_a_grid_is_faster_than_the_one_chosen(name: str) -> None:
     assert made.chosen
     others = []
     for batch_size in (1, 2, 4, 8, 16, 32, 64, 128):
-        for micro_batches in {1, 2, 4} if name == "stronghold" and batch_size > 2 else {1}:
+        for micro_batches in {1, 2, 4} if batch_size > 2 else {1}:
             fixed = dataclasses.replace(load, batch_size=batch_size, micro_batches=micro_batches)
             row = Advice(asked.place, fixed).decision([name]).rows[0]
             others += [row["tokens_per_second"]] if row["fits"] else []
@@ -269,6 +269,19 @@ def test_every_next_call_plans_what_was_decided(words: str, tmp_path: Path) -> N
             assert resolve(job)[2] is None
 
 
+@pytest.mark.parametrize("gpu", ["--gpu rtx4090", ""])
+@pytest.mark.parametrize("layers", [2, 1000])
+def test_budgets_that_are_given_are_in_the_headline_and_in_every_call(
+    gpu: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only fewer layers fit."""
+    monkeypatch.setattr(machine, "rates", lambda device, workload: RATES)
+    words = f"{gpu} --device-memory 8GiB --host-memory 12GiB -m l2l -h 1024 -l {layers} --results {tmp_path} --json"
+    told = json.loads(cli.run("advise", *words.split()).stdout.splitlines()[0])
+    assert " with 8.0 GiB of device and 12.0 GiB of host memory" in told["decision"]
+    assert {jobs_of(call)[0].budget for call in told["next"].values()} == {Budget(8 * GIB, 12 * GIB)}
+
+
 def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 10 % too slow twice, once 50 %; a run that failed the gate is none."""
     monkeypatch.setattr(machine, "rates", lambda device, workload: RATES)
@@ -318,7 +331,8 @@ def test_the_door_decides_first_and_then_shows_all() -> None:
     assert rows[0]["mfu"] == pytest.approx(model_flops.model_flops_per_step / rows[0]["step_seconds"] / 82.6e12)
     lines = cli.run(*words).stdout.splitlines()
     assert lines[0].startswith(
-        f"train gpt2-xl (1.558 B parameters) on rtx4090 with 64.0 GiB by {rows[0]['method']}, fp32, batch 4 x 1024: "
+        f"train gpt2-xl (1.558 B parameters) on rtx4090 with 64.0 GiB of host memory by {rows[0]['method']}, fp32,"
+        " batch 4 x 1024: "
     )
     assert "10 billion tokens in " in lines[0] and "forecasts were up to" in lines[0]
     assert lines[1].startswith(f"next, on rtx4090: ./run.sh -m {rows[0]['method']} -l 48 -h 1600")
@@ -364,7 +378,8 @@ def test_without_rates_the_first_line_says_to_measure_them(tmp_path: Path, monke
     monkeypatch.setattr(machine, "rates", lambda device, workload: None)
     monkeypatch.setattr(machine, "gpu", lambda: {})
     told = cli.run("advise", "-m", "resident,stronghold", "--results", tmp_path).stdout.splitlines()
-    assert told[0].startswith("measure this machine first: 2 methods fit")
+    assert told[0].startswith("measure this machine first, whose rates are not known: 2 methods can train ")
+    assert told[0].endswith(" of host memory")
     assert told[1].startswith("next, here: ./run.sh doctor --calibrate ")
 
 

@@ -29,6 +29,8 @@ SENT: list[tuple[str, dict[str, Any], Workload, float]] = [
     ("zero-infinity", {"world_size": 2}, LOAD, 4 * (2 * LAYERS + ENDS + ALL) / 2),
     ("zero-infinity-nvme", {"world_size": 4}, BF16, 2 * (2 * LAYERS + ENDS + ALL) * 3 / 4),
     ("fsdp2-offload", {"world_size": 2}, BF16, (2 * (2 * LAYERS + ENDS) + 4 * ALL) / 2),
+    ("fsdp2-offload", {"world_size": 2}, dataclasses.replace(BF16, micro_batches=2),
+     2 * (2 * (2 * LAYERS + ENDS) + 4 * ALL) / 2),
     ("l2l", {"world_size": 2}, LOAD, 4 * (2 * LAYERS + LAYERS + 2 * ENDS) / 2),
     # Two of the six windowed layers' fetches are saved at the turn; a resident layer's gradient is summed whole.
     ("stronghold", {"world_size": 2, "placement": "R1W3", "window_size": 2}, LOAD,

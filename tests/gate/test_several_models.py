@@ -55,7 +55,7 @@ def test_models_that_the_job_does_not_ask_for_have_no_throughput(
     record = judged(tmp_path, f"[OtherModel.of({changes}, steps, tensors)] * 50")
     assert record.status == "ok" and record.samples_per_second is None
     assert (record.gate.verdict, record.gate.reason) == ("failed", "models"), record.gate.text
-    assert record.gate.text == "51 models were trained, the job asks for 1"
+    assert record.gate.text == "51 models trained, the job asks for 1"
 
 
 def test_a_model_of_another_workload_than_the_job_asks_for_has_no_throughput(tmp_path: Path, in_process: None) -> None:

@@ -219,7 +219,7 @@ def test_samples_are_added_by_the_micro_batches_of_all_ranks(ranks: int, micro_b
         ("--steps 4", "--steps: expected at least 5 in a search, got 4"),
         ("-w 0", "-w: expected a window of 1 to"),
         ("--repeats 0", "--repeats"),
-        ("--placement R2W3", "placement R2W3: expected the model's 1 layers, got 5"),
+        ("--placement R2W3", "placement R2W3: expected the model's 1 layer, got 5"),
         ("--placement R2W2", "a search tries other depths: leave --placement out, or give its last run no length"),
     ],
 )

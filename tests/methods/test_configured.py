@@ -18,6 +18,7 @@ from tests.support.training import train, train_resident
 
 STEPS = 4
 SELDOM = [family for family in OTHERS if family not in ("gemma3", "gpt2")]  # families that --all tests
+IN_TWO = {"micro_batches": 2}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 STREAMED: list[tuple[str, dict[str, Any]]] = [
     ("l2l", {}), ("stronghold", {"placement": "W3", "window_size": 2}),
@@ -36,7 +37,7 @@ def test_streamed_training_has_the_bits_of_resident(family: str, method: str, op
     assert difference(train(method, workload, STEPS, **options), train_resident(workload, STEPS)) == ""
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "bf16"}, {"dtype": "fp16"}, {"micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{"dtype": "bf16"}, {"dtype": "fp16"}, IN_TWO], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_so_it_has_in_half_precision_and_by_micro_batches(family: str, changes: dict[str, Any]) -> None:
     workload = configured(family, **changes)
@@ -72,9 +73,18 @@ def test_so_it_has_for_conventions_that_hinder_nothing(family: str, changes: dic
 @pytest.mark.heavy
 @pytest.mark.usefixtures("with_engines")
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-@pytest.mark.parametrize("name", ["hydra", "fsdp2-offload", "zero-offload", "zero-infinity"])
-def test_engines_that_take_the_model_apart_pass_the_gate(name: str, family: str, shared_results: Path) -> None:
-    job = resolve(Job(name, configured(family), steps=5, warmup=1))[0]
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("hydra", {}), ("fsdp2-offload", {}), ("zero-offload", {}), ("zero-infinity", {}), ("hydra", IN_TWO),
+        ("fsdp2-offload", {**IN_TWO, "dtype": "bf16"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_engines_that_take_the_model_apart_pass_the_gate(
+    name: str, changes: dict[str, Any], family: str, shared_results: Path
+) -> None:
+    job = resolve(Job(name, configured(family, **changes), steps=5, warmup=1))[0]
     assert Sweep(shared_results).run([job])[0].gate.passed
 
 
@@ -94,11 +104,18 @@ def test_states_on_the_disk_pass_the_gate_where_layers_are_recomputed_by_torchs_
     assert record.gate.passed, record.gate.text
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
-def test_a_pipeline_of_one_stage_trains_as_resident(family: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [
+        *(("varuna", family) for family in ("llama", "qwen2", "gpt2")),
+        *(("hf-trainer", family) for family in ("llama", "qwen2")),
+        *(pytest.param("hf-trainer", name, marks=pytest.mark.heavy) for name in SELDOM),
+    ],
+)
+def test_a_pipeline_of_one_stage_and_trainer_train_as_resident(method: str, family: str) -> None:
     """Its head apart from the embedding, or tied to it; names are the model's."""
     workload = configured(family)
-    piped, resident = train("varuna", workload, STEPS), train_resident(workload, STEPS)
+    piped, resident = train(method, workload, STEPS), train_resident(workload, STEPS)
     assert largest_difference(piped.losses, resident.losses) < 1e-6
     names = [[tensor.name for tensor in result.trained.tensors] for result in (piped, resident)]
     assert sorted(names[0]) == sorted(names[1])

@@ -103,9 +103,9 @@ def test_another_archive_of_the_same_release_is_another_run(monkeypatch: pytest.
     monkeypatch.setattr("methods.engines.release.ENGINES", tmp_path)
     job, keys = Job("zero-offload", LOAD, {"release": FAULTY}), list[str]()
     for digest in ("a", "b", "a"):
-        folder = Release("deepspeed", FAULTY).folder
-        folder.mkdir(exist_ok=True)
-        (folder / "archive.json").write_text(f'{{"archive": "deepspeed.tar.gz", "sha256": "{digest}"}}')
+        release = Release("deepspeed", FAULTY)
+        release.packages.mkdir(parents=True, exist_ok=True)
+        (release.folder / "archive.json").write_text(f'{{"archive": "deepspeed.tar.gz", "sha256": "{digest}"}}')
         keys.append(Sweep(tmp_path / "results").key(job))
     assert keys[0] == keys[2] != keys[1]
 

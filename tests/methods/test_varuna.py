@@ -179,7 +179,7 @@ def test_a_job_resumes_with_other_stages_and_replicas(quick: TrainedByRanks) -> 
     ("options", "told"),
     [
         ({"world_size": 4, "num_stages": 3}, "expected a divisor of the 4 ranks, got 3; try 2 or 4, or --ranks 3"),
-        ({"num_stages": 2}, "expected a divisor of the 1 ranks, got 2; try 1, or --ranks 2"),
+        ({"num_stages": 2}, "expected a divisor of the 1 rank, got 2; try 1, or --ranks 2"),
         ({"world_size": 8, "num_stages": 8}, "num_stages: expected 1 to 4, the number of layers, got 8"),
         ({"world_size": 2, "num_stages": 2, "chunk_size": 3}, "of the 4 samples of a replica, got 3; try 2 or 4"),
         ({"world_size": 3, "num_stages": 1}, "a batch of 4 does not divide by 3 replicas; try -b 3 or 6"),
@@ -277,7 +277,7 @@ def test_a_job_resumes_at_the_door(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "told"), [
     ("--ranks 8 --option num_stages=8", "num_stages: expected 1 to 4"),
     ("--ranks 4 --option num_stages=3", "expected a divisor of the 4 ranks, got 3"),
-    ("--option num_stages=2", "expected a divisor of the 1 ranks, got 2"),
+    ("--option num_stages=2", "expected a divisor of the 1 rank, got 2"),
     ("--ranks 2 --option chunk_size=3", "expected a divisor of the 4 samples"),
     ("--resume no/such", "no/such: expected a complete checkpoint, got none"),
 ])  # fmt: skip

@@ -262,6 +262,16 @@ def test_no_record_is_one_line_and_no_archive(tmp_path: Path) -> None:
     assert "no record in" in done.stderr and not list(tmp_path.iterdir())
 
 
+def test_records_that_cannot_be_read_are_one_line_that_names_them_and_no_archive(tmp_path: Path) -> None:
+    (tmp_path / "log_a.json").write_text("{")
+    (tmp_path / "log_b.json").symlink_to("nowhere")
+    done = run("bundle", "--results", str(tmp_path))
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    for told in ("log_a.json is not a record: Expecting property name", "log_b.json is not a record: [Errno"):
+        assert told in done.stderr
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_nothing_in_the_archive_tells_when_or_by_whom_it_was_made(archive: Path) -> None:
     data = archive.read_bytes()
     assert data[4:8] == bytes(4)  # gzip's time

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -33,6 +34,7 @@ from harness.core.failures import End
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
 from harness.core.source_hash import Listed
+from harness.forecast import run_time
 from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
 from harness.run import scratch
@@ -61,6 +63,11 @@ compiler = subprocess.Popen(["sleep", "infinity"])
 Path("{folder}/unfinished").write_text(str(compiler.pid))
 Path("{folder}/unfinished").rename("{folder}/pid")
 compiler.wait()
+"""
+KILLED_BESIDE_A_CHILD = """
+if not os.fork():
+    signal.pause()
+os.kill(os.getpid(), signal.SIGKILL)
 """
 # For a method's file: waits until its run's memory has been sampled, as often as release_after() says.
 WAITING = """
@@ -304,6 +311,15 @@ launch(Job("ending", {TINY!r}, steps=12), lambda: "key", Path({str(tmp_path)!r})
     psutil.wait_procs(others)
     (record,) = read_all(tmp_path)[0].values()
     assert record.status == "interrupted" and record.losses
+
+
+def test_a_killed_worker_is_noticed_by_its_end_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit of seconds ends the run, and its pipe stays open: a child holds it."""
+    for limit in ("deadline_seconds", "silence_seconds"):
+        monkeypatch.setattr(run_time, limit, lambda job: math.inf)
+    methods = write_ending(tmp_path, KILLED_BESIDE_A_CHILD)
+    record = Record.read(launch(Job("ending", TINY, steps=2, warmup=1), lambda: "key", tmp_path, (methods,)))
+    assert record.status == "killed" and "killed by SIGKILL from outside at step 1" in record.reason
 
 
 def test_a_result_that_the_parent_did_not_complete_is_no_result(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import signal
@@ -36,6 +37,7 @@ class Meeting(Method):
     raises_at: int = 0
     is_alone: bool = False
     is_endless: bool = False
+    is_apart: bool = False
 
     def plan(self, workload, budget):
         return Plan(device={"weights": 1})
@@ -51,7 +53,8 @@ class Meeting(Method):
             dist.all_reduce(number)
             yield Step(number[0])
             while self.is_endless and step == 10:
-                dist.all_reduce(number)
+                if not self.is_apart:
+                    dist.all_reduce(number)
                 time.sleep(0.05)
         return Trained([])
 """
@@ -147,6 +150,17 @@ def test_a_killed_rank_ends_the_job_at_once_and_is_named(methods: Path, tmp_path
     record = meeting(methods, lambda: training_ranks(tmp_path)[1].kill())
     assert record.status == "killed" and record.reason.startswith("rank 1 of 2: killed by SIGKILL")
     assert record.evidence["rank"] == 1 and len(record.losses) == 10
+
+
+@pytest.mark.heavy
+def test_a_killed_rank_is_noticed_by_its_end_alone(
+    methods: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No limit of seconds ends the job, and no other rank, for none meets the killed one."""
+    for limit in ("deadline_seconds", "silence_seconds"):
+        monkeypatch.setattr(run_time, limit, lambda job: math.inf)
+    record = meeting(methods, lambda: training_ranks(tmp_path)[1].kill(), is_apart=True)
+    assert record.reason.startswith("rank 1 of 2: killed by SIGKILL")
 
 
 @pytest.mark.heavy

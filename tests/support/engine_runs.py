@@ -36,15 +36,15 @@ def distances(name: str, workload: Workload) -> tuple[dict[str, float], list[str
     return found, sorted(sys.modules)
 
 
-def loss_differences(name: str, workloads: dict[str, Workload]) -> dict[str, float]:
-    """How far the losses of five steps are from resident's at most, relative, for each of the workloads."""
-    return {
-        of: max(
-            abs(ours / theirs - 1)
-            for ours, theirs in zip(*(train(each, load, 5).losses for each in (name, "resident")), strict=True)
-        )
-        for of, load in workloads.items()
-    }
+def differences(name: str, workloads: dict[str, Workload]) -> dict[str, float]:
+    """How far the losses and gradient norms of five steps are from resident's at most, relative, for each of the
+    workloads."""
+    found = {}
+    for of, load in workloads.items():
+        ours, theirs = (train(each, load, 5) for each in (name, "resident"))
+        pairs = zip(ours.losses + ours.grad_norms, theirs.losses + theirs.grad_norms, strict=True)
+        found[of] = max(abs(one / other - 1) for one, other in pairs)
+    return found
 
 
 def drawn(name: str, workload: Workload) -> tuple[dict[str, int], int]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base import fork_server
+from harness.base.counted import counted
 from harness.base.rank_agent import GRACE_SECONDS, LOOPBACK, Rendezvous
 from harness.core.failures import LOST_RANK
 from harness.core.source_hash import source_hash
@@ -259,7 +260,8 @@ class Launcher:
                     resume_step=resume_step)  # fmt: skip
         shape = f"{spread.num_stages} stages x {spread.num_replicas} replicas, micro-batches of {spread.chunk_size}"
         where = f"after step {resume_step}" if resume_step else "from the start"
-        self.say(f"round {number}: {spread.num_ranks} workers on {len(machines)} machines, {shape}, {where}")
+        workers = f"{counted(spread.num_ranks, 'worker')} on {counted(len(machines), 'machine')}"
+        self.say(f"round {number}: {workers}, {shape}, {where}")
         machines[0].send({"do": "meet", "round": number, "address": machines[0].line.address})
         return running
 

@@ -121,7 +121,7 @@ def test_where_nothing_fits_it_says_by_how_much(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         found.get_min()
     assert str(error.value).startswith(
-        "nothing fits: 1 stages of micro-batches of 1 need 470 bytes of a device's memory, 70 bytes more than the 400"
+        "nothing fits: in 1 stage of micro-batches of 1 a device needs 470 bytes of memory, 70 bytes more than the 400"
     )
     assert "\n" not in str(error.value) and not any(row.fits for row in found.table())
 

@@ -381,7 +381,7 @@ def test_forward_and_step_say_what_to_call(single: Varuna) -> None:
 
 @pytest.mark.parametrize("cuts", [[0], [9]])
 def test_cuts_unlike_the_stages_are_refused(single: Varuna, cuts: list[int]) -> None:
-    with pytest.raises(ValueError, match="cuts: expected 0 numbers of CutPoints, from 0 to 3, for 1 stages, got"):
+    with pytest.raises(ValueError, match="cuts: expected 0 numbers of CutPoints, from 0 to 3, for 1 stage, got"):
         varuna(user_model.make(), cuts=cuts)
 
 

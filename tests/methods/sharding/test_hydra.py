@@ -37,10 +37,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"intermediates": "saved", "shard_layers": 2},
 ]
 BOTH_MODES = [OPTIONS[1], OPTIONS[5]]
+IN_THREE = {"batch_size": 6, "micro_batches": 3}
 RUNS = [
     *((options, {"clip_norm": clip_norm}) for options in OPTIONS for clip_norm in (1.0, 0.0)),
     *((options, {"dropout": 0.1}) for options in BOTH_MODES),
     *((options, {"dtype": "bf16", "clip_norm": clip_norm}) for options in BOTH_MODES for clip_norm in (1.0, 0.0)),
+    *((options, {**IN_THREE, "clip_norm": clip_norm}) for options in BOTH_MODES for clip_norm in (1.0, 0.0)),
+    *((options, {**IN_THREE, "dtype": "bf16"}) for options in BOTH_MODES),
 ]
 
 
@@ -108,11 +111,11 @@ def test_the_very_bits_where_slots_hold_the_whole_model(num_layers: int) -> None
     assert difference(result, train_resident(workload, STEPS)) == ""
 
 
-@pytest.mark.parametrize("clip_norm", [1.0, 0.0], ids=["clip", "no_clip"])
+@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, IN_THREE], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.cover(1)
-def test_no_race(options: dict, clip_norm: float) -> None:
-    assert find_races(create("hydra", options), tiny(num_layers=5, clip_norm=clip_norm)) == []
+def test_no_race(options: dict, changes: dict) -> None:
+    assert find_races(create("hydra", options), tiny(num_layers=5, **changes)) == []
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.symptom) for bug in BUGS])
@@ -124,10 +127,12 @@ def test_a_missing_wait_is_found_though_losses_do_not_show_it(bug: Bug) -> None:
         assert train("hydra", workload, 3, **options).losses == train_resident(workload, 3).losses
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(("options", "dtype"), [({"shard_layers": 3}, "bf16"), ({"intermediates": "saved"}, "fp32")])
 @pytest.mark.cover(0)
-def test_the_plan_is_within_a_tenth_of_the_rehearsal(options: dict, dtype: str) -> None:
-    workload = Workload(hidden_size=128, num_layers=3, seq_len=256, vocab_size=512, dtype=dtype)
+def test_the_plan_is_within_a_tenth_of_the_rehearsal(options: dict, dtype: str, micro_batches: int) -> None:
+    sizes = {"hidden_size": 128, "num_layers": 3, "seq_len": 256, "vocab_size": 512}
+    workload = Workload(**sizes, micro_batches=micro_batches, dtype=dtype)
     method = create("hydra", options)
     plan, found = method.plan(workload, Room()), predict(method, workload)
     assert plan.device_bytes == pytest.approx(found.device_bytes, rel=0.1)
@@ -203,7 +208,8 @@ def test_a_budget_is_filled_by_the_longest_shards_that_fit(gib: int) -> None:
 def test_no_budget_from_the_smallest_that_is_feasible_is_exceeded(seed: int) -> None:
     """The room is drawn from one layer a shard to the whole model; the training's own peak is the rehearsal's."""
     rng = random.Random(seed)
-    workload = tiny(num_layers=3, vocab_size=rng.choice([64, 1500]), dtype=rng.choice(["fp32", "bf16"]))
+    workload = tiny(num_layers=3, vocab_size=rng.choice([64, 1500]), dtype=rng.choice(["fp32", "bf16"]),
+                    micro_batches=1 + seed % 2)  # fmt: skip
     choice = {"num_models": 1 + seed % 2, "double_buffer": seed > 0}
     edges = [create("hydra", {**choice, "shard_layers": n}).plan(workload, Room()).device_bytes for n in (1, 3)]
     room = Room(device_bytes=rng.randint(*edges) if seed else edges[0])
@@ -212,15 +218,20 @@ def test_no_budget_from_the_smallest_that_is_feasible_is_exceeded(seed: int) -> 
     assert predict(create("hydra", plan.options), workload).device_bytes <= plan.device_bytes
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_several_models_end_where_each_would_alone(num_devices: int) -> None:
+@pytest.mark.parametrize(
+    ("num_devices", "changes"),
+    [(1, {"dropout": 0.1}), (2, {"dropout": 0.1}), (1, {"batch_size": 4, "micro_batches": 2})],
+    ids=str,
+)
+def test_several_models_end_where_each_would_alone(num_devices: int, changes: dict) -> None:
     """Three learning rates times two batch sizes, half a batch twice as often."""
-    workload = tiny(num_layers=3, dropout=0.1)
+    workload = tiny(num_layers=3, **changes)
     result = train("hydra", workload, STEPS, num_models=6, num_batch_sizes=2, num_devices=num_devices)
     assert difference(result, train_resident(workload, STEPS)) == ""
     for number, other in enumerate(result.trained.others, start=1):
         rate, half = divmod(number, 2)
-        own = dataclasses.replace(workload, batch_size=2 >> half, learning_rate=workload.learning_rate / 2**rate)
+        sizes = {"batch_size": workload.batch_size >> half, "learning_rate": workload.learning_rate / 2**rate}
+        own = dataclasses.replace(workload, **sizes)
         assert other.changes == {"learning_rate": own.learning_rate, "batch_size": own.batch_size}
         found = TrainingResult(other.losses, other.grad_norms, Trained(other.tensors))
         assert difference(found, train_resident(own, STEPS << half)) == ""
@@ -230,9 +241,10 @@ def test_several_models_end_where_each_would_alone(num_devices: int) -> None:
     assert {turn[3] for turn in schedule["turns"]} == set(range(num_devices))
 
 
-def test_one_model_on_two_devices_is_trained_on_halves_to_within_rounding() -> None:
+@pytest.mark.parametrize("changes", [{}, {"batch_size": 8, "micro_batches": 2}], ids=str)
+def test_one_model_on_two_devices_is_trained_on_halves_to_within_rounding(changes: dict) -> None:
     """The sums of the tied embedding's gradients are in another order than those of micro-batches."""
-    workload = tiny(num_layers=3, learning_rate=1e-3)
+    workload = tiny(num_layers=3, learning_rate=1e-3, **changes)
     found, reference = train("hydra", workload, STEPS, num_devices=2), train_resident(workload, STEPS)
     assert found.losses == pytest.approx(reference.losses, rel=1e-6) and found.losses != reference.losses
     assert found.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
@@ -246,6 +258,7 @@ def test_one_model_on_two_devices_is_trained_on_halves_to_within_rounding() -> N
         ({"shard_layers": 13}, "shard_layers: expected 1 to 12, got 13"),
         ({"num_models": 0}, "num_models: expected at least 1, got 0"),
         ({"num_batch_sizes": 4}, "at most 1 more for each time that batch size 4 halves, got 4"),
+        ({"num_batch_sizes": 3, "micro": 2}, "that batch size 4 in 2 micro-batches halves, got 3"),
         ({"num_devices": 0}, "num_devices: expected at least 1, got 0"),
         ({"partitioner": "pilot"}, "expected exact or presharded, got 'pilot'"),
         ({"partitioner": "presharded"}, "presharded needs shard_layers"),
@@ -254,8 +267,9 @@ def test_one_model_on_two_devices_is_trained_on_halves_to_within_rounding() -> N
     ],
 )
 def test_options_that_make_no_sense_are_refused_in_one_line(options: dict, text: str) -> None:
+    workload = Workload(num_layers=12, micro_batches=options.pop("micro", 1))
     with pytest.raises(ValueError, match=text):
-        create("hydra", options).plan(Workload(num_layers=12), Room())
+        create("hydra", options).plan(workload, Room())
 
 
 def shared_peak_bytes(num_bytes: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
@@ -130,6 +131,20 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
     """A file system of 9 MiB, with room for 8 MiB."""
     with small_disk(tmp_path, 9) as folder:
         yield folder
+
+
+@pytest.mark.parametrize(
+    ("failing", "outcome"), [("mkfs.ext4", subprocess.CalledProcessError), ("mount", pytest.skip.Exception)]
+)
+def test_only_where_nothing_can_be_mounted_are_tests_of_a_small_disk_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, outcome: type[BaseException]
+) -> None:
+    for name in ("mkfs.ext4", "mount"):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {int(name == failing)}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(outcome), small_disk(tmp_path, 1):
+        pass
 
 
 def fill(folder: Path) -> None:

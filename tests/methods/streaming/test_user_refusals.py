@@ -201,6 +201,41 @@ def test_a_layer_that_cannot_be_recomputed_is_refused(match: str, compute: Calla
     trainer.__exit__(ValueError, None, None)
 
 
+def noisy(generator: torch.Generator) -> Callable[..., Tensor]:
+    return lambda x, *others: x * torch.rand((), generator=generator)
+
+
+def of_class(layer: OddLayer, noise: Callable[..., Tensor]) -> None:
+    class Noisy(OddLayer):
+        def forward(self, x: Tensor, notes: Any) -> Any:
+            return noise(super().forward(x, notes))
+
+    layer.__class__ = Noisy
+
+
+def as_forward(layer: Any, noise: Callable[..., Tensor]) -> None:
+    layer.forward = lambda x, notes: noise(layer.map(x))
+
+
+def as_hook(layer: Any, noise: Callable[..., Tensor]) -> None:
+    layer.map.register_forward_hook(lambda module, args, y: noise(y))
+
+
+def as_attribute(layer: Any, noise: Callable[..., Tensor]) -> None:
+    layer.compute = lambda layer, x, notes: noise(layer.map(x))
+
+
+@pytest.mark.parametrize("holds", [of_class, as_forward, as_hook, as_attribute])
+def test_a_layer_that_draws_from_a_generator_in_a_closure_is_refused(holds: Callable[..., None]) -> None:
+    model = OddModel(lambda layer, x, notes: layer.map(x))
+    for layer in model.layers:
+        holds(layer, noisy(torch.Generator().manual_seed(1)))
+    trainer = L2LTrainer(model, model.layers, optimizer_of(list(model.parameters())), device="cpu")
+    with pytest.raises(ValueError, match="got a change of the state of a generator of random numbers; try to leave"):
+        model(torch.ones(2, 4)).backward()
+    trainer.__exit__(ValueError, None, None)
+
+
 def twice(model: Any, batch: Any) -> None:
     model(*batch).backward()
     model(*batch).backward()

@@ -308,6 +308,12 @@ def counted(layer: Any, x: Tensor) -> Tensor:
     return x * layer.calls
 
 
+def with_noise(script: Script) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for layer in script.model.layers:
+        layer.act = lambda layer, x: x * torch.rand((), generator=generator)
+
+
 def remembered(layer: Any, x: Tensor) -> Tensor:
     layer.last = x.detach().tanh()
     return x
@@ -418,6 +424,7 @@ IDIOMS = {
     "random numbers of Python, numpy or a `torch.Generator` in a layer": Idiom(
         before_trainer=set_on_layers("act", lambda layer, x: x * random.random())
     ),
+    "random numbers of a `torch.Generator` in the closure of a layer's function": Idiom(before_trainer=with_noise),
     "an argument that a layer changes in place": Idiom(before_trainer=set_on_layers("act", lambda layer, x: x.mul_(2))),
     "a tensor with a gradient that a layer takes from an attribute": Idiom(before=with_given),
     "a parameter or layer added later": Idiom(with_new_layer),

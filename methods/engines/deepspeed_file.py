@@ -1,0 +1,369 @@
+"""A user's own configuration of DeepSpeed, as `deepspeed --deepspeed_config` and Hugging Face's Trainer take it.
+
+The names of entries, and their defaults, are those of deepspeed/runtime/config.py, precision_config.py and
+zero/config.py of 0.19.8; entries that other releases had are refused with the reason. `auto` is filled in as
+accelerate's Accelerator.prepare() fills it in.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from harness.core.job import BETAS, EPSILON, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
+from methods.engines import accelerate_file
+from methods.engines.deepspeed_config import BUCKET_PARAMS, zero_plan
+from methods.engines.user_config import (
+    AUTO,
+    Dropped,
+    Given,
+    Honored,
+    Off,
+    Only,
+    Table,
+    UserConfig,
+    checked,
+    read,
+    shown,
+    text_of,
+    value_at,
+)
+
+NUMBER, FLAG, WORD = Honored((int, float)), Honored((bool,)), Honored((str,))
+_PRINTS = Dropped("prints or logs")
+_SAVES = Dropped("concerns saving and loading")
+_NVME = Dropped("read only where states live on a disk")
+_MODEL = Off("it changes the model or its data, which here are the reference's; leave it out")
+_PARALLEL = Only((1, 0), "this method splits by ZeRO alone; try 1, or -m megatron-lm")
+_REMOVED = "leave it out"
+_RECOMPUTE = Only((False, 0, None), "the model recomputes each layer by torch's checkpoint; try false")
+
+TABLE: Table = {
+    # How ranks sum gradients, and in which precision.
+    "communication_data_type": WORD,
+    "prescale_gradients": FLAG,
+    "gradient_predivide_factor": NUMBER,
+    "gradient_allreduce_op": WORD,
+    "data_types.grad_accum_dtype": WORD,
+    "data_types.param_dtype": Only((), "--dtype says it; leave it out"),
+    "data_types.buffer_dtype": Only((), "buffers keep the model's dtype; leave it out"),
+    "data_types.keep_in_fp32_modules": Only((), "the model is the reference's; leave it out"),
+    "bf16.immediate_grad_update": FLAG,
+    "bf16.check_grad_overflow": FLAG,
+    "bf16.bf16_master_weights_and_grads": FLAG,
+    "bf16.bf16_optimizer_states": FLAG,
+    "fp16.auto_cast": Dropped("casts inputs, which are whole numbers"),
+    "fp16.loss_scale": NUMBER,
+    "fp16.loss_scale_window": Dropped("read only in fp16, where the workload gives it"),
+    "fp16.initial_scale_power": NUMBER,
+    "fp16.hysteresis": NUMBER,
+    "fp16.consecutive_hysteresis": FLAG,
+    "fp16.min_loss_scale": NUMBER,
+    "fp16.fp16_master_weights_and_grads": FLAG,
+    "disable_allgather": Only((False,), "no longer a setting of DeepSpeed; leave it out"),
+    "managed_gradient_accumulation": Only((True,), "the engine counts micro-batches here; try true"),
+    "sequence_parallel_size": _PARALLEL,
+    "seq_parallel_communication_data_type": Dropped("read only by sequence parallelism"),
+    "mp_size": _PARALLEL,
+    # The optimizer and its schedule.
+    "optimizer.type": WORD,
+    "optimizer.legacy_fusion": Only((False,), "read only by LAMB; leave it out"),
+    "optimizer.params.torch_adam": FLAG,
+    "optimizer.params.foreach": FLAG,
+    "optimizer.params.fused": FLAG,
+    "optimizer.params.fp32_optimizer_states": FLAG,
+    "optimizer.params.adam_w_mode": Only((True,), "the reference's AdamW decays weights, not gradients; try true"),
+    "optimizer.params.bias_correction": Only((True,), "the reference's AdamW corrects its moments; try true"),
+    "optimizer.params.amsgrad": Only((False,), "the reference's AdamW keeps no largest moment; try false"),
+    "zero_allow_untested_optimizer": Dropped("given as true: torch's AdamW is untested for DeepSpeed"),
+    "zero_force_ds_cpu_optimizer": FLAG,
+    # ZeRO.
+    "zero_optimization.stage": NUMBER,
+    "zero_optimization.contiguous_gradients": FLAG,
+    "zero_optimization.reduce_scatter": FLAG,
+    "zero_optimization.reduce_bucket_size": NUMBER,
+    "zero_optimization.use_multi_rank_bucket_allreduce": FLAG,
+    "zero_optimization.allgather_partitions": FLAG,
+    "zero_optimization.allgather_bucket_size": NUMBER,
+    "zero_optimization.overlap_comm": FLAG,
+    "zero_optimization.round_robin_gradients": FLAG,
+    "zero_optimization.parameter_alignment": FLAG,
+    "zero_optimization.sub_group_size": NUMBER,
+    "zero_optimization.stage3_prefetch_bucket_size": NUMBER,
+    "zero_optimization.stage3_param_persistence_threshold": NUMBER,
+    "zero_optimization.stage3_model_persistence_threshold": NUMBER,
+    "zero_optimization.stage3_max_live_parameters": NUMBER,
+    "zero_optimization.stage3_max_reuse_distance": NUMBER,
+    "zero_optimization.stage3_module_granularity_threshold": NUMBER,
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": FLAG,
+    "zero_optimization.stage3_allgather_sequential": FLAG,
+    "zero_optimization.memory_efficient_linear": FLAG,
+    "zero_optimization.override_module_apply": FLAG,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _SAVES,
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _SAVES,
+    "zero_optimization.load_from_fp32_weights": _SAVES,
+    "zero_optimization.elastic_checkpoint": _SAVES,
+    "zero_optimization.pipeline_loading_checkpoint": _SAVES,
+    "zero_optimization.ignore_unused_parameters": Dropped("each parameter of the models here is used"),
+    "zero_optimization.log_trace_cache_warnings": _PRINTS,
+    "zero_optimization.enable_sanity_checks": Dropped("only checks"),
+    "zero_optimization.compute_grad_norm": Only((True,), "the gate reads the gradient norm; try true"),
+    "zero_optimization.legacy_stage1": Only((False,), "no longer a setting of DeepSpeed; leave it out"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": Dropped("read only by Muon"),
+    "zero_optimization.leaf_module": Off("it names modules of another model; leave it out"),
+    "zero_optimization.zero_hpz_partition_size": _PARALLEL,
+    "zero_optimization.zero_quantized_weights": Only((False,), "its kernels are not compiled here; try false"),
+    "zero_optimization.zero_quantized_nontrainable_weights": Only((False,), "each weight is trained here; try false"),
+    "zero_optimization.zero_quantized_gradients": Only((False,), "its kernels are not compiled here; try false"),
+    "zero_optimization.zenflow": Off("its updates are late by design; try -m zenflow"),
+    "zero_optimization.mics_shard_size": Only((-1,), f"MiCS is no longer part of DeepSpeed; {_REMOVED}"),
+    "zero_optimization.mics_hierarchical_params_gather": Only((False,), f"MiCS is no longer there; {_REMOVED}"),
+    "zero_optimization.cpu_offload": Only((False,), "its name is now offload_optimizer, with device cpu; try that"),
+    "zero_optimization.cpu_offload_params": Only((False,), "its name is now offload_param, with device cpu; try that"),
+    "zero_optimization.cpu_offload_param": Only((False,), "its name is now offload_param, with device cpu; try that"),
+    "zero_optimization.cpu_offload_use_pin_memory": Only((False,), "its name is now pin_memory; try that"),
+    "zero_optimization.offload_optimizer.device": WORD,
+    "zero_optimization.offload_optimizer.pin_memory": FLAG,
+    "zero_optimization.offload_optimizer.ratio": Only((1,), "part of the optimizer on the device; try 1"),
+    "zero_optimization.offload_optimizer.super_offload": Only((False,), "it runs on a GPU only; try -m superoffload"),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": Dropped("read only by SuperOffload"),
+    "zero_optimization.offload_optimizer.nvme_path": _NVME,
+    "zero_optimization.offload_optimizer.buffer_count": _NVME,
+    "zero_optimization.offload_optimizer.pipeline_read": _NVME,
+    "zero_optimization.offload_optimizer.pipeline_write": _NVME,
+    "zero_optimization.offload_optimizer.fast_init": _NVME,
+    "zero_optimization.offload_param.device": WORD,
+    "zero_optimization.offload_param.pin_memory": FLAG,
+    "zero_optimization.offload_param.nvme_path": _NVME,
+    "zero_optimization.offload_param.buffer_count": _NVME,
+    "zero_optimization.offload_param.buffer_size": _NVME,
+    "zero_optimization.offload_param.max_in_cpu": _NVME,
+    "aio": _NVME,
+    # Recompute.
+    "activation_checkpointing.partition_activations": _RECOMPUTE,
+    "activation_checkpointing.contiguous_memory_optimization": _RECOMPUTE,
+    "activation_checkpointing.cpu_checkpointing": _RECOMPUTE,
+    "activation_checkpointing.number_checkpoints": _RECOMPUTE,
+    "activation_checkpointing.synchronize_checkpoint_boundary": _RECOMPUTE,
+    "activation_checkpointing.profile": _PRINTS,
+    # What changes no training; some of it would take time of the steps that are measured.
+    "steps_per_print": _PRINTS,
+    "wall_clock_breakdown": Dropped("waits for the device at each part of a step, in order to time the parts"),
+    "memory_breakdown": _PRINTS,
+    "dump_state": _PRINTS,
+    "log_level": _PRINTS,
+    "flops_profiler": _PRINTS,
+    "comms_logger": _PRINTS,
+    "timers": _PRINTS,
+    "tensorboard": _PRINTS,
+    "wandb": _PRINTS,
+    "csv_monitor": _PRINTS,
+    "comet": _PRINTS,
+    "vocabulary_size": Dropped("only warns"),
+    "disable_python_gc": Dropped("concerns Python's collector of garbage"),
+    "checkpoint": _SAVES,
+    "nebula": _SAVES,
+    "datastates": _SAVES,
+    "datastates_ckpt": _SAVES,
+    "dataloader_drop_last": Dropped("the harness loads the data"),
+    # What trains another model, other data or other updates, or splits otherwise.
+    "amp": Off("apex is not installed; try --dtype bf16 or fp16"),
+    "torch_autocast": Off("--dtype bf16 and fp16 keep weights in half precision; leave it out"),
+    "autotuning": Off("it would try many configurations; leave it out"),
+    "compile": Off("layers run as they are; leave it out"),
+    "pipeline": Off("this method splits by ZeRO alone; try -m megatron-lm"),
+    "tensor_parallel": Off("this method splits by ZeRO alone; try -m megatron-lm"),
+    "expert_parallel": Off("this method splits by ZeRO alone; leave it out"),
+    "use_data_before_expert_parallelism": Off("this method splits by ZeRO alone; leave it out"),
+    "elasticity": Off("the number of ranks is fixed; leave it out"),
+    "hybrid_engine": Off("it generates texts; leave it out"),
+    "sparse_attention": _MODEL,
+    "sparse_gradients": _MODEL,
+    "curriculum_learning": _MODEL,
+    "data_efficiency": _MODEL,
+    "progressive_layer_drop": _MODEL,
+    "compression_training": _MODEL,
+    "quantize_training": _MODEL,
+    "weight_quantization": _MODEL,
+    "eigenvalue": _MODEL,
+    "graph_harvesting": _MODEL,
+    "msamp": _MODEL,
+}  # fmt: skip
+# Parameters of a schedule. Only `auto` is taken: then the workload's schedule sets the rate of each step.
+SCHEDULE = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps", "warmup_min_ratio",
+            "cos_min_ratio", "last_batch_iteration")  # fmt: skip
+_NO_SCHEDULE = Only((), 'the workload gives the rate of each step; try "auto", or leave scheduler out')
+TABLE |= {"scheduler.type": Dropped("without parameters of its own it says no rate")}
+TABLE |= {f"scheduler.params.{name}": _NO_SCHEDULE for name in SCHEDULE}
+ADAMW = ("adamw", "adam")  # types of the optimizer: DeepSpeed makes both AdamW, unless adam_w_mode says otherwise
+HOST_DEVICES = ("none", "cpu")
+SUMS = (("", "communication_data_type"), ("data_types", "grad_accum_dtype"))  # dtypes in which gradients are summed
+# DeepSpeed's defaults of reduce_bucket_size and stage3_max_live_parameters.
+BUCKET_SIZE, LIVE_PARAMS = 500_000_000, 1_000_000_000
+
+
+def filled(workload: Workload) -> dict[str, int]:
+    """Return the sizes of ZeRO that accelerate fills in for `auto`, from the model's width."""
+    square = workload.hidden_size**2
+    return {
+        "reduce_bucket_size": square,
+        "stage3_prefetch_bucket_size": int(0.9 * square),
+        "stage3_param_persistence_threshold": 10 * workload.hidden_size,
+    }
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile:
+    """What a user's configuration asks of DeepSpeed, without the entries that the workload gives."""
+
+    entries: dict[str, Any]
+    stage: int
+    offload: str | None  # a key of deepspeed_config.OFFLOADS
+    adam: str | None  # a key of deepspeed_config.ADAMS; None: the configuration leaves it to the caller
+
+    @classmethod
+    def read(cls, text: str, workload: Workload, num_ranks: int, accumulation: str) -> DeepSpeedFile:
+        """Read a file of DeepSpeed or accelerate, or JSON. Raises ValueError, one line with a way out, for an entry
+        that says otherwise than the workload, that cannot be honored, or that is not known."""
+        config = read(text)
+        if accelerate_file.is_accelerates(config.data):
+            config = accelerate_file.for_deepspeed(config, workload, num_ranks)
+        entries = checked(config, TABLE, _given(workload, num_ranks, accumulation))
+        for dtype in ("bf16", "fp16"):
+            if dtype != workload.dtype:  # switched off, so nothing in it is read
+                entries.pop(dtype, None)
+        for section, name in SUMS:
+            of = entries.get(section, {}) if section else entries
+            if of.get(name) == workload.dtype:
+                of[name] = AUTO  # a probe of the same configuration may have another dtype
+        zero = entries.setdefault("zero_optimization", {})
+        for name in [name for name, value in zero.items() if value == AUTO and name not in filled(workload)]:
+            del zero[name]  # DeepSpeed takes its default
+        return cls(entries, _stage(config, zero), _offload(config, zero), _adam(config, entries))
+
+    @property
+    def text(self) -> str:
+        """The configuration as JSON; reading it gives the same configuration, whatever the workload gives."""
+        return text_of(self.entries)
+
+    @property
+    def overlaps(self) -> bool:
+        """True if ranks exchange gradients during the backward pass. DeepSpeed's default depends on the stage."""
+        return bool(self.entries["zero_optimization"].get("overlap_comm", self.stage == 3))
+
+    def zero(self, workload: Workload) -> dict[str, Any]:
+        """Return the entry zero_optimization for this workload."""
+        sizes = filled(workload)
+        zero = self.entries["zero_optimization"]
+        return {name: sizes[name] if value == AUTO else value for name, value in zero.items()}
+
+    def others(self, workload: Workload) -> dict[str, Any]:
+        """Return all entries but zero_optimization for this workload."""
+        found = copy.deepcopy({name: value for name, value in self.entries.items() if name != "zero_optimization"})
+        for section, name in SUMS:
+            of = found.get(section, {}) if section else found
+            if of.get(name) == AUTO:
+                of[name] = workload.dtype
+        return found
+
+    def plan(self, workload: Workload, room: Room, num_ranks: int) -> Plan:
+        """Return the plan of a rank by the configuration's stage and offload, with its own sizes of buckets."""
+        plan = zero_plan(workload, room, self.stage, self.offload, num_ranks)
+        if not self.stage:
+            return plan
+        zero, size, params = self.zero(workload), workload.weight_bytes, workload.num_params
+        bucket = int(zero.get("reduce_bucket_size", BUCKET_SIZE))
+        if not room.page_locks:  # a GPU's memory is taken when a tensor is made, a host's when it is written
+            bucket = min(bucket, params)
+        device = dict(plan.device)
+        if self.stage == 3:
+            live = min(params, int(zero.get("stage3_max_live_parameters", LIVE_PARAMS)))
+            at_once = workload.end_params + 2 * workload.layer_params
+            device["weights"] += size * max(0, live - at_once)
+            device["buffers"] = size * bucket
+        else:
+            planned = 2 * min(BUCKET_PARAMS, params)
+            device["gradients"] += size * ((2 if self.overlaps else 1) * bucket - planned)
+        return replace(plan, device=device)
+
+
+def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, Given]:
+    """Return what the workload gives, by the entry's path."""
+    counted = workload.micro_batches if accumulation == "engine" else 1
+    parts = f"{workload.micro_batches} micro-batches" if counted > 1 else ""
+    sizes = ", ".join(filter(None, (f"-b {workload.batch_size}", f"{num_ranks} ranks" if num_ranks > 1 else "", parts)))
+    steps_by = "--micro-batches" if accumulation == "engine" else "accumulation=caller"
+    found = {
+        "gradient_accumulation_steps": Given(counted, steps_by, lambda got: f"--micro-batches {shown(got)}"),
+        "train_micro_batch_size_per_gpu": Given(
+            workload.batch_size // num_ranks // workload.micro_batches, sizes,
+            lambda got: f"-b {got * num_ranks * workload.micro_batches}" if isinstance(got, int) else '"auto"',
+        ),
+        "train_batch_size": Given(
+            workload.batch_size // workload.micro_batches * counted, sizes,
+            lambda got: f"-b {got // counted * workload.micro_batches}" if isinstance(got, int) else '"auto"',
+        ),
+        "gradient_clipping": Given(workload.clip_norm, "--clip", lambda got: f"--clip {shown(got)}"),
+        "optimizer.params.lr": Given(workload.learning_rate, "--lr", lambda got: f"--lr {shown(got)}"),
+    }  # fmt: skip
+    if workload.dtype == "fp16":
+        window = workload.loss_scale_window or LOSS_SCALE_WINDOW
+        found["fp16.loss_scale_window"] = Given(window, "the reference's loss scale", lambda got: '"auto"')
+    for dtype in ("bf16", "fp16"):
+        found[f"{dtype}.enabled"] = Given(
+            workload.dtype == dtype, f"--dtype {workload.dtype}", partial(_dtype_call, dtype)
+        )
+    for name, value in (("betas", list(BETAS)), ("eps", EPSILON), ("weight_decay", WEIGHT_DECAY)):
+        found[f"optimizer.params.{name}"] = Given(value, "the reference's AdamW", lambda got: '"auto"')
+    return found
+
+
+def _dtype_call(dtype: str, got: Any) -> str:
+    return f"--dtype {dtype}" if got is True else '"auto"'
+
+
+def _stage(config: UserConfig, zero: dict[str, Any]) -> int:
+    stage = zero.setdefault("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"{config.source}: expected zero_optimization.stage 0, 1, 2 or 3, got {shown(stage)}")
+    return int(stage)
+
+
+def _offload(config: UserConfig, zero: dict[str, Any]) -> str | None:
+    """Return the key of deepspeed_config.OFFLOADS; None: nothing lives on the host. Leave out sections of states that
+    stay on the device."""
+    found = []
+    for name in ("offload_optimizer", "offload_param"):
+        device = zero.get(name, {}).get("device", "none")
+        if device == "nvme":
+            told = f"expected {name} on the device or on cpu, got nvme"
+            raise ValueError(f"{config.source}: {told}; try -m zero-infinity-nvme")
+        if device not in (*HOST_DEVICES, AUTO):
+            raise ValueError(f'{config.source}: expected {name}.device "none" or "cpu", got {shown(device)}')
+        if device == "cpu":
+            found.append(name)
+        else:
+            zero.pop(name, None)
+    least = 3 if "offload_param" in found else len(found)
+    if zero["stage"] < least:
+        told = f"expected stage {least} or higher for {found[-1]}, got {zero['stage']}"
+        raise ValueError(f"{config.source}: {told}; try stage {least}")
+    if found == ["offload_param"]:
+        told = "expected offload_optimizer on cpu beside offload_param, got none"
+        raise ValueError(f"{config.source}: {told}: no plan counts weights alone on the host; try both on cpu")
+    return (None, "optimizer", "all")[len(found)]
+
+
+def _adam(config: UserConfig, entries: dict[str, Any]) -> str | None:
+    """Return which AdamW updates. An optimizer in the configuration is DeepSpeed's own, unless it asks for torch's.
+    Without one, DeepSpeed's is demanded on the host, unless zero_force_ds_cpu_optimizer is false."""
+    if "optimizer" in config.data:
+        kind = value_at(entries, "optimizer.type")
+        if not isinstance(kind, str) or kind.lower() not in ADAMW:
+            told = f"expected optimizer.type AdamW, as the reference, got {shown(kind)}"
+            raise ValueError(f"{config.source}: {told}; leave optimizer out")
+        return "published" if value_at(entries, "optimizer.params.torch_adam") else "deepspeed"
+    is_on_host = "offload_optimizer" in entries["zero_optimization"]
+    return "deepspeed" if is_on_host and entries.get("zero_force_ds_cpu_optimizer", True) is not False else None

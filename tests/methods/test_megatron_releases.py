@@ -1,0 +1,79 @@
+"""Other releases of megatron-core than the installed one train as it does, and say which they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.core.job import Job, Workload
+from harness.core.method import create
+from harness.forecast.fit import resolve
+from harness.jobs.sweep import Sweep
+from methods.engines import release
+from methods.engines.release import Release
+
+OLDEST = "0.12.0"
+SMALL = Workload(
+    num_layers=2, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512, learning_rate=0.05
+)
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in place of that of the releases."""
+    monkeypatch.setattr(release, "ENGINES", tmp_path)
+    return tmp_path
+
+
+def implementation(options: dict[str, Any]) -> str:
+    return create("megatron-lm", options).describe(SMALL, "cpu")["implementation"]
+
+
+def test_the_installed_release_needs_no_installation(engines: Path) -> None:
+    trained = create("megatron-lm", {})
+    assert trained.to_build() is None and trained.identity() == {}
+    assert implementation({}) == "upstream: megatron-core"
+
+
+def test_another_release_is_installed_before_a_run_and_told_with_its_archive(engines: Path) -> None:
+    options = {"release": "0.13.1"}
+    trained = create("megatron-lm", options)
+    assert str(trained.to_build()).startswith("megatron-core 0.13.1, once")
+    assert trained.identity() == {} and implementation(options) == "upstream: megatron-core 0.13.1"
+    (wanted := Release("megatron-core", "0.13.1")).packages.mkdir(parents=True)
+    (wanted.folder / release.FACTS).write_text(json.dumps({"archive": "megatron_core-0.13.1.whl", "sha256": "ab" * 32}))
+    assert trained.to_build() is None and trained.identity() == {"megatron-core 0.13.1": "ab" * 32}
+    assert implementation(options) == f"upstream: megatron-core 0.13.1 (megatron_core-0.13.1.whl, sha256 {'ab' * 32})"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("newest", "release: expected a version of megatron-core such as 0.18.9, got 'newest'"),
+        ("0.11.0", "release: expected megatron-core 0.12 or newer, got 0.11.0; try release=0.12.3"),
+    ],
+)
+def test_a_release_that_cannot_be_meant_is_one_line(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"^{told}"):
+        create("megatron-lm", {"release": text})
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1800)
+def test_an_older_release_trains_as_the_reference_does_and_its_record_names_it(tmp_path: Path) -> None:
+    """In bf16, with micro-batches; the installed release is another one."""
+    load = dataclasses.replace(SMALL, micro_batches=2, dtype="bf16")
+    job = resolve(Job("megatron-lm", load, {"release": OLDEST}, steps=5, warmup=1))[0]
+    sweep = Sweep(tmp_path)
+    record = sweep.run([job])[0]
+    assert record.gate.passed, record.reason or record.gate.text
+    assert record.software["megatron-core"] == OLDEST != version("megatron-core")
+    (digest,) = create("megatron-lm", job.options).identity().values()
+    assert f"megatron-core {OLDEST}" in record.description["implementation"]
+    assert f"sha256 {digest}" in record.description["implementation"]
+    assert sweep.key(job) == record.key  # so a second call finds the record, though the first one installed the release
