@@ -109,7 +109,10 @@ def train(workload: Workload, batches: Any, device: str, settings: EngineSetting
         for group in _groups(engine):
             group["lr"] = workload.learning_rate_at(step)  # set now, because SuperOffload updates during backward()
         scale, losses = float(engine.optimizer.loss_scale) if is_scaled else 1.0, []
-        for part in zip(*(tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch), strict=True):
+        mine = (tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch)
+        for number, part in enumerate(zip(*mine, strict=True), start=1):
+            if settings.accumulation == "caller":
+                engine.set_gradient_accumulation_boundary(number == num_parts)
             loss = engine(*part, scale)
             # backward() multiplies by the scale again, and divides by the accumulation steps that it knows.
             engine.backward(loss / scale if by_engine else loss / scale / num_parts)

@@ -26,9 +26,10 @@ ADAMS = {  # each value of the option `adam`, with the name of this Adam in the 
     "deepspeed": "DeepSpeedCPUAdam",  # as fast as `fused`, but must be compiled
     "published": "torch AdamW, op by op",  # as in the published artifact
 }
-ACCUMULATIONS = {  # each value of the option `accumulation`: how the engine sums the gradients of micro-batches
-    "engine": "by gradient_accumulation_steps",  # backward() and step() for each micro-batch
-    "caller": "by several backward passes before one step()",  # the configuration says one accumulation step
+ACCUMULATIONS = {  # each value of the option `accumulation`: how gradients of micro-batches are summed before a step()
+    "engine": "by gradient_accumulation_steps",
+    "caller": "by several backward passes, the last one marked by set_gradient_accumulation_boundary()",
+    "unmarked": "by several backward passes, none of them marked, as with torch alone",
 }
 # Each value of the option `offload` but None: what lives on the host. The number is the lowest stage that allows it.
 OFFLOADS = {"optimizer": 1, "all": 3}

@@ -71,6 +71,18 @@ def test_each_stage_trains_as_the_reference_does_but_stage_0_in_half_precision(
 
 @pytest.mark.heavy
 @pytest.mark.usefixtures("with_engines")
+@pytest.mark.parametrize(("stage", "offload"), [(1, "optimizer"), (2, None), (3, None)])
+def test_backward_passes_that_are_not_marked_lose_gradients_in_stages_1_and_2(
+    stage: int, offload: str | None, results: Path
+) -> None:
+    """As allenai/open-instruct 1498 reports of stage 2: each pass counts as the last one, and begins the sum anew."""
+    load = dataclasses.replace(LOAD, micro_batches=4)
+    record = run(results, "deepspeed", load, stage=stage, offload=offload, accumulation="unmarked")
+    assert (record.gate.verdict, record.gate.reason) == (("failed", "gradient") if stage < 3 else ("tolerance", ""))
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("with_engines")
 @pytest.mark.parametrize("name", ["zero-offload", "zero-infinity"])
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "fp32"), (2, "bf16")])
 @pytest.mark.cover(1)
@@ -118,7 +130,7 @@ def test_another_archive_of_the_same_release_is_another_run(monkeypatch: pytest.
         ({"stage": 0, "offload": "optimizer"}, "expected stage 1 or higher, got 0; try stage=1"),
         ({"stage": 2, "offload": "all"}, "expected stage 3 or higher, got 2; try stage=3"),
         ({"offload": "disk"}, "offload: expected none or one of optimizer, all, got 'disk'"),
-        ({"accumulation": "mine"}, "accumulation: expected one of engine, caller, got 'mine'"),
+        ({"accumulation": "mine"}, "accumulation: expected one of engine, caller, unmarked, got 'mine'"),
     ],
     ids=str,
 )
