@@ -17,6 +17,7 @@ NONE_KNOWN = "no public report known"
 WORD_COLUMNS = 110  # most characters of a cell's word
 # What ends the part of a reason that a cell's word shows.
 ENDS = {FAILS: re.compile(r" \("), CRASH: re.compile(r"; its log |\. (?=[A-Z])"), UNAVAILABLE: re.compile(r" \(at ")}
+INSTEAD = re.compile(r"(\d[\d.e+-]*) instead of (\d[\d.e+-]*)")
 HEADS = ("setting", "verdict", "releases", "public report")
 NO_PROBE = "a pass is of the run alone: no probe was trained"
 
@@ -35,9 +36,16 @@ def word(row: FigureRow) -> str:
         return PASSES
     engine = ENGINES[ROWS[row.series].engine]
     reason = " ".join(row.reason.split()).removeprefix(f"{engine.package} {row.group} ")  # all releases say the same
+    reason = INSTEAD.sub(_rounded, reason)
     if kind(row) in ENDS:
         reason = ENDS[kind(row)].split(reason)[0]
     return textwrap.shorten(f"{kind(row)}: {reason.removeprefix(f'{UNTESTED}: ')}", WORD_COLUMNS, placeholder=" ...")
+
+
+def _rounded(pair: re.Match[str]) -> str:
+    """Return two numbers as text with four digits, or as they are if these are the same."""
+    short = [f"{float(number):.4g}" for number in pair.groups()]
+    return pair[0] if short[0] == short[1] else " instead of ".join(short)
 
 
 def is_unreported(row: FigureRow) -> bool:

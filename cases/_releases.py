@@ -107,7 +107,9 @@ ENGINES = {
         ("0.12.0", "0.12.1", "0.12.2", "0.12.3", "0.13.0", "0.13.1", "0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3",
          "0.16.0", "0.16.1"),
     ),
-    "fsdp2": MapEngine("torch"),  # part of torch, of which only the installed release runs
+    # Only the installed releases of these run.
+    "transformers": MapEngine("transformers"),
+    "fsdp2": MapEngine("torch"),
 }  # fmt: skip
 
 # What a run on a CPU of these sizes cannot show, by a short name.
@@ -117,6 +119,7 @@ UNSEEN = {
     "ranks": "a wrong sum over ranks: one rank sums nothing",
     "buckets": "a fault between two buckets of gradients: the whole model fills one",
     "gloo": "a process group that lacks the CPU: on a CPU the group is gloo's",
+    "tokens": "a mean over micro-batches that have other numbers of tokens: all samples are equally long",
     "all": "anything: the method runs on NVIDIA GPUs only",
 }
 
@@ -140,7 +143,8 @@ def _zero(
 ZENFLOW_LACKS = ("copies", "streams", "ranks")
 LATE = "most gradients are applied some steps late"
 
-# In a row's name, 4 stands for four micro-batches, and `caller` for several backward passes before one step.
+# In a row's name, 4 stands for four micro-batches, and `caller` for several backward passes before one step, of which
+# the last is marked; `unmarked`: none is.
 ROWS = {
     "stage-0": _zero(0),
     "stage-0-4": _zero(0, parts=4),
@@ -152,6 +156,7 @@ ROWS = {
     "stage-2-4": _zero(2, parts=4),
     "stage-2-4-bf16": _zero(2, parts=4, dtype="bf16"),
     "stage-2-4-caller": _zero(2, parts=4, accumulation="caller"),
+    "stage-2-4-unmarked": _zero(2, parts=4, accumulation="unmarked"),
     "stage-2-no-clip": _zero(2, clip=0.0),
     "stage-3": _zero(3),
     "stage-3-4": _zero(3, parts=4),
@@ -182,7 +187,18 @@ ROWS = {
         {"world_size": 2, "tensor_parallel": 2, "sequence_parallel": True},
         {"micro_batches": 4},
     ),
+    "hf-trainer": MapRow("transformers", "hf-trainer", unseen=("ranks",)),
+    "hf-trainer-4": MapRow("transformers", "hf-trainer", {}, {"micro_batches": 4}, unseen=("ranks", "tokens")),
+    "hf-trainer-4-bf16": MapRow(
+        "transformers", "hf-trainer", {}, {"micro_batches": 4, "dtype": "bf16"}, unseen=("ranks", "tokens")
+    ),
     "fsdp2": MapRow("fsdp2", "fsdp2-offload", unseen=("gloo", "copies", "streams", "ranks")),
+    "fsdp2-4": MapRow(
+        "fsdp2", "fsdp2-offload", {}, {"micro_batches": 4}, unseen=("gloo", "copies", "streams", "ranks")
+    ),
+    "fsdp2-4-2-ranks": MapRow(
+        "fsdp2", "fsdp2-offload", {"world_size": 2}, {"micro_batches": 4}, unseen=("gloo", "copies", "streams")
+    ),
 }
 
 REPORTS = (
@@ -205,6 +221,11 @@ REPORTS = (
         "offload: of several backward passes before one step only the last counts",
         until="0.18.9",
         rows=("stage-2-offload-4-caller",),
+    ),
+    PublicReport(
+        ("allenai/open-instruct#1498",),
+        "several backward passes before one step: each that is not marked begins the sum anew, as if it were the last",
+        rows=("stage-2-4-unmarked",),
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#7718", "deepspeedai/DeepSpeed#7697", "huggingface/trl#4540", "huggingface/trl#4631",
@@ -285,7 +306,7 @@ REPORTS = (
     PublicReport(
         ("axolotl-ai-cloud/axolotl#3058", "pytorch/pytorch#148532", "meta-pytorch/torchtune#1977"),
         "FSDP2 with offload cannot clip gradients unless the process group has a CPU backend, too",
-        rows=("fsdp2",),
+        rows=("fsdp2", "fsdp2-4", "fsdp2-4-2-ranks"),
         is_error=True,
     ),
     PublicReport(
@@ -358,7 +379,8 @@ REPORTS = (
     PublicReport(
         ("huggingface/transformers#35438", "huggingface/blog#2414"),
         "the mean loss of micro-batches counts each micro-batch alike, not each token",
-        why_no_row="no method trains by the Trainer of transformers",
+        until="4.45.2",
+        rows=("hf-trainer-4", "hf-trainer-4-bf16"),
     ),
     PublicReport(
         ("NVIDIA/Megatron-LM#2417", "NVIDIA/Megatron-LM#3159", "NVIDIA/Megatron-LM#1532"),

@@ -83,7 +83,8 @@ def _placed(records: Sequence[Record], used: CaseProfile) -> Iterator[tuple[tupl
         with contextlib.suppress(ValueError):  # the method no longer has one of the record's options
             job = _by_installed(record.job)
             for name in (name for name, own in rows if own == job):
-                told = record.job.options.get(OPTION) or record.software.get(ENGINES[ROWS[name].engine].package)
+                engine = ENGINES[ROWS[name].engine]
+                told = record.job.options.get(OPTION) or record.software.get(engine.package) or engine.installed
                 yield (name, str(told).partition("+")[0]), record  # a build of torch names its device behind a +
 
 
