@@ -106,6 +106,7 @@ def notes(rows: Sequence[FigureRow]) -> Iterator[str]:
             yield f"cannot show {text}: {', '.join(lacking)}"
     for report in REPORTS:
         where = ", ".join(f"`{name}`" for name in report.rows) or f"no row: {report.why_no_row}"
+        where += ", on a GPU only" * report.needs_gpu
         yield f"{report.links}{_about(report)}: {report.says} ({where})"
 
 

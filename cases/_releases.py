@@ -66,6 +66,7 @@ class PublicReport:
     until: str = ""  # last release that it is about; empty: no release is known to be right
     rows: tuple[str, ...] = ()  # keys of ROWS that should show it
     is_error: bool = False  # True: training ends in an error; False: it is wrong
+    needs_gpu: bool = False  # True: a CPU cannot show it
     why_no_row: str = ""
 
     @property
@@ -262,24 +263,28 @@ REPORTS = (
         "stage 2 with overlap_comm: a bucket is filled again before its exchange has ended",
         until="0.14.2",
         rows=("stage-2-4-overlap-2-ranks",),
+        needs_gpu=True,
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#7188", "deepspeedai/DeepSpeed#7371", "deepspeedai/DeepSpeed#5347"),
         "stage 2 with overlap_comm: the loss becomes 0, for the two buckets are swapped too early",
         until="0.17.4",
         rows=("stage-2-4-overlap-2-ranks",),
+        needs_gpu=True,
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#7965",),
         "stage 2 with overlap_comm: the loss becomes NaN, for a buffer is freed before its exchange has ended",
         until="0.18.9",
         rows=("stage-2-4-overlap-2-ranks",),
+        needs_gpu=True,
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#8061", "deepspeedai/DeepSpeed#8080"),
         "stage 2 with overlap_comm: the exchange waits for one of several streams that fill a bucket",
         until="0.19.2",
         rows=("stage-2-4-overlap-2-ranks",),
+        needs_gpu=True,
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#7629",),
@@ -302,12 +307,14 @@ REPORTS = (
         until="0.18.8",
         rows=("superoffload",),
         is_error=True,
+        needs_gpu=True,
     ),
     PublicReport(
         ("axolotl-ai-cloud/axolotl#3058", "pytorch/pytorch#148532", "meta-pytorch/torchtune#1977"),
         "FSDP2 with offload cannot clip gradients unless the process group has a CPU backend, too",
         rows=("fsdp2", "fsdp2-4", "fsdp2-4-2-ranks"),
         is_error=True,
+        needs_gpu=True,
     ),
     PublicReport(
         ("NVIDIA/Megatron-LM#1446",),
@@ -415,13 +422,14 @@ def columns_of(name: str) -> list[str]:
 
 def chosen(
     only: str | None = None, since: str = "", until: str = "", names: Sequence[str] = (),
-    releases: Sequence[str] = (), is_quick: bool = False,
+    releases: Sequence[str] = (), is_quick: bool = False, has_gpu: bool = False,
 ) -> list[tuple[str, str]]:  # fmt: skip
     """Return the cells that a call asks for, each as the name of its row and its release.
 
     `only`: an engine; None: all. `names`: rows; none: all of the engine. `releases`: these alone, also such as the
     table lacks. `is_quick`: only releases beside the first and the last one of each public report, in the first of its
-    rows. Raises ValueError for an unknown engine or row, and for releases where several engines are asked for.
+    rows, but for reports that a machine without a GPU (`has_gpu`) cannot show. Raises ValueError for an unknown engine
+    or row, and for releases where several engines are asked for.
     """
     for given, known, what in (([only] if only else [], ENGINES, "an engine"), (names, ROWS, "a setting")):
         if unknown := [name for name in given if name not in known]:
@@ -437,16 +445,16 @@ def chosen(
             raise ValueError(f"expected a release such as 0.18.9, got {release!r}")
     cells = [(name, release) for name in rows for release in (releases or columns_of(name))]
     cells = [cell for cell in cells if order(since) <= order(cell[1]) and (not until or order(cell[1]) <= order(until))]
-    quick = _beside_reports()
+    quick = _beside_reports(has_gpu)
     return [cell for cell in cells if not is_quick or cell in quick]
 
 
-def _beside_reports() -> set[tuple[str, str]]:
+def _beside_reports(has_gpu: bool) -> set[tuple[str, str]]:
     """Return the cells at both ends of each report, in the first of its rows: the last release before it, its first
     and its last release, and the first release after it."""
     found = set()
     for report in REPORTS:
-        for name in report.rows[:1]:
+        for name in report.rows[:1] if has_gpu or not report.needs_gpu else ():
             columns = columns_of(name)
             for earlier, later in itertools.pairwise(columns):
                 if report.is_about(earlier) != report.is_about(later):

@@ -69,15 +69,14 @@ def releases(**words: Any) -> None:
         print(script(name, release), end="")
         return
     probe = options.probe_of(words) or NONE
-    cells = chosen(
-        words["only"], words["since"], words["until"], words["names"], words["versions"], is_quick=words["quick"]
-    )
+    used = case.profile_of(None, None)
+    asked = (words["only"], words["since"], words["until"], words["names"], words["versions"])
+    cells = chosen(*asked, is_quick=words["quick"], has_gpu=used.device == "cuda")
     if not cells:
         raise ValueError("expected at least one cell, got none by these options; try without --since and --until")
     check_replaceable(words["out"], f"# {TITLE}".encode())
     check_writable(words["out"].resolve().parent, "--out")
     check_writable(words["results"])
-    used = case.profile_of(None, None)
     jobs: list[Job] = []
     left_out: list[str] = []
     for name, release in cells:
