@@ -118,6 +118,7 @@ def _small_print(rows: Sequence[FigureRow], note: str) -> str:
         f"measured on {rows[0].machine}, {note}; {rows[0].num_layers} layers x {rows[0].hidden_size}: a cell passes"
         " by the gate if its losses, gradient norms, weights and moments are those of plain PyTorch",
         *words.without_probe(rows),
-        "in a name: 4: micro-batches; caller: several backward passes before one step; no-clip: no clipping",
+        "in a name: 4: micro-batches; caller: several backward passes before one step, the last one marked;"
+        " unmarked: none is; no-clip: no clipping",
     ]
     return plot.wrapped(told)

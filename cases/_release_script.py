@@ -51,7 +51,7 @@ def _settings(name: str) -> dict[str, Any]:
         "clip": load.clip_norm,
         "dtype": DTYPES[load.dtype],
         "batch_size": load.batch_size,
-        "by_engine": trained.accumulation == "engine",
+        "accumulation": trained.accumulation,
         "torch": str(machine.software()["torch"]).partition("+")[0],
         "command": f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python",
     }

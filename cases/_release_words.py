@@ -7,24 +7,27 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, PublicReport, columns_of, ordered, reports_about
-from harness.core.record import PASSING
+from harness.figures.case_files import EDITED
 from harness.figures.point import FigureRow
 from harness.gate.probe import LEFT_OUT
 
-PASSES, FAILS, CRASH, UNAVAILABLE, NOT_RUN = "passes", "fails", "crash", "unavailable", "not run"
+PASSES, FAILS, UNTESTED = "passes", "fails", "untested"
+CRASH, UNAVAILABLE, NOT_RUN = "crash", "unavailable", "not run"
 NONE_KNOWN = "no public report known"
 WORD_COLUMNS = 110  # most characters of a cell's word
 # What ends the part of a reason that a cell's word shows.
 ENDS = {FAILS: re.compile(r" \("), CRASH: re.compile(r"; its log |\. (?=[A-Z])"), UNAVAILABLE: re.compile(r" \(at ")}
+INSTEAD = re.compile(r"(\d[\d.e+-]*) instead of (\d[\d.e+-]*)")
 HEADS = ("setting", "verdict", "releases", "public report")
 NO_PROBE = "a pass is of the run alone: no probe was trained"
 
 
 def kind(row: FigureRow) -> str:
-    """Return a cell's verdict in one word."""
-    if row.status in PASSING:
-        return PASSES if row.valid else "untested"  # not valid: its line of the table was edited
-    return {"failed": FAILS}.get(row.status, row.status)
+    """Return a cell's verdict in one word, or how its run ended."""
+    if row.status != "ok":
+        return row.status
+    is_untested = row.reason.startswith(UNTESTED) or row.reason == EDITED
+    return PASSES if row.valid else UNTESTED if is_untested else FAILS
 
 
 def word(row: FigureRow) -> str:
@@ -33,9 +36,16 @@ def word(row: FigureRow) -> str:
         return PASSES
     engine = ENGINES[ROWS[row.series].engine]
     reason = " ".join(row.reason.split()).removeprefix(f"{engine.package} {row.group} ")  # all releases say the same
+    reason = INSTEAD.sub(_rounded, reason)
     if kind(row) in ENDS:
         reason = ENDS[kind(row)].split(reason)[0]
-    return textwrap.shorten(f"{kind(row)}: {reason}", WORD_COLUMNS, placeholder=" ...")
+    return textwrap.shorten(f"{kind(row)}: {reason.removeprefix(f'{UNTESTED}: ')}", WORD_COLUMNS, placeholder=" ...")
+
+
+def _rounded(pair: re.Match[str]) -> str:
+    """Return two numbers as text with four digits, or as they are if these are the same."""
+    short = [f"{float(number):.4g}" for number in pair.groups()]
+    return pair[0] if short[0] == short[1] else " instead of ".join(short)
 
 
 def is_unreported(row: FigureRow) -> bool:
@@ -96,6 +106,7 @@ def notes(rows: Sequence[FigureRow]) -> Iterator[str]:
             yield f"cannot show {text}: {', '.join(lacking)}"
     for report in REPORTS:
         where = ", ".join(f"`{name}`" for name in report.rows) or f"no row: {report.why_no_row}"
+        where += ", on a GPU only" * report.needs_gpu
         yield f"{report.links}{_about(report)}: {report.says} ({where})"
 
 

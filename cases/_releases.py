@@ -66,6 +66,7 @@ class PublicReport:
     until: str = ""  # last release that it is about; empty: no release is known to be right
     rows: tuple[str, ...] = ()  # keys of ROWS that should show it
     is_error: bool = False  # True: training ends in an error; False: it is wrong
+    needs_gpu: bool = False  # True: a CPU cannot show it
     why_no_row: str = ""
 
     @property
@@ -107,7 +108,9 @@ ENGINES = {
         ("0.12.0", "0.12.1", "0.12.2", "0.12.3", "0.13.0", "0.13.1", "0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3",
          "0.16.0", "0.16.1"),
     ),
-    "fsdp2": MapEngine("torch"),  # part of torch, of which only the installed release runs
+    # Only the installed releases of these run.
+    "transformers": MapEngine("transformers"),
+    "fsdp2": MapEngine("torch"),
 }  # fmt: skip
 
 # What a run on a CPU of these sizes cannot show, by a short name.
@@ -117,6 +120,7 @@ UNSEEN = {
     "ranks": "a wrong sum over ranks: one rank sums nothing",
     "buckets": "a fault between two buckets of gradients: the whole model fills one",
     "gloo": "a process group that lacks the CPU: on a CPU the group is gloo's",
+    "tokens": "a mean over micro-batches that have other numbers of tokens: all samples are equally long",
     "all": "anything: the method runs on NVIDIA GPUs only",
 }
 
@@ -140,7 +144,8 @@ def _zero(
 ZENFLOW_LACKS = ("copies", "streams", "ranks")
 LATE = "most gradients are applied some steps late"
 
-# In a row's name, 4 stands for four micro-batches, and `caller` for several backward passes before one step.
+# In a row's name, 4 stands for four micro-batches, and `caller` for several backward passes before one step, of which
+# the last is marked; `unmarked`: none is.
 ROWS = {
     "stage-0": _zero(0),
     "stage-0-4": _zero(0, parts=4),
@@ -152,6 +157,7 @@ ROWS = {
     "stage-2-4": _zero(2, parts=4),
     "stage-2-4-bf16": _zero(2, parts=4, dtype="bf16"),
     "stage-2-4-caller": _zero(2, parts=4, accumulation="caller"),
+    "stage-2-4-unmarked": _zero(2, parts=4, accumulation="unmarked"),
     "stage-2-no-clip": _zero(2, clip=0.0),
     "stage-3": _zero(3),
     "stage-3-4": _zero(3, parts=4),
@@ -182,7 +188,18 @@ ROWS = {
         {"world_size": 2, "tensor_parallel": 2, "sequence_parallel": True},
         {"micro_batches": 4},
     ),
+    "hf-trainer": MapRow("transformers", "hf-trainer", unseen=("ranks",)),
+    "hf-trainer-4": MapRow("transformers", "hf-trainer", {}, {"micro_batches": 4}, unseen=("ranks", "tokens")),
+    "hf-trainer-4-bf16": MapRow(
+        "transformers", "hf-trainer", {}, {"micro_batches": 4, "dtype": "bf16"}, unseen=("ranks", "tokens")
+    ),
     "fsdp2": MapRow("fsdp2", "fsdp2-offload", unseen=("gloo", "copies", "streams", "ranks")),
+    "fsdp2-4": MapRow(
+        "fsdp2", "fsdp2-offload", {}, {"micro_batches": 4}, unseen=("gloo", "copies", "streams", "ranks")
+    ),
+    "fsdp2-4-2-ranks": MapRow(
+        "fsdp2", "fsdp2-offload", {"world_size": 2}, {"micro_batches": 4}, unseen=("gloo", "copies", "streams")
+    ),
 }
 
 REPORTS = (
@@ -205,6 +222,11 @@ REPORTS = (
         "offload: of several backward passes before one step only the last counts",
         until="0.18.9",
         rows=("stage-2-offload-4-caller",),
+    ),
+    PublicReport(
+        ("allenai/open-instruct#1498",),
+        "several backward passes before one step: each that is not marked begins the sum anew, as if it were the last",
+        rows=("stage-2-4-unmarked",),
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#7718", "deepspeedai/DeepSpeed#7697", "huggingface/trl#4540", "huggingface/trl#4631",
@@ -241,24 +263,28 @@ REPORTS = (
         "stage 2 with overlap_comm: a bucket is filled again before its exchange has ended",
         until="0.14.2",
         rows=("stage-2-4-overlap-2-ranks",),
+        needs_gpu=True,
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#7188", "deepspeedai/DeepSpeed#7371", "deepspeedai/DeepSpeed#5347"),
         "stage 2 with overlap_comm: the loss becomes 0, for the two buckets are swapped too early",
         until="0.17.4",
         rows=("stage-2-4-overlap-2-ranks",),
+        needs_gpu=True,
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#7965",),
         "stage 2 with overlap_comm: the loss becomes NaN, for a buffer is freed before its exchange has ended",
         until="0.18.9",
         rows=("stage-2-4-overlap-2-ranks",),
+        needs_gpu=True,
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#8061", "deepspeedai/DeepSpeed#8080"),
         "stage 2 with overlap_comm: the exchange waits for one of several streams that fill a bucket",
         until="0.19.2",
         rows=("stage-2-4-overlap-2-ranks",),
+        needs_gpu=True,
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#7629",),
@@ -281,12 +307,14 @@ REPORTS = (
         until="0.18.8",
         rows=("superoffload",),
         is_error=True,
+        needs_gpu=True,
     ),
     PublicReport(
         ("axolotl-ai-cloud/axolotl#3058", "pytorch/pytorch#148532", "meta-pytorch/torchtune#1977"),
         "FSDP2 with offload cannot clip gradients unless the process group has a CPU backend, too",
-        rows=("fsdp2",),
+        rows=("fsdp2", "fsdp2-4", "fsdp2-4-2-ranks"),
         is_error=True,
+        needs_gpu=True,
     ),
     PublicReport(
         ("NVIDIA/Megatron-LM#1446",),
@@ -358,7 +386,8 @@ REPORTS = (
     PublicReport(
         ("huggingface/transformers#35438", "huggingface/blog#2414"),
         "the mean loss of micro-batches counts each micro-batch alike, not each token",
-        why_no_row="no method trains by the Trainer of transformers",
+        until="4.45.2",
+        rows=("hf-trainer-4", "hf-trainer-4-bf16"),
     ),
     PublicReport(
         ("NVIDIA/Megatron-LM#2417", "NVIDIA/Megatron-LM#3159", "NVIDIA/Megatron-LM#1532"),
@@ -393,13 +422,14 @@ def columns_of(name: str) -> list[str]:
 
 def chosen(
     only: str | None = None, since: str = "", until: str = "", names: Sequence[str] = (),
-    releases: Sequence[str] = (), is_quick: bool = False,
+    releases: Sequence[str] = (), is_quick: bool = False, has_gpu: bool = False,
 ) -> list[tuple[str, str]]:  # fmt: skip
     """Return the cells that a call asks for, each as the name of its row and its release.
 
     `only`: an engine; None: all. `names`: rows; none: all of the engine. `releases`: these alone, also such as the
     table lacks. `is_quick`: only releases beside the first and the last one of each public report, in the first of its
-    rows. Raises ValueError for an unknown engine or row, and for releases where several engines are asked for.
+    rows, but for reports that a machine without a GPU (`has_gpu`) cannot show. Raises ValueError for an unknown engine
+    or row, and for releases where several engines are asked for.
     """
     for given, known, what in (([only] if only else [], ENGINES, "an engine"), (names, ROWS, "a setting")):
         if unknown := [name for name in given if name not in known]:
@@ -415,16 +445,16 @@ def chosen(
             raise ValueError(f"expected a release such as 0.18.9, got {release!r}")
     cells = [(name, release) for name in rows for release in (releases or columns_of(name))]
     cells = [cell for cell in cells if order(since) <= order(cell[1]) and (not until or order(cell[1]) <= order(until))]
-    quick = _beside_reports()
+    quick = _beside_reports(has_gpu)
     return [cell for cell in cells if not is_quick or cell in quick]
 
 
-def _beside_reports() -> set[tuple[str, str]]:
+def _beside_reports(has_gpu: bool) -> set[tuple[str, str]]:
     """Return the cells at both ends of each report, in the first of its rows: the last release before it, its first
     and its last release, and the first release after it."""
     found = set()
     for report in REPORTS:
-        for name in report.rows[:1]:
+        for name in report.rows[:1] if has_gpu or not report.needs_gpu else ():
             columns = columns_of(name)
             for earlier, later in itertools.pairwise(columns):
                 if report.is_about(earlier) != report.is_about(later):

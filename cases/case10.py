@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from cases import _case10_figure
+from cases._release_words import UNTESTED
 from cases._releases import ENGINES, OPTION, ROWS, columns_of, order
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
@@ -45,8 +46,8 @@ class ReleaseMap(Case):
         return [job_of(used, name, release) for name, release in installed if release in columns_of(name)]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
-        """Return a row for each cell with a record. `series` is the name of its row, `group` its release, `status` the
-        gate's verdict or, without one, how the run ended, and `reason` the text of either."""
+        """Return a row for each cell with a record. `series` is the name of its row, `group` its release, and `reason`
+        the text of the gate, also of a cell that passes, or how the run ended."""
         found: dict[tuple[str, str], list[Record]] = {}
         for place, record in _placed(records, used):
             found.setdefault(place, []).append(record)
@@ -82,7 +83,8 @@ def _placed(records: Sequence[Record], used: CaseProfile) -> Iterator[tuple[tupl
         with contextlib.suppress(ValueError):  # the method no longer has one of the record's options
             job = _by_installed(record.job)
             for name in (name for name, own in rows if own == job):
-                told = record.job.options.get(OPTION) or record.software.get(ENGINES[ROWS[name].engine].package)
+                engine = ENGINES[ROWS[name].engine]
+                told = record.job.options.get(OPTION) or record.software.get(engine.package) or engine.installed
                 yield (name, str(told).partition("+")[0]), record  # a build of torch names its device behind a +
 
 
@@ -95,6 +97,7 @@ def _by_installed(job: Job) -> Job:
 def _row(name: str, release: str, records: Sequence[Record]) -> FigureRow:
     """Return the row of a cell: that of its newest result or, without one, of its newest record."""
     newest = next((record for record in reversed(records) if record.is_result), records[-1])
-    verdict, why = (newest.gate.verdict, newest.gate.text) if newest.status == "ok" else (newest.status, newest.reason)
-    row = row_of(ReleaseMap.metric, [newest])
-    return replace(row, series=name, group=release, status=verdict, reason=why)
+    row, gate = row_of(ReleaseMap.metric, [newest]), newest.gate
+    told = f"{UNTESTED}: " if gate.verdict == UNTESTED else ""
+    reason = f"{told}{gate.text}" if newest.status == "ok" else newest.reason
+    return replace(row, series=name, group=release, reason=reason)

@@ -198,9 +198,9 @@ def test_a_case_without_runs_tells_what_to_run_first(tmp_path: Path) -> None:
 
 
 def test_a_case_that_picks_is_a_table_of_runs_made_by_hand(tmp_path: Path) -> None:
-    (tmp_path / "case13.py").write_text(CASE.replace("    methods", "    picks = True\n    methods"))
+    (tmp_path / "case14.py").write_text(CASE.replace("    methods", "    picks = True\n    methods"))
     records.write(tmp_path / "results", records.record(Job("l2l", TINY)))
-    done = run("case", "13", "--extract", "--cases", tmp_path, "--results", tmp_path / "results")
+    done = run("case", "14", "--extract", "--cases", tmp_path, "--results", tmp_path / "results")
     assert done.returncode == 0 and [line.split(",")[3] for line in done.stdout.splitlines()] == ["method", "l2l"]
 
 

@@ -69,15 +69,14 @@ def releases(**words: Any) -> None:
         print(script(name, release), end="")
         return
     probe = options.probe_of(words) or NONE
-    cells = chosen(
-        words["only"], words["since"], words["until"], words["names"], words["versions"], is_quick=words["quick"]
-    )
+    used = case.profile_of(None, None)
+    asked = (words["only"], words["since"], words["until"], words["names"], words["versions"])
+    cells = chosen(*asked, is_quick=words["quick"], has_gpu=used.device == "cuda")
     if not cells:
         raise ValueError("expected at least one cell, got none by these options; try without --since and --until")
     check_replaceable(words["out"], f"# {TITLE}".encode())
     check_writable(words["out"].resolve().parent, "--out")
     check_writable(words["results"])
-    used = case.profile_of(None, None)
     jobs: list[Job] = []
     left_out: list[str] = []
     for name, release in cells:
@@ -121,7 +120,7 @@ def _ends_again(record: Record) -> bool:
 
 def _write(used: CaseProfile, results: Path, out: Path, as_json: bool) -> None:
     """Write the map of all recorded cells as a page in Markdown, a table and a figure, and print it."""
-    from cases._release_words import HEADS, notes, page_rows
+    from cases._release_words import HEADS, kind, notes, page_rows
 
     rows = case.table(CASE, used, records_of(results))
     lines = list(page_rows(rows))
@@ -131,7 +130,7 @@ def _write(used: CaseProfile, results: Path, out: Path, as_json: bool) -> None:
     files = [out, table, *case_files.draw(CASE, table)]
     if as_json:
         for row in rows:
-            print(json.dumps({"setting": row.series, "release": row.group, "verdict": row.status, "text": row.reason}))
+            print(json.dumps({"setting": row.series, "release": row.group, "verdict": kind(row), "text": row.reason}))
         return
     print_table(HEADS[:3], [line[:3] for line in lines], has_lines=True)
     print(", ".join(map(str, files)))

@@ -40,7 +40,7 @@ def value_text(row: FigureRow) -> str:
         return "none"
     if row.metric == "params":
         return params_text(int(row.value))
-    units = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
+    units = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s", "loss_difference": "of the loss"}
     return f"{row.value:.4g} {units.get(row.metric, 's')}"
 
 

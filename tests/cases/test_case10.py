@@ -18,8 +18,9 @@ from cases import _release_words as words
 from cases import case10
 from cases._release_script import script
 from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, chosen, columns_of, order
-from harness.core.record import PASSING, Gate, Record
+from harness.core.record import Gate, Record
 from harness.figures import case, measurements
+from harness.figures.case_files import EDITED
 from harness.figures.point import FigureRow
 from harness.forecast.fit import resolve
 from tests.figures.test_case import DEMO, record
@@ -34,17 +35,18 @@ KNOWN = (
     "pytorch/pytorch#148532", "huggingface/transformers#35438", "NVIDIA/Megatron-LM#2417",
 )  # fmt: skip
 NORM = (
-    "gradient norm 0.847 instead of 1.709 at step 1 (relative 5.0e-01, 1e-03 allowed), where the loss still agrees: the"
-    " gradients, or the norm of them, are not the reference's"
+    "gradient norm 0.8472355 instead of 1.708618 at step 1 (relative 5.0e-01, 1e-03 allowed), where the loss still"
+    " agrees: the gradients, or the norm of them, are not the reference's"
 )
 
 
-def row(name: str, release: str, status: str = "tolerance", reason: str = "") -> FigureRow:
+def row(name: str, release: str, verdict: str = "passed", reason: str = "") -> FigureRow:
+    """A cell's row; `verdict`: passed, failed, or how its run ended."""
     load = case10.workload_of(name)
     return FigureRow(
         "loss_difference", ROWS[name].method, load.num_layers, load.hidden_size, None, 1e-7, series=name,
-        group=release, status=status, reason=reason, machine="some CPU, 2 cores",
-        valid=status in PASSING,
+        group=release, status="ok" if verdict in ("passed", "failed") else verdict, reason=reason,
+        machine="some CPU, 2 cores", valid=verdict == "passed",
     )  # fmt: skip
 
 
@@ -64,7 +66,7 @@ def test_a_report_is_about_rows_or_has_a_reason(report: Any) -> None:
     assert bool(report.rows) != bool(report.why_no_row) and set(report.rows) <= set(ROWS)
     assert all(re.fullmatch(r"[\w-]+/[\w-]+#\d+", thread) for thread in report.threads)
     known = [release for name in report.rows for release in ENGINES[ROWS[name].engine].releases]
-    assert {report.since, report.until} <= {"", *known} or not report.rows
+    assert {report.since, report.until} <= {"", *known} or not known
 
 
 def test_the_map_has_every_stage_with_and_without_offload_and_micro_batches() -> None:
@@ -102,7 +104,12 @@ def test_a_cell_is_its_newest_result() -> None:
     found = [cell("stage-2", "0.18.9"), cell("stage-2", "0.18.9", gate=Gate("failed", "gradient", NORM)),
              cell("stage-2", "0.18.9", status="crash")]  # fmt: skip
     (made,) = MAP.table(found, DEMO)
-    assert (made.status, made.reason, made.valid) == ("failed", NORM, False)
+    assert (made.status, made.reason, made.valid) == ("ok", NORM, False)
+
+
+def test_a_cell_without_a_verdict_neither_passes_nor_fails() -> None:
+    (made,) = MAP.table([cell("stage-2", "0.18.9", gate=Gate("untested", "no-reference", "no reference"))], DEMO)
+    assert words.word(made) == "untested: no reference"
 
 
 def test_runs_of_several_releases_are_kept_though_their_software_differs() -> None:
@@ -115,10 +122,10 @@ def test_runs_of_several_releases_are_kept_though_their_software_differs() -> No
 
 
 @pytest.mark.parametrize(
-    ("status", "reason", "told"),
+    ("verdict", "reason", "told"),
     [
-        ("exact", "20 steps and all weights bit-equal", "passes"),
-        ("failed", NORM, "fails: gradient norm 0.847 instead of 1.709 at step 1"),
+        ("passed", "20 steps and all weights bit-equal", "passes"),
+        ("failed", NORM, "fails: gradient norm 0.8472 instead of 1.709 at step 1"),
         (
             "crash",
             "RuntimeError: Output 0 of Split is a view and is being modified inplace. This view is the output of a"
@@ -131,16 +138,21 @@ def test_runs_of_several_releases_are_kept_though_their_software_differs() -> No
             "unavailable: does not import under torch 2.13.0 (ImportError: no name 'x')",
         ),
         ("timeout", "ran longer than its 5 seconds", "timeout: ran longer than its 5 seconds"),
-        ("untested", "not compared with the reference", "untested: not compared with the reference"),
+        ("failed", "untested: not compared with the reference", "untested: not compared with the reference"),
     ],
 )
-def test_the_word_of_a_cell(status: str, reason: str, told: str) -> None:
-    assert words.word(row("stage-2", "0.18.9", status, reason)) == told
+def test_the_word_of_a_cell(verdict: str, reason: str, told: str) -> None:
+    assert words.word(row("stage-2", "0.18.9", verdict, reason)) == told
+
+
+def test_numbers_that_differ_in_their_last_digits_keep_these() -> None:
+    told = words.word(row("stage-2", "0.18.9", "failed", "loss 6.247884 instead of 6.247893 at step 2 (relative 1e-6)"))
+    assert told == "fails: loss 6.247884 instead of 6.247893 at step 2"
 
 
 def test_a_cell_whose_line_was_edited_does_not_pass() -> None:
-    edited = dataclasses.replace(row("stage-2", "0.18.9"), valid=False, reason="its line is not as it was extracted")
-    assert words.word(edited) == "untested: its line is not as it was extracted"
+    edited = dataclasses.replace(row("stage-2", "0.18.9"), valid=False, reason=EDITED)
+    assert words.word(edited) == f"untested: {EDITED}"
 
 
 def test_a_report_stands_beside_a_failed_cell_and_is_missed_where_there_is_none() -> None:
@@ -171,7 +183,7 @@ def test_neighbors_of_one_word_share_a_line_of_the_page() -> None:
     wrong = [row("stage-2-offload-4", release, "failed", NORM) for release in ("0.15.2", "0.15.3", "0.15.4", "0.18.9")]
     lines = list(words.page_rows([*wrong, row("stage-2-offload-4", "0.19.8")]))
     assert [(line[1], line[2]) for line in lines[:2]] == [
-        ("fails: gradient norm 0.847 instead of 1.709 at step 1", "0.15.2 to 0.15.4, 0.18.9"), ("passes", "0.19.8"),
+        ("fails: gradient norm 0.8472 instead of 1.709 at step 1", "0.15.2 to 0.15.4, 0.18.9"), ("passes", "0.19.8"),
     ]  # fmt: skip
     name, verdict, releases, _ = lines[2]
     assert (name, verdict) == ("`stage-2-offload-4`", "not run") and releases.startswith("0.14.0 to 0.15.1, 0.16.0 to ")
@@ -201,7 +213,7 @@ def test_many_failed_neighbors_share_the_whole_word() -> None:
     releases = [release for release in columns_of("stage-2-offload-4") if "0.15.2" <= release < "0.19"]
     rows = [row("stage-2-offload-4", release, "failed", NORM) for release in releases]
     (told,) = MAP.figure(rows, "demo").axes[0].texts
-    assert told.get_text() == "fails: gradient norm 0.847 instead of 1.709 at step 1"
+    assert told.get_text() == "fails: gradient norm 0.8472 instead of 1.709 at step 1"
 
 
 def test_colors_of_cells_differ_in_grey() -> None:
@@ -231,7 +243,13 @@ def test_a_release_that_the_table_lacks_may_be_named() -> None:
 def test_quick_takes_both_sides_of_each_change() -> None:
     found = {release for name, release in chosen(is_quick=True) if name == "stage-2-offload-4"}
     assert {"0.15.1", "0.15.2", "0.18.9", "0.19.0"} <= found and "0.16.9" not in found
-    assert len(chosen(is_quick=True)) <= 45
+
+
+def test_quick_leaves_out_what_a_cpu_cannot_show() -> None:
+    """Buckets of an exchange that overlaps are wrong until 0.14.2 on streams; on a GPU this change is tried, too."""
+    change = {("stage-2-4-overlap-2-ranks", release) for release in ("0.14.2", "0.14.3")}
+    assert not change & {*chosen(is_quick=True)} and change <= {*chosen(is_quick=True, has_gpu=True)}
+    assert len(chosen(is_quick=True)) <= 30
 
 
 @pytest.mark.parametrize(
@@ -240,7 +258,7 @@ def test_quick_takes_both_sides_of_each_change() -> None:
         ({"only": "jax"}, "expected an engine of deepspeed"),
         ({"names": ["stage-9"]}, "expected a setting of stage-0, "),
         ({"only": "fsdp2", "names": ["stage-2"]}, "expected a setting of fsdp2, got stage-2"),
-        ({"since": "0.18.9"}, "expected releases of one engine, got deepspeed, megatron-core, fsdp2"),
+        ({"since": "0.18.9"}, "expected releases of one engine, got deepspeed, megatron-core, transformers"),
         ({"only": "deepspeed", "until": "new"}, "expected a release such as 0.18.9, got 'new'"),
     ],
 )
