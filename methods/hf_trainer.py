@@ -29,7 +29,6 @@ class HfTrainer(Method):
     log_dialect = "plain"
     takes_config = True
     accumulates = True
-    scales_loss = True
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         """Plan as for resident training, with two differences: weights, gradients and what layers keep are fp32 in any
@@ -43,7 +42,7 @@ class HfTrainer(Method):
         embedding = workload.vocab_size * workload.hidden_size
         # A new gradient waits until it is added to the sum; of a tied embedding there are two, and their sum.
         num_added = 2 * workload.anatomy.is_tied + (num_parts > 1)
-        casts = 0 if workload.dtype == "fp32" else 2
+        casts = 0 if workload.dtype == "fp32" else 2  # bytes of autocast's copy of a weight
         before = 0 if num_parts == 1 else 4 * params  # gradients of the micro-batches before
         moments = (  # at each moment: bytes of gradients, bytes of activations
             (before, kept + loss + casts * params),
@@ -62,8 +61,7 @@ class HfTrainer(Method):
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         row = describe(workload, "upstream: transformers.Trainer", "torch AdamW, fused, device")
-        scaled = ", GradScaler" if workload.dtype == "fp16" else ""
-        mixed = "" if workload.dtype == "fp32" else f", autocast to {workload.dtype}{scaled}"
+        mixed = "" if workload.dtype == "fp32" else f", autocast to {workload.dtype}"
         return {**row, "precision": f"weights fp32{mixed}", "recompute": "every layer, torch checkpoint"}
 
     def train(self, workload: Workload, batches, device: str) -> Training:

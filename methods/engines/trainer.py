@@ -6,6 +6,7 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.core.gpt import GPT, initialize
 from harness.core.hub_model import causal_model, library
-from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, MOST, WEIGHT_DECAY, Workload
+from harness.core.job import BETAS, EPSILON, MOST, WEIGHT_DECAY, Workload
 from harness.core.method import Step, TensorState
 from methods.engines.turns import Turns
 
@@ -31,6 +32,8 @@ class BatchTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
     Trainer makes for checkpoints; none is written."""
 
     def __init__(self, workload: Workload, device: str, folder: str) -> None:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            del os.environ[name]  # accelerate would take another precision, device or engine than the job's
         arguments = transformers.TrainingArguments(
             output_dir=folder, save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
             log_level="error",
@@ -43,7 +46,7 @@ class BatchTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
             weight_decay=WEIGHT_DECAY,
             learning_rate=1.0,  # by which the schedule's rates are multiplied
             max_grad_norm=workload.clip_norm,
-            bf16=workload.dtype == "bf16", fp16=workload.dtype == "fp16",
+            bf16=workload.dtype == "bf16",
             activation_checkpointing=workload.config is not None,  # the GPT has checkpoints of its own
             activation_checkpointing_kwargs={"use_reentrant": False},
         )  # fmt: skip
@@ -63,11 +66,6 @@ class BatchTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
             return self.norm
 
         self.accelerator.clip_grad_norm_ = clip_and_keep
-        if workload.dtype == "fp16":
-            # The harness's rule of the scale. On a CPU accelerate would train in fp32 without a word.
-            window = workload.loss_scale_window or LOSS_SCALE_WINDOW
-            scaler = torch.amp.GradScaler(device, init_scale=INITIAL_LOSS_SCALE, growth_interval=window)
-            self.accelerator.native_amp, self.accelerator.scaler = True, scaler
         self.turns = Turns(self.train)
 
     def get_train_dataloader(self) -> Iterator[dict[str, Tensor]]:
@@ -77,15 +75,10 @@ class BatchTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         while (batch := self.turns.take(step)) is not None:
             inputs, targets = batch
             tokens = torch.cat([inputs, targets[:, -1:]], 1)  # (B, T + 1): transformers shifts the labels itself
-            scaler = self.accelerator.scaler
-            scale = scaler.get_scale() if scaler else None
             self.loss = None
             yield from ({"input_ids": part, "labels": part} for part in tokens.chunk(self.workload.micro_batches))
-            is_skipped = bool(self.accelerator.optimizer_step_was_skipped)
-            if is_skipped:
-                self.lr_scheduler.step()  # Trainer's schedule counts updates, the harness's counts steps
             assert self.loss is not None
-            step = Step(self.loss, self.norm, loss_scale=scale, is_skipped=is_skipped)
+            step = Step(self.loss, self.norm)
         self.control.should_training_stop = True
 
     def training_step(self, *given: Any, **named: Any) -> Tensor:

@@ -52,6 +52,13 @@ def test_trainer_trains_as_resident(workload: Workload) -> None:
     assert largest_difference(ours.grad_norms, theirs.grad_norms) < 1e-5
 
 
+def test_the_job_alone_says_what_it_trains_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate takes its precision from the environment, too."""
+    expected = train("hf-trainer", tiny(), 2).losses
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert train("hf-trainer", tiny(), 2).losses == expected
+
+
 def load_of(micro_batches: int = 1) -> Workload:
     return probe.workload(probe.capped(micro_batched(micro_batches=micro_batches)), "fp32")
 
