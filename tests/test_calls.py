@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.checkout import ROOT
 from harness.cli.job_options import make_jobs
 from harness.core import method
 from harness.core.job import Job
@@ -56,6 +57,7 @@ def test_every_call_that_is_written_runs(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)  # where a call may write
     (tmp_path / "cluster.yaml").write_text("nodes: 2\n")  # a file that the reader has
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     words, told = calls.parsed(calls.filled(call))
     verb = next(iter(words), "")
     if "--help" in words:

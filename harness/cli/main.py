@@ -145,7 +145,7 @@ def _run() -> None:
         extra = re.search(r"extra arguments? \((\S+?)[ )]", text)
         if extra and extra[1] in door.all_verbs():
             text = f"expected the verb as the first word, got {extra[1]} after others"
-            hint = f"try ./run.sh {extra[1]} ..."
+            hint = f"try ./run.sh {extra[1]}, then the other words"
         _fail(f"error: {text.rstrip('.')}; {hint}", USAGE)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):

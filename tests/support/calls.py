@@ -32,7 +32,7 @@ OF_OPTIONS = {"--gpu": "rtx4090", "--machine": "rtx4090", "--model": "gpt2"}  # 
 VALUES = {
     "self.case": "3", "number": "3", "kind": "demo", "PAPER_MACHINE": "v100-vm", "words": "-m l2l -l 2 -h 256",
     "sizes": "-h 256 -b 2", "load.dtype": "fp32", "named_machines.words(name)": "--machine v100-vm",
-    "file.name": str(ROOT / "README.md"),
+    "file.name": str(ROOT / "README.md"), "extra[1]": "doctor",
 }  # fmt: skip
 KEPT = ROOT / ".venv" / f"tests-calls-{hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]}.json"
 CALL = re.compile(r"\./run\.sh[^\n`<]*")
