@@ -94,7 +94,7 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("case 4 --profile demo --results /tmp --out /proc/figures", "try another folder with --out"),
         ("-m hydra -l 2 -h 32 --models 2 --devices 2 --device sim", "leave --devices out, or add --device cpu"),
         ("-m resident --dtype fp64", "fp32, bf16 or fp16"),
-        ("-m hydra --dtype fp16", "no loss scale for fp16: try --dtype bf16, or -m fsdp2-offload, l2l"),
+        ("-m hydra --dtype fp16", "no loss scale for fp16: try --dtype bf16, or -m deepspeed, fsdp2-offload"),
         ("-m resident --dropout 1", "--dropout: expected from 0 to below 1, got 1.0"),
         ("-m resident --clip -1", "--clip: expected 0 (off) or a positive norm"),
         ("-m resident --steps 0", "steps: expected at least 1"),
@@ -123,7 +123,7 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("compare " + "x" * 300 + " l2l", "File name too long"),
         (
             "case overlaps",
-            "expected a case of 1, 2, 3, 4, 5, 6, 7, 8, 9, overlap, or all, got 'overlaps'",
+            "expected a case of 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, overlap, or all, got 'overlaps'",
         ),
         ("-m resident --methods /nowhere", "/nowhere"),
         ("-m resident --device cuda", "--device: expected cpu or sim on this machine, got cuda"),
