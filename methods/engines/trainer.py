@@ -28,11 +28,7 @@ transformers = library()
 Trainer: Any = transformers.Trainer
 
 
-<<<<<<< HEAD
-class BatchTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
-=======
 class BatchTrainer(Trainer):
->>>>>>> hf
     """A Trainer that asks for one batch at a time, and gives the step of the batch before. `folder`: the folder that
     Trainer makes for checkpoints; none is written."""
 
