@@ -70,7 +70,9 @@ ROUNDED: list[dict[str, Any]] = [
     {"adam": "plain", "rounding": "plain-attention"},
 ]  # fmt: skip
 # Methods that run a library's engine: it takes seconds to start, and DeepSpeed needs a process for each training.
-ENGINES = ("hf-trainer", "megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme")
+ENGINES = (
+    "deepspeed", "hf-trainer", "megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme",
+)  # fmt: skip
 # Verdicts that name a fault correctly: the gate's reason and, for a fault of a single step, the step that shows the
 # fault.
 FORWARD, GRADIENT = {"forward"}, {"gradient"}

@@ -22,7 +22,8 @@ QUICK = profile.make("quick", None, METHODS, V100)
 
 
 def test_every_method_that_has_ranks_is_in_the_figure() -> None:
-    assert set(SCALING.methods) == set(method.having("world_size"))
+    """But for `deepspeed`, whose stages 2 and 3 with offload the figure has by their papers' names."""
+    assert set(SCALING.methods) == set(method.having("world_size")) - {"deepspeed"}
 
 
 @pytest.mark.parametrize("used", [DEMO, QUICK], ids=["demo", "quick"])

@@ -67,7 +67,7 @@ def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
         (HEAD + "    kind: ratios", "kind: expected one of order, ratio, shape, value, got 'ratios'"),
         (HEAD.replace("id: one", "id: One") + RATIO, "claim 1: id: expected small letters, digits, dots and dashes"),
         (HEAD.replace("    source: Figure 0\n", "") + RATIO, "claim one: source is missing"),
-        (HEAD.replace("case: 3", "case: 99") + RATIO, "case: expected one of 1, 2, 3, 4, 5, 6, 7, 8, 9, got 99"),
+        (HEAD.replace("case: 3", "case: 99") + RATIO, "case: expected one of 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, got 99"),
         (HEAD.replace("[gpu]", "[h200]") + RATIO, "expected one of any, gpu, several-gpus, v100-vm, got 'h200'"),
         (HEAD.replace("samples_per_second", "speed") + RATIO, "metric: expected one of params"),
         (HEAD + RATIO.replace("l2l", "l3l"), "under.method: expected one of"),

@@ -17,7 +17,7 @@ from tests.support.training import overflowing, tiny, train, train_resident
 
 # Those that order their own streams, and Hydra, whose races tests/methods/sharding/test_hydra.py looks for.
 OTHERS = set(
-    "hydra fsdp2-offload hf-trainer megatron-lm superoffload zenflow".split()
+    "deepspeed hydra fsdp2-offload hf-trainer megatron-lm superoffload zenflow".split()
     + "zero-infinity zero-infinity-nvme zero-offload".split()
 )
 PLACED: list[dict] = [
