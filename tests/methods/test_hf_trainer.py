@@ -59,21 +59,23 @@ def test_the_job_alone_says_what_it_trains_with(monkeypatch: pytest.MonkeyPatch)
     assert train("hf-trainer", tiny(), 2).losses == expected
 
 
-def load_of(micro_batches: int = 1) -> Workload:
-    return probe.workload(probe.capped(micro_batched(micro_batches=micro_batches)), "fp32")
-
-
 @functools.cache
+def of_reference(method: str, micro_batches: int, **options: str) -> Record:
+    return trained(method, micro_batches, **options)
+
+
 def trained(method: str, micro_batches: int, **options: str) -> Record:
-    record = gate_power.train(Job(method, load_of(micro_batches), options, steps=probe.STEPS, warmup=0))
+    load = probe.workload(probe.capped(micro_batched(micro_batches=micro_batches)), "fp32")
+    record = gate_power.train(Job(method, load, options, steps=probe.STEPS, warmup=0))
     assert record.status == "ok", record.evidence
     return record
 
 
-def departure_of(record: Record) -> Departure | None:
-    parts = record.job.workload.micro_batches
-    rounded = trained("rounded", parts, names="plain-attention,single-samples,split-products").models()
-    return departures.of_trial(Trial(record, trained("resident", parts), tuple(rounded)))
+def departure(micro_batches: int) -> Departure | None:
+    """Of a training at the probe's learning rate from the reference's."""
+    record = trained("hf-trainer", micro_batches)
+    rounded = of_reference("rounded", micro_batches, names="plain-attention,single-samples,split-products").models()
+    return departures.of_trial(Trial(record, of_reference("resident", micro_batches), tuple(rounded)))
 
 
 def test_trainer_divides_gpt_2s_loss_by_one_token_too_many_a_sample() -> None:
@@ -89,15 +91,13 @@ def test_trainer_divides_gpt_2s_loss_by_one_token_too_many_a_sample() -> None:
 def test_the_gate_sees_it_err(fault: str) -> None:
     old, new, reason = FAULTS[fault]
     with planted(TRAINER, old, new):
-        trained.cache_clear()
-        departure = departure_of(trained("hf-trainer", 3))
-    assert departure is not None and departure.reason == reason, departure
+        found = departure(3)
+    assert found is not None and found.reason == reason, found
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_the_gate_passes_it_as_it_is(micro_batches: int) -> None:
-    trained.cache_clear()
-    assert departure_of(trained("hf-trainer", micro_batches)) is None
+    assert departure(micro_batches) is None
 
 
 def test_the_kernels_of_the_loops_thread_are_seen() -> None:
