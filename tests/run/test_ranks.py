@@ -262,7 +262,7 @@ def test_a_host_must_hold_all_ranks() -> None:
     ("words_", "told"),
     [
         ("-m fsdp2-offload --ranks 3", "a batch of 2 samples splits over 1, 2 ranks, not over 3"),
-        ("-m resident --ranks 2", "--ranks does not apply to resident: leave it out, or try -m deepspeed, fsdp2-offload"),
+        ("-m resident --ranks 2", "--ranks does not apply to resident: leave it out, or try -m deepspeed"),
         ("-m fsdp2-offload --ranks 2 --dropout 0.1", "dropout and --ranks exclude each other"),
         ("-m fsdp2-offload --ranks 2 --device sim", "--ranks: expected 1 on sim"),
     ],
