@@ -196,8 +196,10 @@ def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, n
     if offload == "optimizer":
         del device["optimizer"]
         host = {"weights": 4 * own, "gradients": 4 * own, "optimizer": 8 * own}
+    if stage == 3:
+        host["buffers"] = size * own  # at the start DeepSpeed lays a rank's weights together on the host
     exchanged = stage_3_exchanged(workload, num_ranks) if stage == 3 else stage_2_exchanged(workload, num_ranks)
-    return Plan(device, host, moved_bytes=2 * size * own if host else 0, exchanged=exchanged)
+    return Plan(device, host, moved_bytes=2 * size * own if offload else 0, exchanged=exchanged)
 
 
 def group_params(workload: Workload) -> tuple[int, int]:

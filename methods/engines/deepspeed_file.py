@@ -277,7 +277,7 @@ class DeepSpeedFile:
             return plan
         zero, size, params = self.zero(workload), workload.weight_bytes, workload.num_params
         bucket = int(zero.get("reduce_bucket_size", BUCKET_SIZE))
-        if not room.page_locks:  # a GPU's memory is taken when a tensor is made, a host's when it is written
+        if room.device_bytes is None:  # a device's memory is taken when a tensor is made, a host's when it is written
             bucket = min(bucket, params)
         device = dict(plan.device)
         if self.stage == 3:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from harness.base.checkout import ROOT
-from harness.core.job import Job, Room, Workload
+from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record
 from harness.forecast.fit import resolve
+from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep, identity
 from methods.engines import deepspeed_file
 from methods.engines.deepspeed import engine_config
@@ -242,7 +243,7 @@ def test_deepspeed_gets_the_files_entries_and_the_workloads() -> None:
 
 
 def test_a_plan_counts_the_stage_the_offload_and_the_buckets_of_the_file() -> None:
-    """A bucket is as large as the file says on a GPU; on a host it takes memory only as far as it is written."""
+    """On a device a bucket is as large as the file says; on a host it takes memory only as far as it is written."""
     for stage, offload, sections in ((1, None, ()), (2, "optimizer", ("offload_optimizer",)), (3, None, ())):
         on_host = {name: {"device": "cpu"} for name in sections}
         entries = {"stage": stage, **on_host, "overlap_comm": True, "stage3_max_live_parameters": 0}
@@ -251,7 +252,7 @@ def test_a_plan_counts_the_stage_the_offload_and_the_buckets_of_the_file() -> No
         bucket = {"buffers": 4 * LOAD.num_params} if stage == 3 else {}
         assert (plan.device, plan.host) == ({**expected.device, **bucket}, expected.host)
     small, large = (
-        create("deepspeed", {"config": zero(stage=2, reduce_bucket_size=size)}).plan(LOAD, Room(page_locks=True))
+        create("deepspeed", {"config": zero(stage=2, reduce_bucket_size=size)}).plan(LOAD, Room(2**30))
         for size in (1000, 2001000)
     )
     assert large.device["gradients"] - small.device["gradients"] == 4 * 2_000_000
@@ -397,6 +398,31 @@ def test_a_configuration_trains_as_the_reference_does(
     assert str(file) not in json.dumps(record.to_dict())
     if load.dtype == "fp32":
         assert record.gate.evidence["loss_difference"] <= 1e-6
+
+
+ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+SIZED = [
+    {"stage": 1, "reduce_bucket_size": 8_000_000, "overlap_comm": True},
+    {"stage": 2, "reduce_bucket_size": "auto", **ON_HOST},
+    {"stage": 3, "reduce_bucket_size": "auto"},
+    {"stage": 3, "reduce_bucket_size": "auto", **ON_HOST},
+    {"stage": 3, "reduce_bucket_size": 8_000_000, "offload_param": {"device": "cpu"}, **ON_HOST},
+]  # fmt: skip
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("compiled_sim", "with_engines")
+@pytest.mark.parametrize("entries", SIZED, ids=str)
+def test_a_configuration_takes_no_more_than_its_plan(entries: dict[str, Any], shared_results: Path) -> None:
+    """On sim, but for 5 % and 4 MiB of what no plan counts, such as norms and the batch."""
+    load = Workload(num_layers=4, hidden_size=256, num_heads=4, seq_len=128, batch_size=8, vocab_size=2048)
+    config = as_text(zero_optimization=entries, zero_force_ds_cpu_optimizer=False)
+    asked = Job("deepspeed", load, {"config": config}, Budget(2**30), device="sim", steps=3, warmup=1)
+    record = Sweep(shared_results, probe=NONE).run([resolve(asked)[0]])[0]
+    assert record.status == "ok", record.reason
+    for memory, peak in (("device", "device_allocated"), ("host", "host_accounted")):
+        planned = sum(record.predicted[memory].values())
+        assert record.peaks[peak] <= 1.05 * planned + 4 * 2**20, (memory, record.predicted, record.peaks)
 
 
 OTHERWISE = [
