@@ -187,7 +187,8 @@ def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, n
         "weights": size * own + gathered["weights"] if stage == 3 else size * params,
         "gradients": size * (own if stage > 1 else params) + 2 * size * (min(BUCKET_PARAMS, params) if stage else 0),
         "optimizer": (16 if has_main else 8) * stepped,
-        "activations": activation_bytes(workload),
+        # In stage 0 the clipped update takes a copy of the gradients, when activations are freed.
+        "activations": max(activation_bytes(workload), 0 if stage else size * params),
     }
     host = {}
     if offload == "optimizer":
@@ -229,9 +230,11 @@ def flat_groups(size: int, workload: Workload, room: Room, num_ranks: int = 1) -
 
 def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str, int]:
     """Return the bytes that a rank takes on the host with stage 2: the rank's part of masters, gradients and moments,
-    and a flat copy of all weights. On sim the sum is 20 (fp32) or 18 (bf16) bytes per parameter."""
-    part = flat_groups(4, workload, room, num_ranks)
-    states = {"weights": part, "gradients": part, "optimizer": 8 * -(-workload.num_params // num_ranks)}
+    and a flat copy of all weights; with micro-batches also the rank's part of their sum, in the weights' dtype. On sim
+    the sum of the first four is 20 (fp32) or 18 (bf16) bytes per parameter."""
+    part, params = flat_groups(4, workload, room, num_ranks), -(-workload.num_params // num_ranks)
+    summed = workload.weight_bytes * params if workload.micro_batches > 1 else 0
+    states = {"weights": part, "gradients": part + summed, "optimizer": 8 * params}
     return {**states, "buffers": flat_groups(workload.weight_bytes, workload, room)}
 
 

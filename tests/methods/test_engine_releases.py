@@ -139,6 +139,25 @@ def test_what_deepspeed_cannot_do_is_refused(options: dict[str, Any], told: str)
         create("deepspeed", options)
 
 
+@pytest.mark.heavy
+@pytest.mark.usefixtures("compiled_sim")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, None), (2, None), (2, "optimizer"), (3, "all")])
+@pytest.mark.cover(2)
+def test_training_takes_no_more_than_its_plan(
+    stage: int, offload: str | None, micro_batches: int, dtype: str, results: Path
+) -> None:
+    """On sim, but for 5 % and 4 MiB of what no plan counts, such as norms, the batch and a rank's buffers."""
+    load = Workload(num_layers=4, hidden_size=256, num_heads=4, seq_len=128, batch_size=8, vocab_size=2048, dtype=dtype,
+                    micro_batches=micro_batches)  # fmt: skip
+    job = resolve(Job("deepspeed", load, {"stage": stage, "offload": offload}, device="sim", steps=3, warmup=1))[0]
+    record = Sweep(results, probe=Extent(0, 0)).run([job])[0]
+    for memory, peak in (("device", "device_allocated"), ("host", "host_accounted")):
+        planned = sum(record.predicted[memory].values())
+        assert record.peaks[peak] <= 1.05 * planned + 4 * 2**20, (memory, record.predicted, record.peaks)
+
+
 def test_a_plan_counts_the_activations_of_one_micro_batch() -> None:
     whole, parts = (dataclasses.replace(LOAD, micro_batches=number) for number in (1, 4))
     quarter = dataclasses.replace(LOAD, batch_size=2)
