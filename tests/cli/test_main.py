@@ -123,7 +123,7 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("compare " + "x" * 300 + " l2l", "File name too long"),
         (
             "case overlaps",
-            "expected a case of 1, 2, 3, 4, 5, 6, 7, 8, 9, overlap, or all, got 'overlaps'",
+            "expected a case of 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, overlap, or all, got 'overlaps'",
         ),
         ("-m resident --methods /nowhere", "/nowhere"),
         ("-m resident --device cuda", "--device: expected cpu or sim on this machine, got cuda"),
