@@ -22,6 +22,7 @@ class Honored(NamedTuple):
     """The engine gets this entry."""
 
     kinds: tuple[type, ...]  # types of its value
+    takes_auto: bool = False  # True: the adapter fills in `auto`
 
 
 class Only(NamedTuple):
@@ -96,7 +97,7 @@ def text_of(data: dict[str, Any]) -> str:
 
 def shown(value: Any) -> str:
     """Return a value as a message shows it."""
-    text = json.dumps(value, default=str)
+    text = json.dumps(value, default=str, skipkeys=True)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
@@ -159,8 +160,12 @@ def _is_kept(config: UserConfig, path: str, value: Any, rule: Rule) -> bool:
         return False
     if value is None:
         return False
-    is_kind = isinstance(value, rule.kinds) and (bool in rule.kinds or not isinstance(value, bool))
-    if not is_kind and value != AUTO:
+    if value == AUTO:
+        if not rule.takes_auto:
+            told = f'expected {path} as a value, because nothing fills it in, got "{AUTO}"'
+            raise ValueError(f"{config.source}: {told}; try a value, or leave it out")
+        return True
+    if not isinstance(value, rule.kinds) or (isinstance(value, bool) and bool not in rule.kinds):
         kinds = " or ".join(each.__name__ for each in rule.kinds)
         raise ValueError(f"{config.source}: expected {path} as {kinds}, got {shown(value)}")
     return True
