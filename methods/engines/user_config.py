@@ -15,6 +15,7 @@ from harness.base.foreign_file import parsed_json, read_text, read_yaml
 from harness.base.named_entries import did_you_mean
 
 AUTO = "auto"  # Hugging Face's word for a value that the caller gives
+UNSAID: Any = AUTO  # value of a method's option until its plan takes it from the configuration; None is a value, too
 LONGEST = 80  # most characters of a value in a message
 
 
@@ -88,6 +89,23 @@ def checked(config: UserConfig, table: Table, given: dict[str, Given]) -> dict[s
     for path, expected in given.items():
         _compare(config, path, expected)
     return _honored(config, config.data, "", table, given)
+
+
+def settled(method: Any, defaults: dict[str, Any], says: dict[str, Any]) -> dict[str, Any]:
+    """Return the options named in `defaults`: as the configuration says, else as given, else by default. Raises
+    ValueError if an option was given, even with its default, and the configuration says otherwise."""
+    given = {name: value for name in defaults if (value := getattr(method, name)) != UNSAID}
+    for name, value in says.items():
+        if given.get(name, value) != value:
+            told = f"expected {value}, as the configuration says, got {given[name]}"
+            raise ValueError(f"option {name}: {told}; leave {name} out")
+    return defaults | given | says
+
+
+def fill_in(method: Any, defaults: dict[str, Any]) -> None:
+    """Give the options of a method without a configuration, where they are UNSAID, their defaults."""
+    for name, value in settled(method, defaults, {}).items():
+        object.__setattr__(method, name, value)  # a method is frozen once it is made
 
 
 def text_of(data: dict[str, Any]) -> str:

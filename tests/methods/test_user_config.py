@@ -283,8 +283,38 @@ def test_without_an_optimizer_the_hosts_is_deepspeeds_unless_the_file_says_other
 def test_an_option_that_says_otherwise_than_the_configuration_is_refused() -> None:
     told = "option stage: expected 3, as the configuration says, got 1; leave stage out"
     assert refusal(zero(stage=3), stage=1) == told
+    told = "option stage: expected 3, as the configuration says, got 2; leave stage out"
+    assert refusal(zero(stage=3), stage=2) == told  # given, though it is the default
+    on_host = zero(stage=2, offload_optimizer={"device": "cpu"}, overlap_comm=True)
+    assert "option offload: expected optimizer, as the configuration says, got None" in refusal(on_host, offload=None)
+    assert "option adam: expected deepspeed, as the configuration says, got fused" in refusal(on_host, adam="fused")
+    assert "option overlap_comm: expected True" in refusal(on_host, overlap_comm=False)
+    assert "option accumulation: expected accelerate" in refusal(OURS / "accelerate_zero1.yaml", accumulation="engine")
+    summed = {"name": "fsdp2-offload", "world_size": 2, "reshard_after_forward": True}
+    assert "option reshard_after_forward: expected False" in refusal(
+        OURS / "accelerate_fsdp2_kept.yaml", HALF, **summed
+    )
     told = "option reshard_after_forward: expected True, as the configuration says, got False"
     assert told in refusal(OURS / "accelerate_fsdp2_offload.yaml", name="fsdp2-offload", reshard_after_forward=False)
+
+
+def test_an_option_that_says_the_same_as_the_configuration_changes_nothing() -> None:
+    config = zero(stage=2, offload_optimizer={"device": "cpu"})
+    assert planned(config, stage=2, offload="optimizer", adam="deepspeed", overlap_comm=False) == planned(config)
+
+
+def test_without_a_configuration_the_record_holds_each_options_default() -> None:
+    settings = {"stage": 2, "offload": None, "overlap_comm": False, "accumulation": "engine", "adam": "fused"}
+    assert resolve(Job("deepspeed", LOAD, {}))[0].options.items() >= settings.items()
+    sums = {"reshard_after_forward": True, "reduce_dtype": "fp32"}
+    assert resolve(Job("fsdp2-offload", LOAD, {}))[0].options.items() >= sums.items()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [({"adam": "mine"}, "adam: expected one of fused"), ({"release": "new"}, "release: expected")]
+)
+def test_an_option_beside_a_configuration_is_checked_as_without_it(options: dict[str, Any], told: str) -> None:
+    assert told in refusal(zero(stage=2), **options)
 
 
 EXAMPLES: list[tuple[str, str, Workload, int, dict[str, Any]]] = [  # file, method, workload, ranks, options
