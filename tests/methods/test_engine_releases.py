@@ -84,8 +84,8 @@ def test_backward_passes_that_are_not_marked_lose_gradients_in_stages_1_and_2(
 
 
 @pytest.mark.heavy
-@pytest.mark.usefixtures("with_engines")
-@pytest.mark.parametrize("name", ["zero-offload", "zero-infinity"])
+@pytest.mark.usefixtures("with_engines", "libaio")
+@pytest.mark.parametrize("name", ["zero-offload", "zero-infinity", "zero-infinity-nvme"])
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "fp32"), (2, "bf16")])
 @pytest.mark.cover(1)
 def test_micro_batches_of_an_engine_train_as_the_reference_does(
