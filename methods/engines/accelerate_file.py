@@ -1,8 +1,8 @@
 """A user's own configuration of accelerate, the YAML that `accelerate launch --config_file` takes.
 
 The names of entries are those of accelerate's commands/config/config_args.py and commands/launch.py, and what they mean
-is in its utils/dataclasses.py (DeepSpeedPlugin, FullyShardedDataParallelPlugin) and utils/fsdp_utils.py, read at
-release 1.15.0. accelerate itself is not needed.
+is in its utils/dataclasses.py (DeepSpeedPlugin, FullyShardedDataParallelPlugin) and utils/fsdp_utils.py, read at commit
+16cb6eb (1.15.0.dev0). accelerate itself is not needed.
 """
 
 from __future__ import annotations
