@@ -15,16 +15,23 @@ from harness.core.method import Training, Unavailable
 from methods.engines.deepspeed_config import OFFLOADS, EngineSettings, zero_of_stage, zero_plan
 from methods.engines.deepspeed_file import DeepSpeedFile
 from methods.engines.deepspeed_method import DeepSpeedMethod
+from methods.engines.user_config import UNSAID, fill_in, settled
 from methods.shared.data_parallel import rank_part
+
+# Options that a configuration sets, and their values without one.
+DEFAULTS: dict[str, Any] = {
+    "stage": 2, "offload": None, "overlap_comm": False, "accumulation": "engine", "adam": "fused",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DeepSpeed(DeepSpeedMethod):
-    stage: int = 2  # stage of ZeRO: 0 splits nothing over ranks, 1 optimizer states, 2 gradients too, 3 weights too
-    offload: str | None = None  # what lives on the host: None, optimizer (stages 1 to 3) or all (stage 3)
-    overlap_comm: bool = False  # True: ranks exchange gradients during the backward pass
-    accumulation: str = "engine"  # how micro-batches are summed: a key of engines/deepspeed_config.ACCUMULATIONS
-    adam: str = "fused"  # Adam's kernel: fused, deepspeed or published (methods/engines/deepspeed_config.py)
+    # Stage of ZeRO: 0 splits nothing over ranks, 1 optimizer states, 2 gradients too, 3 weights too.
+    stage: int = UNSAID
+    offload: str | None = UNSAID  # what lives on the host: None, optimizer (stages 1 to 3) or all (stage 3)
+    overlap_comm: bool = UNSAID  # True: ranks exchange gradients during the backward pass
+    accumulation: str = UNSAID  # how micro-batches are summed: a key of engines/deepspeed_config.ACCUMULATIONS
+    adam: str = UNSAID  # Adam's kernel: fused, deepspeed or published (methods/engines/deepspeed_config.py)
     world_size: int = 1  # ranks
     release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
     config: str | None = None  # a configuration file of DeepSpeed or accelerate, or its JSON; sets the options above
@@ -35,6 +42,10 @@ class DeepSpeed(DeepSpeedMethod):
     scales_loss = True
 
     def __post_init__(self) -> None:
+        if self.config is None:
+            fill_in(self, DEFAULTS)
+        elif UNSAID in (getattr(self, name) for name in DEFAULTS):
+            return  # the plan makes the method again, with all options
         super().__post_init__()
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage: expected 0 to 3, got {self.stage}")
@@ -60,17 +71,14 @@ class DeepSpeed(DeepSpeedMethod):
         """Read the caller's configuration, if there is one. Raises ValueError as DeepSpeedFile.read() does."""
         if self.config is None:
             return None
-        return DeepSpeedFile.read(self.config, workload, self.world_size, self.accumulation)
+        accumulation = DEFAULTS["accumulation"] if self.accumulation == UNSAID else self.accumulation
+        return DeepSpeedFile.read(self.config, workload, self.world_size, accumulation)
 
     def _configured(self, file: DeepSpeedFile) -> Self:
         """Return this method with the options that the configuration sets, and with the configuration as JSON."""
         says: dict[str, Any] = {"stage": file.stage, "offload": file.offload, "overlap_comm": file.overlaps}
         says |= {name: value for name in ("adam", "accumulation") if (value := getattr(file, name))}
-        for name, value in says.items():
-            if getattr(self, name) not in (getattr(DeepSpeed, name), value):
-                told = f"expected {value}, as the configuration says, got {getattr(self, name)}"
-                raise ValueError(f"option {name}: {told}; leave {name} out")
-        return replace(self, **says, config=file.text)
+        return replace(self, **settled(self, DEFAULTS, says), config=file.text)
 
     def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
         if (file := self.file(workload)) is not None:

@@ -12,14 +12,18 @@ the sum of the whole model's gradients on the device.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
 from harness.forecast.resources import parts_sent
 from methods.engines import accelerate_file
+from methods.engines.user_config import UNSAID, fill_in, settled
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import describe, each_page_locked, gathered_params, one_micro_batch
+
+# Options that a configuration sets, and their values without one.
+DEFAULTS: dict[str, Any] = {"reshard_after_forward": True, "reduce_dtype": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -32,28 +36,23 @@ class Fsdp2Offload(Method):
     accumulates = True
     scales_loss = True
     world_size: int = 1  # ranks
-    reshard_after_forward: bool = True  # False: a layer's weights stay on the device until its backward pass
-    reduce_dtype: str = "fp32"  # dtype in which ranks sum gradients: fp32, or weights for that of the weights
+    reshard_after_forward: bool = UNSAID  # False: a layer's weights stay on the device until its backward pass
+    reduce_dtype: str = UNSAID  # dtype in which ranks sum gradients: fp32, or weights for that of the weights
     config: str | None = None  # accelerate's YAML, or its JSON; sets the two options above
 
     def __post_init__(self) -> None:
-        if self.reduce_dtype not in ("fp32", "weights"):
+        if self.config is None:
+            fill_in(self, DEFAULTS)
+        if self.reduce_dtype not in ("fp32", "weights", UNSAID):
             raise ValueError(f"reduce_dtype: expected fp32 or weights, got {self.reduce_dtype!r}")
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         rank_part(workload, self.world_size)
         if self.config is None:
             return self._plan(workload, room)
-        configured = self._configured(accelerate_file.for_fsdp(self.config, workload, self.world_size))
+        says = accelerate_file.for_fsdp(self.config, workload, self.world_size)
+        configured = replace(self, **settled(self, DEFAULTS, says), config=None)
         return replace(configured._plan(workload, room), options=asdict(configured))
-
-    def _configured(self, says: dict[str, Any]) -> Self:
-        """Return this method with the options that the configuration sets: they say all of it."""
-        for name, value in says.items():
-            if getattr(self, name) not in (getattr(Fsdp2Offload, name), value):
-                told = f"expected {value}, as the configuration says, got {getattr(self, name)}"
-                raise ValueError(f"option {name}: {told}; leave {name} out")
-        return replace(self, **says, config=None)
 
     def _plan(self, workload: Workload, room: Room) -> Plan:
         workload = rank_part(workload, self.world_size)

@@ -25,6 +25,9 @@ class SuperOffload(DeepSpeedMethod):
 
     label = "SuperOffload"
     color = "#93C47D"
+    # DeepSpeed 0.19.8 steps a sub-group once it has counted a gradient of each of its parameters. It counts those of
+    # all micro-batches, so with several the count is full before the last one. Nobody has run it so.
+    accumulates = False
     paper = "Lian et al., ASPLOS 2026, arXiv:2509.21271; DeepSpeed"
 
     def plan(self, workload: Workload, room: Room) -> Plan:

@@ -25,6 +25,7 @@ from methods.engines.deepspeed_config import (
     stage_3,
     stage_3_device,
     stage_3_exchanged,
+    stage_3_summed,
 )
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.data_parallel import rank_part
@@ -64,7 +65,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
             device=stage_3_device(workload),
             host={"gradients": 4 * params, "buffers": size * NUM_BUFFERS * largest + of_states},
             disk=on_disk(workload, ranks),
-            moved_bytes=2 * (12 + size) * params,
+            moved_bytes=2 * (12 + workload.micro_batches * size) * params + stage_3_summed(workload, ranks),
             exchanged=stage_3_exchanged(workload, ranks),
             options={**dataclasses.asdict(self), "disk": folder, "pipelined": pipelined},
         )

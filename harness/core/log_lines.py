@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.core.job import Job
 
+DIALECTS = ("megatron", "deepspeed", "plain")  # forms of a log, by the engine whose published logs have them
 INTERVAL = 10  # steps between two metric lines of a log
 # The dialect plain has the published metric lines, with these words replaced. The artifact's scripts look for the
 # published words, so they leave the reference's runs, which log in this dialect, out of their tables.

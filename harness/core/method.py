@@ -108,7 +108,7 @@ class Method(ABC):
     is_reference: ClassVar[bool] = False  # True for exactly one method
     can_rehearse: ClassVar[bool] = False  # True: runs on tensors without memory (harness/devices/memory_rehearsal.py)
     accumulates: ClassVar[bool] = False  # True: trains on micro-batches
-    log_dialect: ClassVar[str] = "megatron"  # dialect of its logs: megatron, deepspeed or plain (log_lines.py)
+    log_dialect: ClassVar[str] = "megatron"  # dialect of its logs, one of log_lines.DIALECTS
     build_seconds: ClassVar[int] = 0  # rough duration of build()
     verbs: ClassVar[str] = ""  # module whose VERBS are click commands that the method adds to ./run.sh
     clips: ClassVar[bool] = True  # False: trains only with --clip 0

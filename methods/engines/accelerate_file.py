@@ -64,8 +64,8 @@ DEEPSPEED: Table = {
     "deepspeed_config.offload_param_device": Honored((str,)),
     "deepspeed_config.offload_optimizer_nvme_path": Honored((str,)),
     "deepspeed_config.offload_param_nvme_path": Honored((str,)),
-    "deepspeed_config.gradient_accumulation_steps": Honored((int, str)),
-    "deepspeed_config.gradient_clipping": Honored((int, float, str)),
+    "deepspeed_config.gradient_accumulation_steps": Honored((int, str), takes_auto=True),
+    "deepspeed_config.gradient_clipping": Honored((int, float, str), takes_auto=True),
     "deepspeed_config.zero3_init_flag": Dropped("says how the model is made"),
     "deepspeed_config.zero3_save_16bit_model": _SAVES,
     "deepspeed_config.deepspeed_hostfile": _PLACE,
@@ -136,7 +136,7 @@ def for_fsdp(text: str, workload: Workload, num_ranks: int) -> dict[str, Any]:
     config = _for_method(config, "FSDP")
     entries = config.data.get("fsdp_config") or {}
     if isinstance(entries, dict):
-        named = {name if name.startswith("fsdp_") else f"fsdp_{name}": value for name, value in entries.items()}
+        named = {f"fsdp_{str(name).removeprefix('fsdp_')}": value for name, value in entries.items()}
         config.data["fsdp_config"] = FSDP_DEFAULTS | named
     kept = checked(config, TABLE | FSDP, _given(workload, num_ranks)).get("fsdp_config", {})
     # accelerate's mixed precision sums gradients in the dtype of the weights.
@@ -149,7 +149,8 @@ def _for_method(config: UserConfig, kind: str) -> UserConfig:
     got = config.data.get("distributed_type")
     if got != kind:
         told = f"expected distributed_type {kind}, as -m {METHODS[kind]}, got {shown(got)}"
-        ways = f"-m {METHODS[got]}" if got in METHODS else "a file for " + " or ".join(METHODS)
+        method = METHODS.get(got) if isinstance(got, str) else None
+        ways = f"-m {method}" if method else "a file for " + " or ".join(METHODS)
         raise ValueError(f"{config.source}: {told}; try {ways}")
     data = dict(config.data)
     if data.get("mixed_precision") is False:  # YAML's reading of no
@@ -165,6 +166,6 @@ def _given(workload: Workload, num_ranks: int) -> dict[str, Given]:
         "num_processes": Given(num_ranks, "--ranks", lambda got: f"--ranks {shown(got)}"),
         "mixed_precision": Given(
             PRECISIONS[workload.dtype], dtype,
-            lambda got: f"--dtype {dtypes[got]}" if got in dtypes else ways,
+            lambda got: f"--dtype {dtypes[got]}" if isinstance(got, str) and got in dtypes else ways,
         ),
     }  # fmt: skip

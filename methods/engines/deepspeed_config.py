@@ -155,23 +155,32 @@ def stage_2_device(workload: Workload) -> dict[str, int]:
     }
 
 
-def stage_2_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
+def stage_2_plan(workload: Workload, room: Room, num_ranks: int = 1, stage: int = 2) -> Plan:
     """Return the plan of stage 1 or 2 with gradients and optimizer on the host, for a rank. Weights are gathered after
     an update."""
     params, size = workload.num_params, workload.weight_bytes
+    num_sums = _num_sums(workload, stage)
+    # With micro-batches a sum over ranks is added, on the device, to those before it, which come from the host and go
+    # back. Stage 2 has none to fetch at its first sum; stage 1 fetches zeros.
+    kept = 0 if workload.micro_batches == 1 else max(2, 2 * num_sums - 1)
     return Plan(
         device=stage_2_device(workload),
         host=stage_2_host(workload, room, num_ranks),
-        moved_bytes=2 * size * params // num_ranks,
-        exchanged=stage_2_exchanged(workload, num_ranks),
+        moved_bytes=(2 + kept) * size * params // num_ranks,
+        exchanged=stage_2_exchanged(workload, num_ranks, stage),
     )
 
 
-def stage_2_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
-    """Return the bytes that a rank sends in a step: gathered weights, and sums of gradients for each micro-batch."""
+def stage_2_exchanged(workload: Workload, num_ranks: int, stage: int = 2) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step of stage 0, 1 or 2: gathered weights, and sums of gradients."""
     num_bytes = workload.weight_bytes * workload.num_params
-    sums = workload.micro_batches * sum_sent(num_bytes, num_ranks)
+    sums = _num_sums(workload, stage) * sum_sent(num_bytes, num_ranks)
     return {"gathers": parts_sent(num_bytes, num_ranks), "sums": sums}
+
+
+def _num_sums(workload: Workload, stage: int) -> int:
+    """Return how often ranks sum gradients in a step: stage 2 for each micro-batch, the stages below after the last."""
+    return workload.micro_batches if stage == 2 else 1
 
 
 def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, num_ranks: int) -> Plan:
@@ -179,7 +188,7 @@ def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, n
     if offload == "all":
         return stage_3_plan(workload, room, num_ranks)
     if offload == "optimizer" and stage < 3:
-        return stage_2_plan(workload, room, num_ranks)
+        return stage_2_plan(workload, room, num_ranks, stage)
     params, size = workload.num_params, workload.weight_bytes
     own = -(-params // num_ranks)
     gathered = stage_3_device(workload)
@@ -198,8 +207,10 @@ def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, n
         host = {"weights": 4 * own, "gradients": 4 * own, "optimizer": 8 * own}
     if stage == 3:
         host["buffers"] = size * own  # at the start DeepSpeed lays a rank's weights together on the host
-    exchanged = stage_3_exchanged(workload, num_ranks) if stage == 3 else stage_2_exchanged(workload, num_ranks)
-    return Plan(device, host, moved_bytes=2 * size * own if offload else 0, exchanged=exchanged)
+    if stage < 3:
+        return Plan(device, host, exchanged=stage_2_exchanged(workload, num_ranks, stage))
+    moved = 2 * size * own + stage_3_summed(workload, num_ranks) if offload else 0
+    return Plan(device, host, moved_bytes=moved, exchanged=stage_3_exchanged(workload, num_ranks))
 
 
 def group_params(workload: Workload) -> tuple[int, int]:
@@ -256,15 +267,24 @@ def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
         "optimizer": 8 * params,
         "buffers": page_locked(size * params, room) + freed,
     }
-    moved, exchanged = size * (gathered + params), stage_3_exchanged(workload, num_ranks)
+    fetched = workload.micro_batches * gathered
+    moved, exchanged = size * (fetched + params), stage_3_exchanged(workload, num_ranks)
+    moved += stage_3_summed(workload, num_ranks)
     return Plan(stage_3_device(workload), home, moved_bytes=moved, exchanged=exchanged)
+
+
+def stage_3_summed(workload: Workload, num_ranks: int) -> int:
+    """Return the bytes moved to sum gradients that stage 3 keeps on the host. Those of a later micro-batch are added on
+    the device to those before it, which come from the host and go back."""
+    params = -(-workload.num_params // num_ranks)
+    return 2 * (workload.micro_batches - 1) * workload.weight_bytes * params
 
 
 def stage_3_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
     """Return the bytes that a rank sends in a step, in the weights' dtype.
 
-    `gathers`: the rank's part of the layers' weights, once in the forward pass and once in the backward pass, and its
-    part of embedding and head once. `sums`: the other ranks' parts of all gradients.
+    For each micro-batch `gathers`: the rank's part of the layers' weights, once in the forward pass and once in the
+    backward pass, and its part of embedding and head once; `sums`: the other ranks' parts of all gradients.
     """
-    sent = {"gathers": gathered_params(workload), "sums": workload.num_params}
-    return {kind: parts_sent(workload.weight_bytes * count, num_ranks) for kind, count in sent.items()}
+    sent, size = {"gathers": gathered_params(workload), "sums": workload.num_params}, workload.weight_bytes
+    return {kind: parts_sent(workload.micro_batches * size * count, num_ranks) for kind, count in sent.items()}

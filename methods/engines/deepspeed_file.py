@@ -195,11 +195,23 @@ TABLE: Table = {
 SCHEDULE = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps", "warmup_min_ratio",
             "cos_min_ratio", "last_batch_iteration")  # fmt: skip
 _NO_SCHEDULE = Only((), 'the workload gives the rate of each step; try "auto", or leave scheduler out')
-TABLE |= {"scheduler.type": Dropped("without parameters of its own it says no rate")}
+TABLE |= {"scheduler.type": Dropped("with parameters that are all auto it says no rate")}
 TABLE |= {f"scheduler.params.{name}": _NO_SCHEDULE for name in SCHEDULE}
 ADAMW = ("adamw", "adam")  # types of the optimizer: DeepSpeed makes both AdamW, unless adam_w_mode says otherwise
 HOST_DEVICES = ("none", "cpu")
 SUMS = (("", "communication_data_type"), ("data_types", "grad_accum_dtype"))  # dtypes in which gradients are summed
+# Entries whose `auto` is filled in: dtypes of sums, what is kept on a device, and entries of ZeRO, of which DeepSpeed,
+# too, takes the default for `auto`; but not the stage, whose default splits nothing.
+AUTOMATIC = {
+    *(".".join(filter(None, names)) for names in SUMS),
+    *(f"zero_optimization.offload_{of}.device" for of in ("optimizer", "param")),
+    *(path for path in TABLE if path.startswith("zero_optimization.") and path.count(".") == 1),
+} - {"zero_optimization.stage"}
+TABLE |= {
+    path: rule._replace(takes_auto=True)
+    for path, rule in TABLE.items()
+    if path in AUTOMATIC and isinstance(rule, Honored)
+}
 # DeepSpeed's defaults of reduce_bucket_size and stage3_max_live_parameters.
 BUCKET_SIZE, LIVE_PARAMS = 500_000_000, 1_000_000_000
 
@@ -232,6 +244,7 @@ class DeepSpeedFile:
         if is_accelerates := accelerate_file.is_accelerates(config.data):
             config = accelerate_file.for_deepspeed(config, workload, num_ranks)
         entries = checked(config, TABLE, _given(workload, num_ranks, accumulation))
+        _check_schedule(config)
         for dtype in ("bf16", "fp16"):
             if dtype != workload.dtype:  # switched off, so nothing in it is read
                 entries.pop(dtype, None)
@@ -324,6 +337,16 @@ def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, G
 
 def _dtype_call(dtype: str, got: Any) -> str:
     return f"--dtype {dtype}" if got is True else '"auto"'
+
+
+def _check_schedule(config: UserConfig) -> None:
+    """Raise ValueError for a schedule none of whose parameters is `auto`: it would go by DeepSpeed's own rates."""
+    if (
+        value_at(config.data, "scheduler.type")
+        and AUTO not in (value_at(config.data, "scheduler.params") or {}).values()
+    ):
+        told = 'expected scheduler.params, each "auto", got none: the workload gives the rate of each step'
+        raise ValueError(f"{config.source}: {told}; leave scheduler out")
 
 
 def _stage(config: UserConfig, zero: dict[str, Any]) -> int:

@@ -55,8 +55,8 @@ class DeepSpeedMethod(ReleasedMethod):
 
     def to_build(self) -> str | None:
         texts = [super().to_build()]
-        lacks = deepspeed_config.lacks_to_build
-        if self.kernel and not deepspeed_config.is_built(self.kernel, self.beside) and not lacks(self.kernel):
+        is_built, lacks = deepspeed_config.is_built, deepspeed_config.lacks_to_build
+        if self.kernel and not is_built(self.kernel, self.beside) and not lacks(self.kernel, self.beside):
             texts.append(f"DeepSpeed's {self.kernel}, once, about {self.build_seconds} seconds on two cores")
         return "; ".join(filter(None, texts)) or None
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
-class Kept(NamedTuple):
+class MainState(NamedTuple):
     """What the optimizer keeps for a parameter, as views: its fp32 weight, and Adam's state by name, empty before the
     first step."""
 
@@ -18,22 +18,22 @@ class Kept(NamedTuple):
     state: dict[str, Any]
 
 
-def kept_by(optimizer: Any) -> dict[int, Kept]:
+def kept_by(optimizer: Any) -> dict[int, MainState]:
     """Return what the optimizer of an engine of stage 0 keeps, by the identity of the parameter; empty if the optimizer
     is of another stage, or of a kind that DeepSpeed's own functions can read."""
     if hasattr(optimizer, "fp32_groups"):  # a main weight for each parameter
         groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
         pairs = [pair for group in groups for pair in zip(*group, strict=True)]
-        return {id(parameter): Kept(main.detach(), optimizer.optimizer.state[main]) for parameter, main in pairs}
+        return {id(parameter): MainState(main.detach(), optimizer.optimizer.state[main]) for parameter, main in pairs}
     if hasattr(optimizer, "fp32_groups_flat"):  # a flat main weight for each group
         return dict(_of_flat_groups(optimizer))
     if hasattr(optimizer, "optimizer"):
         return {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {id(parameter): Kept(parameter.detach(), optimizer.state[parameter]) for parameter in parameters}
+    return {id(parameter): MainState(parameter.detach(), optimizer.state[parameter]) for parameter in parameters}
 
 
-def _of_flat_groups(optimizer: Any) -> Iterator[tuple[int, Kept]]:
+def _of_flat_groups(optimizer: Any) -> Iterator[tuple[int, MainState]]:
     for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
         state, first = optimizer.optimizer.state[flat], 0
         for parameter in parameters:
@@ -43,5 +43,5 @@ def _of_flat_groups(optimizer: Any) -> Iterator[tuple[int, Kept]]:
                 for name, value in state.items()
                 if getattr(value, "shape", None) == flat.shape
             }
-            yield id(parameter), Kept(flat.detach()[first:end].view_as(parameter), of_parameter)
+            yield id(parameter), MainState(flat.detach()[first:end].view_as(parameter), of_parameter)
             first = end

@@ -15,6 +15,7 @@ from harness.base.foreign_file import parsed_json, read_text, read_yaml
 from harness.base.named_entries import did_you_mean
 
 AUTO = "auto"  # Hugging Face's word for a value that the caller gives
+UNSAID: Any = AUTO  # value of a method's option until its plan takes it from the configuration; None is a value, too
 LONGEST = 80  # most characters of a value in a message
 
 
@@ -22,6 +23,7 @@ class Honored(NamedTuple):
     """The engine gets this entry."""
 
     kinds: tuple[type, ...]  # types of its value
+    takes_auto: bool = False  # True: the adapter fills in `auto`
 
 
 class Only(NamedTuple):
@@ -89,6 +91,23 @@ def checked(config: UserConfig, table: Table, given: dict[str, Given]) -> dict[s
     return _honored(config, config.data, "", table, given)
 
 
+def settled(method: Any, defaults: dict[str, Any], says: dict[str, Any]) -> dict[str, Any]:
+    """Return the options named in `defaults`: as the configuration says, else as given, else by default. Raises
+    ValueError if an option was given, even with its default, and the configuration says otherwise."""
+    given = {name: value for name in defaults if (value := getattr(method, name)) != UNSAID}
+    for name, value in says.items():
+        if given.get(name, value) != value:
+            told = f"expected {value}, as the configuration says, got {given[name]}"
+            raise ValueError(f"option {name}: {told}; leave {name} out")
+    return defaults | given | says
+
+
+def fill_in(method: Any, defaults: dict[str, Any]) -> None:
+    """Give the options of a method without a configuration, where they are UNSAID, their defaults."""
+    for name, value in settled(method, defaults, {}).items():
+        object.__setattr__(method, name, value)  # a method is frozen once it is made
+
+
 def text_of(data: dict[str, Any]) -> str:
     """Return the entries as JSON; equal entries give equal texts."""
     return json.dumps(_plain(data), sort_keys=True, separators=(",", ":"))
@@ -96,7 +115,7 @@ def text_of(data: dict[str, Any]) -> str:
 
 def shown(value: Any) -> str:
     """Return a value as a message shows it."""
-    text = json.dumps(value, default=str)
+    text = json.dumps(value, default=str, skipkeys=True)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
@@ -159,8 +178,12 @@ def _is_kept(config: UserConfig, path: str, value: Any, rule: Rule) -> bool:
         return False
     if value is None:
         return False
-    is_kind = isinstance(value, rule.kinds) and (bool in rule.kinds or not isinstance(value, bool))
-    if not is_kind and value != AUTO:
+    if value == AUTO:
+        if not rule.takes_auto:
+            told = f'expected {path} as a value, because nothing fills it in, got "{AUTO}"'
+            raise ValueError(f"{config.source}: {told}; try a value, or leave it out")
+        return True
+    if not isinstance(value, rule.kinds) or (isinstance(value, bool) and bool not in rule.kinds):
         kinds = " or ".join(each.__name__ for each in rule.kinds)
         raise ValueError(f"{config.source}: expected {path} as {kinds}, got {shown(value)}")
     return True

@@ -16,6 +16,7 @@ from harness.forecast.step import least_seconds, predicted, shared
 
 LOAD = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512)
 BF16 = dataclasses.replace(LOAD, dtype="bf16")
+PARTS = dataclasses.replace(LOAD, batch_size=8, micro_batches=4, dtype="bf16")
 RATES = Rates(1e12, device_bytes_per_second=1e12, inbound_bytes_per_second=1e12, outbound_bytes_per_second=1e12,
               host_adam_params_per_second=1e12)  # fmt: skip
 SLOW = dataclasses.replace(RATES, exchange_bytes_per_second=1e3)  # all else is nothing beside the exchange
@@ -26,6 +27,13 @@ BOUNDARY = 4 * 4 * 32 * 64  # bytes of a layer's input, of the whole batch in fp
 SENT: list[tuple[str, dict[str, Any], Workload, float]] = [
     ("zero-offload", {"world_size": 2}, LOAD, (1 + 2) * 4 * ALL / 2),
     ("zero-offload", {"world_size": 4}, BF16, (1 + 2) * 2 * ALL * 3 / 4),
+    # Stage 2 sums gradients for each micro-batch, stages 0 and 1 after the last; stage 3 gathers weights for each, too.
+    ("zero-offload", {"world_size": 2}, PARTS, (1 + 4 * 2) * 2 * ALL / 2),
+    ("deepspeed", {"world_size": 2, "stage": 1}, PARTS, (1 + 2) * 2 * ALL / 2),
+    ("deepspeed", {"world_size": 2, "stage": 1, "offload": "optimizer"}, PARTS, (1 + 2) * 2 * ALL / 2),
+    ("deepspeed", {"world_size": 2, "stage": 3}, PARTS, 4 * 2 * (2 * LAYERS + ENDS + ALL) / 2),
+    ("zero-infinity", {"world_size": 2}, PARTS, 4 * 2 * (2 * LAYERS + ENDS + ALL) / 2),
+    ("zero-infinity-nvme", {"world_size": 2}, PARTS, 4 * 2 * (2 * LAYERS + ENDS + ALL) / 2),
     ("zero-infinity", {"world_size": 2}, LOAD, 4 * (2 * LAYERS + ENDS + ALL) / 2),
     ("zero-infinity-nvme", {"world_size": 4}, BF16, 2 * (2 * LAYERS + ENDS + ALL) * 3 / 4),
     ("fsdp2-offload", {"world_size": 2}, BF16, (2 * (2 * LAYERS + ENDS) + 4 * ALL) / 2),
@@ -56,6 +64,23 @@ def test_a_step_that_the_exchange_binds_takes_its_bytes_over_the_rate(
     found = predicted(trained, workload, plan, SLOW, options["world_size"])
     assert found.seconds == pytest.approx(sent / 1e3, rel=1e-3) and found.binds == "exchanges between ranks"
     assert least_seconds(workload, plan, SLOW) == pytest.approx(sent / 1e3, rel=1e-3)
+
+
+MOVED: list[tuple[str, dict[str, Any], float]] = [  # 2 bytes of each: weights, then gradients of four micro-batches
+    ("zero-offload", {}, 2 * (ALL + (1 + 3 * 2 + 1) * ALL)),  # at the end the sum again, to the host's fp32 gradients
+    ("deepspeed", {"stage": 1, "offload": "optimizer"}, 2 * (ALL + 3 * ALL)),  # one sum, to zeros from the host
+    ("deepspeed", {"stage": 3, "offload": "optimizer"}, 2 * (ALL + (1 + 3 * 2) * ALL)),
+    ("zero-infinity", {}, 2 * (4 * (2 * LAYERS + ENDS) + (1 + 3 * 2) * ALL)),
+    ("zero-infinity-nvme", {}, 2 * (4 * 2 * ALL + 3 * 2 * ALL) + 2 * 12 * ALL),  # states: to and fro
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "moved"), MOVED, ids=str)
+def test_deepspeed_fetches_weights_and_sums_gradients_on_the_host_for_each_micro_batch(
+    name: str, options: dict[str, Any], moved: float
+) -> None:
+    """Gradients of a later micro-batch are added on the device, so their sum comes from the host and goes back."""
+    assert create(name, options).plan(PARTS, Room()).moved_bytes == moved
 
 
 @pytest.mark.parametrize("name", having("world_size"))

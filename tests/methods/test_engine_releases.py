@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from harness.core import native_build
 from harness.core.job import Job, Room, Workload
-from harness.core.method import Unavailable, create
+from harness.core.method import Unavailable, check, create
 from harness.core.record import Record
 from harness.forecast.fit import resolve
 from harness.gate.probe import Extent
 from harness.jobs.sweep import Sweep
+from methods.engines import deepspeed_config
 from methods.engines.release import Release
 from tests.support.packages import missing
 
@@ -82,8 +84,8 @@ def test_backward_passes_that_are_not_marked_lose_gradients_in_stages_1_and_2(
 
 
 @pytest.mark.heavy
-@pytest.mark.usefixtures("with_engines")
-@pytest.mark.parametrize("name", ["zero-offload", "zero-infinity"])
+@pytest.mark.usefixtures("with_engines", "libaio")
+@pytest.mark.parametrize("name", ["zero-offload", "zero-infinity", "zero-infinity-nvme"])
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "fp32"), (2, "bf16")])
 @pytest.mark.cover(1)
 def test_micro_batches_of_an_engine_train_as_the_reference_does(
@@ -120,6 +122,19 @@ def test_another_archive_of_the_same_release_is_another_run(monkeypatch: pytest.
         (release.folder / "archive.json").write_text(f'{{"archive": "deepspeed.tar.gz", "sha256": "{digest}"}}')
         keys.append(Sweep(tmp_path / "results").key(job))
     assert keys[0] == keys[2] != keys[1]
+
+
+def test_a_release_is_not_said_to_compile_a_kernel_that_needs_a_compiler_which_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even if the kernel of the installed release has been compiled."""
+    monkeypatch.setattr(deepspeed_config, "is_built", lambda kernel, release=None: release is None)
+    trained = create("zero-offload", {"adam": "deepspeed", "release": FAULTY})
+    monkeypatch.setattr(native_build, "find", lambda: "c++")
+    monkeypatch.setattr(native_build, "has_header", lambda name: True)
+    assert "cpu_adam" in str(trained.to_build())
+    monkeypatch.setattr(native_build, "find", lambda: None)
+    assert "cpu_adam" not in str(trained.to_build())
 
 
 @pytest.mark.parametrize(
@@ -161,9 +176,14 @@ def test_training_takes_no_more_than_its_plan(
 def test_a_plan_counts_the_activations_of_one_micro_batch() -> None:
     whole, parts = (dataclasses.replace(LOAD, micro_batches=number) for number in (1, 4))
     quarter = dataclasses.replace(LOAD, batch_size=2)
-    for name in ("zero-offload", "zero-infinity", "zero-infinity-nvme", "zenflow", "superoffload", "deepspeed"):
+    for name in ("zero-offload", "zero-infinity", "zero-infinity-nvme", "zenflow", "deepspeed"):
         trained = create(name, {})
         of_whole, of_parts, of_quarter = (
             trained.plan(load, Room()).device["activations"] for load in (whole, parts, quarter)
         )
         assert of_parts == of_quarter < of_whole, name
+
+
+def test_superoffload_refuses_micro_batches_whose_gradients_it_counts_as_if_they_were_one() -> None:
+    with pytest.raises(ValueError, match="SuperOffload does not sum gradients of micro-batches: try --micro-batches 1"):
+        check(create("superoffload", {}), dataclasses.replace(LOAD, micro_batches=4))

@@ -130,6 +130,21 @@ REFUSED = [
         as_text(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 100}}),
         "expected scheduler.params.warmup_num_steps left out, got 100: the workload gives the rate of each step",
     ),
+    (as_text(scheduler={"type": "WarmupLR"}), 'expected scheduler.params, each "auto", got none'),
+    (as_text(scheduler={"type": "WarmupLR", "params": {}}), 'expected scheduler.params, each "auto", got none'),
+    *(
+        (json.dumps(entries), f'expected {path} as a value, because nothing fills it in, got "auto"')
+        for path, entries in {
+            "prescale_gradients": {"prescale_gradients": "auto"},
+            "gradient_allreduce_op": {"gradient_allreduce_op": "auto"},
+            "optimizer.params.torch_adam": {"optimizer": {"type": "AdamW", "params": {"torch_adam": "auto"}}},
+            "fp16.hysteresis": {"fp16": {"hysteresis": "auto"}},
+            "zero_optimization.stage": {"zero_optimization": {"stage": "auto"}},
+            "zero_optimization.offload_optimizer.pin_memory": {
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": "auto"}}
+            },
+        }.items()
+    ),
     (as_text(amp={"enabled": True}), "expected amp switched off"),
     (as_text(curriculum_learning={"enabled": True}), "expected curriculum_learning switched off"),
     (as_text(sparse_attention={"mode": "fixed"}), "expected sparse_attention switched off"),
@@ -268,8 +283,38 @@ def test_without_an_optimizer_the_hosts_is_deepspeeds_unless_the_file_says_other
 def test_an_option_that_says_otherwise_than_the_configuration_is_refused() -> None:
     told = "option stage: expected 3, as the configuration says, got 1; leave stage out"
     assert refusal(zero(stage=3), stage=1) == told
+    told = "option stage: expected 3, as the configuration says, got 2; leave stage out"
+    assert refusal(zero(stage=3), stage=2) == told  # given, though it is the default
+    on_host = zero(stage=2, offload_optimizer={"device": "cpu"}, overlap_comm=True)
+    assert "option offload: expected optimizer, as the configuration says, got None" in refusal(on_host, offload=None)
+    assert "option adam: expected deepspeed, as the configuration says, got fused" in refusal(on_host, adam="fused")
+    assert "option overlap_comm: expected True" in refusal(on_host, overlap_comm=False)
+    assert "option accumulation: expected accelerate" in refusal(OURS / "accelerate_zero1.yaml", accumulation="engine")
+    summed = {"name": "fsdp2-offload", "world_size": 2, "reshard_after_forward": True}
+    assert "option reshard_after_forward: expected False" in refusal(
+        OURS / "accelerate_fsdp2_kept.yaml", HALF, **summed
+    )
     told = "option reshard_after_forward: expected True, as the configuration says, got False"
     assert told in refusal(OURS / "accelerate_fsdp2_offload.yaml", name="fsdp2-offload", reshard_after_forward=False)
+
+
+def test_an_option_that_says_the_same_as_the_configuration_changes_nothing() -> None:
+    config = zero(stage=2, offload_optimizer={"device": "cpu"})
+    assert planned(config, stage=2, offload="optimizer", adam="deepspeed", overlap_comm=False) == planned(config)
+
+
+def test_without_a_configuration_the_record_holds_each_options_default() -> None:
+    settings = {"stage": 2, "offload": None, "overlap_comm": False, "accumulation": "engine", "adam": "fused"}
+    assert resolve(Job("deepspeed", LOAD, {}))[0].options.items() >= settings.items()
+    sums = {"reshard_after_forward": True, "reduce_dtype": "fp32"}
+    assert resolve(Job("fsdp2-offload", LOAD, {}))[0].options.items() >= sums.items()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [({"adam": "mine"}, "adam: expected one of fused"), ({"release": "new"}, "release: expected")]
+)
+def test_an_option_beside_a_configuration_is_checked_as_without_it(options: dict[str, Any], told: str) -> None:
+    assert told in refusal(zero(stage=2), **options)
 
 
 EXAMPLES: list[tuple[str, str, Workload, int, dict[str, Any]]] = [  # file, method, workload, ranks, options
@@ -359,6 +404,41 @@ def test_yamls_no_is_accelerates(tmp_path: Path) -> None:
     file = tmp_path / "accelerate.yaml"
     file.write_text("distributed_type: DEEPSPEED\nmixed_precision: no\ndowncast_bf16: no\n")
     assert planned(file)["stage"] == 2
+
+
+def test_auto_of_an_entry_of_zero_is_its_default() -> None:
+    entries = {"stage": 2, "overlap_comm": "auto", "offload_optimizer": {"device": "auto"}}
+    assert planned(zero(**entries)) == planned(zero(stage=2))
+
+
+FSDP2 = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_offload_params: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "told"),
+    [
+        (f"{FSDP2}  5: true\n", "fsdp2-offload", 'got "fsdp_config.fsdp_5"'),
+        (f"{FSDP2}  2026-01-01: true\n", "fsdp2-offload", 'got "fsdp_config.fsdp_2026-01-01"'),
+        (
+            "distributed_type: [FSDP]\n",
+            "deepspeed",
+            'expected distributed_type DEEPSPEED, as -m deepspeed, got ["FSDP"]',
+        ),
+        ("distributed_type: DEEPSPEED\nmixed_precision: [bf16]\n", "deepspeed", 'got ["bf16"]; try no or bf16 or fp16'),
+        ("distributed_type: DEEPSPEED\nmixed_precision: {2026-01-01: 1}\n", "deepspeed", "expected mixed_precision"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: [2]\n", "deepspeed", "expected deepspeed_config as a section"),
+    ],
+)
+def test_an_oddly_typed_yaml_is_refused_in_a_line(text: str, name: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(text)
+    assert told in refusal(file, name=name)
 
 
 @pytest.mark.shows("bad input is one line and exit code 2")

@@ -206,11 +206,11 @@ def noisy(generator: torch.Generator) -> Callable[..., Tensor]:
 
 
 def of_class(layer: OddLayer, noise: Callable[..., Tensor]) -> None:
-    class Noisy(OddLayer):
+    class DrawsNoise(OddLayer):
         def forward(self, x: Tensor, notes: Any) -> Any:
             return noise(super().forward(x, notes))
 
-    layer.__class__ = Noisy
+    layer.__class__ = DrawsNoise
 
 
 def as_forward(layer: Any, noise: Callable[..., Tensor]) -> None:
