@@ -24,6 +24,7 @@ from harness.figures.case_files import EDITED
 from harness.figures.point import FigureRow
 from harness.forecast.fit import resolve
 from tests.figures.test_case import DEMO, record
+from tests.support.ports import free_ports
 
 MAP = case10.ReleaseMap()
 SCRIPTED = [name for name, row in ROWS.items() if ENGINES[row.engine].script and row.is_scripted]
@@ -292,7 +293,8 @@ def test_a_row_without_a_script_is_named(name: str) -> None:
 def test_the_script_of_the_installed_release_shows_equal_norms(name: str, tmp_path: Path) -> None:
     file = tmp_path / "shown.py"
     file.write_text(script(name))
-    done = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    environment = os.environ | {"MASTER_PORT": str(free_ports(1)[0])}
+    done = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     steps = re.findall(r"gradient norm ([\d.]+) torch, ([\d.]+) DeepSpeed", done.stdout)
     assert len(steps) == 5 and "DEPARTS" not in done.stdout
