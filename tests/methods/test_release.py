@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import importlib
 import importlib.metadata
+import os
 import subprocess
 import threading
 import zipfile
@@ -40,6 +41,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of archives, the only place where pip looks; releases are installed into another folder."""
     (folder := tmp_path / "index").mkdir()
     monkeypatch.setattr(release, "ENGINES", tmp_path / "engines")
+    for name in os.environ:
+        if name.upper().startswith("PIP_") or name.upper().endswith("_PROXY"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
