@@ -115,6 +115,9 @@ class Method(ABC):
     drops_alike: ClassVar[bool] = True  # False: its dropout drops elements that the reference's dropout keeps
     takes_config: ClassVar[bool] = False  # True: trains models described by a config.json, too
     scales_loss: ClassVar[bool] = False  # True: trains in fp16, by the rule of methods/shared/loss_scale.py
+    # Name of the option that asks for another release of the method's engine, which build() installs into this
+    # checkout's .venv; until then identity() is empty. None: the method has no such option.
+    release_option: ClassVar[str | None] = None
 
     forecast_test: ClassVar[ForecastTest | None] = None  # how forecasts of the method's step times were tested
 
