@@ -41,7 +41,10 @@ def of_newest_code(records: Sequence[Record]) -> list[Record]:
 
 def trainer(record: Record) -> tuple[str, str | None]:
     """Return what trained: the method, and the release of its engine if that is not the installed one."""
-    return record.job.method, record.job.options.get("release")
+    with contextlib.suppress(ValueError):  # the method no longer exists
+        if option := method.load(record.job.method).release_option:
+            return record.job.method, record.job.options.get(option)
+    return record.job.method, None
 
 
 def _code(record: Record) -> tuple[str | None, ...]:
