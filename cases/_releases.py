@@ -121,6 +121,7 @@ UNSEEN = {
     "buckets": "a fault between two buckets of gradients: the whole model fills one",
     "gloo": "a process group that lacks the CPU: on a CPU the group is gloo's",
     "tokens": "a mean over micro-batches that have other numbers of tokens: all samples are equally long",
+    "norms": "a wrong gradient norm: stage 0 tells none in fp32",
     "all": "anything: the method runs on NVIDIA GPUs only",
 }
 
@@ -131,7 +132,7 @@ def _zero(
     """Return the row of a stage of ZeRO. `parts`: micro-batches."""
     load = {"micro_batches": parts, "dtype": dtype, "clip_norm": clip}
     lacks = {"copies": offload is not None, "ranks": "world_size" not in options, "buckets": 0 < stage < 3,
-             "streams": stage == 3 or "overlap_comm" in options}  # fmt: skip
+             "streams": stage == 3 or "overlap_comm" in options, "norms": stage == 0 and dtype == "fp32"}  # fmt: skip
     return MapRow(
         "deepspeed",
         "deepspeed",
@@ -361,6 +362,11 @@ REPORTS = (
         ("deepspeedai/DeepSpeed#1488",),
         "stages 0 to 3 have other losses with micro-batches",
         why_no_row="it is about release 0.5; the rows stage-0-4 to stage-3-4 train what it describes",
+    ),
+    PublicReport(
+        ("deepspeedai/DeepSpeed#7255",),
+        "stage 0 tells no gradient norm",
+        why_no_row="the training is not wrong; the rows stage-0 and stage-0-4 are judged without norms",
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#5154",),
