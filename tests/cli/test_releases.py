@@ -91,11 +91,15 @@ def test_a_script_is_printed_and_nothing_runs(launched: list[str]) -> None:
         ("--setting stage-9", "expected a setting of stage-0"),
         ("--only deepspeed --since 9.9", "expected at least one cell, got none"),
         ("--script stage-9@0.18.9", "--script: expected a setting of stage-0"),
-        ("--setting stage-2 --release new", "expected a release such as 0.18.9, got 'new'"),
+        ("--setting stage-2 --release new", "release: expected a version of deepspeed such as 0.18.9, got 'new'"),
+        ("--setting zenflow --release 0.17.4", "expected at least one cell, got none"),
+        ("--script stage-2@new", "release: expected a version of deepspeed such as 0.18.9, got 'new'"),
+        ("--script stage-2@0.18.9 --only deepspeed", "--script: expected no other option beside it, got --only"),
     ],
 )
 def test_a_wrong_call_is_one_line(words: str, told: str, tmp_path: Path) -> None:
-    done = run("releases", *words.split(), "--results", tmp_path, "--out", tmp_path / "out.md")
+    files = () if words.startswith("--script") else ("--results", tmp_path, "--out", tmp_path / "out.md")
+    done = run("releases", *words.split(), *files)
     assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
 
 
