@@ -156,6 +156,12 @@ class Method(ABC):
         """Describe what the method lacks on this device, and how to get it; None if the method lacks nothing."""
         return None
 
+    def names_file(self) -> bool:
+        """True if the option `config` names a file, which plan() would read. A plan's options hold the file's data, as
+        JSON, in the name's place, so a run leaves no such name in its record; a record with one is not planned."""
+        config = getattr(self, "config", None)
+        return isinstance(config, str) and not config.lstrip().startswith("{")
+
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         """Return the options with which a model of `twin_layers` layers runs the same code as one of `num_layers`."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]

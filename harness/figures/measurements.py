@@ -119,7 +119,10 @@ def _is_refused_beyond(record: Record) -> bool:
         return False
     try:
         deeper = job.workload.at_depth(job.workload.num_layers + 1)
-        plan = method.create(job.method, job.options).plan(deeper, job.budget.room)
+        trained = method.create(job.method, job.options)
+        if trained.names_file():
+            return False
+        plan = trained.plan(deeper, job.budget.room)
     except ValueError:  # the present code does not know these options
         return False
     return plan.host_bytes + (0 if job.device == "cuda" else plan.device_bytes) > have

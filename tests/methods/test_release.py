@@ -161,9 +161,7 @@ def test_a_connection_that_came_back_is_not_the_reason_of_a_failure(server: Path
 
 
 def test_an_index_that_answers_without_the_package_was_reached(server: Path) -> None:
-    with pytest.raises(
-        Unavailable, match=r"^expected a release of tiny-engine, got 1\.2\.3, which the package ind"
-    ):
+    with pytest.raises(Unavailable, match=r"^expected a release of tiny-engine, got 1\.2\.3, which the package ind"):
         Release(PACKAGE, "1.2.3").install()
 
 
