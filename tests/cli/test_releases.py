@@ -111,7 +111,7 @@ def test_another_file_is_not_replaced_by_the_map(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_the_installed_release_trains_in_a_setting(tmp_path: Path) -> None:
-    done = run("releases", "--setting", "stage-2-offload-4", "--until", "9", "--since", installed(),
+    done = run("releases", "--setting", "stage-2-offload-4", "--release", installed(),
                "--results", tmp_path / "runs", "--out", tmp_path / "out.md")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"| `stage-2-offload-4` | passes | {installed()} | " in (tmp_path / "out.md").read_text()
