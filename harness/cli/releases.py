@@ -57,7 +57,7 @@ def releases(**words: Any) -> None:
     """Tell which releases of the engines train like plain PyTorch, in which settings. A cell with a record is not run
     again.
 
-    Each release is installed once into a folder of its own below .venv. A cell takes about 20 seconds, so a call
+    Each release is installed once into a folder of its own below .venv. A cell takes about 12 seconds, so a call
     without options takes hours: try --quick, or --setting. Cells are judged without the gate's probe; --probe-layers
     adds it.
     """
