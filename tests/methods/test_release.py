@@ -148,7 +148,7 @@ def server(index: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv("PIP_NO_INDEX")
         monkeypatch.delenv("PIP_FIND_LINKS")
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{served.server_port}")
-        threading.Thread(target=served.serve_forever).start()
+        threading.Thread(target=served.serve_forever, args=(0.01,)).start()
         yield index / PACKAGE
         served.shutdown()
 
