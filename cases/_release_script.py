@@ -10,13 +10,14 @@ from cases._releases import ENGINES, ROWS
 from cases.case10 import workload_of
 from harness.core import method
 from harness.devices import machine
+from methods.engines.release import Release
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # names in torch
 
 
 def script(name: str, release: str | None = None) -> str:
     """Return the script of a cell: a row, by its name, and a release; None: the installed one. Raises ValueError for an
-    unknown row, and for a row without a script."""
+    unknown row, for a row without a script, and for a text that is no version."""
     import jinja2
 
     scripted = [name for name, row in ROWS.items() if ENGINES[row.engine].script and row.is_scripted]
@@ -27,6 +28,7 @@ def script(name: str, release: str | None = None) -> str:
         raise ValueError(
             f"--script: expected a release of {engine.package}, got none; try {name}@{engine.releases[-1]}"
         )
+    Release(engine.package, release)  # raises ValueError if it is no version
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True,

@@ -67,9 +67,9 @@ def reports_text(row: FigureRow) -> str:
 
 def _reports(row: FigureRow) -> list[PublicReport]:
     """Return the reports about a cell: of errors if it crashed, of wrong trainings if it failed, all if it passed."""
-    found = reports_about(row.series, row.group)
+    reports = reports_about(row.series, row.group)
     kinds = {PASSES: (False, True), FAILS: (False,), CRASH: (True,)}.get(kind(row), ())
-    return [report for report in found if report.is_error in kinds]
+    return [report for report in reports if report.is_error in kinds]
 
 
 def page_rows(rows: Sequence[FigureRow]) -> Iterator[list[str]]:
@@ -78,10 +78,10 @@ def page_rows(rows: Sequence[FigureRow]) -> Iterator[list[str]]:
     for name in (name for name in ROWS if any(row.series == name for row in rows)):
         cells = {row.group: (word(row), reports_text(row)) for row in rows if row.series == name}
         columns = ordered([*columns_of(name), *cells])
-        told = {release: cells.get(release, (NOT_RUN, "")) for release in columns}
-        for each in sorted(set(told.values()), key=lambda each: (each[0] == NOT_RUN, list(told.values()).index(each))):
-            releases = spans([release for release in columns if told[release] == each], columns)
-            yield [f"`{name}`", each[0].replace("|", "\\|"), releases, each[1]]
+        texts = [cells.get(release, (NOT_RUN, "")) for release in columns]
+        for text in sorted(set(texts), key=lambda text: (text[0] == NOT_RUN, texts.index(text))):
+            releases = [release for release, other in zip(columns, texts, strict=True) if other == text]
+            yield [f"`{name}`", text[0].replace("|", "\\|"), spans(releases, columns), text[1]]
 
 
 def spans(releases: Sequence[str], columns: Sequence[str]) -> str:
@@ -118,5 +118,5 @@ def without_probe(rows: Sequence[FigureRow]) -> list[str]:
 def _about(report: PublicReport) -> str:
     if report.since and report.since == report.until:
         return f", release {report.since}"
-    told = [f"from {report.since}"] * bool(report.since) + [f"to {report.until}"] * bool(report.until)
-    return f", releases {' '.join(told)}" if told else ""
+    span = [f"from {report.since}"] * bool(report.since) + [f"to {report.until}"] * bool(report.until)
+    return f", releases {' '.join(span)}" if span else ""

@@ -8,13 +8,13 @@ should show it, or the reason why there is no such row.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from typing import Any
 
 from harness.core import method
+from methods.engines.release import Release
 
 OPTION = "release"  # option of a method that runs other releases of its engine than the installed one
 
@@ -32,8 +32,8 @@ class MapEngine:
     def installed(self) -> str | None:
         """The version of the installed release; None if none is installed."""
         try:
-            return version(self.package).partition("+")[0]  # a build of torch names its device behind a +
-        except PackageNotFoundError:
+            return metadata.version(self.package).partition("+")[0]  # a build of torch names its device behind a +
+        except metadata.PackageNotFoundError:
             return None
 
     @property
@@ -83,8 +83,9 @@ class PublicReport:
 
 
 def order(release: str) -> tuple[int, ...]:
-    """Return the place of a release among others, as a value to compare; that of an empty text is the first."""
-    return tuple(map(int, re.findall(r"\d+", release)))
+    """Return the place of a release among others, as a value to compare; that of an empty text is the first. Raises
+    ValueError if the text is no version."""
+    return Release("an engine", release).numbers if release else ()
 
 
 def ordered(releases: Iterable[str]) -> list[str]:
@@ -426,43 +427,52 @@ def columns_of(name: str) -> list[str]:
     return [release for release in releases if order(row.since) <= order(release)]
 
 
-def chosen(
-    only: str | None = None, since: str = "", until: str = "", names: Sequence[str] = (),
-    releases: Sequence[str] = (), is_quick: bool = False, has_gpu: bool = False,
-) -> list[tuple[str, str]]:  # fmt: skip
-    """Return the cells that a call asks for, each as the name of its row and its release.
+@dataclass(frozen=True)
+class Choice:
+    """What a call asks for. Empty: no restriction."""
 
-    `only`: an engine; None: all. `names`: rows; none: all of the engine. `releases`: these alone, also such as the
-    table lacks. `is_quick`: only releases beside the first and the last one of each public report, in the first of its
-    rows, but for reports that a machine without a GPU (`has_gpu`) cannot show. Raises ValueError for an unknown engine
-    or row, and for releases where several engines are asked for.
-    """
-    for given, known, what in (([only] if only else [], ENGINES, "an engine"), (names, ROWS, "a setting")):
-        if unknown := [name for name in given if name not in known]:
+    engine: str | None = None
+    names: Sequence[str] = ()  # of rows
+    since: str = ""
+    until: str = ""
+    releases: Sequence[str] = ()  # these alone, also such as the table lacks
+    is_quick: bool = False  # only releases beside the first and the last one of a public report, in its first row
+    has_gpu: bool = False  # False: is_quick leaves out reports that a CPU cannot show
+
+    def includes(self, name: str, release: str) -> bool:
+        """True if the release is one of the row's, and in the asked span."""
+        first = max(order(self.since), order(ROWS[name].since))
+        return first <= order(release) and (not self.until or order(release) <= order(self.until))
+
+
+def chosen(asked: Choice) -> list[tuple[str, str]]:
+    """Return the cells that a call asks for, each as the name of its row and its release. Raises ValueError for an
+    unknown engine, row or version, and for releases where several engines are asked for."""
+    engine, names = asked.engine, asked.names
+    for wanted, known, what in (([engine] if engine else [], ENGINES, "an engine"), (names, ROWS, "a setting")):
+        if unknown := [name for name in wanted if name not in known]:
             raise ValueError(f"expected {what} of {', '.join(known)}, got {unknown[0]!r}")
-    rows = [name for name, row in ROWS.items() if only in (None, row.engine) and (not names or name in names)]
+    rows = [name for name, row in ROWS.items() if engine in (None, row.engine) and (not names or name in names)]
     engines = list(dict.fromkeys(ROWS[name].engine for name in rows))
     if not rows:
-        raise ValueError(f"expected a setting of {only}, got {', '.join(names)}; leave --only out")
-    if (since or until or releases) and len(engines) > 1:
+        raise ValueError(f"expected a setting of {engine}, got {', '.join(names)}; leave --only out")
+    if (asked.since or asked.until or asked.releases) and len(engines) > 1:
         raise ValueError(f"expected releases of one engine, got {', '.join(engines)}; try --only {engines[0]}")
-    for release in (*releases, *filter(None, (since, until))):
-        if not re.fullmatch(r"\d+(\.\d+)+\w*", release):
-            raise ValueError(f"expected a release such as 0.18.9, got {release!r}")
-    cells = [(name, release) for name in rows for release in (releases or columns_of(name))]
-    cells = [cell for cell in cells if order(since) <= order(cell[1]) and (not until or order(cell[1]) <= order(until))]
-    quick = _beside_reports(has_gpu)
-    return [cell for cell in cells if not is_quick or cell in quick]
+    for version in filter(None, (*asked.releases, asked.since, asked.until)):
+        Release(ENGINES[engines[0]].package, version)  # raises ValueError if it is none
+    cells = [(name, release) for name in rows for release in (asked.releases or columns_of(name))]
+    quick = _beside_reports(asked.has_gpu)
+    return [cell for cell in cells if asked.includes(*cell) and (not asked.is_quick or cell in quick)]
 
 
 def _beside_reports(has_gpu: bool) -> set[tuple[str, str]]:
     """Return the cells at both ends of each report, in the first of its rows: the last release before it, its first
     and its last release, and the first release after it."""
-    found = set()
+    cells = set()
     for report in REPORTS:
         for name in report.rows[:1] if has_gpu or not report.needs_gpu else ():
             columns = columns_of(name)
             for earlier, later in itertools.pairwise(columns):
                 if report.is_about(earlier) != report.is_about(later):
-                    found |= {(name, earlier), (name, later)}
-    return found
+                    cells |= {(name, earlier), (name, later)}
+    return cells

@@ -23,6 +23,7 @@ from harness.figures import plot
 from harness.figures.case import Case
 from harness.figures.point import FigureRow, row_of
 from harness.figures.profile import CaseProfile
+from methods.engines.release import Release
 
 LAYERS = 4
 WORKLOAD = Workload(num_layers=LAYERS, hidden_size=64, num_heads=4, seq_len=64, batch_size=8, vocab_size=512)
@@ -49,12 +50,12 @@ class ReleaseMap(Case):
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         """Return a row for each cell with a record. `series` is the name of its row, `group` its release, and `reason`
         the text of the gate, also of a cell that passes, or how the run ended."""
-        found: dict[tuple[str, str], list[Record]] = {}
-        for place, record in _placed(records, used):
-            found.setdefault(place, []).append(record)
+        cells: dict[tuple[str, str], list[Record]] = {}
+        for cell, record in _placed(records, used):
+            cells.setdefault(cell, []).append(record)
         names = list(ROWS)
-        cells = sorted(found, key=lambda each: (names.index(each[0]), order(each[1])))
-        return [_row(name, release, found[name, release]) for name, release in cells]
+        in_order = sorted(cells, key=lambda cell: (names.index(cell[0]), order(cell[1])))
+        return [_row(name, release, cells[name, release]) for name, release in in_order]
 
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
         return _case10_figure.figure(rows, note)
@@ -81,12 +82,13 @@ def _placed(records: Sequence[Record], used: CaseProfile) -> Iterator[tuple[tupl
     """Yield each record of a cell after the cell: the name of its row, and its release."""
     rows = [(name, _by_installed(job_of(used, name))) for name in ROWS]
     for record in records:
-        with contextlib.suppress(ValueError):  # the method no longer has one of the record's options
+        with contextlib.suppress(ValueError):  # the method no longer has one of the record's options; no version
             job = _by_installed(record.job)
-            for name in (name for name, own in rows if own == job):
+            for name in (name for name, job_of_row in rows if job_of_row == job):
                 engine = ENGINES[ROWS[name].engine]
-                told = record.job.options.get(OPTION) or record.software.get(engine.package) or engine.installed
-                yield (name, str(told).partition("+")[0]), record  # a build of torch names its device behind a +
+                version = record.job.options.get(OPTION) or record.software.get(engine.package) or engine.installed
+                release = Release(engine.package, str(version).partition("+")[0])  # torch's build is behind a +
+                yield (name, release.version), record
 
 
 def _by_installed(job: Job) -> Job:
@@ -99,6 +101,6 @@ def _row(name: str, release: str, records: Sequence[Record]) -> FigureRow:
     """Return the row of a cell: that of its newest result or, without one, of its newest record."""
     newest = next((record for record in reversed(records) if record.is_result), records[-1])
     row, gate = row_of(ReleaseMap.metric, [newest]), newest.gate
-    told = f"{UNTESTED}: " if gate.verdict == UNTESTED else ""
-    reason = f"{told}{gate.text}" if newest.status == "ok" else newest.reason
+    begin = f"{UNTESTED}: " if gate.verdict == UNTESTED else ""
+    reason = f"{begin}{gate.text}" if newest.status == "ok" else newest.reason
     return replace(row, series=name, group=release, reason=reason)

@@ -84,6 +84,9 @@ PROMISES = {
         "base/test_foreign_file.py::test_what_is_no_record_is_named",
         "base/test_foreign_file.py::test_yaml_that_repeats_itself_too_often_is_refused_before_it_is_built",
     ],
+    "A configuration that a record names is not read.": [
+        "forecast/test_accuracy.py::test_a_record_that_names_a_file_is_not_planned"
+    ],
     "A model's sizes are found by a process of at most 4 GiB.": [
         "core/test_hub_model.py::test_a_sketch_that_needs_too_much_memory_is_one_line"
     ],

@@ -270,6 +270,9 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         check_replaceable(words["out"], f"# {verdict_table.TITLE}".encode())
         check_writable(words["out"].resolve().parent, "--out")
     place = place_of(words, jobs[0].device)
+    if place:
+        for job in jobs:
+            place.check(job, folders)
     for load in dict.fromkeys(job.workload for job in jobs):
         check_files(load)
     check_writable(words["results"])

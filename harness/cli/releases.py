@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from harness.base.checkout import ROOT
 from harness.base.console import print_table
@@ -61,19 +62,22 @@ def releases(**words: Any) -> None:
     adds it.
     """
     from cases._release_script import script
-    from cases._releases import chosen
+    from cases._releases import Choice, chosen
     from cases.case10 import job_of
 
     if words["script"]:
+        _check_alone("script")
         name, _, release = words["script"].partition("@")
         print(script(name, release), end="")
         return
     probe = options.probe_of(words) or NONE
     used = case.profile_of(None, None)
-    asked = (words["only"], words["since"], words["until"], words["names"], words["versions"])
-    cells = chosen(*asked, is_quick=words["quick"], has_gpu=used.device == "cuda")
+    cells = chosen(Choice(
+        words["only"], words["names"], words["since"], words["until"], words["versions"], is_quick=words["quick"],
+        has_gpu=used.device == "cuda",
+    ))  # fmt: skip
     if not cells:
-        raise ValueError("expected at least one cell, got none by these options; try without --since and --until")
+        raise ValueError("expected at least one cell, got none by these options; try other releases, or another row")
     check_replaceable(words["out"], f"# {TITLE}".encode())
     check_writable(words["out"].resolve().parent, "--out")
     check_writable(words["results"])
@@ -95,6 +99,14 @@ def releases(**words: Any) -> None:
     sys.exit(exit_codes.of_records(records, is_sweep=True))
 
 
+def _check_alone(name: str) -> None:
+    """Raise ValueError if the call has another option than the one of this name."""
+    context = click.get_current_context()
+    for param in context.command.params:
+        if param.name != name and context.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
+            raise ValueError(f"--{name}: expected no other option beside it, got {param.opts[0]}; leave it out")
+
+
 def _run(jobs: Sequence[Job], sweep: Sweep, as_json: bool) -> list[Record]:
     """Run the jobs without a record, judge all, and return a record of each job."""
     keys = [sweep.key(job) for job in jobs]
@@ -107,8 +119,8 @@ def _run(jobs: Sequence[Job], sweep: Sweep, as_json: bool) -> list[Record]:
     if as_json:
         print(json.dumps({"event": "plan", "cells": len(jobs), "to_run": len(missing), "seconds": seconds}), flush=True)
     else:
-        told = f", about {run_time.text(seconds)}" if missing else ""
-        print(f"{len(jobs)} cells, {len(missing)} to run{told}", flush=True)
+        time = f", about {run_time.text(seconds)}" if missing else ""
+        print(f"{len(jobs)} cells, {len(missing)} to run{time}", flush=True)
     made = iter(sweep.run([job for job, key in zip(jobs, keys, strict=True) if key not in ended]))
     return [ended[key] if key in ended else next(made) for key in keys]
 

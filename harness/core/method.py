@@ -115,6 +115,9 @@ class Method(ABC):
     drops_alike: ClassVar[bool] = True  # False: its dropout drops elements that the reference's dropout keeps
     takes_config: ClassVar[bool] = False  # True: trains models described by a config.json, too
     scales_loss: ClassVar[bool] = False  # True: trains in fp16, by the rule of methods/shared/loss_scale.py
+    # Name of the option that asks for another release of the method's engine, which build() installs into this
+    # checkout's .venv; until then identity() is empty. None: the method has no such option.
+    release_option: ClassVar[str | None] = None
 
     forecast_test: ClassVar[ForecastTest | None] = None  # how forecasts of the method's step times were tested
 
@@ -152,6 +155,12 @@ class Method(ABC):
     def missing(self, device: str) -> str | None:
         """Describe what the method lacks on this device, and how to get it; None if the method lacks nothing."""
         return None
+
+    def names_file(self) -> bool:
+        """True if the option `config` names a file, which plan() would read. A plan's options hold the file's data, as
+        JSON, in the name's place, so a run leaves no such name in its record; a record with one is not planned."""
+        config = getattr(self, "config", None)
+        return isinstance(config, str) and not config.lstrip().startswith("{")
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         """Return the options with which a model of `twin_layers` layers runs the same code as one of `num_layers`."""

@@ -41,7 +41,10 @@ def of_newest_code(records: Sequence[Record]) -> list[Record]:
 
 def trainer(record: Record) -> tuple[str, str | None]:
     """Return what trained: the method, and the release of its engine if that is not the installed one."""
-    return record.job.method, record.job.options.get("release")
+    with contextlib.suppress(ValueError):  # the method no longer exists
+        if option := method.load(record.job.method).release_option:
+            return record.job.method, record.job.options.get(option)
+    return record.job.method, None
 
 
 def _code(record: Record) -> tuple[str | None, ...]:
@@ -116,7 +119,10 @@ def _is_refused_beyond(record: Record) -> bool:
         return False
     try:
         deeper = job.workload.at_depth(job.workload.num_layers + 1)
-        plan = method.create(job.method, job.options).plan(deeper, job.budget.room)
+        trained = method.create(job.method, job.options)
+        if trained.names_file():
+            return False
+        plan = trained.plan(deeper, job.budget.room)
     except ValueError:  # the present code does not know these options
         return False
     return plan.host_bytes + (0 if job.device == "cuda" else plan.device_bytes) > have

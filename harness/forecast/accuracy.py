@@ -93,12 +93,14 @@ def ran_on(record: Record, name: str) -> bool:
 
 def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None:
     """Return the predicted step time of a run. None if the run has no throughput, if its machine's rates are not known,
-    or if its method or one of its options no longer exists."""
+    if its method or one of its options no longer exists, or if an option names a file."""
     rates, job = rates_of(record) if record.samples_per_second else None, record.job
     if rates is None:
         return None
     try:
         trained = method.create(job.method, job.options, folders).as_timed(job, record.grad_norms)
+        if trained.names_file():
+            return None
         room = dataclasses.replace(job.budget.share(job.world_size).room, rates=rates)
         return predicted(trained, job.workload, trained.plan(job.workload, room), rates, job.world_size)
     except ValueError:  # the method or one of its options no longer exists

@@ -83,6 +83,7 @@ class Docker(Place):
     """The place --on docker: a container engine, and one of its images. Making it raises Unavailable if the engine or
     the image is missing."""
 
+    uses_this_venv = False
     cli_options: ClassVar = {
         "image": click.option(
             "--image", metavar="NAME", help="Image for --on docker; default: what ./run.sh image build makes."

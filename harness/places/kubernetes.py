@@ -119,7 +119,7 @@ def files_named(job: Job) -> list[str]:
 class Kubernetes(Place):
     """The place --on kubernetes, with these options. `cluster` raises Unavailable if no cluster can be reached."""
 
-    is_parallel = True
+    is_parallel, uses_this_venv = True, False
     cli_options: ClassVar = {
         "kubernetes": click.option("--kubernetes", multiple=True, metavar="NAME=VALUE|FILE",
                                    help="Setting of --on kubernetes: namespace, image, nodes, gpus, cpus,"

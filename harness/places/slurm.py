@@ -122,6 +122,7 @@ class Slurm(Place):
                 raise Unavailable(f"no {command} here: try --on slurm on a machine that submits Slurm jobs")
         self.options = {name: value for name, value in options.items() if name != "container_image"}
         self.image = options.get("container_image")
+        self.uses_this_venv = not self.image
         if self.image:
             check_containers(self.image)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from harness.base.checkout import ROOT
 from harness.base.whole_file import write_whole
@@ -30,8 +31,9 @@ FACTS, FAILURE = "archive.json", "failure.txt"  # files of a release's folder: w
 VERSION = re.compile(r"\d+(\.\d+)+[\w.]*")
 # DeepSpeed's set-up compiles nothing; a kernel is compiled when a run needs it.
 ENVIRONMENT = {"DS_BUILD_OPS": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-UNREACHABLE = re.compile(r"connection error|Max retries exceeded|Retrying \(Retry\(total=")
 VERSIONS = re.compile(r"Could not find a version .*\(from versions: ([^)]*)\)")
+# What pip prints when it has given up; a "Retrying" may have succeeded, and 404 is an index without the package.
+UNREACHABLE = re.compile(r"Could not fetch URL (?!.* 404 )|Max retries exceeded|ReadTimeoutError: ")
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,12 @@ class Release:
     def _reason(self, output: str) -> str:
         """Return in one line why pip, which printed `output`, did not install the release."""
         if UNREACHABLE.search(output):
-            told = "the package index cannot be reached: look at the network and at pip's configuration"
-            return f"{self} cannot be installed: {told}, or try without --option release"
+            why = "the package index cannot be reached: look at the network and at pip's configuration"
+            return f"{self} cannot be installed: {why}, or try without --option release"
         if known := VERSIONS.search(output):
             newest = ", ".join(known[1].split(", ")[-3:])
-            told = f"expected a release of {self.package}, got {self.version}, which the package index lacks"
-            return told if newest == "none" else f"{told}; try {newest}"
+            lacks = f"expected a release of {self.package}, got {self.version}, which the package index lacks"
+            return lacks if newest == "none" else f"{lacks}; try {newest}"
         lines = [line.strip() for line in output.splitlines() if line.strip().lower().startswith("error")]
         return f"{self} cannot be installed: {lines[-1][:200] if lines else 'pip failed without a reason'}"
 
@@ -160,4 +162,5 @@ def _archive(report: Path) -> dict[str, str]:
     """Return the name and the sha256 of the one archive in pip's report."""
     (installed,) = json.loads(report.read_text())["install"]
     origin = installed["download_info"]
-    return {"archive": origin["url"].rpartition("/")[2], "sha256": origin["archive_info"]["hashes"]["sha256"]}
+    name = urlsplit(origin["url"]).path.rpartition("/")[2]  # a mirror's query may hold a token
+    return {"archive": name, "sha256": origin["archive_info"]["hashes"]["sha256"]}

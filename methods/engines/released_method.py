@@ -11,6 +11,7 @@ from methods.engines.release import Release
 class ReleasedMethod(Method):
     package: ClassVar[str]  # the engine's name on the package index
     release: str | None = None  # version of the engine; None: the installed one
+    release_option = "release"
 
     def __post_init__(self) -> None:
         assert self.beside or not self.release  # Release() raises ValueError if the text is no version

@@ -67,14 +67,14 @@ class UserConfig(NamedTuple):
 
 def read(config: str) -> UserConfig:
     """Read the configuration in the file `config`, JSON or YAML; a `config` that begins with { is JSON itself. Raises
-    ValueError if the file cannot be read or is no configuration."""
+    ValueError if the file cannot be read, such as a link, or is no configuration."""
     is_text = config.lstrip().startswith("{")
     path = Path(config)
     source = "config" if is_text else path.name
     try:
-        text = config if is_text else read_text(path.resolve())
+        text = config if is_text else read_text(path)
         is_json = text.lstrip().startswith("{")
-        data = parsed_json(text) if is_json else read_yaml(path.resolve())
+        data = parsed_json(text) if is_json else read_yaml(path)
     except (OSError, ValueError) as error:
         told = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ValueError(f"option config: cannot read {config if not is_text else 'the text'}: {told}") from error

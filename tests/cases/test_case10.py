@@ -17,13 +17,14 @@ import pytest
 from cases import _release_words as words
 from cases import case10
 from cases._release_script import script
-from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, chosen, columns_of, order
+from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, Choice, chosen, columns_of, order
 from harness.core.record import Gate, Record
 from harness.figures import case, measurements
 from harness.figures.case_files import EDITED
 from harness.figures.point import FigureRow
 from harness.forecast.fit import resolve
 from tests.figures.test_case import DEMO, record
+from tests.support.ports import free_ports
 
 MAP = case10.ReleaseMap()
 SCRIPTED = [name for name, row in ROWS.items() if ENGINES[row.engine].script and row.is_scripted]
@@ -98,6 +99,10 @@ def test_a_cell_is_named_by_the_release_that_ran() -> None:
         ("stage-2", "0.18.9"),
         ("stage-2", "0.19.7"),
     ]
+
+
+def test_a_record_of_a_version_that_is_none_is_no_cell() -> None:
+    assert MAP.table([cell("stage-2", None, software={"deepspeed": "newest"})], DEMO) == []
 
 
 def test_a_cell_is_its_newest_result() -> None:
@@ -228,43 +233,45 @@ def test_colors_of_cells_differ_in_grey() -> None:
 
 
 def test_since_and_until_choose_releases() -> None:
-    found = chosen("deepspeed", "0.18.9", "0.19.1", ["stage-2", "zenflow"])
+    found = chosen(Choice("deepspeed", ["stage-2", "zenflow"], "0.18.9", "0.19.1"))
     assert found == [(name, each) for name in ("stage-2", "zenflow") for each in ("0.18.9", "0.19.0", "0.19.1")]
 
 
 def test_a_setting_begins_with_the_first_release_that_has_it() -> None:
     assert columns_of("zenflow")[0] == "0.17.5" and columns_of("stage-2")[0] == "0.14.0"
+    named = chosen(Choice(names=["stage-2", "zenflow"], releases=["0.17.4", "0.17.5"]))
+    assert named == [("stage-2", "0.17.4"), ("stage-2", "0.17.5"), ("zenflow", "0.17.5")]
 
 
 def test_a_release_that_the_table_lacks_may_be_named() -> None:
-    assert chosen("deepspeed", releases=["9.9.9"], names=["stage-2"]) == [("stage-2", "9.9.9")]
+    assert chosen(Choice("deepspeed", ["stage-2"], releases=["9.9.9"])) == [("stage-2", "9.9.9")]
 
 
 def test_quick_takes_both_sides_of_each_change() -> None:
-    found = {release for name, release in chosen(is_quick=True) if name == "stage-2-offload-4"}
+    found = {release for name, release in chosen(Choice(is_quick=True)) if name == "stage-2-offload-4"}
     assert {"0.15.1", "0.15.2", "0.18.9", "0.19.0"} <= found and "0.16.9" not in found
 
 
 def test_quick_leaves_out_what_a_cpu_cannot_show() -> None:
     """Buckets of an exchange that overlaps are wrong until 0.14.2 on streams; on a GPU this change is tried, too."""
     change = {("stage-2-4-overlap-2-ranks", release) for release in ("0.14.2", "0.14.3")}
-    assert not change & {*chosen(is_quick=True)} and change <= {*chosen(is_quick=True, has_gpu=True)}
-    assert len(chosen(is_quick=True)) <= 30
+    on_cpu, on_gpu = (chosen(Choice(is_quick=True, has_gpu=has_gpu)) for has_gpu in (False, True))
+    assert not change & {*on_cpu} and change <= {*on_gpu} and len(on_cpu) <= 30
 
 
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"only": "jax"}, "expected an engine of deepspeed"),
+        ({"engine": "jax"}, "expected an engine of deepspeed"),
         ({"names": ["stage-9"]}, "expected a setting of stage-0, "),
-        ({"only": "fsdp2", "names": ["stage-2"]}, "expected a setting of fsdp2, got stage-2"),
+        ({"engine": "fsdp2", "names": ["stage-2"]}, "expected a setting of fsdp2, got stage-2"),
         ({"since": "0.18.9"}, "expected releases of one engine, got deepspeed, megatron-core, transformers"),
-        ({"only": "deepspeed", "until": "new"}, "expected a release such as 0.18.9, got 'new'"),
+        ({"engine": "deepspeed", "until": "new"}, "release: expected a version of deepspeed such as 0.18.9, got 'new'"),
     ],
 )
 def test_what_the_map_lacks_is_named(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        chosen(**asked)
+        chosen(Choice(**asked))
 
 
 def test_releases_are_ordered_as_numbers() -> None:
@@ -292,7 +299,8 @@ def test_a_row_without_a_script_is_named(name: str) -> None:
 def test_the_script_of_the_installed_release_shows_equal_norms(name: str, tmp_path: Path) -> None:
     file = tmp_path / "shown.py"
     file.write_text(script(name))
-    done = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    environment = os.environ | {"MASTER_PORT": str(free_ports(1)[0])}
+    done = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     steps = re.findall(r"gradient norm ([\d.]+) torch, ([\d.]+) DeepSpeed", done.stdout)
     assert len(steps) == 5 and "DEPARTS" not in done.stdout

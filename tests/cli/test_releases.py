@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.record import Record
-from tests.support import records
+from tests.support import records, releases
 from tests.support.cli import run
 
 WORDS = ("releases", "--setting", "stage-2", "--setting", "stage-2-offload-4", "--release")
@@ -91,11 +91,15 @@ def test_a_script_is_printed_and_nothing_runs(launched: list[str]) -> None:
         ("--setting stage-9", "expected a setting of stage-0"),
         ("--only deepspeed --since 9.9", "expected at least one cell, got none"),
         ("--script stage-9@0.18.9", "--script: expected a setting of stage-0"),
-        ("--setting stage-2 --release new", "expected a release such as 0.18.9, got 'new'"),
+        ("--setting stage-2 --release new", "release: expected a version of deepspeed such as 0.18.9, got 'new'"),
+        ("--setting zenflow --release 0.17.4", "expected at least one cell, got none"),
+        ("--script stage-2@new", "release: expected a version of deepspeed such as 0.18.9, got 'new'"),
+        ("--script stage-2@0.18.9 --only deepspeed", "--script: expected no other option beside it, got --only"),
     ],
 )
 def test_a_wrong_call_is_one_line(words: str, told: str, tmp_path: Path) -> None:
-    done = run("releases", *words.split(), "--results", tmp_path, "--out", tmp_path / "out.md")
+    files = () if words.startswith("--script") else ("--results", tmp_path, "--out", tmp_path / "out.md")
+    done = run("releases", *words.split(), *files)
     assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
 
 
@@ -107,7 +111,7 @@ def test_another_file_is_not_replaced_by_the_map(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_the_installed_release_trains_in_a_setting(tmp_path: Path) -> None:
-    done = run("releases", "--setting", "stage-2-offload-4", "--until", "9", "--since", installed(),
+    done = run("releases", "--setting", "stage-2-offload-4", "--release", installed(),
                "--results", tmp_path / "runs", "--out", tmp_path / "out.md")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"| `stage-2-offload-4` | passes | {installed()} | " in (tmp_path / "out.md").read_text()
@@ -115,11 +119,11 @@ def test_the_installed_release_trains_in_a_setting(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_a_release_that_dropped_gradients_is_found(tmp_path: Path) -> None:
-    """It takes the network."""
+    releases.need("deepspeed", "0.18.4")
     done = run("releases", "--setting", "stage-2-offload-4", "--release", "0.18.4", "--results", tmp_path / "runs",
                "--out", tmp_path / "out.md")  # fmt: skip
     assert done.returncode == 5, done.stderr
-    line = next(line for line in (tmp_path / "out.md").read_text().splitlines() if "0.18.4" in line)
+    line = next(line for line in (tmp_path / "out.md").read_text().splitlines() if " | 0.18.4 | " in line)
     assert "fails: gradient norm 0.8472 instead of 1.709 at step 1" in line and "DeepSpeed 7967" in line
 
 

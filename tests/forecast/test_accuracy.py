@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from harness.core.job import GIB, Job, Workload
 from harness.core.method import create
+from harness.core.rates import Rates
 from harness.devices import named_machines
+from harness.forecast import accuracy
+from methods.engines import user_config
+from tests.figures.test_case import record
 
 
 @pytest.mark.parametrize(
@@ -21,6 +27,19 @@ from harness.devices import named_machines
 def test_most_timed_steps_say_whether_speculation_is_foretold(norms: list[float], clipping: str) -> None:
     job = Job("stronghold", Workload(clip_norm=1.0), {"clipping": "speculate"}, steps=10, warmup=5)
     assert create("stronghold", job.options).as_timed(job, norms) == create("stronghold", {"clipping": clipping})
+
+
+@pytest.mark.parametrize(("name", "text"), [("deepspeed", "zero_optimization: {stage: 1}"),
+                                            ("fsdp2-offload", "distributed_type: FSDP")])  # fmt: skip
+def test_a_record_that_names_a_file_is_not_planned(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file may be any of this machine; a run's own record has the text instead of the name."""
+    (file := tmp_path / "config.yaml").write_text(text)
+    job, reads = Job(name, Workload(), {"config": str(file)}), list[str]()
+    monkeypatch.setattr(user_config, "read_text", lambda path: reads.append(path) or Path(path).read_text())
+    monkeypatch.setattr(accuracy, "rates_of", lambda record: Rates(1e12))
+    assert accuracy.of_record(record(job)) is None and not reads
 
 
 # What NVIDIA's driver calls GPUs, with their memory in GiB.

@@ -10,14 +10,14 @@ import pytest
 
 from harness.core import native_build
 from harness.core.job import Job, Room, Workload
-from harness.core.method import Unavailable, check, create
+from harness.core.method import check, create
 from harness.core.record import Record
 from harness.forecast.fit import resolve
 from harness.gate.probe import Extent
 from harness.jobs.sweep import Sweep
 from methods.engines import deepspeed_config
 from methods.engines.release import Release
-from tests.support.packages import missing
+from tests.support import releases
 
 # As in the public report: four micro-batches of two samples.
 LOAD = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=64, batch_size=8, vocab_size=512)
@@ -42,14 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def faulty() -> str:
     """The release FAULTY, installed."""
-    release = Release("deepspeed", FAULTY)
-    try:
-        release.install()
-    except Unavailable as error:
-        if "cannot be reached" in str(error):
-            missing(str(error))
-        raise
-    return FAULTY
+    return releases.need("deepspeed", FAULTY).version
 
 
 @pytest.mark.heavy

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib
 import importlib.metadata
+import json
+import os
 import subprocess
 import threading
 import zipfile
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +45,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of archives, the only place where pip looks; releases are installed into another folder."""
     (folder := tmp_path / "index").mkdir()
     monkeypatch.setattr(release, "ENGINES", tmp_path / "engines")
+    for name in os.environ:
+        if name.upper().startswith("PIP_") or name.upper().endswith("_PROXY"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -117,6 +126,49 @@ def test_an_index_that_cannot_be_reached_is_told_as_such(index: Path, monkeypatc
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(Unavailable, match=r"^tiny-engine 9\.9\.9 cannot be installed: the package index cannot be rea"):
         Release(PACKAGE, "9.9.9").install()
+
+
+@pytest.fixture
+def server(index: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of PACKAGE's archives at an index that drops its first connection; pip uses it alone."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        num_dropped = 0
+
+        def do_GET(self) -> None:
+            if Handler.num_dropped:
+                super().do_GET()
+            Handler.num_dropped = 1
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    handler = functools.partial(Handler, directory=str(index))
+    with ThreadingHTTPServer(("127.0.0.1", free_ports(1)[0]), handler) as served:
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.delenv("PIP_FIND_LINKS")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{served.server_port}")
+        threading.Thread(target=served.serve_forever, args=(0.01,)).start()
+        yield index / PACKAGE
+        served.shutdown()
+
+
+def test_a_connection_that_came_back_is_not_the_reason_of_a_failure(server: Path) -> None:
+    server.mkdir()
+    wheel(server, "1.2.3").write_text("no archive")
+    with pytest.raises(Unavailable, match=r"^tiny-engine 1\.2\.3 cannot be installed: ERROR: .+$"):
+        Release(PACKAGE, "1.2.3").install()
+
+
+def test_an_index_that_answers_without_the_package_was_reached(server: Path) -> None:
+    with pytest.raises(Unavailable, match=r"^expected a release of tiny-engine, got 1\.2\.3, which the package ind"):
+        Release(PACKAGE, "1.2.3").install()
+
+
+def test_an_archives_name_is_without_the_query_of_its_address(tmp_path: Path) -> None:
+    info = {"url": "https://mirror/tiny-1.2.3.whl?token=secret#sha256=ab", "archive_info": {"hashes": {"sha256": "ab"}}}
+    (report := tmp_path / "report.json").write_text(json.dumps({"install": [{"download_info": info}]}))
+    assert release._archive(report) == {"archive": "tiny-1.2.3.whl", "sha256": "ab"}
 
 
 def test_an_index_without_the_package_has_no_release_to_try(index: Path) -> None:

@@ -197,6 +197,12 @@ def test_no_entry_of_zero_in_the_installed_release_is_unknown() -> None:
             assert any(each == path or each.startswith(f"{path}.") for each in known), path
 
 
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text(zero(stage=1))
+    (link := tmp_path / "link.json").symlink_to(tmp_path / "file.json")
+    assert refusal(link) == f"option config: cannot read {link}: expected a regular file, got a symbolic link"
+
+
 def key(config: str | Path) -> str:
     job = resolve(Job("deepspeed", LOAD, {"config": str(config)}))[0]
     return job.key(**identity(job))

@@ -24,8 +24,9 @@ from typing import Any, ClassVar
 import harness.places
 from harness.base.child_process import interrupt_here, when_closed
 from harness.base.registry import FileRegistry
-from harness.core import failures, log_lines
+from harness.core import failures, log_lines, method
 from harness.core.job import Job
+from harness.core.method import Unavailable
 from harness.core.record import Record
 from harness.devices import machine
 from harness.run.launch import Report, launch
@@ -42,6 +43,7 @@ class Place(ABC):
 
     # True: the place can run several jobs at once, so callers should give launch() all jobs together
     is_parallel: ClassVar[bool] = False
+    uses_this_venv: bool = True  # False: the place has packages of its own
     # The options that the place adds to the command line: for each name, the decorator that click.option() made.
     cli_options: ClassVar[dict[str, Callable[[Any], Any]]] = {}
 
@@ -60,6 +62,19 @@ class Place(ABC):
     def context(self) -> dict[str, str]:
         """Return the facts of the place on which results depend. They become part of a job's key, where they replace
         the facts of the same names from machine.checked()."""
+
+    def check(self, job: Job, folders: tuple[Path, ...]) -> None:
+        """Raise ValueError if the job needs a release of an engine that the place cannot have, and Unavailable if the
+        release is not yet installed: a job's key contains its archive's hash, so it must be known before the order."""
+        trained = method.create(job.method, job.options, folders)
+        if not trained.release_option or not (release := job.options.get(trained.release_option)):
+            return
+        option = f"--option {trained.release_option}"
+        if not self.uses_this_venv:
+            raise ValueError(f"--on: expected a place that uses this .venv for {option}, got one with an image's"
+                             f" packages; leave out --on, or {option}")  # fmt: skip
+        if not trained.identity():
+            raise Unavailable(f"{option}={release} is not installed: run once without --on")
 
     @abstractmethod
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
