@@ -81,4 +81,5 @@ def test_threads_keep_to_the_quota_of_the_group(quota_of_one_core: Path) -> None
         [sys.executable, "-c", IN_GROUP, str(quota_of_one_core)], cwd=ROOT, capture_output=True, text=True, check=True,
         env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
     )  # fmt: skip
-    assert done.stdout.split() == ["1", "1", "1"]
+    is_narrower = len(os.sched_getaffinity(0)) > 1  # on one core torch itself sees that there is no other
+    assert done.stdout.split() == ["1", "1", "1" if is_narrower else "None"]
