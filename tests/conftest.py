@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -25,8 +26,10 @@ from harness.core import method
 from harness.core.job import Job
 from harness.core.method import source_hash
 from harness.core.record import new_stem
+from harness.core.unavailable import Unavailable
 from harness.devices import machine, sim
 from harness.gate import probe
+from methods.offload import adamw_kernel
 from methods.shared.memory_needs import IN_MEMORY, file_system
 from tests.support import closing_lines, covering, forks, packages, plain, seconds
 
@@ -49,7 +52,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--methods", action="append", default=[], help="another folder of methods to put to the contract")
 
 
-pytest_configure = closing_lines.pytest_configure
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the host's AdamW before any process of the tests trains: a process remembers that it was missing, and
+    then takes torch's, which holds more."""
+    closing_lines.pytest_configure(config)
+    if "PYTEST_XDIST_WORKER" not in os.environ and adamw_kernel.to_build():
+        with contextlib.suppress(Unavailable):  # tests of the kernel are then skipped
+            adamw_kernel.build()
 
 
 @pytest.hookimpl(tryfirst=True)
