@@ -284,7 +284,7 @@ def test_a_script_is_short_and_needs_only_torch_and_the_engine(name: str) -> Non
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name) for node in imports}
     assert modules == {"copy", "os", "deepspeed", "torch", "torch.distributed"}
-    assert len(text.splitlines()) <= 70 and max(map(len, text.splitlines())) <= 120
+    assert len(text.splitlines()) <= 80 and max(map(len, text.splitlines())) <= 120
     assert "deepspeed==0.18.9" in text
 
 
@@ -294,15 +294,30 @@ def test_a_row_without_a_script_is_named(name: str) -> None:
         script(name)
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", ["stage-2-offload-4", "stage-2-4-caller", "stage-3-4", "stage-2-offload-4-bf16"])
-def test_the_script_of_the_installed_release_shows_equal_norms(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "shown.py"
+def run_script(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    file = folder / "shown.py"
     file.write_text(script(name))
     environment = os.environ | {"MASTER_PORT": str(free_ports(1)[0])}
-    done = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, file], cwd=folder, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    steps = re.findall(r"gradient norm ([\d.]+) torch, ([\d.]+) DeepSpeed", done.stdout)
-    assert len(steps) == 5 and "DEPARTS" not in done.stdout
-    for plain, engine in steps:
-        assert float(engine) == pytest.approx(float(plain), rel=2e-2 if name.endswith("bf16") else 1e-5)
+    return done
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["stage-2-offload-4", "stage-2-4-caller", "stage-3-4", "stage-2-offload-4-bf16"])
+def test_the_script_of_the_installed_release_shows_equal_norms_and_updates(name: str, tmp_path: Path) -> None:
+    done = run_script(name, tmp_path)
+    pairs = re.findall(r"(?:gradient norm|weights moved) ([\d.]+) torch, ([\d.]+) DeepSpeed", done.stdout)
+    assert len(pairs) == 10 and "DEPARTS" not in done.stdout
+    for plain, engine in pairs:
+        assert float(engine) == pytest.approx(float(plain), rel=2e-2 if name.endswith("bf16") else 1e-3)
+
+
+@pytest.mark.heavy
+def test_the_script_shows_updates_that_are_too_short_although_norms_agree(tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8 counts a step too many in stage 0: its first update is 0.744 of Adam's."""
+    first, *_ = run_script("stage-0-4-bf16", tmp_path).stdout.splitlines()
+    numbers = re.findall(r"([\d.]+) torch, ([\d.]+) DeepSpeed", first)
+    (plain_norm, norm), (plain_far, far) = [(float(plain), float(engine)) for plain, engine in numbers[1:]]
+    assert norm == pytest.approx(plain_norm, rel=1e-2) and first.endswith("DEPARTS")
+    assert far / plain_far == pytest.approx(0.744, abs=0.05)
