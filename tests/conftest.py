@@ -53,12 +53,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the host's AdamW before any process of the tests trains: a process remembers that it was missing, and
-    then takes torch's, which holds more."""
+    """Compile the host's AdamW, and with --all the device sim, before any process of the tests trains: a process that
+    found none counts other bytes than one that found it."""
     closing_lines.pytest_configure(config)
-    if "PYTEST_XDIST_WORKER" not in os.environ and adamw_kernel.to_build():
-        with contextlib.suppress(Unavailable):  # tests of the kernel are then skipped
-            adamw_kernel.build()
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for library in (adamw_kernel, sim) if config.getoption("--all") else (adamw_kernel,):
+            if library.to_build():
+                with contextlib.suppress(Unavailable):  # tests of the library are then skipped
+                    library.build()
 
 
 @pytest.hookimpl(tryfirst=True)
