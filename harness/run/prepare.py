@@ -14,7 +14,7 @@ from harness.core.job import Job
 from harness.devices import sim
 from harness.run.launch import Report
 
-_tried: set[tuple[str, tuple[Path, ...]]] = set()  # builds that this process has tried; no build is tried twice
+_tried: set[tuple[object, ...]] = set()  # builds that this process has tried; no build is tried twice
 
 
 def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
@@ -24,8 +24,9 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
     No error is raised if a compilation fails: the method's run reports which library is missing, and Python counts the
     bytes of sim.
     """
-    missing = method.create(job.method, job.options, folders).to_build()
-    if missing and _is_first(missing, folders, report):
+    trained = method.create(job.method, job.options, folders)
+    # Two releases of an engine lack libraries of the same name.
+    if (missing := trained.to_build()) and _is_first(missing, report, folders, tuple(trained.identity().items())):
         group = cgroup.current()
         kills = group.oom_kills() if group else 0
         log = results / log_lines.BUILD_LOG.format(job.method)
@@ -35,14 +36,15 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
             if group and group.oom_kills() > kills:  # the memory limit of this process may hold for the build, too
                 text = "the build failed, out of host memory: try once without --host-memory, or with more of it"
             report({"event": "warning", "text": text})
-    if job.device == "sim" and (needed := sim.to_build()) and _is_first(needed, (), report):
+    if job.device == "sim" and (needed := sim.to_build()) and _is_first(needed, report):
         run_logged("harness.devices.sim", None, results / log_lines.BUILD_LOG.format("sim"))
 
 
-def _is_first(missing: str, folders: tuple[Path, ...], report: Report) -> bool:
-    if (missing, folders) in _tried:
+def _is_first(missing: str, report: Report, *of: object) -> bool:
+    """Note and report a build, unless this process has tried it. `of`: what tells apart builds of the same name."""
+    if (missing, *of) in _tried:
         return False
-    _tried.add((missing, folders))
+    _tried.add((missing, *of))
     report({"event": "build", "text": f"building {missing}"})
     return True
 

@@ -59,6 +59,14 @@ def test_a_build_that_failed_is_not_tried_again_in_the_same_call(tmp_path: Path)
     assert (tmp_path / "tried").read_text() == "x" and events == ["build", "warning"]
 
 
+def test_what_another_release_needs_under_the_same_name_is_built_too(tmp_path: Path) -> None:
+    lines = f"open({str(tmp_path / 'tried')!r}, 'a').write(self.release)"
+    folder = write_compiling(tmp_path, lines)
+    for release in ("0.17.5", "0.17.6", "0.17.6"):
+        prepare(Job("compiling", TINY, {"release": release}), tmp_path, (folder,), lambda event: None)
+    assert (tmp_path / "tried").read_text() == "0.17.50.17.6"
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(1500)
 def test_the_demo_shows_all_and_the_notebook_shows_it_again(

@@ -41,6 +41,11 @@ from harness.core.job import Plan
 
 @dataclass(frozen=True)
 class Compiling(Method):
+    release: str = ""
+
+    def identity(self):
+        return {"kernel": self.release}
+
     def plan(self, workload, budget):
         return Plan(device={"weights": 1})
 
