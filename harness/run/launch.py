@@ -159,15 +159,14 @@ class Watch:
         self.group = self.wall or cgroup.current()
         self.kills = (self.group.oom_kills() if self.group else 0, cgroup.oom_kills())
         reader, writer = os.pipe()
-        self.scratch, held = scratch.make()
+        self.scratch, self.held = scratch.make()  # both this process and the worker hold the folder's lock
         self.notes = self.scratch / "executed"  # file of notes about executed code
         try:
-            self.process = self._start(log, (writer, *locks, held))
+            self.process = self._start(log, (writer, *locks, self.held))
         except BaseException:
             shutil.rmtree(self.scratch, ignore_errors=True)
+            os.close(self.held)
             raise
-        finally:
-            os.close(held)  # only the worker may hold the folder's lock
         os.close(writer)
         self.pipe = os.fdopen(reader, "rb", buffering=0)
         order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "locks": locks,
@@ -238,6 +237,7 @@ class Watch:
         self.executed = executed_code.read(self.notes)
         for folder in (ranks.folder_of(self.path), self.scratch):
             shutil.rmtree(folder, ignore_errors=True)
+        os.close(self.held)  # held until here, so that no other run removed the notes
         self.end = self._end()
         if self.wall:
             self.wall.remove()

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.base import fork_server
+from harness.base import executed_code, fork_server
 from harness.base.checkout import ROOT
 from harness.base.child_process import ask
 from harness.base.executed_code import Executed
@@ -220,6 +220,17 @@ def test_code_that_a_run_executes_beyond_its_identity_is_on_record(tmp_path: Pat
     (tmp_path / "_part.py").write_text("A = 1")
     path = launch(Job("loads-a-name", TINY, steps=2, warmup=1), lambda: "key", tmp_path, (tmp_path,))
     assert Record.read(path).software["unlisted"] == ["_part.py"]
+
+
+def test_a_run_that_begins_while_another_ends_leaves_its_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = executed_code.read
+
+    def beside_another(notes: Path) -> list[executed_code.Executed]:
+        scratch.remove_left()
+        return read(notes)
+
+    monkeypatch.setattr(executed_code, "read", beside_another)
+    assert "unlisted" not in Record.read(launch(TINY_JOB, lambda: "key", tmp_path)).software
 
 
 def test_the_key_is_taken_when_it_is_the_runs_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
