@@ -114,13 +114,14 @@ def _loaded(file: str, frame: FrameType | None) -> None:
     """Executed a file, or the archive that contains it. Left out are files of the standard library, and generated ones:
     those that an installed package compiles, or writes into the run's temporary folder, and loads."""
     path = file if is_standard(file) else os.path.realpath(file)
+    is_library = path.endswith(".so")
     if is_standard(path):
         if path.endswith(SPAWNS) and not _is_versioned(place := _place(frame)):
             _note(f"another Python, started in {place}")
         return
     while not os.path.lexists(path) and os.path.dirname(path) != path:  # a path within an archive
         path = os.path.dirname(path)
-    is_generated = path.endswith(".so") or path.startswith(os.path.dirname(_watching["path"]) + os.sep)
+    is_generated = is_library or path.startswith(os.path.dirname(_watching["path"]) + os.sep)
     if is_generated and not site_folder(path) and _is_versioned(_place(frame)):
         return
     if os.path.isfile(path):

@@ -32,6 +32,7 @@ CASES = {
     "a file in a fork": ("p = context('fork').Process(target=load, args=('part',)); p.start(); p.join()", "part.py"),
     "a program": ("subprocess.run(['true'])", "the program true, started in own.py line 4"),
     "a program by the shell": ("os.system('true')", "the program true, started in own.py line 4"),
+    "a library that a package compiles and cannot load": ("load_by_torch('absent')", None),
     "another Python": ("p = context('spawn').Process(target=print); p.start(); p.join()",
                        "another Python, started in own.py line 4"),
 }  # fmt: skip
@@ -43,6 +44,12 @@ HERE = os.path.dirname(__file__)
 def load(name):
     sys.path.insert(0, HERE)
     importlib.import_module(name)
+def load_by_torch(name):
+    from torch.utils import cpp_extension
+    try:
+        cpp_extension._import_module_from_library(name, HERE, is_python_module=True)
+    except ImportError:
+        pass
 """
 
 
