@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.core import method
 from methods.engines.release import Release
+from methods.engines.user_config import text_of
 
 OPTION = "release"  # option of a method that runs other releases of its engine than the installed one
 
@@ -109,9 +110,13 @@ ENGINES = {
         ("0.12.0", "0.12.1", "0.12.2", "0.12.3", "0.13.0", "0.13.1", "0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3",
          "0.16.0", "0.16.1"),
     ),
-    # Only the installed releases of these run.
-    "transformers": MapEngine("transformers"),
-    "fsdp2": MapEngine("torch"),
+    # Each of these imports beside newer packages than it knows, see methods/engines/transformers_release.py.
+    "transformers": MapEngine(
+        "transformers",
+        ("4.45.2", "4.46.3", "4.57.6", "5.0.0", "5.5.4", "5.9.0", "5.10.4", "5.12.1", "5.14.1", "5.16.1", "5.18.0",
+         "5.20.2", "5.22.2", "5.23.0"),
+    ),
+    "fsdp2": MapEngine("torch"),  # only the installed release runs
 }  # fmt: skip
 
 # What a run on a CPU of these sizes cannot show, by a short name.
@@ -141,6 +146,13 @@ def _zero(
         load,
         unseen=tuple(name for name, is_lacking in lacks.items() if is_lacking),
     )
+
+
+def _trainer_zero(**entries: Any) -> MapRow:
+    """Return the row of Trainer with a configuration of ZeRO stage 2 that has these further entries."""
+    config = text_of({"zero_optimization": {"stage": 2, **entries}})  # as the record of a run holds it
+    lacks = ("ranks", "buckets", "tokens", *(("copies",) if entries else ()))
+    return MapRow("transformers", "hf-trainer", {"config": config}, {"micro_batches": 4}, unseen=lacks)
 
 
 ZENFLOW_LACKS = ("copies", "streams", "ranks")
@@ -195,6 +207,8 @@ ROWS = {
     "hf-trainer-4-bf16": MapRow(
         "transformers", "hf-trainer", {}, {"micro_batches": 4, "dtype": "bf16"}, unseen=("ranks", "tokens")
     ),
+    "hf-trainer-deepspeed-stage-2-4": _trainer_zero(),
+    "hf-trainer-deepspeed-stage-2-offload-4": _trainer_zero(offload_optimizer={"device": "cpu"}),
     "fsdp2": MapRow("fsdp2", "fsdp2-offload", unseen=("gloo", "copies", "streams", "ranks")),
     "fsdp2-4": MapRow(
         "fsdp2", "fsdp2-offload", {}, {"micro_batches": 4}, unseen=("gloo", "copies", "streams", "ranks")
@@ -401,6 +415,21 @@ REPORTS = (
         "the mean loss of micro-batches counts each micro-batch alike, not each token",
         until="4.45.2",
         rows=("hf-trainer-4", "hf-trainer-4-bf16"),
+    ),
+    PublicReport(
+        ("huggingface/transformers#46204",),
+        "the mean loss counts a token too many for each sample, whose first token no loss has: loss and gradients are"
+        " too small",
+        since="4.46.3",
+        until="5.9.0",
+        rows=("hf-trainer-4", "hf-trainer", "hf-trainer-4-bf16", "hf-trainer-deepspeed-stage-2-4",
+              "hf-trainer-deepspeed-stage-2-offload-4"),
+    ),
+    PublicReport(
+        ("huggingface/transformers#45305",),
+        "Trainer with DeepSpeed sums the gradients of micro-batches, and does not average them",
+        why_no_row="it was seen with DeepSpeed 0.18.9; the rows hf-trainer-deepspeed-stage-2-4 and"
+        " hf-trainer-deepspeed-stage-2-offload-4 train with the installed one",
     ),
     PublicReport(
         ("NVIDIA/Megatron-LM#2417", "NVIDIA/Megatron-LM#3159", "NVIDIA/Megatron-LM#1532"),

@@ -7,7 +7,8 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,20 +23,26 @@ from harness.core.gpt import GPT, initialize
 from harness.core.hub_model import causal_model, library
 from harness.core.job import BETAS, EPSILON, MOST, WEIGHT_DECAY, Workload
 from harness.core.method import Step, TensorState
+from methods.engines.transformers_release import arguments_of
 from methods.engines.turns import Turns
 
-transformers = library()
+transformers: Any = sys.modules.get("transformers") or library()  # a release has been imported before
 Trainer: Any = transformers.Trainer
 
 
 class BatchTrainer(Trainer):
     """A Trainer that asks for one batch at a time, and gives the step of the batch before. `folder`: the folder that
-    Trainer makes for checkpoints; none is written."""
+    Trainer makes for checkpoints; none is written. `deepspeed`: the configuration of DeepSpeed, if it is to train."""
 
-    def __init__(self, workload: Workload, device: str, folder: str) -> None:
+    lr_scheduler: Any
+
+    def __init__(
+        self, workload: Workload, device: str, folder: str, model: Any, deepspeed: dict[str, Any] | None = None
+    ) -> None:
         for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
             del os.environ[name]  # accelerate would take another precision, device or engine than the job's
-        arguments = transformers.TrainingArguments(
+        arguments: Any = arguments_of(
+            transformers.TrainingArguments,
             output_dir=folder, save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
             log_level="error",
             logging_nan_inf_filter=False,  # nothing is logged; the filter would wait for the device
@@ -45,16 +52,17 @@ class BatchTrainer(Trainer):
             gradient_accumulation_steps=workload.micro_batches,
             optim="adamw_torch_fused", adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=EPSILON,
             weight_decay=WEIGHT_DECAY,
-            learning_rate=1.0,  # by which the schedule's rates are multiplied
+            learning_rate=workload.learning_rate,
             max_grad_norm=workload.clip_norm,
             bf16=workload.dtype == "bf16",
             activation_checkpointing=workload.config is not None,  # the GPT has checkpoints of its own
             activation_checkpointing_kwargs={"use_reentrant": False},
+            deepspeed=deepspeed,
         )  # fmt: skip
         arguments._n_gpu = min(1, arguments.n_gpu)  # on several GPUs Trainer would split a batch over all of them
         if device == "sim":
             arguments.__dict__["_setup_devices"] = arguments.distributed_state.device = torch.device(device)
-        super().__init__(model_of(workload, device), arguments)
+        super().__init__(model, arguments)
         torch.manual_seed(workload.seed)  # dropout draws as in the reference: Trainer has set a seed of its own
         self.remove_callback(transformers.PrinterCallback)
         self.workload = workload
@@ -62,9 +70,10 @@ class BatchTrainer(Trainer):
         self.norm: Tensor | None = None
         clip = self.accelerator.clip_grad_norm_
 
-        def clip_and_keep(*given: Any, **named: Any) -> Tensor:
-            self.norm = clip(*given, **named)
-            return self.norm
+        def clip_and_keep(*given: Any, **named: Any) -> Any:
+            norm = clip(*given, **named)
+            self.norm = None if norm is None else torch.as_tensor(norm)  # DeepSpeed tells a number, or none
+            return norm
 
         self.accelerator.clip_grad_norm_ = clip_and_keep
         self.turns = Turns(self.train)
@@ -72,6 +81,7 @@ class BatchTrainer(Trainer):
     def get_train_dataloader(self) -> Iterator[dict[str, Tensor]]:
         """Yield micro-batches. accelerate's own loader would take a batch before the step of the batch before is done,
         because it looks for the last one."""
+        self.begin()
         step = None
         while (batch := self.turns.take(step)) is not None:
             inputs, targets = batch
@@ -82,18 +92,24 @@ class BatchTrainer(Trainer):
             step = Step(self.loss, self.norm)
         self.control.should_training_stop = True
 
+    def begin(self) -> None:
+        """Do what is left to do when Trainer has prepared the model and the optimizer."""
+
     def training_step(self, *given: Any, **named: Any) -> Tensor:
         loss: Tensor = super().training_step(*given, **named)
         self.loss = loss if self.loss is None else self.loss + loss
         return loss
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
-        """Make the harness's schedule. Trainer's own begin with a step at rate 0."""
-        rates = lambda done: self.workload.learning_rate_at(done + 1)  # noqa: E731
-        self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, rates)
+        """Make the harness's schedule, unless there is one. Trainer's own begin with a step at rate 0."""
+        if self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            for group in optimizer.param_groups:
+                group["initial_lr"] = 1.0  # by which the schedule's rates are multiplied
+            self.lr_scheduler = LambdaLR(optimizer, lambda done: self.workload.learning_rate_at(done + 1))
         return self.lr_scheduler
 
-    def states(self) -> list[TensorState]:
+    def states(self) -> Iterable[TensorState]:
         state = self.optimizer.state
         columns = ((name, p.detach(), state[p]) for name, p in self.model.named_parameters())
         return [TensorState(name, p, of_p.get("exp_avg"), of_p.get("exp_avg_sq")) for name, p, of_p in columns]
@@ -104,9 +120,10 @@ class LabelledGPT(GPT):
     loss. Like a model of transformers it computes all logits at once."""
 
     loss_type = "ForCausalLM"  # Trainer then counts, as tokens that are learned, those after a sample's first
+    # Some releases, such as 4.46.3, give the number of tokens only to a model that names a parameter `loss_kwargs`.
 
     def forward(  # type: ignore[override]
-        self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **others: Any
+        self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **loss_kwargs: Any
     ) -> dict[str, Tensor]:
         """Return the loss of (B, T + 1) token ids: the sum over this micro-batch's tokens, divided by the number of the
         whole batch's."""
@@ -118,16 +135,18 @@ class LabelledGPT(GPT):
         return {"loss": total / (len(targets) if num_items_in_batch is None else num_items_in_batch)}
 
 
-def model_of(workload: Workload, device: str) -> Any:
+def wide_model(workload: Workload, device: str) -> Any:
     """Return the model in fp32, with the harness's starting values. Trainer computes in the workload's dtype by
     autocast."""
-    wide = replace(workload, dtype="fp32")
-    model: Any
-    if workload.config is None:
-        with torch.device("meta"):
-            model = LabelledGPT(wide)
-        model.to_empty(device=device)
-    else:
-        model = causal_model(wide, device)
+    model = empty_model(replace(workload, dtype="fp32"), device)
     initialize(((name, parameter.data) for name, parameter in model.named_parameters()), workload)
     return model
+
+
+def empty_model(workload: Workload, device: str) -> Any:
+    """Return the model in the workload's dtype. The values of its parameters are not yet set."""
+    if workload.config is not None:
+        return causal_model(workload, device)
+    with torch.device("meta"):
+        model = LabelledGPT(workload)
+    return model.to_empty(device=device)

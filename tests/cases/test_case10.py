@@ -256,7 +256,7 @@ def test_quick_leaves_out_what_a_cpu_cannot_show() -> None:
     """Buckets of an exchange that overlaps are wrong until 0.14.2 on streams; on a GPU this change is tried, too."""
     change = {("stage-2-4-overlap-2-ranks", release) for release in ("0.14.2", "0.14.3")}
     on_cpu, on_gpu = (chosen(Choice(is_quick=True, has_gpu=has_gpu)) for has_gpu in (False, True))
-    assert not change & {*on_cpu} and change <= {*on_gpu} and len(on_cpu) <= 30
+    assert not change & {*on_cpu} and change <= {*on_gpu} and len(on_cpu) <= 32
 
 
 @pytest.mark.parametrize(
