@@ -18,7 +18,7 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import Trained, Training, Unavailable
 from harness.forecast.resources import OPTIMIZER_BYTES
 from methods.engines import deepspeed_config
-from methods.engines.deepspeed_file import DeepSpeedFile, _adam
+from methods.engines.deepspeed_file import DeepSpeedFile, adam_of
 from methods.engines.release import importing
 from methods.engines.released_method import ReleasedMethod
 from methods.engines.transformers_release import import_release
@@ -51,7 +51,7 @@ class HfTrainer(ReleasedMethod):
             return None
         config = read(self.config)
         entries: dict[str, Any] = {"zero_optimization": {}} | config.data
-        if _adam(config, entries) != "deepspeed":
+        if adam_of(config, entries) != "deepspeed":
             return None
         return "cpu_adam" if "offload_optimizer" in entries["zero_optimization"] else "fused_adam"
 

@@ -89,7 +89,7 @@ def train(workload: Workload, batches: Any, device: str, settings: EngineSetting
         lacking = lacks_to_build(adam, release)
         raise Unavailable(lacking or f"DeepSpeed's {adam} is not compiled: ./run.sh setup")
     deepspeed = import_deepspeed(device, num_ranks, release)
-    _load_built(release, adam, *(["async_io"] if "aio" in settings.extra else []))
+    load_built(release, adam, *(["async_io"] if "aio" in settings.extra else []))
     is_scaled = workload.dtype == "fp16"
     if is_scaled and device != "cuda":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -127,7 +127,7 @@ def train(workload: Workload, batches: Any, device: str, settings: EngineSetting
         if is_scaled:
             ended = ended._replace(loss_scale=scale, is_skipped=bool(engine.optimizer.overflow))
         yield ended
-    return Trained(_states(engine, needed.pop_all()))
+    return Trained(states(engine, needed.pop_all()))
 
 
 def import_deepspeed(device: str, num_ranks: int = 1, release: Release | None = None) -> Any:
@@ -159,7 +159,7 @@ def import_deepspeed(device: str, num_ranks: int = 1, release: Release | None = 
     return deepspeed
 
 
-def _load_built(release: Release | None, *kernels: str) -> None:
+def load_built(release: Release | None, *kernels: str) -> None:
     """Load the named kernels, except any kernel that is not compiled. Without this call DeepSpeed would start ninja in
     every run to check the kernels."""
     from deepspeed.ops import op_builder
@@ -196,7 +196,7 @@ def superoffload_worker(
     """
     from deepspeed.runtime.superoffload import superoffload_utils
 
-    _load_built(release, "cpu_adam")
+    load_built(release, "cpu_adam")
     made = []
 
     class KeptAdam(superoffload_utils.DeepSpeedCPUAdam):
@@ -373,7 +373,7 @@ def _groups(engine: Any) -> list[dict[str, Any]]:
     return [*engine.optimizer.param_groups, *(backup.param_groups if backup else [])]
 
 
-def _states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
+def states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
     """Yield the weight and moments of one parameter at a time. Stage 3 gathers these tensors on the device, which has
     no room for the tensors of all parameters. At the end close the context `needed`."""
     from deepspeed.utils import safe_get_full_fp32_param

@@ -256,7 +256,7 @@ class DeepSpeedFile:
         for name in [name for name, value in zero.items() if value == AUTO and name not in filled(workload)]:
             del zero[name]  # DeepSpeed takes its default
         stage, offload = _stage(config, zero), _offload(config, zero)
-        return cls(entries, stage, offload, _adam(config, entries), "accelerate" if is_accelerates else None)
+        return cls(entries, stage, offload, adam_of(config, entries), "accelerate" if is_accelerates else None)
 
     @property
     def text(self) -> str:
@@ -381,7 +381,7 @@ def _offload(config: UserConfig, zero: dict[str, Any]) -> str | None:
     return (None, "optimizer", "all")[len(found)]
 
 
-def _adam(config: UserConfig, entries: dict[str, Any]) -> str | None:
+def adam_of(config: UserConfig, entries: dict[str, Any]) -> str | None:
     """Return which AdamW updates. An optimizer in the configuration is DeepSpeed's own, unless it asks for torch's.
     Without one, DeepSpeed's is demanded on the host, unless zero_force_ds_cpu_optimizer is false."""
     if "optimizer" in config.data:

@@ -52,7 +52,7 @@ class DeepSpeedTrainer(BatchTrainer):
                 kept[id(parameter)].weight.copy_(value)
 
     def states(self) -> Iterable[TensorState]:
-        return deepspeed._states(self.deepspeed, self.needed.pop_all())
+        return deepspeed.states(self.deepspeed, self.needed.pop_all())
 
 
 def engine_config(file: DeepSpeedFile, workload: Workload) -> dict[str, Any]:
@@ -91,4 +91,4 @@ def _load(file: DeepSpeedFile, device: str) -> None:
         if not is_built(adam):
             raise Unavailable(lacks_to_build(adam) or f"DeepSpeed's {adam} is not compiled: ./run.sh setup")
     deepspeed.import_deepspeed(device)
-    deepspeed._load_built(None, adam)
+    deepspeed.load_built(None, adam)
