@@ -51,6 +51,8 @@ def _settings(name: str) -> dict[str, Any]:
         "config": textwrap.fill(repr(config), 108, subsequent_indent=" " * 10, break_on_hyphens=False),
         "parts": load.micro_batches,
         "clip": load.clip_norm,
+        "is_engines_adam": "optimizer" in config,
+        "rate": config["optimizer"]["params"]["lr"] if "optimizer" in config else 0.01,
         "dtype": DTYPES[load.dtype],
         "batch_size": load.batch_size,
         "accumulation": trained.accumulation,

@@ -50,7 +50,7 @@ def _rounded(pair: re.Match[str]) -> str:
 
 def is_unreported(row: FigureRow) -> bool:
     """True if the cell's training is wrong, neither by design nor as a public report says."""
-    return kind(row) == FAILS and not ROWS[row.series].by_design and not _reports(row)
+    return kind(row) == FAILS and not ROWS[row.series].design_of(row.group) and not _reports(row)
 
 
 def reports_text(row: FigureRow) -> str:
@@ -61,7 +61,7 @@ def reports_text(row: FigureRow) -> str:
         return f"{links}: not seen here" if links else ""
     if is_unreported(row):
         return f"**{NONE_KNOWN}**"
-    design = ROWS[row.series].by_design if kind(row) == FAILS else ""
+    design = ROWS[row.series].design_of(row.group) if kind(row) == FAILS else ""
     return "; ".join(filter(None, [f"by design: {design}" if design else "", links]))
 
 

@@ -53,8 +53,13 @@ class MapRow:
     workload: Mapping[str, Any] = field(default_factory=dict)  # fields in which it differs from the map's workload
     since: str = ""  # first release that has the setting; empty: all have it
     by_design: str = ""  # why it trains otherwise than the reference; empty: it should not
+    design_until: str = ""  # last release that trains otherwise by design alone; empty: all do
     unseen: tuple[str, ...] = ()
     is_scripted: bool = True  # False: --script makes no script of this row
+
+    def design_of(self, release: str) -> str:
+        """Return why this release trains otherwise than the reference by design; empty: it should not."""
+        return self.by_design if not self.design_until or order(release) <= order(self.design_until) else ""
 
 
 @dataclass(frozen=True)
@@ -189,10 +194,9 @@ ROWS = {
     "stage-2-4-overlap-2-ranks": _zero(2, parts=4, overlap_comm=True, world_size=2),
     "stage-2-offload-4-2-ranks": _zero(2, "optimizer", parts=4, world_size=2),
     "stage-3-4-2-ranks": _zero(3, parts=4, world_size=2),
-    "zenflow": MapRow("deepspeed", "zenflow", {}, {}, "0.17.5", unseen=ZENFLOW_LACKS, is_scripted=False),
-    "zenflow-bf16": MapRow(
-        "deepspeed", "zenflow", {}, {"dtype": "bf16"}, "0.17.5", LATE, ZENFLOW_LACKS, is_scripted=False
-    ),
+    # 0.19.8 stores every matrix transposed when it starts in fp32.
+    "zenflow": MapRow("deepspeed", "zenflow", {}, {}, "0.17.5", LATE, "0.19.1", ZENFLOW_LACKS),
+    "zenflow-bf16": MapRow("deepspeed", "zenflow", {}, {"dtype": "bf16"}, "0.17.5", LATE, unseen=ZENFLOW_LACKS),
     "superoffload": MapRow("deepspeed", "superoffload", since="0.18.0", unseen=("all",), is_scripted=False),
     "megatron": MapRow("megatron-core", "megatron-lm", unseen=("ranks",)),
     "megatron-4": MapRow("megatron-core", "megatron-lm", workload={"micro_batches": 4}, unseen=("ranks",)),

@@ -174,9 +174,10 @@ def test_a_report_of_an_error_stands_beside_a_crash_alone() -> None:
 
 
 def test_a_setting_that_trains_otherwise_by_design_needs_no_report() -> None:
-    late, first = (row(name, "0.19.8", "failed", "loss") for name in ("zenflow-bf16", "zenflow"))
-    assert words.reports_text(late) == "by design: most gradients are applied some steps late"
-    assert words.is_unreported(first) and not words.is_unreported(late)
+    late = [row("zenflow-bf16", "0.19.8", "failed", "loss"), row("zenflow", "0.18.2", "failed", "norm")]
+    transposed = row("zenflow", "0.19.8", "failed", "loss")
+    assert {words.reports_text(each) for each in late} == {"by design: most gradients are applied some steps late"}
+    assert words.is_unreported(transposed) and not any(map(words.is_unreported, late))
 
 
 def test_a_report_that_a_passing_cell_does_not_show_is_told() -> None:
