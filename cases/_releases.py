@@ -194,8 +194,8 @@ ROWS = {
     "stage-2-4-overlap-2-ranks": _zero(2, parts=4, overlap_comm=True, world_size=2),
     "stage-2-offload-4-2-ranks": _zero(2, "optimizer", parts=4, world_size=2),
     "stage-3-4-2-ranks": _zero(3, parts=4, world_size=2),
-    # 0.19.8 stores every matrix transposed when it starts in fp32.
-    "zenflow": MapRow("deepspeed", "zenflow", {}, {}, "0.17.5", LATE, "0.19.1", ZENFLOW_LACKS),
+    # 0.19.7 and 0.19.8 store every matrix transposed when they start in fp32.
+    "zenflow": MapRow("deepspeed", "zenflow", {}, {}, "0.17.5", LATE, "0.19.6", ZENFLOW_LACKS),
     "zenflow-bf16": MapRow("deepspeed", "zenflow", {}, {"dtype": "bf16"}, "0.17.5", LATE, unseen=ZENFLOW_LACKS),
     "superoffload": MapRow("deepspeed", "superoffload", since="0.18.0", unseen=("all",), is_scripted=False),
     "megatron": MapRow("megatron-core", "megatron-lm", unseen=("ranks",)),
