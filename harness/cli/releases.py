@@ -47,8 +47,8 @@ UNREACHABLE = "cannot be reached"  # part of a reason that may be gone at the ne
 @click.option("--quick", is_flag=True, help="Only releases just before and after the changes that public reports name.")
 @click.option("--script", metavar="SETTING@RELEASE",
               help="Print a script that shows this cell without this project; run nothing.")  # fmt: skip
-@click.option("--out", type=FILE, default=ROOT / "results" / "releases.md", metavar="FILE",
-              help="File to write the map to, in Markdown.")  # fmt: skip
+@click.option("--out", type=FILE, metavar="FILE",
+              help="File to write the map to, in Markdown. Default: releases.md beside the records.")  # fmt: skip
 @click.option("--results", type=FOLDER, default=ROOT / "results" / "releases-runs", help="Folder of the map's records.")
 @click.option("--rerun", is_flag=True, help="Run the chosen cells again, also those with a record.")
 @options.probe
@@ -78,9 +78,10 @@ def releases(**words: Any) -> None:
     ))  # fmt: skip
     if not cells:
         raise ValueError("expected at least one cell, got none by these options; try other releases, or another row")
-    check_replaceable(words["out"], f"# {TITLE}".encode())
-    check_writable(words["out"].resolve().parent, "--out")
+    out = words["out"] or words["results"] / "releases.md"
+    check_replaceable(out, f"# {TITLE}".encode())
     check_writable(words["results"])
+    check_writable(out.resolve().parent, "--out")
     jobs: list[Job] = []
     left_out: list[str] = []
     for name, release in cells:
@@ -95,7 +96,7 @@ def releases(**words: Any) -> None:
     with reporter(words["as_json"]) as report:
         sweep = Sweep(words["results"], (), report, words["rerun"], probe=probe, is_timed=False)
         records = _run(jobs, sweep, words["as_json"])
-    _write(used, words["results"], words["out"], words["as_json"])
+    _write(used, words["results"], out, words["as_json"])
     sys.exit(exit_codes.of_records(records, is_sweep=True))
 
 
