@@ -85,6 +85,7 @@ def train(workload: Workload, batches: Any, device: str, settings: EngineSetting
     """
     release, num_ranks = settings.release, settings.num_ranks
     adam = "cpu_adam" if "offload_optimizer" in settings.zero else "fused_adam"
+    assert release is None or release.archive  # raises Unavailable if the release is not installed
     if settings.adam == "deepspeed" and not is_built(adam, release):
         lacking = lacks_to_build(adam, release)
         raise Unavailable(lacking or f"DeepSpeed's {adam} is not compiled: ./run.sh setup")

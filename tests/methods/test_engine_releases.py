@@ -12,6 +12,7 @@ from harness.core import native_build
 from harness.core.job import Job, Room, Workload
 from harness.core.method import check, create
 from harness.core.record import Record
+from harness.core.unavailable import Unavailable
 from harness.forecast.fit import resolve
 from harness.gate.probe import Extent
 from harness.jobs.sweep import Sweep
@@ -128,6 +129,17 @@ def test_a_release_is_not_said_to_compile_a_kernel_that_needs_a_compiler_which_i
     assert "cpu_adam" in str(trained.to_build())
     monkeypatch.setattr(native_build, "find", lambda: None)
     assert "cpu_adam" not in str(trained.to_build())
+
+
+def test_a_release_that_is_not_installed_is_told_before_its_kernel_that_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("methods.engines.release.ENGINES", tmp_path)
+    (folder := Release("deepspeed", "0.18.99").folder).mkdir()
+    (folder / "failure.txt").write_text("the package index lacks 0.18.99")
+    trained = create("deepspeed", {"adam": "deepspeed", "offload": "optimizer", "release": "0.18.99"})
+    with pytest.raises(Unavailable, match="the package index lacks"):
+        next(trained.train(LOAD, [], "cpu"))
 
 
 @pytest.mark.parametrize(
