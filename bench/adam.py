@@ -26,10 +26,10 @@ from pathlib import Path
 import click
 import torch
 
-from harness.core.gpt import DTYPES
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Workload
 from harness.devices.streams import Device
-from harness.forecast.resources import UPDATE_BYTES
+from harness.models.gpt import DTYPES
+from harness.plan.resources import UPDATE_BYTES
 from methods.offload import adamw_kernel
 from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip

@@ -21,10 +21,10 @@ import click
 import torch
 
 from harness.core import data
-from harness.core.gpt import adamw
 from harness.core.job import Job, Workload
-from harness.core.model import build
 from harness.core.record import Record
+from harness.models.gpt import adamw
+from harness.models.model import build
 from harness.run import worker
 from harness.run.launch import launch
 

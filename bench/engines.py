@@ -15,14 +15,14 @@ from pathlib import Path
 
 import click
 
-from harness.cli.job_options import parse_option
+from cli.job_options import parse_option
 from harness.core import method
 from harness.core.job import Job, Workload, gib
 from harness.core.record import Record
 from harness.devices import machine
-from harness.forecast.fit import resolve
 from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 
 WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, batch_size=4, vocab_size=8192)
 

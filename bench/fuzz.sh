@@ -4,5 +4,5 @@
 cd "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 2
 export FUZZ=${1:-3000}
 exec ./test.sh --all --timeout 0 -W ignore --durations 10 tests/test_fuzz.py \
-    tests/evidence/test_claims.py::test_a_mutated_file_is_claims_that_can_be_judged_or_one_line \
-    tests/artifact_logs/test_import_logs.py::test_a_mutated_log_is_a_record_or_no_log_and_never_a_traceback
+    tests/papers/claims/test_claims.py::test_a_mutated_file_is_claims_that_can_be_judged_or_one_line \
+    tests/papers/logs/test_import_logs.py::test_a_mutated_log_is_a_record_or_no_log_and_never_a_traceback

@@ -36,7 +36,7 @@ import click
 from bench import convention_faults
 from harness.base import fork_server
 from harness.base.whole_file import write_whole
-from harness.core import method, named_models
+from harness.core import method
 from harness.core.cpu_cores import available_cores
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
@@ -44,6 +44,7 @@ from harness.gate import probe
 from harness.gate.probe import Probe
 from harness.gate.trial import Trial
 from harness.gate.verdict import judge, with_probe
+from harness.models import named_models
 from methods.shared.roundings import ROUNDINGS
 
 SIZE = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=256)

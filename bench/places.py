@@ -18,7 +18,7 @@ from harness.core.job import Job, Workload
 from harness.devices import machine
 from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep
-from harness.places.docker import Docker
+from places.docker import Docker
 
 WORKLOAD = Workload(num_layers=4, hidden_size=256, num_heads=8, seq_len=128, batch_size=4, vocab_size=2048)
 PEAKS = ("host_anonymous", "host_shared")

@@ -19,11 +19,11 @@ from harness.base.console import print_table
 from harness.core import method
 from harness.core.job import LR_WARMUP_STEPS, Job, Workload
 from harness.core.record import Record
-from harness.forecast.fit import resolve
 from harness.gate.probe import NONE
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep
 from harness.jobs.verdict_table import write_markdown
+from harness.plan.fit import resolve
 
 STEPS, LAST_RATE = 10, 3e-3
 WORKLOAD = Workload(

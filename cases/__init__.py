@@ -1,1 +1,1 @@
-"""The published figures: one case in each file. harness/figures/case.py finds a case by its number."""
+"""The published figures: one case in each file. papers/figures/case.py finds a case by its number."""

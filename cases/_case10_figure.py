@@ -9,8 +9,8 @@ from typing import Any
 
 from cases import _release_words as words
 from cases._releases import ENGINES, ROWS, ordered
-from harness.figures import plot
-from harness.figures.point import FigureRow
+from papers.figures import plot
+from papers.figures.point import FigureRow
 
 # For each kind of cell its color, which differs from the others in grey, too, the color of its word, and its hatching.
 LOOKS = {

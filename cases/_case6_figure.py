@@ -7,8 +7,8 @@ from typing import Any
 
 from cases._optimum import INSTANCES, WHOLE
 from harness.core import method
-from harness.figures import plot
-from harness.figures.point import FigureRow
+from papers.figures import plot
+from papers.figures.point import FigureRow
 
 SIZE_INCHES = (7.6, 6.0)
 ONE_SLOT = "one slot"

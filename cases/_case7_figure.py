@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from harness.figures import plot
-from harness.figures.point import FigureRow
+from papers.figures import plot
+from papers.figures.point import FigureRow
 
 NAMES = {"varuna": "Varuna", "1f1b": "1F1B", "gpipe": "GPipe"}
 LOOKS = {"varuna": ("#B8860B", "o"), "1f1b": ("#B0413E", "s"), "gpipe": ("#54689A", "^")}

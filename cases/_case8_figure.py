@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.core import method
-from harness.figures import plot
-from harness.figures.point import FigureRow
+from papers.figures import plot
+from papers.figures.point import FigureRow
 
 LOOKS = {"strong": ("#2F6690", "o", "one batch, split"), "weak": ("#C9A227", "s", "one sample a rank")}
 SMALL_PRINT = (

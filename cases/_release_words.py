@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, PublicReport, columns_of, ordered, reports_about
-from harness.figures.case_files import EDITED
-from harness.figures.point import FigureRow
 from harness.gate.probe import LEFT_OUT
+from papers.figures.case_files import EDITED
+from papers.figures.point import FigureRow
 
 PASSES, FAILS, UNTESTED = "passes", "fails", "untested"
 CRASH, UNAVAILABLE, NOT_RUN = "crash", "unavailable", "not run"

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from harness.core.job import Job
 from harness.core.record import Record
-from harness.figures import measurements, plot
-from harness.figures.case import Case
-from harness.figures.point import FigureRow, row_of
-from harness.figures.profile import CaseProfile
+from papers.figures import measurements, plot
+from papers.figures.case import Case
+from papers.figures.point import FigureRow, row_of
+from papers.figures.profile import CaseProfile
 
 PUBLISHED_DEPTHS = {"megatron-lm": 32, "l2l": 78, "zero-offload": 48, "zero-infinity": 48, "stronghold": 100}
 

@@ -19,11 +19,11 @@ from cases._releases import ENGINES, OPTION, ROWS, columns_of, order
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record
-from harness.figures import plot
-from harness.figures.case import Case
-from harness.figures.point import FigureRow, row_of
-from harness.figures.profile import CaseProfile
 from methods.engines.release import Release
+from papers.figures import plot
+from papers.figures.case import Case
+from papers.figures.point import FigureRow, row_of
+from papers.figures.profile import CaseProfile
 
 LAYERS = 4
 WORKLOAD = Workload(num_layers=LAYERS, hidden_size=64, num_heads=4, seq_len=64, batch_size=8, vocab_size=512)

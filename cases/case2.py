@@ -13,10 +13,10 @@ from typing import ClassVar
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
-from harness.figures import measurements, plot
-from harness.figures.case import Case
-from harness.figures.point import FigureRow, row_of
-from harness.figures.profile import CaseProfile
+from papers.figures import measurements, plot
+from papers.figures.case import Case
+from papers.figures.point import FigureRow, row_of
+from papers.figures.profile import CaseProfile
 
 BASELINES = ("megatron-lm", "l2l", "zero-offload", "zero-infinity")  # in the figure's order
 OURS = "stronghold"

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from cases.case1 import LargestModel
 from cases.case2 import STREAMED
 from harness.core.job import Job
-from harness.figures.case import Case
-from harness.figures.point import FigureRow
-from harness.figures.profile import CaseProfile
+from papers.figures.case import Case
+from papers.figures.point import FigureRow
+from papers.figures.profile import CaseProfile
 
 PUBLISHED_DEPTH = 32
 WINDOWED = "stronghold"
-QUICK = ("l2l", WINDOWED)  # methods of the quick demo (harness/cli/demo.py)
+QUICK = ("l2l", WINDOWED)  # methods of the quick demo (cli/demo.py)
 
 
 class SpeedAtOneSize(Case):

@@ -11,10 +11,10 @@ from typing import ClassVar
 from cases.case2 import STREAMED
 from harness.core import method
 from harness.core.job import Job
-from harness.figures import plot
-from harness.figures.case import Case
-from harness.figures.point import FigureRow
-from harness.figures.profile import CaseProfile
+from papers.figures import plot
+from papers.figures.case import Case
+from papers.figures.point import FigureRow
+from papers.figures.profile import CaseProfile
 
 OURS = "stronghold"
 PUBLISHED_DEPTHS = (16, 24, 32, 40, 48, 56, 64, 78, 92)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from cases.case2 import STREAMED
 from harness.core.job import Job
-from harness.figures import plot
-from harness.figures.case import Case
-from harness.figures.point import FigureRow
-from harness.figures.profile import CaseProfile
+from papers.figures import plot
+from papers.figures.case import Case
+from papers.figures.point import FigureRow
+from papers.figures.profile import CaseProfile
 
 OURS = "stronghold"
 PUBLISHED_WINDOWS = (2, 4, 6, 8, 10, 12, 14, 15)

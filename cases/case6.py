@@ -17,11 +17,11 @@ from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import cuda_budget
-from harness.figures import measurements, plot
-from harness.figures.case import Case
-from harness.figures.point import FigureRow, interval, row_of
-from harness.figures.profile import ROOM, CaseProfile
 from methods.sharding.scheduler import simulate
+from papers.figures import measurements, plot
+from papers.figures.case import Case
+from papers.figures.point import FigureRow, interval, row_of
+from papers.figures.profile import ROOM, CaseProfile
 
 BASELINES = ("resident", "zero-infinity", "stronghold")
 OURS = "hydra"

@@ -21,13 +21,9 @@ from typing import Any
 from cases import _case7_figure, _morphs
 from harness.base.counted import counted
 from harness.core.job import Budget, Job, Workload
-from harness.core.named_models import load
 from harness.core.rates import Rates
 from harness.core.record import Record
-from harness.figures import measurements, plot
-from harness.figures.case import Case
-from harness.figures.point import FigureRow
-from harness.figures.profile import CaseProfile
+from harness.models.named_models import load
 from harness.simulation import machine_trace
 from methods.pipeline import simulate as pipelines
 from methods.pipeline.auto_config import AutoConfig
@@ -35,6 +31,10 @@ from methods.pipeline.gpt_costs import GptCosts
 from methods.pipeline.launch.folder import read_lines
 from methods.pipeline.measured_profile import measure_profile
 from methods.pipeline.schedule import SCHEDULES, SLOTS
+from papers.figures import measurements, plot
+from papers.figures.case import Case
+from papers.figures.point import FigureRow
+from papers.figures.profile import CaseProfile
 
 METRIC = "step_seconds"
 OURS = "varuna"

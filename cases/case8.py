@@ -3,7 +3,7 @@ supports ranks, on 1, 2 and 4 ranks.
 
 Strong scaling splits one batch over the ranks; weak scaling gives each rank one sample. Each rank has its own GPU, or a
 part of the CPU's cores. On a CPU more ranks are not faster, and the figure shows the overhead of ranks. If the
-machine's rates are known, the figure also shows the predicted throughput (harness/forecast/step.py), which includes the
+machine's rates are known, the figure also shows the predicted throughput (harness/plan/step.py), which includes the
 time of the exchange between ranks.
 """
 
@@ -16,11 +16,11 @@ from cases import _case8_figure
 from cases.case2 import OURS, STREAMED
 from harness.core.job import Budget, Job
 from harness.core.record import Record
-from harness.figures import measurements, plot
-from harness.figures.case import Case
-from harness.figures.point import FigureRow, row_of
-from harness.figures.profile import CaseProfile
-from harness.forecast import accuracy
+from harness.plan import accuracy
+from papers.figures import measurements, plot
+from papers.figures.case import Case
+from papers.figures.point import FigureRow, row_of
+from papers.figures.profile import CaseProfile
 
 RANKS = (1, 2, 4)
 STRONG, WEAK = "strong", "weak"

@@ -14,10 +14,10 @@ from cases.case2 import STREAMED
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
-from harness.figures import measurements, plot
-from harness.figures.case import Case
-from harness.figures.point import FigureRow
-from harness.figures.profile import CaseProfile
+from papers.figures import measurements, plot
+from papers.figures.case import Case
+from papers.figures.point import FigureRow
+from papers.figures.profile import CaseProfile
 
 OURS = "stronghold"
 # Methods that train as the reference does, on one device, without a disk.

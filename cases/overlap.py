@@ -21,12 +21,12 @@ from harness.base.child_process import ask
 from harness.base.counted import counted
 from harness.core import method
 from harness.core.record import Record, records_of
-from harness.figures import case_files, plot
-from harness.figures.point import machine_of
-from harness.figures.profile import CaseProfile, call
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from harness.run.timeline import KINDS, TRACKS, Share, Span, Timeline, read, share
+from papers.figures import case_files, plot
+from papers.figures.point import machine_of
+from papers.figures.profile import CaseProfile, call
 
 if TYPE_CHECKING:
     from pandas import DataFrame

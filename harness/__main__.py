@@ -1,7 +1,7 @@
 """python -m harness: what run.sh calls."""
 
 try:
-    from harness.cli.main import main
+    from cli.main import main
 except KeyboardInterrupt:  # Ctrl-C at once
     raise SystemExit(130) from None
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
-from harness.forecast.resources import parts_sent
+from harness.plan.resources import parts_sent
 from methods.engines import accelerate_file
 from methods.engines.user_config import UNSAID, fill_in, settled
 from methods.shared.data_parallel import rank_part
@@ -93,10 +93,10 @@ class Fsdp2Offload(Method):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
         from torch.distributed.tensor import DTensor
 
-        from harness.core.gpt import DTYPES, adamw, initialize, initials
-        from harness.core.model import whole
         from harness.devices.exchange import leave_others, norm_over_ranks
         from harness.devices.streams import require_device
+        from harness.models.gpt import DTYPES, adamw, initialize, initials
+        from harness.models.model import whole
         from methods.offload.clip import clip_factor, global_norm, norms_of
         from methods.shared.loss_scale import LossScale
 

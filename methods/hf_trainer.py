@@ -16,7 +16,7 @@ from typing import Any
 from harness.core.anatomy import NEEDS
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Trained, Training, Unavailable
-from harness.forecast.resources import OPTIMIZER_BYTES
+from harness.plan.resources import OPTIMIZER_BYTES
 from methods.engines import deepspeed_config
 from methods.engines.deepspeed_file import DeepSpeedFile, adam_of
 from methods.engines.release import importing

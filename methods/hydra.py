@@ -23,7 +23,7 @@ from typing import Any
 from harness.core.job import Plan, Room, Workload, several
 from harness.core.method import Method, Step, Trained, Training, largest_depth
 from harness.devices import cuda_budget
-from harness.forecast.resources import OPTIMIZER_BYTES
+from harness.plan.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe, one_micro_batch, page_locked, saved_boundaries

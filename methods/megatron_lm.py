@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from harness.base.counted import counted
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
 from harness.core.method import Step, TensorState, Trained, Training
-from harness.forecast.resources import parts_sent, sum_sent
+from harness.plan.resources import parts_sent, sum_sent
 from methods.engines import megatron_names
 from methods.engines.release import importing
 from methods.engines.released_method import ReleasedMethod
@@ -249,7 +249,7 @@ def _build(method: MegatronLM, workload: Workload, device: str):
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from harness.core.gpt import DTYPES, initials
+    from harness.models.gpt import DTYPES, initials
     from methods.engines import megatron
 
     sizes, is_gpt = megatron_names.sizes_of(workload), workload.config is None

@@ -13,7 +13,7 @@ from methods.shared.memory_needs import describe, resident_plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from harness.core.model import Model
+    from harness.models.model import Model
     from methods.shared.loss_scale import LossScale
     from methods.shared.roundings import Rounding
 
@@ -52,8 +52,8 @@ class ReferenceModel:
     def __init__(self, workload: Workload, device: str, rounding: Rounding | None = None) -> None:
         import torch
 
-        from harness.core.gpt import adamw, initialize
-        from harness.core.model import empty
+        from harness.models.gpt import adamw, initialize
+        from harness.models.model import empty
         from methods.shared.loss_scale import LossScale
 
         self.workload, self.rounding = workload, rounding

@@ -23,7 +23,7 @@ from harness.base.counted import counted
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training
 from harness.core.source_hash import source_hash
-from harness.forecast.resources import sum_sent
+from harness.plan.resources import sum_sent
 from methods.pipeline.auto_config import AutoConfig, ConfigRow
 from methods.pipeline.checkpoint_folders import choose, complete_steps
 from methods.pipeline.gpt_costs import GptCosts
@@ -114,7 +114,7 @@ class VarunaMethod(Method):
         return row | {"recompute": "every stage but the last, from its input"}
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        from harness.core.gpt import adamw
+        from harness.models.gpt import adamw
         from methods.pipeline.cut_model import CutModel
         from methods.pipeline.gpt_progress import GptProgress
         from methods.pipeline.pipeline import Varuna

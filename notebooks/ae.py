@@ -5,7 +5,7 @@
 # A hollow bar did not pass the gate, a cross is a size that failed. The last cells judge the paper's claims. The same
 # in a terminal: `./run.sh case all --profile demo`, then `./run.sh verify`.
 #
-# `python -m harness.report.notebook` writes this notebook from `notebooks/ae.py`; its code is in the harness.
+# `python -m papers.report.notebook` writes this notebook from `notebooks/ae.py`; its code is in the harness.
 
 # %% [markdown]
 # Profiles: `demo` (minutes, on a CPU), `quick` (one GPU), `paper` (the published sizes), `fit` (scaled to
@@ -14,7 +14,7 @@
 
 # %%
 from harness.base.checkout import ROOT
-from harness.report.notebook import clean_up, show_case, show_claims, show_minutes, show_neighbors
+from papers.report.notebook import clean_up, show_case, show_claims, show_minutes, show_neighbors
 
 # %% tags=["parameters"]
 PROFILE, MACHINE, RESULTS = None, None, ROOT / "results"

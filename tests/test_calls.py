@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from cli.job_options import make_jobs
 from harness.base.checkout import ROOT
-from harness.cli.job_options import make_jobs
 from harness.core import method
 from harness.core.job import Job
-from harness.figures import case
-from harness.forecast.fit import resolve
+from harness.plan.fit import resolve
+from papers.figures import case
 from tests.support import calls, records
 from tests.support.cli import run
 from tests.support.tiny import TINY

@@ -14,11 +14,11 @@ from harness.base.checkout import ROOT
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import named_machines
-from harness.evidence import claims
-from harness.figures import case, profile
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
-from harness.places.shared import place as place_file
+from harness.plan.fit import resolve
+from harness.run import place as place_file
+from papers.claims import claims
+from papers.figures import case, profile
 from tests.support import records
 from tests.support.cli import run
 from tests.support.page import page_blocks
@@ -85,8 +85,8 @@ def test_what_is_not_there_is_named(tmp_path: Path, words: str, told: str) -> No
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("metric = 1", "must hold one class of harness.figures.case.Case with jobs(); see CONTRIBUTING.md"),
-        (CASE.replace("def jobs", "def job"), "must hold one class of harness.figures.case.Case with jobs()"),
+        ("metric = 1", "must hold one class of papers.figures.case.Case with jobs(); see CONTRIBUTING.md"),
+        (CASE.replace("def jobs", "def job"), "must hold one class of papers.figures.case.Case with jobs()"),
         ("1 +", "does not load: SyntaxError"),
         (CASE.replace("samples_per_second", "speed"), "metric: expected one of params, samples_per_second, tokens"),
         (CASE.replace('("resident", "l2l")', "()"), "methods: expected names of methods, got none"),

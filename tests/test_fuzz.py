@@ -16,19 +16,19 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cli.job_verbs import VERBS as JOB_VERBS
-from harness.cli.result_verbs import VERBS as RESULT_VERBS
+from cli.job_verbs import VERBS as JOB_VERBS
+from cli.result_verbs import VERBS as RESULT_VERBS
 from harness.core import data, source_hash
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.devices import named_machines
-from harness.evidence import claims
-from harness.figures import frame
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
-from harness.places import slurm
-from harness.places.shared.cluster import PLAIN, options_of
-from harness.report import bundle
+from harness.plan.fit import resolve
+from papers.claims import claims
+from papers.figures import frame
+from papers.report import bundle
+from places import slurm
+from places.shared.cluster import PLAIN, options_of
 from tests.support import cli, records
 from tests.support.fuzz import TEXTS, broken, changed, fuzzed, texts
 from tests.support.tiny import TINY, WORDS

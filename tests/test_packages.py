@@ -12,22 +12,51 @@ from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.log_lines import DIALECTS
 
-# A package imports from those before it, and from itself.
+# A package imports from those before it, and from itself: harness < places < methods < papers < cli.
 ORDER = (
-    "harness/base", "harness/core", "harness/gate", "harness/devices", "harness/forecast", "harness/run",
-    "harness/places", "harness/jobs", "harness/artifact_logs", "harness/simulation",
-    "methods/shared", "methods/offload",
-    "methods/streaming", "methods/sharding", "methods/pipeline", "methods/engines", "methods",
+    "harness/base",
+    "harness/core",
+    "harness/models",
+    "harness/gate",
+    "harness/devices",
+    "harness/plan",
+    "harness/run",
+    "harness/jobs",
+    "harness/simulation",
+    "places",
+    "methods/shared",
+    "methods/offload",
+    "methods/streaming",
+    "methods/sharding",
+    "methods/pipeline",
+    "methods/engines",
+    "methods",
     "methods/probe",
-    "harness/figures", "cases", "harness/evidence", "harness/report", "harness/cli", "methods/verbs", "harness",
-    "bench", "tests",
-)  # fmt: skip
+    "papers",
+    "papers/logs",
+    "papers/figures",
+    "cases",
+    "papers/claims",
+    "papers/report",
+    "cli",
+    "methods/verbs",  # a verb of a method has options and a figure, as the other verbs have
+    "harness",  # its two doors: python -m harness, harness.load
+    "bench",
+    "tests",
+)
 SEEN_BY_METHODS = {
-    "harness/base", "harness/core", "harness/devices", "harness/forecast", "harness/simulation",
-    "methods/shared", "methods/offload",
-}  # fmt: skip
+    "harness/base",
+    "harness/core",
+    "harness/models",
+    "harness/devices",
+    "harness/plan",
+    "harness/simulation",
+    "methods/shared",
+    "methods/offload",
+}
 LIBRARIES = {"methods/streaming", "methods/sharding", "methods/pipeline", "methods/engines"}
-FOLDERS = ("harness", "methods", "cases", "tests", "bench")
+HOUSES = ("harness", "places", "methods", "papers", "cases", "cli")
+FOLDERS = (*HOUSES, "tests", "bench")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for folder in FOLDERS
@@ -38,7 +67,7 @@ FILES = {
 
 def package_of(module: str) -> str:
     folder = module.split(".")[:-1]
-    return "/".join(folder[:2]) if folder[0] in ("harness", "methods") else folder[0]
+    return "/".join(folder[:2]) if folder[0] in ("harness", "methods", "papers") else folder[0]
 
 
 def imports_of(module: str) -> set[str]:
@@ -110,7 +139,7 @@ def test_the_harness_names_no_method() -> None:
 
 def test_the_parent_process_imports_no_torch() -> None:
     code = (
-        "import sys, harness.cli.main; from harness.core import method; from harness.core.job import *;"
+        "import sys, cli.main; from harness.core import method; from harness.core.job import *;"
         "[method.create(name, {}).plan(Workload(), Room()) for name in method.names()];"
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'pandas')))"
     )

@@ -10,17 +10,17 @@ from pathlib import Path
 import click
 import pytest
 
+from cli import main
 from harness.base.checkout import ROOT
-from harness.cli import main
 from harness.core import method
-from harness.report import record_schema
+from papers.report import record_schema
 from tests.support import calls
-from tests.test_packages import LIBRARIES, ORDER, SEEN_BY_METHODS, package_of
+from tests.test_packages import HOUSES, LIBRARIES, ORDER, SEEN_BY_METHODS, package_of
 
 PAGES = {path: path.read_text() for path in calls.PAGES}
 README = PAGES[ROOT / "README.md"]
-FOLDERS = "harness|methods|cases|claims|tests|docs|bench|examples|notebooks|docker"
-NOT_THERE_YET = {"cases/case11.py", "methods/my_method.py", "harness/places/ssh.py"}
+FOLDERS = "harness|places|papers|cli|methods|cases|claims|tests|docs|bench|examples|notebooks|docker"
+NOT_THERE_YET = {"cases/case11.py", "methods/my_method.py", "places/ssh.py"}
 
 
 def section(title: str) -> str:
@@ -56,7 +56,7 @@ def test_every_path_in_a_page_exists(path: Path) -> None:
 
 
 def test_every_file_begins_with_what_it_is() -> None:
-    for folder in ("harness", "methods", "cases", "bench", "tests", "examples"):
+    for folder in (*HOUSES, "bench", "tests", "examples"):
         paths = list((ROOT / folder).rglob("*.py"))
         assert paths, folder
         for path in paths:
@@ -75,7 +75,7 @@ def test_every_link_leads_somewhere(path: Path) -> None:
 
 def test_the_page_of_records_is_made_from_their_types() -> None:
     made = record_schema.page()
-    assert PAGES[ROOT / "docs" / "records.md"] == made, "python -m harness.report.record_schema > docs/records.md"
+    assert PAGES[ROOT / "docs" / "records.md"] == made, "python -m papers.report.record_schema > docs/records.md"
     assert "| `grad_norms` |" in made and "| `sha256` |" in made
     rows = [line for line in made.splitlines() if line.startswith("| `")]
     assert [row for row in rows if row.split(" | ")[-1].strip(" |") in ("", "required")] == []  # each has a meaning

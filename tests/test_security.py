@@ -18,6 +18,7 @@ from methods.pipeline import checkpoint_reader
 from tests.support import cli, records
 from tests.support.ranks import on_ranks
 from tests.support.tiny import TINY
+from tests.test_packages import HOUSES
 
 # Names whose call can run what a file or another process holds, and the files that may say them, each for a reason.
 RUNNERS = {
@@ -55,7 +56,7 @@ PROMISES = {
         "methods/pipeline/test_checkpoint.py::test_nothing_in_a_checkpoint_is_run",
     ],
     "Code that a model's config.json names": [
-        "core/test_hub_model.py::test_code_that_a_configuration_names_is_not_run"
+        "models/test_hub_model.py::test_code_that_a_configuration_names_is_not_run"
     ],
     "**Methods.** The gate finds mistakes.": ["bench/test_gate_power.py::test_a_planted_fault_is_seen_and_named"],
     "A method's file runs as you": [],
@@ -85,10 +86,10 @@ PROMISES = {
         "base/test_foreign_file.py::test_yaml_that_repeats_itself_too_often_is_refused_before_it_is_built",
     ],
     "A configuration that a record names is not read.": [
-        "forecast/test_accuracy.py::test_a_record_that_names_a_file_is_not_planned"
+        "plan/test_accuracy.py::test_a_record_that_names_a_file_is_not_planned"
     ],
     "A model's sizes are found by a process of at most 4 GiB.": [
-        "core/test_hub_model.py::test_a_sketch_that_needs_too_much_memory_is_one_line"
+        "models/test_hub_model.py::test_a_sketch_that_needs_too_much_memory_is_one_line"
     ],
     "What you name with `--out` or `--trace`": [
         "base/test_whole_file.py::test_what_is_no_regular_file_is_not_replaced",
@@ -104,11 +105,11 @@ PROMISES = {
     ],
     "**Terminal and pages.** Whatever is printed": [
         "base/test_console.py::test_what_would_command_a_terminal_is_shown_as_an_escape",
-        "report/test_page.py::test_no_page_holds_a_character_that_commands_a_terminal_or_turns_text",
-        "report/test_add.py::test_a_log_that_is_added_commands_no_terminal",
+        "papers/report/test_page.py::test_no_page_holds_a_character_that_commands_a_terminal_or_turns_text",
+        "papers/report/test_add.py::test_a_log_that_is_added_commands_no_terminal",
     ],
     "Cells of CSV files": [
-        "figures/test_case.py::test_a_cell_that_a_spreadsheet_would_compute_is_text_and_is_read_back"
+        "papers/figures/test_case.py::test_a_cell_that_a_spreadsheet_would_compute_is_text_and_is_read_back"
     ],
     "**Network.** A run of one process listens nowhere.": [
         "run/test_ranks.py::test_a_run_of_one_process_listens_nowhere"
@@ -148,24 +149,24 @@ PROMISES = {
         "base/test_foreign_archive.py::test_an_entry_is_refused_that_is",
         "base/test_foreign_archive.py::test_what_comes_out_is_limited_whatever_it_was_packed_as",
         "base/test_foreign_archive.py::test_the_number_of_files_is_limited",
-        "report/test_add.py::test_an_archive_with_code_in_it_leaves_nothing",
-        "report/test_add.py::test_a_link_among_the_records_leaves_nothing",
+        "papers/report/test_add.py::test_an_archive_with_code_in_it_leaves_nothing",
+        "papers/report/test_add.py::test_a_link_among_the_records_leaves_nothing",
     ],
-    "It takes over records and logs of runs": ["report/test_add.py::test_code_in_a_folder_stays_there"],
+    "It takes over records and logs of runs": ["papers/report/test_add.py::test_code_in_a_folder_stays_there"],
     "Each verdict is judged anew": [
-        "report/test_add.py::test_a_verdict_is_what_the_records_give_not_what_they_say",
-        "report/test_add.py::test_no_run_is_judged_better_than_it_was_sent",
+        "papers/report/test_add.py::test_a_verdict_is_what_the_records_give_not_what_they_say",
+        "papers/report/test_add.py::test_no_run_is_judged_better_than_it_was_sent",
     ],
     "A run that its sender never judged": [
-        "report/test_add.py::test_the_page_says_which_runs_their_sender_had_not_judged"
+        "papers/report/test_add.py::test_the_page_says_which_runs_their_sender_had_not_judged"
     ],
     "Left out are copies of records": [
-        "report/test_add.py::test_of_copies_and_others_the_others_are_added",
-        "report/test_add.py::test_a_model_that_is_not_known_is_left_out_and_not_made",
+        "papers/report/test_add.py::test_of_copies_and_others_the_others_are_added",
+        "papers/report/test_add.py::test_a_model_that_is_not_known_is_left_out_and_not_made",
     ],
     "**Bundles.** Names of hosts, users": [
-        "report/test_bundle.py::test_no_name_is_in_any_text_of_it",
-        "report/test_bundle.py::test_what_names_others_or_opens_doors_is_taken_out",
+        "papers/report/test_bundle.py::test_no_name_is_in_any_text_of_it",
+        "papers/report/test_bundle.py::test_what_names_others_or_opens_doors_is_taken_out",
     ],
     "Patterns find them": [],
 }
@@ -221,13 +222,13 @@ def test_a_loader_is_seen_under_any_name(tmp_path: Path, text: str, names: set[s
 
 
 def test_no_file_has_a_loader_that_can_run_code_but_those_with_a_reason() -> None:
-    files = sources("harness", "methods", "cases", "bench", "examples", "notebooks")
+    files = sources(*HOUSES, "bench", "examples", "notebooks")
     found = {str(path.relative_to(ROOT)): names for path in files if (names := said(path))}
     assert found == ALLOWED
 
 
 def test_torch_loads_plain_values_only_and_yaml_makes_no_objects() -> None:
-    for path in sources("harness", "methods", "cases", "bench"):
+    for path in sources(*HOUSES, "bench"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
                 told = ast.unparse(node)
@@ -239,14 +240,14 @@ def test_torch_loads_plain_values_only_and_yaml_makes_no_objects() -> None:
 
 def test_no_text_goes_through_a_shell() -> None:
     """A shell reads no text but set-up's own line, which is written in the source."""
-    shells = [path for path in sources("harness", "methods", "cases") for node in ast.walk(ast.parse(path.read_text()))
+    shells = [path for path in sources(*HOUSES) for node in ast.walk(ast.parse(path.read_text()))
               if (isinstance(node, ast.keyword) and node.arg == "shell")
               or (isinstance(node, ast.Attribute) and node.attr in ("system", "popen", "create_subprocess_shell")
               and isinstance(node.value, ast.Name) and node.value.id in ("os", "asyncio"))]  # fmt: skip
     assert shells == []
     lines = [
         ast.unparse(node.elts[2])
-        for path in sources("harness", "methods", "cases")
+        for path in sources(*HOUSES)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.List | ast.Tuple) and [ast.unparse(part) for part in node.elts[1:2]] == ["'-c'"]
     ]

@@ -18,6 +18,7 @@ import pytest
 
 from harness.base.checkout import ROOT
 from tests.support.until import until
+from tests.test_packages import HOUSES
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 KEPT = "click|nvidia-ml-py|psutil|pydantic|PyYAML|Jinja2|rich|setuptools"  # small; enough for --help
@@ -31,7 +32,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     for name in ("run.sh", "venv.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    for name in ("harness", "methods", "cases", "requirements"):
+    for name in (*HOUSES, "requirements"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     keep_lines(folder / "pyproject.toml", rf'    "(?!({KEPT})==).*==.*",.*')
     keep_lines(folder / "requirements/run.txt", rf"(?!(?i:{KEPT}|{THEIRS})==).*==.*")
@@ -132,12 +133,11 @@ def test_the_project_is_importable_from_any_folder(copy: Path, tmp_path: Path) -
 
 def test_code_that_comes_after_the_set_up_is_importable(copy: Path, tmp_path: Path) -> None:
     """As in the image, where a change of the code does not install the packages again."""
-    names = ("harness", "methods", "cases")
-    for name in names:
+    for name in HOUSES:
         shutil.move(copy / name, tmp_path)
     change_pins(copy)
     subprocess.run(["bash", "-c", '. "$0/venv.sh" ""', str(copy)], capture_output=True, check=True)
-    for name in names:
+    for name in HOUSES:
         shutil.move(tmp_path / name, copy)
     words = [str(copy / ".venv/bin/python"), "-c", "import harness.core, methods.probe, cases"]
     assert subprocess.run(words, cwd=tmp_path).returncode == 0

@@ -268,7 +268,7 @@ def _by_cross_entropy(change: Callable[[Tensor], Tensor], is_wide: bool = True) 
     """Return a fault: change(gradient of the logits) goes back. `is_wide`: the loss is computed in fp32, else bf16."""
 
     def plant(loop: Loop) -> None:
-        from harness.core import gpt
+        from harness.models import gpt
         from methods.shared.roundings import replaced
 
         whole = gpt.cross_entropy

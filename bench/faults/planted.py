@@ -69,8 +69,8 @@ class Loop:
     def __init__(self, how: Planted, workload: Workload, device: str) -> None:
         import torch
 
-        from harness.core.gpt import initialize
-        from harness.core.model import empty
+        from harness.models.gpt import initialize
+        from harness.models.model import empty
         from methods._bf16_faults import BF16_FAULTS
         from methods.shared.loss_scale import LossScale
 
@@ -499,7 +499,7 @@ def _head_only(loop: Loop) -> None:
 
 @_fault("tied gradient from the look-up only")
 def _look_up_only(loop: Loop) -> None:
-    from harness.core.gpt import HeadLoss
+    from harness.models.gpt import HeadLoss
     from methods.shared.roundings import replaced
 
     whole = HeadLoss.apply
@@ -510,7 +510,7 @@ def _look_up_only(loop: Loop) -> None:
 
 def _rounded(of: Callable[[Loop], list[Tensor]], dtype: str = "") -> Callable[[Loop], None]:
     def plant(loop: Loop) -> None:
-        from harness.core.gpt import DTYPES
+        from harness.models.gpt import DTYPES
 
         def after() -> None:
             for tensor in of(loop):
@@ -651,7 +651,7 @@ def _lost_column(loop: Loop) -> None:
 
 @_path_fault("the last position's gradient lost")
 def _lost_position(loop: Loop) -> None:
-    from harness.core import gpt
+    from harness.models import gpt
     from methods.shared.roundings import replaced
 
     original, num_tokens = gpt.cross_entropy, loop.workload.seq_len
@@ -795,7 +795,7 @@ def _same_each_step(loop: Loop) -> None:
 
 def _anew_in_recompute(loop: Loop) -> None:
     """Plant a fault: the recompute in the backward pass drops other elements than the forward pass did."""
-    from harness.core import gpt
+    from harness.models import gpt
 
     @contextlib.contextmanager
     def forgetful() -> Iterator[None]:

@@ -13,9 +13,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+from harness.base.checkout import ROOT
 from harness.base.imported_file import imported
 
 Name = TypeVar("Name", str, int)
@@ -42,11 +42,12 @@ class Registry:
 
 
 class FileRegistry(Registry, Generic[Name]):
-    """A registry whose entries are Python files in folders. `package`: the package of the project's own entries.
-    `name_of`: function that maps a file's name without .py to the entry's name, or to None if the file is no entry."""
+    """A registry whose entries are Python files in folders. `package`: the name of the package of the project's own
+    entries, a folder of the root. `name_of`: function that maps a file's name without .py to the entry's name, or to
+    None if the file is no entry."""
 
-    def __init__(self, kind: str, package: ModuleType, name_of: Callable[[str], Name | None]) -> None:
-        super().__init__(kind, Path(package.__path__[0]))
+    def __init__(self, kind: str, package: str, name_of: Callable[[str], Name | None]) -> None:
+        super().__init__(kind, ROOT / package)
         self.package = package
         self.name_of: Callable[[str], Name | None] = name_of
 
@@ -58,9 +59,10 @@ class FileRegistry(Registry, Generic[Name]):
     def module(self, file: Path) -> Any:
         """Import the file of an entry as a module of the package, and return the module. From then on, other files in
         the same folder can be imported, too. Raises ValueError, one line, if the import fails."""
-        if str(file.parent) not in self.package.__path__:
-            self.package.__path__.append(str(file.parent))
-        name = f"{self.package.__name__}.{file.stem}"
+        folders = importlib.import_module(self.package).__path__
+        if str(file.parent) not in folders:
+            folders.append(str(file.parent))
+        name = f"{self.package}.{file.stem}"
         if name not in sys.modules:
             importlib.invalidate_caches()
         return imported(name, file)

@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
-SKETCHES = ROOT / ".venv" / "sketches"  # folder with the kept answers of harness/forecast/sketch.py and block_sketch.py
+SKETCHES = ROOT / ".venv" / "sketches"  # folder with the kept answers of harness/plan/sketch.py and block_sketch.py
 FORMAT = 5  # format number of the cached files; raise it when the fields or the numbers of a sketch change
 MOST_SEEN = 8  # most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
 PARTS = ("embedding", "layer", "head")
@@ -43,7 +43,7 @@ NEEDS = "models by their config.json need transformers: pip install transformers
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """The parts of a layer that compute in blocks of tokens (harness/core/token_blocks.py), and the most memory that
+    """The parts of a layer that compute in blocks of tokens (harness/models/token_blocks.py), and the most memory that
     this layer takes."""
 
     parts: tuple[str, ...]  # names of the layer's child modules that compute in blocks of tokens
@@ -170,7 +170,7 @@ def sized(path: Path, record: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _of_config(text: str, widths: tuple[int, int], model: str, *, is_half: bool, block_tokens: int) -> Anatomy:
-    """Return the parts of a model described by a config.json. harness/forecast/sketch.py imports torch, so it finds the
+    """Return the parts of a model described by a config.json. harness/plan/sketch.py imports torch, so it finds the
     parts in a process of its own. If a layer computes in blocks of tokens, block_sketch.py finds the memory of these
     blocks in another process. Each answer is kept in a file in SKETCHES, which later calls read. One sketch, of the
     configuration's own number of layers, serves every number of layers."""
@@ -179,14 +179,14 @@ def _of_config(text: str, widths: tuple[int, int], model: str, *, is_half: bool,
     except PackageNotFoundError as error:
         raise Unavailable(NEEDS) from error
     config = narrowed(text, min(json.loads(text)["num_hidden_layers"], MOST_SEEN), *widths)
-    found = _kept("harness.forecast.sketch", config, [library, FORMAT])
+    found = _kept("harness.plan.sketch", config, [library, FORMAT])
     if refused := found.get("refused"):
         code, values = refused
         raise RefusedModel(code, f"{model} cannot be trained here", **values)
     dtype, blocks = "half" if is_half else "fp32", None
     if block_tokens:
         asked = {"config": config, "is_half": is_half, "block_tokens": block_tokens}
-        blocks = _kept("harness.forecast.block_sketch", asked, [library, FORMAT])["blocks"]
+        blocks = _kept("harness.plan.block_sketch", asked, [library, FORMAT])["blocks"]
     parts = {part: {name: tuple(shape) for name, shape in found[part].items()} for part in PARTS}
     return Anatomy(
         **parts, layer_prefix=found["layer_prefix"], ends_prefix="",
@@ -237,7 +237,7 @@ def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
 
 @lru_cache(maxsize=256)
 def _gpt(workload: Any) -> Anatomy:
-    """Return the parts of the published GPT (harness/core/gpt.py): fused QKV, an MLP four times as wide as the layer,
+    """Return the parts of the published GPT (harness/models/gpt.py): fused QKV, an MLP four times as wide as the layer,
     learned positions, tied head, biases everywhere."""
     size, vocab = workload.hidden_size, workload.vocab_size
     layer: Shapes = {

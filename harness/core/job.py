@@ -42,10 +42,10 @@ NUM_RATES = 6  # most learning rates among several models: the first is the work
 # A workload's JSON leaves out fields that have these values. So jobs from before a field existed keep their keys.
 UNSAID: dict[str, Any] = dict.fromkeys(("model", "config", "weights", "loss_scale_window"))
 UNSAID |= {"micro_batches": 1, "lr_warmup_steps": LR_WARMUP_STEPS, "lr_decay_steps": LR_DECAY_STEPS}
-# Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/core/gpt.py).
+# Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/models/gpt.py).
 NUM_LOGITS = 2**25
 # Most elements of an MLP's inner tensor that is computed whole, 1 GiB in bf16. If the inner tensor is larger, MLP
-# and norms compute in blocks of tokens, each with at most NUM_LOGITS inner elements (harness/core/token_blocks.py).
+# and norms compute in blocks of tokens, each with at most NUM_LOGITS inner elements (harness/models/token_blocks.py).
 NUM_INNER = 2**29
 
 

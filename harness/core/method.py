@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_type_hints
 
-import methods
 from harness.base.imported_file import guard, told
 from harness.base.named_entries import did_you_mean
 from harness.base.registry import FileRegistry
@@ -185,7 +184,7 @@ class Method(ABC):
         return {"implementation": "its file"}
 
 
-REGISTRY = FileRegistry("method", methods, lambda stem: stem.replace("_", "-"))
+REGISTRY = FileRegistry("method", "methods", lambda stem: stem.replace("_", "-"))
 
 
 def names(folders: tuple[Path, ...] = ()) -> list[str]:

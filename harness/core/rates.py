@@ -1,7 +1,7 @@
 """The rates that a machine achieves (compute, copies, updates), which give a lower bound of a step's time.
 
 Rates come from a calibration (methods/streaming/calibrate.py) or, for a machine by name, from its facts in
-machines.yaml. Plans depend on rates, measurements do not, so rates are no part of a job's identity. harness/forecast
+machines.yaml. Plans depend on rates, measurements do not, so rates are no part of a job's identity. harness/plan
 computes a step's time from rates.
 """
 

@@ -32,12 +32,14 @@ from harness.base.executed_code import Executed, is_standard, site_folder
 from harness.core.corpus_files import sampled_hash
 
 # Files that decide how every method is trained and judged, even if the method's file does not import them.
-SHARED = tuple(
-    ROOT / path for path in ("harness/core/data.py", "harness/core/gpt.py", "harness/gate/inspect_training.py")
+SHARED = (
+    ROOT / "methods/__init__.py",
+    ROOT / "harness/core/data.py",
+    ROOT / "harness/models/gpt.py",
+    ROOT / "harness/gate/inspect_training.py",
 )
-
-
-OWN = {"harness", "methods", "bench"}  # packages of this project
+OWN = {"harness", "places", "methods", "papers", "cli", "bench"}  # packages of this project
+COVERED = [ROOT / house for house in ("harness", "places", "papers", "cli")]  # may be executed beside a method
 STARTED = ("sitecustomize", "usercustomize")  # modules that Python imports by itself, if it has them
 NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py|json|ya?ml|toml|ini|csv|txt)")
 LOADERS = {"import_module", "__import__"}
@@ -92,16 +94,14 @@ class Listed(NamedTuple):
 
     def lacks(self, notes: Iterable[Executed]) -> list[str]:
         """Return what was executed although the hash does not cover it, as texts. Files of the standard library, of
-        harness/ and of packages that have a version are covered."""
+        COVERED folders and of packages that have a version are covered."""
         lacking = set[str]()
         for note in notes:
             file = Path(note.text)
             above = {file, *file.parents}
             if note.modified_ns is None:
                 lacking.add(note.text.replace(f"{self.beside}{os.sep}", ""))
-            elif not (
-                above & self.places or is_standard(note.text) or ROOT / "harness" in above or _is_versioned(file)
-            ):
+            elif not (above & self.places or is_standard(note.text) or above & {*COVERED} or _is_versioned(file)):
                 base = next((base for base in (self.beside, ROOT) if base in above), None)
                 lacking.add(str(file.relative_to(base) if base else file))
         return sorted(lacking)
@@ -293,7 +293,9 @@ def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[
     rest = [part for part in name[dots:].split(".") if part]
     if not dots:
         own = {"harness": [ROOT / "harness"], "methods": [ROOT / "methods", beside]}
-        return (own[rest[0]], rest[1:]) if rest[:1] and rest[0] in own else ([beside], rest)
+        if rest[:1] and rest[0] in own:
+            return own[rest[0]], rest[1:]
+        return [ROOT, beside] if rest[:1] and ROOT / rest[0] in COVERED else [beside], rest
     package = source.parents[dots - 1]
     return [package, ROOT / "methods"] if package == beside else [package], rest
 

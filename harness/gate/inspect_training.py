@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.core.cpu_cores import available_cores, use_cores
-from harness.core.gpt import DTYPES, drawn_blocks
 from harness.core.job import Job, Workload
 from harness.core.method import TensorState
 from harness.core.record import PRODUCTS_IN
+from harness.models.gpt import DTYPES, drawn_blocks
 
 SKETCH_BUCKETS = 8
 SKETCH_ROWS = 65_537  # number of rows of signs, a prime: the signs repeat with a period that no tensor's structure has

@@ -18,10 +18,10 @@ from harness.core import method
 from harness.core.job import MOST_LAYERS, Job, Plan, Room, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
-from harness.forecast.fit import next_planned
 from harness.jobs.size_axis import LAYERS, OPTIONS, STEPPED, UNITS, SizeAxis, parts_of
 from harness.jobs.size_search import SizeAnswer, SizeOutcome, extrapolate, search
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import next_planned
 
 BEYOND_PLAN = 4  # the search tries sizes up to this many times the guess, and at least up to FEWEST_BEYOND
 FEWEST_BEYOND = 64

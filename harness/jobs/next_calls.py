@@ -13,11 +13,11 @@ from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import Budget, Job, Room, gib
 from harness.devices import budgets, machine, named_machines
-from harness.forecast.fit import largest, resolve
-from harness.forecast.run_time import probe_seconds, run_seconds, text
 from harness.gate.probe import Extent
 from harness.jobs.command import command
 from harness.jobs.scale import to_fit
+from harness.plan.fit import largest, resolve
+from harness.plan.run_time import probe_seconds, run_seconds, text
 
 
 def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from harness.base.counted import counted
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
-from harness.forecast import run_time
+from harness.plan import run_time
 from harness.run.launch import Report
 
 LEAST_FORETOLD = 30.0  # seconds; a shorter remaining time is not reported

@@ -13,7 +13,7 @@ from typing import Any
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.devices import machine, named_machines
-from harness.forecast.run_time import run_seconds
+from harness.plan.run_time import run_seconds
 
 MOST_SECONDS = 60.0  # most seconds that a scaled run and its reference may take together
 MOST_OF_HOST = 0.5  # largest share of this machine's memory that a scaled run may take

@@ -16,19 +16,20 @@ from typing import Any
 
 from harness.base.counted import counted
 from harness.base.whole_file import own_folder
-from harness.core import log_lines, method, weight_files
+from harness.core import log_lines, method
 from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan, Workload
 from harness.core.record import Gate, Record, new_stem, read_all
 from harness.devices import budgets, device_lock, machine
-from harness.forecast.fit import largest, resolve
-from harness.forecast.run_time import probe_seconds, run_seconds
 from harness.gate import probe
 from harness.gate.probe import LEFT_OUT, MOST_STEPS, NONE, STEPS, Extent, Probe, train_probe
 from harness.gate.verdict import judge, needs_no_probe, together, unasked, with_probe
-from harness.places.shared.place import Place, write_end
+from harness.models import weight_files
+from harness.plan.fit import largest, resolve
+from harness.plan.run_time import probe_seconds, run_seconds
 from harness.run.identity import marked
 from harness.run.launch import Report, launch
+from harness.run.place import Place, write_end
 from harness.run.prepare import prepare
 
 PROBES = Extent()  # the extent of the gate's probes, unless the caller gives another

@@ -30,7 +30,7 @@ from harness.core.job import Job
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, machine, shared_memory
 from harness.devices.device_lock import turn
-from harness.forecast import run_time
+from harness.plan import run_time
 from harness.run import ranks, scratch
 from harness.run.identity import code_facts, unless_changed
 

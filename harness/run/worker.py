@@ -162,7 +162,7 @@ class Run:
         self.enter("inspect")
         tensors = trained.tensors
         if job.save:
-            from harness.core.saved_weights import SavedWeights
+            from harness.models.saved_weights import SavedWeights
 
             tensors = SavedWeights(job.workload, Path(job.save)).passing(tensors)
         self.measured["tensors"] = inspect(tensors, job)

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 from harness.core.job import Room, Workload
 from harness.core.method import Method
 from harness.devices import exchange
-from harness.forecast.resources import parts_sent, sum_sent
+from harness.plan.resources import parts_sent, sum_sent
 from harness.run.timeline import Span, Timeline, steps, write
 from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching

@@ -294,9 +294,9 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, setti
     import torch
     from deepspeed.utils import safe_set_full_fp32_param
 
-    from harness.core.gpt import DTYPES, GPT, adamw_groups, initials
-    from harness.core.hub_model import HubModel
-    from harness.core.model import whole
+    from harness.models.gpt import DTYPES, GPT, adamw_groups, initials
+    from harness.models.hub_model import HubModel
+    from harness.models.model import whole
 
     class ReentrantGPT(GPT):
         def forward(self, inputs, targets, scale=1.0):

@@ -14,7 +14,7 @@ from typing import Any
 from harness.base.checkout import ROOT
 from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
-from harness.forecast.resources import parts_sent, sum_sent
+from harness.plan.resources import parts_sent, sum_sent
 from methods.engines.release import Release
 from methods.shared.memory_needs import each_page_locked, gathered_params, num_small, one_micro_batch, page_locked
 

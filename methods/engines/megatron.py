@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from harness.core.grouped_heads import repeated, takes_groups
 from harness.core.job import Workload
-from harness.core.model import new_ends
+from harness.models.grouped_heads import repeated, takes_groups
+from harness.models.model import new_ends
 from methods.engines.megatron_names import QKV, Sizes, shared_dim
 
 with warnings.catch_warnings():

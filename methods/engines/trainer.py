@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from harness.core.gpt import GPT, initialize
-from harness.core.hub_model import causal_model, library
 from harness.core.job import BETAS, EPSILON, MOST, WEIGHT_DECAY, Workload
 from harness.core.method import Step, TensorState
+from harness.models.gpt import GPT, initialize
+from harness.models.hub_model import causal_model, library
 from methods.engines.transformers_release import arguments_of
 from methods.engines.turns import Turns
 

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from harness.core.gpt import initials
 from harness.core.job import Workload
 from harness.core.method import TensorState, Unavailable
 from harness.devices.exchange import join_alone, leave_others
+from harness.models.gpt import initials
 from methods.engines import deepspeed
 from methods.engines.deepspeed_config import EngineSettings, is_built, lacks_to_build
 from methods.engines.deepspeed_file import DeepSpeedFile

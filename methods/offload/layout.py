@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harness.core.gpt import is_decayed
+from harness.models.gpt import is_decayed
 from methods.offload.adamw import Piece
 from methods.shared.memory_needs import ALIGNMENT, aligned
 

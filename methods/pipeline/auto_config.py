@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from harness.base.counted import counted
 from harness.core.job import gib
-from harness.forecast.resources import sum_sent
+from harness.plan.resources import sum_sent
 from methods.pipeline.gpt_costs import GptCosts
 from methods.pipeline.profile import GRADIENT_BYTES, Profile, read
 from methods.pipeline.rank_map import RankMap

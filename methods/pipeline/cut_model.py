@@ -1,6 +1,6 @@
 """The harness's model with CutPoints. Its tensors have no memory at first; each rank allocates only its own stage.
 
-Embedding, layers and head are the modules of harness/core/model.py, which torch.fx leaves whole.
+Embedding, layers and head are the modules of harness/models/model.py, which torch.fx leaves whole.
 
 Shapes: B samples of a micro-batch, T tokens, D hidden.
 """
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.core.gpt import initialize
 from harness.core.job import Workload
 from harness.core.method import TensorState
-from harness.core.model import new_chain
+from harness.models.gpt import initialize
+from harness.models.model import new_chain
 from methods.pipeline.cut import CutPoint
 
 

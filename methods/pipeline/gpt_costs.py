@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from harness.core.job import Workload
 from harness.core.rates import Rates
-from harness.forecast.resources import copy_seconds, device_update_seconds
+from harness.plan.resources import copy_seconds, device_update_seconds
 from methods.pipeline.partition import gpt_stages, passes_of, stage_bytes
 from methods.pipeline.profile import Message, StageCost, Sum
 from methods.pipeline.schedule import SLOTS

@@ -17,8 +17,8 @@ from torch import Tensor
 from harness.base.rank_agent import OneRound, Rendezvous
 from harness.core.cpu_cores import available_cores
 from harness.core.failures import LOST_RANK
-from harness.core.gpt import DTYPES, adamw
 from harness.core.job import Workload
+from harness.models.gpt import DTYPES, adamw
 from methods.pipeline.cut_model import CutModel
 from methods.pipeline.profiler import Profiler
 

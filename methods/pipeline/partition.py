@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from harness.core.job import Workload
 from harness.core.rates import Rates
-from harness.forecast.resources import OPTIMIZER_BYTES, pass_seconds
+from harness.plan.resources import OPTIMIZER_BYTES, pass_seconds
 from methods.shared.memory_needs import saved_boundaries
 
 IN_FLIGHT = 4  # most messages of one kind that a rank sends or receives at once, as in transport.py

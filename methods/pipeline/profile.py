@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from harness.base.checked_data import checked
 from harness.base.foreign_file import read_json
 from harness.base.whole_file import write_whole
-from harness.forecast.resources import OPTIMIZER_BYTES
+from harness.plan.resources import OPTIMIZER_BYTES
 from methods.pipeline.grouping import group
 from methods.pipeline.partition import BUCKET_BYTES
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.core.gpt import DTYPES, adamw, initialize
 from harness.core.job import Workload
 from harness.core.method import OtherModel, Step, TensorState, Unavailable
-from harness.core.model import new_chain
 from harness.devices.streams import Device
+from harness.models.gpt import DTYPES, adamw, initialize
+from harness.models.model import new_chain
 from methods.sharding.optimizer import MASTER
 from methods.sharding.shard import NamedLayer, Shard, cut, settle
 from methods.sharding.task import Task

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.core.anatomy import Shape
 from harness.core.job import Plan, Room, Workload
-from harness.forecast.resources import OPTIMIZER_BYTES
+from harness.plan.resources import OPTIMIZER_BYTES
 
 CHUNK = 2**18  # number of a layer's elements that a host thread updates at once: few, so that all threads end together
 BLOCK = 2**23  # number of elements that a device updates at once in fp16, after a copy of the gradients to fp32
@@ -162,7 +162,7 @@ def describe(
     recomputed_by = "this project's code" if has_own_recompute and not workload.dropout else "torch checkpoint"
     return {
         "implementation": implementation,
-        "model": "harness/core/gpt.py" if workload.config is None else f"transformers, {workload.model}",
+        "model": "harness/models/gpt.py" if workload.config is None else f"transformers, {workload.model}",
         "attention": "torch scaled_dot_product_attention",
         "optimizer": optimizer,
         "precision": f"weights {workload.dtype}{kept}",

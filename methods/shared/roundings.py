@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.base.named_entries import did_you_mean
-from harness.core import gpt
+from harness.models import gpt
 
 ULP = 2.0**-24  # relative rounding error of fp32, in which kernels sum
 BLOCK_LOGITS = 2**14

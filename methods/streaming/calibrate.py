@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.core.gpt import DTYPES
 from harness.core.job import Workload
 from harness.core.method import Unavailable
 from harness.core.rates import Rates
@@ -37,7 +36,8 @@ from harness.devices import named_machines
 from harness.devices.budgets import context_since
 from harness.devices.machine import facts, gpu_free_bytes
 from harness.devices.streams import Device
-from harness.forecast.resources import UPDATE_BYTES, sum_sent
+from harness.models.gpt import DTYPES
+from harness.plan.resources import UPDATE_BYTES, sum_sent
 from methods.offload import adamw_kernel
 from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import largest_depth
-from harness.forecast.resources import parts_sent
+from harness.plan.resources import parts_sent
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import shared_numel, writable
 from methods.streaming.placement import (

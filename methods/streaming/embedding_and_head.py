@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from harness.core.job import Workload
-from harness.core.model import new_end_parts, new_ends
 from harness.devices.streams import Device
+from harness.models.model import new_end_parts, new_ends
 from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
 from methods.shared.terms import Terms

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from harness.core.job import Workload
-from harness.core.model import new_layer
 from harness.devices.streams import Device
+from harness.models.model import new_layer
 from methods.offload.adamw import AdamStep, Settings
 from methods.offload.clip import Clip
 from methods.offload.layout import layout_of

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from harness.core.gpt import DTYPES, drawn_blocks
 from harness.core.job import Workload
 from harness.core.method import TensorState
-from harness.core.model import new_layer
 from harness.devices.streams import Device
+from harness.models.gpt import DTYPES, drawn_blocks
+from harness.models.model import new_layer
 from methods.offload.adamw import AdamStep, Factor, Settings, chunks, takes_one_pass, update
 from methods.offload.clip import Clip, norms_of
 from methods.offload.layout import cut, install, layout_of

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from harness.base.counted import counted
 from harness.core.job import Plan, Workload
-from harness.forecast.resources import parts_sent, sum_sent
+from harness.plan.resources import parts_sent, sum_sent
 from methods.shared.memory_needs import (
     CHUNK,
     NUM_BUFFERS,

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from harness.core.job import MEMORIES, Plan, Room, Workload
 from harness.core.rates import Rates
-from harness.forecast.resources import (
+from harness.plan.resources import (
     UPDATE_BYTES,
     Forecast,
     compute_seconds,

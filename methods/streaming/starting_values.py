@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from harness.core.gpt import initialize
 from harness.core.job import Workload
 from harness.devices.streams import num_update_threads
+from harness.models.gpt import initialize
 from methods.streaming.layer_state import LayerState
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from harness.core.gpt import DTYPES
+from harness.models.gpt import DTYPES
 from methods.offload.adamw import AdamSettings, Settings
 from methods.shared.module_watch import hooks_of_step
 from methods.streaming.user_layer import Placeholders, UserLayer

@@ -19,7 +19,7 @@ from harness.core import method
 from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.devices import named_machines
-from harness.forecast.resources import device_update_seconds, seconds_of
+from harness.plan.resources import device_update_seconds, seconds_of
 from harness.simulation.virtual_clock import VirtualMachine, VirtualRun, virtual_run
 from methods.streaming.placement import parse
 from methods.streaming.planner import Counts, Row, forecast, hosted_boundaries, rows

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli import options
+from cli.options import FILE, FOLDER, Bytes, Finite, Numbers, check_writable
 from harness.base.console import print_table
 from harness.base.counted import counted
-from harness.cli import options
-from harness.cli.options import FILE, FOLDER, Bytes, Finite, Numbers, check_writable
 from harness.core.job import Workload, gib
 from harness.core.rates import Rates
 from harness.devices import named_machines
-from harness.forecast import memories
+from harness.plan import memories
 from methods.pipeline.launch.run import launch
 from methods.pipeline.measured_profile import measure_profile
 from methods.pipeline.profile import FILE as PROFILE_FILE
@@ -248,8 +248,8 @@ def simulate(
         names = ("schedule", "step, s", "over the first", "bubble")
         print_table(names, cells, numbers=names[1:])
     if out is not None:
-        from harness.figures import plot
         from methods.verbs.pipeline_timeline import timeline
+        from papers.figures import plot
 
         note = (
             f"simulated: {num_stages} stages, {num_micro_batches} micro-batches; messages of {network.send_seconds:.3g}"

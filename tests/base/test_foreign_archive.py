@@ -15,7 +15,7 @@ import pytest
 
 from harness.base import foreign_archive
 from harness.base.foreign_archive import read_archive
-from harness.report.add import ENDINGS
+from papers.report.add import ENDINGS
 
 DATA = b'{"a": 1}'
 RIGHT = hashlib.sha256(DATA).hexdigest()

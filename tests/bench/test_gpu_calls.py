@@ -20,8 +20,8 @@ from click.testing import CliRunner
 
 from bench import gpu, gpu_facts, gpu_results
 from bench.gpu import GpuCall, GpuStep
+from cli.main import door
 from harness.base.checkout import ROOT
-from harness.cli.main import door
 from harness.core.job import GIB, Budget, Job, Workload
 from harness.core.record import read_all
 from harness.devices import budgets, machine

@@ -19,11 +19,11 @@ from cases import case10
 from cases._release_script import script
 from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, Choice, chosen, columns_of, order
 from harness.core.record import Gate, Record
-from harness.figures import case, measurements
-from harness.figures.case_files import EDITED
-from harness.figures.point import FigureRow
-from harness.forecast.fit import resolve
-from tests.figures.test_case import DEMO, record
+from harness.plan.fit import resolve
+from papers.figures import case, measurements
+from papers.figures.case_files import EDITED
+from papers.figures.point import FigureRow
+from tests.papers.figures.test_case import DEMO, record
 from tests.support.ports import free_ports
 
 MAP = case10.ReleaseMap()

@@ -11,10 +11,10 @@ from cases import case6
 from harness.core import method
 from harness.core.job import Job, Room
 from harness.devices import machine
-from harness.figures import case, case_files, profile
-from harness.figures.point import FigureRow
-from harness.report import tables
-from tests.figures.test_case import DEMO, FACTS, METHODS, demo_records, record
+from papers.figures import case, case_files, profile
+from papers.figures.point import FigureRow
+from papers.report import tables
+from tests.papers.figures.test_case import DEMO, FACTS, METHODS, demo_records, record
 
 SELECTION = case6.ModelSelection()
 PROFILES = [DEMO, profile.make("quick", None, METHODS, FACTS), profile.make("paper", "v100-vm", METHODS, FACTS),

@@ -9,11 +9,11 @@ import pytest
 
 from cases import case7
 from harness.core import method
-from harness.figures import profile
-from harness.figures.point import FigureRow
 from harness.simulation.machine_trace import MachineChange, samples, synthetic, through
 from methods.pipeline.profile import Profile, Section, SectionCost
-from tests.figures.test_case import DEMO, FACTS, METHODS, record
+from papers.figures import profile
+from papers.figures.point import FigureRow
+from tests.papers.figures.test_case import DEMO, FACTS, METHODS, record
 
 PIPELINES = case7.Pipelines()
 

@@ -11,10 +11,10 @@ from cases import case8
 from harness.core import method
 from harness.core.record import Record
 from harness.devices import named_machines
-from harness.figures import case, profile
-from harness.figures.point import FigureRow
-from harness.forecast.step import predicted
-from tests.figures.test_case import DEMO, METHODS, record
+from harness.plan.step import predicted
+from papers.figures import case, profile
+from papers.figures.point import FigureRow
+from tests.papers.figures.test_case import DEMO, METHODS, record
 
 SCALING = case8.Scaling()
 V100 = {"gpu": "Tesla V100-PCIE-32GB", "gpu_bytes": 32 * 2**30, "host_bytes": 512 * 2**30}

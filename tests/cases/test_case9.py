@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cases import case9
 from harness.core import method
-from harness.figures import case, profile
-from tests.figures.test_case import DEMO, FACTS, METHODS, record
+from papers.figures import case, profile
+from tests.papers.figures.test_case import DEMO, FACTS, METHODS, record
 
 SPEED = case9.SpeedByTokens()
 

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
+from cli import main
+from cli.completion import SHELLS, VARIABLE
 from harness.base.checkout import ROOT
-from harness.cli import main
-from harness.cli.completion import SHELLS, VARIABLE
 from tests.support.cli import run
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import demo
+from cli import demo
 from harness.core import method, native_build
 from harness.core.job import Job
 from harness.core.record import read_all
-from harness.figures import case
 from harness.run.prepare import prepare
 from methods.engines import deepspeed_config
-from tests.report.test_notebook import executed
+from papers.figures import case
+from tests.papers.report.test_notebook import executed
 from tests.support import records
 from tests.support.cli import run
 from tests.support.tiny import TINY, write_compiling
@@ -73,7 +73,8 @@ def test_the_demo_shows_all_and_the_notebook_shows_it_again(
     tmp_path: Path, compiled_sim: None, read_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beginning with the quick one, whose runs are not made again. Its runs end as their plans foretell, without
-    training: tests/core/test_method.py trains every method, tests/figures/test_case.py a case of this profile."""
+    training: tests/core/test_method.py trains every method, tests/papers/figures/test_case.py a case of this profile.
+    """
     monkeypatch.setattr("harness.jobs.sweep.launch", records.launch)
     quick = run("demo", "--quick", "--results", tmp_path)
     assert quick.returncode == 0, quick.stdout + quick.stderr

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cli import exit_codes
 from harness.base.checkout import ROOT
-from harness.cli import exit_codes
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from tests.support import cli, tiny

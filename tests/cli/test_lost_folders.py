@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.options import check_writable
 from harness.base.checkout import ROOT
-from harness.cli.options import check_writable
 from tests.support import cli, tiny
 
 LOST = "-dac_override,-dac_read_search"  # what lets root read everything

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from harness.cli import job_verbs
-from harness.cli.job_options import make_jobs
-from harness.cli.main import FIRST_CALLS, door
-from harness.cli.options import Bytes, Numbers
+from cli import job_verbs
+from cli.job_options import make_jobs
+from cli.main import FIRST_CALLS, door
+from cli.options import Bytes, Numbers
 from harness.core.job import GIB, Budget, Job, Workload
 from harness.devices import machine, named_machines
 from harness.jobs.command import command, size_text

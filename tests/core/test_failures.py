@@ -19,8 +19,8 @@ from harness.core import failures
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
-from harness.forecast import run_time
 from harness.jobs.sweep import Sweep
+from harness.plan import run_time
 from harness.run.launch import launch
 from tests.support import forks
 from tests.support.cli import run

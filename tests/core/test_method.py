@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cli import method_contract
 from harness.base.checkout import ROOT
 from harness.core import method
-from harness.evidence import method_contract
 from tests.support import tiny
 from tests.support.cli import run
 from tests.support.page import page_blocks

@@ -24,7 +24,7 @@ from harness.core import source_hash
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A copy of the sources to edit."""
     copy = tmp_path_factory.mktemp("sources")
-    for folder in ("harness", "methods"):
+    for folder in ("harness", "places", "methods", "papers", "cli"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source_hash, "ROOT", copy)
@@ -48,7 +48,7 @@ def test_an_edit_of_another_methods_library_leaves_stronghold_fresh(tree: Path, 
     assert not changes(tree, "stronghold.py", file)
 
 
-@pytest.mark.parametrize("file", ["methods/streaming/slot.py", "methods/stronghold.py", "harness/core/gpt.py"])
+@pytest.mark.parametrize("file", ["methods/streaming/slot.py", "methods/stronghold.py", "harness/models/gpt.py"])
 def test_an_edit_of_what_stronghold_imports_makes_it_stale(tree: Path, file: str) -> None:
     assert changes(tree, "stronghold.py", file)
 
@@ -87,7 +87,7 @@ def test_the_batches_of_all_belong_to_every_method(tree: Path) -> None:
     assert changes(tree, "resident.py", "harness/core/data.py")
 
 
-@pytest.mark.parametrize("file", ["harness/report/page.py", "harness/cli/main.py", "harness/gate/verdict.py"])
+@pytest.mark.parametrize("file", ["papers/report/page.py", "cli/main.py", "harness/gate/verdict.py"])
 def test_what_only_reads_records_makes_none_stale(tree: Path, file: str) -> None:
     assert not changes(tree, "stronghold.py", file)
 

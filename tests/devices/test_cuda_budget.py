@@ -10,9 +10,9 @@ import pytest
 from harness.core.job import GIB, Budget, Job, Workload, gib
 from harness.core.record import Record
 from harness.devices import budgets, cuda_budget, machine, named_machines
-from harness.forecast.advise import named_place
-from harness.forecast.fit import resolve
 from harness.jobs.progress import closing_line
+from harness.plan.advise import named_place
+from harness.plan.fit import resolve
 from tests.cli.test_doctor import entry
 from tests.support.fake_gpu import FakeGpu
 

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from harness.cli import doctor, job_options
+from cli import doctor, job_options
 from harness.core.job import GIB, Budget, Job
 from harness.core.record import Record
 from harness.devices import device_lock, machine
-from harness.places.shared import place
-from harness.run import launch
+from harness.run import launch, place
 from tests.devices.test_budgets import with_gpus
 from tests.support.fake_gpu import MIB, FakeGpu
 from tests.support.tiny import TINY

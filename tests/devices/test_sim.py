@@ -11,8 +11,8 @@ import torch
 from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from tests.support import on_sim
 from tests.support.on_sim import MIB, call, digest
 from tests.support.training import small_bytes, tiny, train

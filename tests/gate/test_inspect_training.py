@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.core.gpt import initial
 from harness.core.job import Workload
 from harness.core.method import TensorState
 from harness.gate.inspect_training import BLOCK, SKETCH_BUCKETS, SKETCH_ROWS, Kernels, inspect, norm, size_of
+from harness.models.gpt import initial
 from tests.support.tiny import TINY
 
 HALF = SKETCH_ROWS * SKETCH_BUCKETS

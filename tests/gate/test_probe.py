@@ -13,12 +13,12 @@ import pytest
 from harness.base.checkout import ROOT
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Gate, Record
-from harness.forecast.fit import resolve
 from harness.gate import departures, evidence, limits, probe
 from harness.gate.probe import ALL_LAYERS, NONE, Extent, Probe, capped, train_probe
 from harness.gate.trial import Trial
 from harness.gate.verdict import judge, with_probe
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from tests.support import cli, records
 from tests.support.page import page_blocks
 from tests.support.tiny import TINY, WORDS

@@ -12,8 +12,8 @@ import pytest
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from tests.support.page import page_blocks
 from tests.support.tiny import TINY
 

@@ -13,10 +13,10 @@ import pytest
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record, read_all
-from harness.forecast.fit import resolve
 from harness.gate.judge_anew import Beside, judge_anew
 from harness.gate.probe import FOLDER, METHODS, STEPS, Extent
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from tests.support import forks
 from tests.support.tiny import TINY
 

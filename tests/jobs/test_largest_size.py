@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from harness.core.job import Budget, Job, Plan, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record, read_all
-from harness.forecast.fit import resolve
 from harness.jobs.largest_size import Probes, find, texts
 from harness.jobs.size_search import SizeOutcome, search
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from methods.streaming.placement import placed_plan
 from tests.support.cli import run
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from cli.advice.plan_table import row
 from harness.core import method
 from harness.core.job import GIB, Budget, Job, Plan, Workload
 from harness.core.rates import Rates
 from harness.core.record import read_all
 from harness.devices import machine
-from harness.forecast import run_time
-from harness.forecast.fit import resolve
-from harness.forecast.plan_table import row
 from harness.gate.probe import Extent
 from harness.jobs import progress, scale
 from harness.jobs.next_calls import next_calls
+from harness.plan import run_time
+from harness.plan.fit import resolve
 from tests.support.cli import jobs_of, run
 
 DEEP = (

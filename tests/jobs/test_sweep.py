@@ -16,10 +16,10 @@ from harness.core.job import GIB, MOST_LAYERS, Budget, Job, Plan, Workload
 from harness.core.method import create
 from harness.core.record import Record, read_all
 from harness.devices import machine
-from harness.forecast.fit import largest, resolve
 from harness.jobs.progress import _Lines, closing_line, print_results
 from harness.jobs.sweep import Sweep
-from harness.report.tables import Entry, record_row
+from harness.plan.fit import largest, resolve
+from papers.report.tables import Entry, record_row
 from tests.support import forks, records
 from tests.support.tiny import TINY
 
@@ -41,8 +41,8 @@ def test_the_reference_is_run_once_for_all_who_need_it(tmp_path: Path, in_proces
 
 
 def test_other_threads_are_another_measurement_and_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.figures.point import machine_of
     from harness.run.launch import launch
+    from papers.figures.point import machine_of
 
     names = []
     for number, server in (("1", contextlib.nullcontext()), ("2", forks.own_server())):
@@ -93,7 +93,7 @@ def test_another_variable_of_threads_or_kernels_is_another_measurement(
 
 
 def test_what_a_plan_refuses_is_of_the_same_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.figures.point import machine_of
+    from papers.figures.point import machine_of
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     refused = dataclasses.replace(jobs("resident")[0], workload=TINY.at_depth(MOST_LAYERS))

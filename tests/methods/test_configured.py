@@ -10,8 +10,8 @@ import pytest
 from harness.core import hub_config
 from harness.core.job import Job
 from harness.core.method import check, create, loadable
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from tests.methods.test_agree import difference, largest_difference
 from tests.support.configured import FAMILIES, OTHERS, config_of, configured
 from tests.support.training import train, train_resident

@@ -13,9 +13,9 @@ from harness.core.job import Job, Room, Workload
 from harness.core.method import check, create
 from harness.core.record import Record
 from harness.core.unavailable import Unavailable
-from harness.forecast.fit import resolve
 from harness.gate.probe import Extent
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from methods.engines import deepspeed_config
 from methods.engines.release import Release
 from tests.support import releases

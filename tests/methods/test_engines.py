@@ -18,9 +18,9 @@ from harness.core.job import GIB, Budget, Job, Room, Workload
 from harness.core.method import Unavailable, create
 from harness.core.record import Record, records_of
 from harness.devices import machine
-from harness.forecast.fit import largest, resolve
 from harness.gate import probe
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import largest, resolve
 from harness.run.prepare import prepare
 from harness.simulation.batches import token_batches
 from methods import zero_infinity_nvme

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.core.gpt import HeadLoss, initialize, is_decayed
 from harness.core.job import Job, Room, Workload
 from harness.core.method import Step, create, load
-from harness.core.model import build
 from harness.core.record import Record
-from harness.forecast.fit import resolve
 from harness.gate.verdict import judge
 from harness.jobs.sweep import Sweep
+from harness.models.gpt import HeadLoss, initialize, is_decayed
+from harness.models.model import build
+from harness.plan.fit import resolve
 from harness.run import worker
 from harness.simulation.batches import token_batches
 from methods.offload.clip import Clip

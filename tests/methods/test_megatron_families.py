@@ -14,8 +14,8 @@ import transformers
 from harness.core import hub_config
 from harness.core.job import Job, Room
 from harness.core.method import create
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from methods.engines import megatron_names
 from tests.support import engine_runs, forks
 from tests.support.configured import FAMILIES, configured

@@ -12,8 +12,8 @@ import pytest
 
 from harness.core.job import Job, Workload
 from harness.core.method import create
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from methods.engines import release
 from methods.engines.release import Release
 from tests.support import releases

@@ -24,7 +24,7 @@ from torch import Tensor
 from harness.base.checkout import ROOT
 from harness.core.data import batches
 from harness.core.job import Workload
-from harness.core.model import build
+from harness.models.model import build
 from harness.simulation.batches import token_batches
 from tests.support import oracle, packages
 from tests.support.configured import FAMILIES, OTHERS, config_of, configured, in_parts

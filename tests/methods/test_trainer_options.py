@@ -15,9 +15,9 @@ from harness.base.checkout import ROOT
 from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import Method, create
 from harness.core.record import Record
-from harness.forecast.fit import resolve
 from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from methods.engines import deepspeed_config, release
 from methods.engines.transformers_release import OLDER_NAMES, arguments_of
 from tests.support import releases

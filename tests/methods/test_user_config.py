@@ -15,9 +15,9 @@ from harness.base.checkout import ROOT
 from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record
-from harness.forecast.fit import resolve
 from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep, identity
+from harness.plan.fit import resolve
 from methods.engines import deepspeed_file
 from methods.engines.deepspeed import engine_config
 from methods.engines.deepspeed_config import zero_plan

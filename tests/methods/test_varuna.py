@@ -16,7 +16,7 @@ import pytest
 from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import read_all
-from harness.forecast.fit import resolve
+from harness.plan.fit import resolve
 from harness.run.timeline import read
 from methods.pipeline.schedule import SCHEDULES
 from tests.methods.pipeline.trainings import ABOVE, bits

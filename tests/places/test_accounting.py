@@ -12,9 +12,9 @@ import pytest
 
 from harness.base.checkout import ROOT
 from harness.core.job import Job
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
-from harness.places.slurm import Slurm, states_of
+from harness.plan.fit import resolve
+from places.slurm import Slurm, states_of
 from tests.support.packages import need
 from tests.support.slurm import cluster
 from tests.support.tiny import TINY, write_ending

@@ -8,7 +8,7 @@ import pytest
 
 from harness.core.job import Budget, Job
 from harness.core.record import Record
-from harness.places.shared.cluster import complete, killed, out_of_memory
+from places.shared.cluster import complete, killed, out_of_memory
 from tests.support.tiny import TINY
 
 ONE = Job("resident", TINY)

@@ -18,13 +18,13 @@ from click.testing import CliRunner
 from harness.core.job import Budget, Job
 from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Report, Sweep
-from harness.places import docker as container
-from harness.places.docker import Docker
-from harness.places.shared import container_user
-from harness.places.shared.container_user import Exchange
-from harness.places.shared.docker_image import image
+from harness.plan.fit import resolve
+from places import docker as container
+from places.docker import Docker
+from places.shared import container_user
+from places.shared.container_user import Exchange
+from places.shared.docker_image import image
 from tests.devices.test_budgets import with_gpus
 from tests.support import cli
 from tests.support.engine import BASE, FIXED_FOLDERS, IMAGE, PACKAGES, docker, in_memory, start, stop

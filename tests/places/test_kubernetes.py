@@ -19,13 +19,13 @@ from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.job import Budget, Job
 from harness.core.record import Record, read_all
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
-from harness.places.docker import memory_limit
-from harness.places.kubernetes import Kubernetes, files_named, packed
-from harness.places.shared.place import order
-from harness.places.shared.pods import PodLog, named, state_of
-from harness.places.shared.torchrun_node import meet
+from harness.plan.fit import resolve
+from harness.run.place import order
+from places.docker import memory_limit
+from places.kubernetes import Kubernetes, files_named, packed
+from places.shared.pods import PodLog, named, state_of
+from places.shared.torchrun_node import meet
 from tests.run.test_ranks import SHARDED
 from tests.support import cli, tiny
 from tests.support.configured import configured
@@ -164,9 +164,8 @@ def test_a_pod_gets_the_harness_and_all_methods(tmp_path: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(archive)) as found:
         names = set(found.getnames())
     assert there == ["methods-0"] and {"methods-0/ending.py", "harness/models.yaml"} <= names
-    code = [
-        path for name in ("harness", "methods") for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".cpp")
-    ]
+    houses = ("harness", "places", "methods")
+    code = [path for name in houses for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".cpp")]
     assert code and {f"harness/{path.relative_to(ROOT)}" for path in code} <= names
 
 

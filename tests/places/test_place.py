@@ -8,9 +8,9 @@ import pytest
 
 from harness.core.job import Job
 from harness.core.method import Unavailable
-from harness.places.shared.place import order
-from harness.places.torchrun import Torchrun
+from harness.run.place import order
 from methods.engines import release
+from places.torchrun import Torchrun
 from tests.support import cli, tiny
 from tests.support.tiny import TINY
 

@@ -18,13 +18,13 @@ from harness.base.checkout import ROOT
 from harness.core.job import Budget, Job
 from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
-from harness.places.docker import PYTHON
-from harness.places.shared.cluster import options_of
-from harness.places.shared.place import order
-from harness.places.slurm import Options, Slurm, SlurmState, named
+from harness.plan.fit import resolve
+from harness.run.place import order
 from methods.pipeline.launch.folder import read_lines
+from places.docker import PYTHON
+from places.shared.cluster import options_of
+from places.slurm import Options, Slurm, SlurmState, named
 from tests.run.test_ranks import MEETING, SHARDED, holders, training_ranks
 from tests.support import cli, tiny
 from tests.support.packages import still_running

@@ -18,9 +18,9 @@ import yaml
 from harness.base.checkout import ROOT
 from harness.core.job import Job
 from harness.core.record import Record, read_all
-from harness.places import torchrun
-from harness.places.shared.place import order
-from harness.places.torchrun import Peer, Torchrun, accepted, connected, follow
+from harness.run.place import order
+from places import torchrun
+from places.torchrun import Peer, Torchrun, accepted, connected, follow
 from tests.support import cli, tiny
 from tests.support.ports import free_ports, own_ports
 from tests.support.tiny import TINY

@@ -34,9 +34,9 @@ from harness.core.failures import End
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
 from harness.core.source_hash import Listed
-from harness.forecast import run_time
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from harness.plan import run_time
+from harness.plan.fit import resolve
 from harness.run import scratch
 from harness.run.identity import code_facts, unless_changed
 from harness.run.launch import SAMPLE_SECONDS, Events, Watch, environment, launch

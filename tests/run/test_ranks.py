@@ -16,9 +16,9 @@ import pytest
 
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
-from harness.forecast import run_time
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from harness.plan import run_time
+from harness.plan.fit import resolve
 from harness.run.ranks import first_to_fail
 from tests.support import cli
 from tests.support.cli import start, wait_for_steps

@@ -18,17 +18,17 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.method import create
 from harness.core.record import Gate, Record
 from harness.devices.streams import Device
-from harness.figures import profile
-from harness.forecast.fit import resolve
 from harness.jobs.progress import _Lines
 from harness.jobs.sweep import Sweep
-from harness.report import page as report
+from harness.plan.fit import resolve
 from harness.run import trace
 from harness.run.launch import launch
 from harness.run.timeline import Span, Timeline, common, length, read, share, steps, union, write
 from harness.run.trace import STEPS, Taking
 from harness.simulation.virtual_clock import VirtualMachine, VirtualRun, virtual_run
-from tests.report.test_page import RECORDS, Page, measured
+from papers.figures import profile
+from papers.report import page as report
+from tests.papers.report.test_page import RECORDS, Page, measured
 from tests.support import records
 from tests.support.training import tiny
 

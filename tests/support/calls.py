@@ -14,15 +14,15 @@ from typing import Any
 
 import click
 
+from cli import main
 from harness.base.checkout import ROOT
-from harness.cli import main
 from tests.support.packages import SHARED, locked
 
 PAGES = (*(ROOT / name for name in ("README.md", "ARTIFACT.md", "CONTRIBUTING.md", "SECURITY.md")),
          *sorted((ROOT / "docs").glob("*.md")))  # fmt: skip
-OTHERS = ("harness/**/*.j2", "harness/**/*.txt", "claims/*.yaml", "*.yaml", "cases/*.sh", "examples/*.sh", "docker/*",
+OTHERS = ("papers/**/*.j2", "papers/**/*.txt", "claims/*.yaml", "*.yaml", "cases/*.sh", "examples/*.sh", "docker/*",
           "notebooks/ae.py")  # fmt: skip
-CODE = ("harness", "methods", "cases", "bench")
+CODE = ("harness", "places", "methods", "papers", "cases", "cli", "bench")
 # What stands for something of the reader's, and in the texts of the code for a value.
 PLACEHOLDERS = {
     "DIR": str(ROOT), "LOGS": str(ROOT / "README.md"), "FILE": str(ROOT / "machines.yaml"), "N": "1", "METHOD": "l2l",

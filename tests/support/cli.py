@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+from cli import job_verbs
+from cli import main as door
+from cli.job_options import make_jobs
 from harness.base.checkout import ROOT
-from harness.cli import job_verbs
-from harness.cli import main as door
-from harness.cli.job_options import make_jobs
 from harness.core.job import Job
-from harness.places import docker
+from places import docker
 from tests.support.until import until
 
 

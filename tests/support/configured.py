@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from harness.core import hub_config, named_models
+from harness.core import hub_config
 from harness.core.job import Workload
-from harness.core.model import new_ends, new_layer
+from harness.models import named_models
+from harness.models.model import new_ends, new_layer
 
 # Families that are tested in depth; megatron-lm has layers of these alone.
 FAMILIES = ("llama", "llama3.1", "qwen2", "qwen3", "mistral")

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from harness.core import gpt
 from harness.core.job import Room, Workload
+from harness.models import gpt
 from methods.engines import deepspeed, deepspeed_config
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.superoffload import SuperOffload

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from harness.places.docker import PYTHON
-from harness.places.shared.pods import INDEX, MAIN
+from places.docker import PYTHON
+from places.shared.pods import INDEX, MAIN
 from tests.support.packages import missing, still_running
 from tests.support.ranks import free_ports
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.artifact_logs.import_logs import import_logs
-from harness.artifact_logs.parse import read
-from harness.artifact_logs.to_record import to_record
 from harness.base.checkout import ROOT
 from harness.core.job import Job, Workload
 from harness.core.log_lines import end_line, header_lines, interval_lines
 from harness.core.record import Record
+from papers.logs.import_logs import import_logs
+from papers.logs.parse import read
+from papers.logs.to_record import to_record
 
 PUBLISHED = ROOT.parent / "shared" / "published"
 needs_published = pytest.mark.skipif(not PUBLISHED.exists(), reason="the published raw logs are not in ../shared")

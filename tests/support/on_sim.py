@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness.core import gpt
 from harness.core.job import Budget
 from harness.devices import sim
 from harness.devices.streams import CpuStreams, SimStreams
+from harness.models import gpt
 from harness.simulation.batches import token_batches
 from tests.support import forks
 from tests.support.training import TrainingResult, settled, tiny

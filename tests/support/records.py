@@ -10,7 +10,7 @@ from typing import Any
 from harness.core.job import Job
 from harness.core.record import Gate, Record, new_stem
 from harness.devices import machine
-from harness.forecast.fit import resolve
+from harness.plan.fit import resolve
 
 PASSED = Gate("exact")
 TENSOR = {"changed": 1.0, "moved": 1.0, "sha256": "0" * 16}

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.core.gpt import initial
 from harness.core.job import Room, Workload
 from harness.core.method import Method, Trained, create
 from harness.devices.memory_account import Tracker
+from harness.models.gpt import initial
 from harness.simulation.batches import token_batches
 
 STEPS = 20

@@ -11,7 +11,7 @@ from typing import Any
 from harness.core.job import Budget, Job, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
-from harness.forecast.fit import resolve
+from harness.plan.fit import resolve
 from methods.pipeline.partition import gpt_stages, stage_bytes
 from methods.pipeline.schedule import SCHEDULES
 from tests.support.training import tiny

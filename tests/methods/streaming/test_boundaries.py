@@ -14,7 +14,7 @@ from harness.core.method import create, largest_depth
 from harness.core.rates import Rates
 from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
-from harness.forecast.fit import resolve
+from harness.plan.fit import resolve
 from methods.offload import adamw_kernel
 from tests.methods.test_agree import difference
 from tests.support.races import find_races

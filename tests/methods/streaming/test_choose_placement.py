@@ -13,7 +13,7 @@ import pytest
 from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create, names
 from harness.core.rates import Rates
-from harness.forecast.fit import resolve
+from harness.plan.fit import resolve
 from methods.streaming.placement import CLIPPINGS, HOMES, placed_plan
 from methods.streaming.planner import KINDS, arranged
 from tests.support.operations import num_lines

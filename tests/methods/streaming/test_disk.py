@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.cli import exit_codes
+from cli import exit_codes
 from harness.core.job import Job, Room, Workload
 from harness.core.method import create
-from harness.core.model import new_layer
 from harness.core.record import Record, read_all
 from harness.devices.streams import Device
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from harness.models.model import new_layer
+from harness.plan.fit import resolve
 from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
 from methods.offload.layout import layout_of

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from harness.core import named_models
 from harness.core.job import GIB, Room, Workload
 from harness.core.method import create
 from harness.devices import named_machines
 from harness.devices.memory_rehearsal import predict
-from harness.forecast.resources import compute_seconds, host_update_seconds
+from harness.models import named_models
+from harness.plan.resources import compute_seconds, host_update_seconds
 from methods.offload import adamw_kernel
 from methods.streaming.placement import placed_plan
 from methods.streaming.planner import forecast, rows

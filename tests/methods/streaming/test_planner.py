@@ -11,7 +11,7 @@ import pytest
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
-from harness.forecast.resources import compute_seconds
+from harness.plan.resources import compute_seconds
 from methods.streaming.placement import parse, text_of
 from methods.streaming.planner import arranged, choose, forecast, least_seconds, rows
 

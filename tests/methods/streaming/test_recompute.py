@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from harness.core.gpt import Layer
 from harness.core.job import Workload
 from harness.core.method import create
+from harness.models.gpt import Layer
 from methods.streaming.recompute import recomputed
 from tests.support.training import tiny
 

@@ -15,8 +15,8 @@ from harness.core.method import create
 from harness.devices.exchange import Ranks
 from harness.devices.memory_rehearsal import predict
 from harness.devices.streams import Device
-from harness.forecast.fit import resolve
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from methods.offload import adamw_kernel
 from methods.offload.adamw import Piece, published_settings
 from methods.offload.layout import cut

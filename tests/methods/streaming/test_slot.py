@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.core.gpt import Layer, initial
 from harness.core.job import Room, Workload
 from harness.core.method import create
-from harness.core.model import new_layer
 from harness.devices.streams import Device
+from harness.models.gpt import Layer, initial
+from harness.models.model import new_layer
 from methods.offload.adamw import published_settings
 from methods.offload.layout import layout_of
 from methods.offload.state import joined, keep_

@@ -33,8 +33,8 @@ def test_one_micro_batch_takes_its_passes_and_messages() -> None:
 def test_a_named_gpts_passes_come_from_the_machines_rates_in_its_dtype(dtype: str) -> None:
     """All FLOPs of one sample on one stage."""
     from harness.core.job import Workload
-    from harness.core.named_models import load
     from harness.devices import named_machines
+    from harness.models.named_models import load
 
     rates = named_machines.load("h200").rates(dtype)
     assert rates

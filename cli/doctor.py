@@ -1,0 +1,133 @@
+"""The verb `doctor`: prints what this machine has, and what each method still needs; with --calibrate, it measures the
+machine's rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli import options
+from cli.exit_codes import UNAVAILABLE
+from cli.options import check_writable
+from harness.base.child_process import ask
+from harness.base.counted import counted
+from harness.core import method, native_build
+from harness.core.job import Job, Workload, gib
+from harness.devices import machine, sim
+from harness.devices.device_lock import turn
+
+GB = 1e9
+
+
+@click.command()
+@click.option(
+    "--calibrate", is_flag=True, help="Measure the rates that plans use, in under a minute if the machine is idle."
+)
+@click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer that is timed.")
+@click.option("-b", "batch_size", type=int, default=4, help="Samples per step.")
+@options.num_heads
+@options.seq_len
+@options.dtype
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to check and time.")
+@options.results
+def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
+    """Show what this machine has, what is missing, and the command that installs it. Free space is that of the disk of
+    --results. Exit code 7: no method can run."""
+    chosen = machine.devices()[0] if device == "auto" else device
+    if chosen not in machine.devices():
+        raise ValueError(f"--device: expected auto or {machine.devices()[0]} on this machine, got {chosen}")
+    workload = Workload(**sizes)
+    for name, text in (*hardware(results), *software(), *methods(chosen)):
+        print(f"{name:20}{text}")
+    if calibrate:
+        measure(workload, chosen, results)
+    for text in [*map(told, machine.calibrations())] or ["none of this machine: ./run.sh doctor --calibrate"]:
+        print(f"{'calibration':20}{text}")
+    if all(method.create(name, {}).missing(chosen) for name in method.names()):
+        sys.exit(UNAVAILABLE)
+
+
+def hardware(results: Path) -> list[tuple[str, str]]:
+    facts = machine.facts()
+    gpu = f"{facts['gpu']}, {gib(facts['gpu_bytes'])}, driver {facts['driver']}" if "gpu" in facts else "none"
+    if "gpu" in facts and (reason := machine.cuda_refused()):
+        gpu += f"; {reason}"
+    there = next(path for path in (results.resolve(), *results.resolve().parents) if path.exists())
+    return [
+        ("cpu", f"{facts['cpu']}, {counted(facts['cores'], 'core')}, {gib(facts['host_bytes'])} of memory"),
+        ("gpu", gpu),
+        ("disk", f"{gib(shutil.disk_usage(there).free)} free at {there}"),
+    ]
+
+
+def software() -> list[tuple[str, str]]:
+    versions = machine.software()
+    found = native_build.find()
+    engines = ", ".join(f"{name} {versions[name] or 'missing'}" for name in machine.PACKAGES)
+    ready = "compiled" if sim.is_built() else "not compiled yet: ./run.sh setup" if found else "needs g++"
+    return [
+        ("python, engines", f"{versions['python']}, {engines}"),
+        ("compiler", found or "none: apt-get install g++"),
+        ("device sim", ready),
+    ]
+
+
+def methods(device: str) -> list[tuple[str, str]]:
+    """Return pairs of a method's name and its state: ready, or what it still needs."""
+    found = []
+    for name in method.names():
+        trained = method.create(name, {})
+        missing = trained.missing(device)
+        to_build = None if missing else trained.to_build()
+        ready = f"ready, but for {to_build}: ./run.sh setup" if to_build else f"ready on {device}"
+        found.append((name, missing or ready))
+    return found
+
+
+def measure(workload: Workload, device: str, results: Path) -> None:
+    """Measure the device's rates (compute, copies, updates) in a separate process, while no job runs on the device, and
+    save them."""
+    for folder in (results, machine.CALIBRATION.parent):  # if a folder is not writable, fail before the measurement
+        check_writable(folder)
+    print("calibrating", flush=True)
+    arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
+    with turn(Job("calibration", workload, device=device), lambda event: print(event["text"], flush=True)):
+        found = ask("methods.streaming.calibrate", arguments)
+    entry = {"device": device, "dtype": workload.dtype, "forward_flops": workload.layer_flops}
+    day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    load = machine.surroundings(device).get("load_average")
+    asked = {name: getattr(workload, name) for name in ("hidden_size", "batch_size", "seq_len")}
+    machine.keep_calibration({**entry, **asked, "date": day, "load_average": load, **found})
+
+
+def told(entry: dict[str, Any]) -> str:
+    """Return a calibration as text of several lines."""
+    rates, found = entry["rates"], entry["measured"]
+    of_layers, of_head = (rates[f"{part}_flops_per_second"] / 1e12 for part in ("device", "head"))
+    copies = {name: f"{rate / GB:.1f}" for name, rate in found["copies"].items()}
+    disk = {name: f"{rate / GB:.2f}" for name, rate in found["disk"].items()}
+    layer, computed, updates = found["compute"]["layer"], entry["computed"], found["updates"]
+    by_threads = ", ".join(f"{rate / GB:.2f} by {threads}" for threads, rate in updates["alone"].items())
+    under = updates["under_copies"]
+    indent = "\n" + " " * 20
+    busy = "; the machine was busy: calibrate again when it is not" if machine.was_busy(entry) else ""
+    return indent.join((
+        f"{entry['device']} {entry['dtype']}, {entry['hidden_size']} wide, {entry['batch_size']} x {entry['seq_len']}"
+        f" tokens, {entry['date']}{busy}",
+        f"layer of {computed['batch_size']} x {computed['seq_len']} tokens: forward {layer['forward_seconds']:.3g} s,"
+        f" recompute and backward {layer['backward_seconds']:.3g} s;"
+        f" {of_layers:.3g} TFLOP/s, the head's {of_head:.3g}",
+        f"copies, GB/s: in {copies['inbound_page_locked']} (pageable {copies['inbound_pageable']}),"
+        f" out {copies['outbound_page_locked']} (pageable {copies['outbound_pageable']}),"
+        f" both at once {copies['both_ways']}, within the device {copies['within_device']}",
+        f"host's Adam, G parameters/s: {by_threads} threads, {updates['ahead'] / GB:.2f} from one state into another;"
+        f" {under['params_per_second'] / GB:.2f} while {under['copied_bytes_per_second'] / GB:.1f} GB/s are copied;"
+        f" the device's: {updates['on_device'] / GB:.2f}, of a streamed layer {updates['streamed'] / GB:.2f}",
+        f"disk, GB/s: read {disk['read']}, write {disk['write']}, both at once {disk['both_ways']}",
+    ))  # fmt: skip

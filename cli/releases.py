@@ -1,0 +1,149 @@
+"""The verb `releases`: which releases of the engines train? It runs cells of case 10, and writes and draws the map."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from cli import exit_codes, options
+from cli.options import FILE, FOLDER, check_writable
+from harness.base.checkout import ROOT
+from harness.base.console import print_table
+from harness.base.whole_file import check_replaceable
+from harness.core import method
+from harness.core.job import Job
+from harness.core.record import Record, records_of
+from harness.gate.probe import NONE
+from harness.jobs import verdict_table
+from harness.jobs.progress import reporter
+from harness.jobs.sweep import Sweep
+from harness.plan import run_time
+from harness.plan.fit import resolve
+from papers.figures import case, case_files
+from papers.figures.profile import CaseProfile
+
+CASE = 10
+TITLE = "Which releases train? The gate's verdicts, settings by releases"
+CELL_SECONDS, INSTALL_SECONDS = 5.0, 20.0  # on 2 cores
+# How runs end that have no result and would end so again.
+ENDED = ("crash", "timeout", "unavailable")
+UNREACHABLE = "cannot be reached"  # part of a reason that may be gone at the next call
+
+
+@click.command()
+@click.option("--only", metavar="ENGINE", help="Only this engine, such as deepspeed.")
+@click.option("--setting", "names", metavar="NAME", multiple=True, help="Only this setting; several: repeat it.")
+@click.option("--since", metavar="RELEASE", default="", help="Only this release and later ones.")
+@click.option("--until", metavar="RELEASE", default="", help="Only this release and earlier ones.")
+@click.option("--release", "versions", metavar="RELEASE", multiple=True,
+              help="Only this release, which may be newer than the map; several: repeat it.")  # fmt: skip
+@click.option("--quick", is_flag=True, help="Only releases just before and after the changes that public reports name.")
+@click.option("--script", metavar="SETTING@RELEASE",
+              help="Print a script that shows this cell without this project; run nothing.")  # fmt: skip
+@click.option("--out", type=FILE, metavar="FILE",
+              help="File to write the map to, in Markdown. Default: releases.md beside the records.")  # fmt: skip
+@click.option("--results", type=FOLDER, default=ROOT / "results" / "releases-runs", help="Folder of the map's records.")
+@click.option("--rerun", is_flag=True, help="Run the chosen cells again, also those with a record.")
+@options.probe
+@options.as_json
+def releases(**words: Any) -> None:
+    """Tell which releases of the engines train like plain PyTorch, in which settings. A cell with a record is not run
+    again.
+
+    Each release is installed once into a folder of its own below .venv. A cell takes about 5 seconds, so a call
+    without options takes two hours: try --quick, or --setting. Cells are judged without the gate's probe;
+    --probe-layers adds it.
+    """
+    from cases._release_script import script
+    from cases._releases import Choice, chosen
+    from cases.case10 import job_of
+
+    if words["script"]:
+        _check_alone("script")
+        name, _, release = words["script"].partition("@")
+        print(script(name, release), end="")
+        return
+    probe = options.probe_of(words) or NONE
+    used = case.profile_of(None, None)
+    cells = chosen(Choice(
+        words["only"], words["names"], words["since"], words["until"], words["versions"], is_quick=words["quick"],
+        has_gpu=used.device == "cuda",
+    ))  # fmt: skip
+    if not cells:
+        raise ValueError("expected at least one cell, got none by these options; try other releases, or another row")
+    out = words["out"] or words["results"] / "releases.md"
+    check_replaceable(out, f"# {TITLE}".encode())
+    check_writable(words["results"])
+    check_writable(out.resolve().parent, "--out")
+    jobs: list[Job] = []
+    left_out: list[str] = []
+    for name, release in cells:
+        try:
+            jobs.append(resolve(job_of(used, name, release))[0])
+        except ValueError as error:  # several ranks, and too few GPUs
+            left_out.append(f"{name}@{release}: {error}")
+    if not jobs:
+        raise ValueError(left_out[0])
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    with reporter(words["as_json"]) as report:
+        sweep = Sweep(words["results"], (), report, words["rerun"], probe=probe, is_timed=False)
+        records = _run(jobs, sweep, words["as_json"])
+    _write(used, words["results"], out, words["as_json"])
+    sys.exit(exit_codes.of_records(records, is_sweep=True))
+
+
+def _check_alone(name: str) -> None:
+    """Raise ValueError if the call has another option than the one of this name."""
+    context = click.get_current_context()
+    for param in context.command.params:
+        if param.name != name and context.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
+            raise ValueError(f"--{name}: expected no other option beside it, got {param.opts[0]}; leave it out")
+
+
+def _run(jobs: Sequence[Job], sweep: Sweep, as_json: bool) -> list[Record]:
+    """Run the jobs without a record, judge all, and return a record of each job."""
+    keys = [sweep.key(job) for job in jobs]
+    recorded = {} if sweep.rerun else {record.key: record for record in sweep.records.values()}
+    results = {record.key for record in recorded.values() if record.is_lasting}
+    ended = {key: record for key, record in recorded.items() if key not in results and _ends_again(record)}
+    missing = [job for job, key in zip(jobs, keys, strict=True) if key not in results and key not in ended]
+    to_install = {method.create(job.method, job.options).to_build() for job in missing} - {None}
+    seconds = len(missing) * CELL_SECONDS + len(to_install) * INSTALL_SECONDS
+    if as_json:
+        print(json.dumps({"event": "plan", "cells": len(jobs), "to_run": len(missing), "seconds": seconds}), flush=True)
+    else:
+        time = f", about {run_time.text(seconds)}" if missing else ""
+        print(f"{len(jobs)} cells, {len(missing)} to run{time}", flush=True)
+    made = iter(sweep.run([job for job, key in zip(jobs, keys, strict=True) if key not in ended]))
+    return [ended[key] if key in ended else next(made) for key in keys]
+
+
+def _ends_again(record: Record) -> bool:
+    """True if a second run would end like this one, which has no result."""
+    return record.status in ENDED and UNREACHABLE not in record.reason
+
+
+def _write(used: CaseProfile, results: Path, out: Path, as_json: bool) -> None:
+    """Write the map of all recorded cells as a page in Markdown, a table and a figure, and print it."""
+    from cases._release_words import HEADS, kind, notes, page_rows
+
+    rows = case.table(CASE, used, records_of(results))
+    lines = list(page_rows(rows))
+    call = shlex.join(["./run.sh", *sys.argv[1:]])
+    verdict_table.write_markdown(out, TITLE, call, HEADS, lines, notes(rows))
+    table = case_files.write_rows(CASE, used.name, rows, results / "figures")
+    files = [out, table, *case_files.draw(CASE, table)]
+    if as_json:
+        for row in rows:
+            print(json.dumps({"setting": row.series, "release": row.group, "verdict": kind(row), "text": row.reason}))
+        return
+    print_table(HEADS[:3], [line[:3] for line in lines], has_lines=True)
+    print(", ".join(map(str, files)))

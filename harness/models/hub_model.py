@@ -1,0 +1,511 @@
+"""A causal model of the Hugging Face Hub, whole or taken apart: two ends, and layers that compute one by one.
+
+transformers' own modules compute everything. The reference trains HubModel, the whole model, which runs transformers'
+own loop over the layers. The other methods use parts of the same model: hub_layer() and HubEnds. The loop passes a
+layer more arguments than its input, such as angles of positions and masks. To learn these arguments, the harness runs
+the loop once with stand-ins in place of the layers. harness/plan/sketch.py checks that the whole model and its
+parts compute the same.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import json
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
+
+from harness.core import hub_config, job
+from harness.core.anatomy import NEEDS
+from harness.core.hub_config import narrowed
+from harness.core.job import Workload
+from harness.core.refused_model import RefusedModel
+from harness.core.unavailable import Unavailable
+from harness.models import token_blocks
+from harness.models.gpt import DTYPES, Bend, HeadLoss
+from harness.models.grouped_heads import takes_groups
+
+FLOAT = "__float__"  # key with which transformers writes numbers that JSON does not have
+NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # names of the norm after the last layer
+
+
+class KeepsBuffers(nn.Module):
+    """A module whose buffers keep their values and dtype when the module is converted. The buffers hold computed
+    numbers, such as frequencies of rotary positions."""
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Convert only the parameters. The buffers move to the parameters' device, but keep the values and the dtype in
+        which they were computed."""
+        kept = [(module, dict(module._buffers)) for module in self.modules() if module._buffers]
+        super()._apply(function, recurse)
+        place = next(self.parameters()).device
+        for module, buffers in kept:
+            for name, buffer in buffers.items():
+                module._buffers[name] = buffer if buffer is None or place.type == "meta" else buffer.to(place)
+        return self
+
+
+class HubModel(KeepsBuffers):
+    """The whole model as transformers makes it. In the backward pass transformers' own checkpoints recompute every
+    layer."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        causal = made(*_key(workload))
+        _adopt(self, causal.train())
+        _set_blocks(workload, self.layers, _base(self))
+        self.recompute(reentrant=False)
+
+    def recompute(self, *, reentrant: bool) -> None:
+        """Make the backward pass recompute every layer. `reentrant`: True for torch's older, reentrant implementation
+        of checkpoints, False for its newer one."""
+        _base(self).activation_checkpointing_enable({"use_reentrant": reentrant})
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return _layers(self)
+
+    def named_parameters(self, *args: Any, **words: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of the ends first, then those of the layers. All methods sum the gradient's norm in this
+        order."""
+        own = {id(parameter) for parameter in self.layers.parameters()}
+        found = list(super().named_parameters(*args, **words))
+        yield from sorted(found, key=lambda pair: id(pair[1]) in own)
+
+    def forward(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the mean cross-entropy of (B, T) token ids. The loss's gradient is multiplied by `scale`."""
+        return _head_loss(self, _base(self)(input_ids=inputs, use_cache=False)[0], targets, scale)
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        """Map (B, T) token ids to (B, T, D), by the embedding table alone."""
+        embedded: Tensor = _base(self).get_input_embeddings()(inputs)
+        return embedded
+
+    def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the mean cross-entropy of embedded tokens, (B, T, D). The loss's gradient is multiplied by `scale`."""
+        return _head_loss(self, _base(self)(inputs_embeds=x, use_cache=False)[0], targets, scale)
+
+
+class HubEnds(KeepsBuffers):
+    """The two ends of the model: the modules before its first layer and those after its last layer."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        causal = made(*_key(workload))
+        _take_out(causal)
+        _adopt(self, causal)
+        _set_blocks(workload, (), _base(self))
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        """Map (B, T) token ids to (B, T, D). If the ids are a meta tensor, only the embedding table is applied; its
+        output has the right shape."""
+        base = _base(self)
+        if inputs.is_meta:  # the model's loop might read the ids to choose a mask, but meta tensors have no values
+            shaped: Tensor = base.get_input_embeddings()(inputs)
+            return shaped
+        with _replaced(base._modules, norm_name(base), nn.Identity()):
+            embedded: Tensor = base(input_ids=inputs, use_cache=False)[0]
+        return embedded
+
+    def loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the mean cross-entropy over all tokens, in fp32. The loss's gradient is multiplied by `scale`."""
+        return _head_loss(self, self.normalized(x), targets, scale)
+
+    @torch.no_grad()
+    def logits(self, x: Tensor) -> Tensor:
+        """Return all logits, (B, T, V), without a gradient."""
+        logits, bend = F.linear(self.normalized(x), _head(self)), bend_of(_base(self).config)
+        return bend(logits)[0] if bend else logits
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Return the output of the norm before the head."""
+        base = _base(self)
+        normalized: Tensor = base._modules[norm_name(base)](x)
+        return normalized
+
+
+class HubEmbedding(HubEnds):
+    """Maps (B, T) token ids to (B, T, D)."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        base = _base(self)
+        base._modules[norm_name(base)] = nn.Identity()
+        self._modules.pop("lm_head", None)
+
+    forward = HubEnds.embed
+
+
+class HubHead(HubEnds):
+    """Maps hidden states (B, T, D) and target token ids (B, T) to the mean loss."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        base = _base(self)
+        own = None if "lm_head" in self._modules else base.get_input_embeddings()  # a tied head uses this table
+        for name, table in _tables(base):
+            if table is not own:
+                del base._modules[name]
+
+    forward = HubEnds.loss
+
+
+def hub_layer(workload: Workload, index: int) -> nn.Module:
+    """Return layer `index`, which maps (B, T, D) to (B, T, D). The layer's parameters are meta tensors."""
+    parts = parts_of(workload)
+    with unset_fake_temporarily():
+        layer: nn.Module = copy.deepcopy(parts.layers[index])
+    _set_blocks(workload, [layer])
+    layer.register_forward_pre_hook(functools.partial(parts.give, index), with_kwargs=True)
+    layer.register_forward_hook(_only_hidden)
+    return layer
+
+
+class HubParts:
+    """The layers of a model, without memory, and the arguments that the model's loop passes to the layers beside their
+    input."""
+
+    def __init__(self, text: str, dtype: torch.dtype) -> None:
+        with unset_fake_temporarily():  # the parts are cached, so they must hold no fake tensors of a rehearsal
+            causal = made(text, dtype)
+        self.layers = _take_out(causal)
+        self.base = causal.base_model
+        self.base._modules[norm_name(self.base)] = nn.Identity()
+        for name, table in _tables(self.base):
+            if table is not self.base.get_input_embeddings():
+                self.base._modules[name] = NoPositions(table)
+        self.given: dict[Any, list[dict[str, Any]]] = {}
+
+    def give(self, index: int, layer: nn.Module, args: Any, words: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hook before the forward pass of layer `index`: add the arguments that the model's loop passes to the layer.
+        The arguments are kept for each shape, dtype and device of the layer's input."""
+        x = args[0].detach()
+        if x.is_meta or isinstance(x, FakeTensor):  # x has no values, which the loop may read to choose a mask
+            with unset_fake_temporarily():
+                heard = self.heard(torch.zeros((), dtype=x.dtype).expand(x.shape))[index]
+            return args, {**tree_map_only(Tensor, functools.partial(_like, x.device), heard), **words}
+        key = (x.shape, x.dtype, x.device)
+        if key not in self.given:
+            self.given[key] = self.heard(x)
+        return args, {**self.given[key][index], **words}
+
+    @torch.no_grad()
+    def heard(self, x: Tensor) -> list[dict[str, Any]]:
+        """Run the model's loop on the embedded tokens x, with stand-ins in place of the layers. Return the arguments
+        that each layer gets beside its input, by name. Raises RefusedModel if the loop does not call each layer
+        once."""
+        heard: list[dict[str, Any]] = []
+        stands = nn.ModuleList(StandIn(layer, heard) for layer in self.layers)
+        with _replaced(self.base._modules, list_name(self.base), stands):
+            self.base(inputs_embeds=x, use_cache=False)
+        if len(heard) != len(stands):
+            raise RefusedModel("calls", num_layers=len(stands), calls=len(heard))
+        return heard
+
+
+class StandIn(nn.Module):
+    """A module that replaces a layer. It appends the arguments that it gets beside its input to `heard`, and returns
+    its input unchanged."""
+
+    def __init__(self, layer: nn.Module, heard: list[dict[str, Any]]) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # `layer` is not registered as a child module
+        self.heard = heard
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the attribute of the layer, because the model's loop may read attributes such as attention_type."""
+        return getattr(self.__dict__["layer"], name) if name not in self._modules else self._modules[name]
+
+    def forward(self, x: Tensor, *others: Any, **given: Any) -> Any:
+        names = [*inspect.signature(self.layer.forward).parameters][1:]  # the first argument is the layer's input
+        self.heard.append(dict(zip(names, others, strict=False)) | given)
+        return x
+
+
+class NoPositions(nn.Module):
+    """A module that replaces a table of learned positions whose values do not exist yet. The module returns zeros, so
+    the model adds nothing to its input."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.width, self.dtype = table.embedding_dim, table.weight.dtype
+
+    def forward(self, positions: Tensor) -> Tensor:
+        nothing = torch.zeros((), dtype=self.dtype, device=positions.device)
+        return nothing.expand(*positions.shape, self.width)
+
+
+def made(text: str, dtype: torch.dtype) -> Any:
+    """Return transformers' model of a configuration. The model's buffers have memory and values; its parameters have no
+    memory. Raises RefusedModel if the model cannot be trained here."""
+    with torch.device("meta"):
+        causal = theirs(json.loads(text), dtype)
+    _compute_buffers(causal)
+    if causal.config.tie_word_embeddings:
+        causal.tie_weights()
+    return causal
+
+
+def causal_model(workload: Workload, device: str) -> Any:
+    """Return transformers' own model, with its own head and loss, in the workload's dtype on a device. The values of
+    its parameters are not yet set. Raises RefusedModel if the model cannot be trained here."""
+    holder: Any = KeepsBuffers()
+    holder.causal = made(*_key(workload))
+    causal = holder.to_empty(device=device).causal
+    causal.tie_weights()  # a tied tensor got memory for each of its two names
+    return causal.train()
+
+
+def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Return the model that transformers makes of a configuration, with transformers' starting values. Raises
+    RefusedModel if transformers cannot make it."""
+    transformers = library()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    version, kind = transformers.__version__, config["model_type"]
+    # The part for texts of some models has a type of its own, such as emu3_text_model, but the causal class of the
+    # whole model's type.
+    named = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == name or kind.startswith(f"{name}_")]
+    if not named or kind not in transformers.CONFIG_MAPPING:
+        raise RefusedModel("unknown-type", version=version, kind=f"{kind:.40}")
+    causal_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[max(named, key=len)])
+    if kind not in named and causal_class.config_class is not transformers.CONFIG_MAPPING[kind]:
+        raise RefusedModel("unknown-type", version=version, kind=f"{kind:.40}")
+    try:
+        configuration = transformers.AutoConfig.for_model(**_with_floats(config))
+        return causal_class._from_config(configuration, dtype=dtype)
+    except Exception as error:  # transformers raises errors of many kinds for configurations that it cannot use
+        if is_out_of_memory(error):
+            raise
+        raise _unmade(error, config, version) from error
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value of a configuration with the numbers that transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        return float(value[FLOAT]) if value.keys() == {FLOAT} else {name: _with_floats(value[name]) for name in value}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
+
+
+def _unmade(error: Exception, config: dict[str, Any], version: str) -> RefusedModel:
+    """Return the reason why transformers made no model of a configuration. Its checks of fields and of the whole
+    configuration raise errors whose text begins with the name of the field or check."""
+    kind = type(error).__name__
+    named = re.search(r"'(\w+)'", str(error).partition("\n")[0])
+    if kind == "StrictDataclassFieldValidationError" and named:
+        return RefusedModel("rejected-field", version=version, field=named[1])
+    heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
+    if hidden_size % heads:
+        return RefusedModel("heads", version=version, heads=heads, hidden_size=hidden_size)
+    if kind == "StrictDataclassClassValidationError" and named:
+        return RefusedModel("rejected", version=version, check=named[1])
+    return RefusedModel("unmade", version=version, error=kind, place=place_of(error))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)  # torch's is a RuntimeError
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file and line that raised an error."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
+def config_to_save(workload: Workload) -> Any:
+    """Return transformers' configuration of the workload's model, to be saved beside its weights. Dropout has the
+    values of the workload's config.json. Raises RefusedModel if transformers cannot make the model."""
+    text, dtype = _key(workload)
+    given = json.loads(str(workload.config))
+    config = json.loads(text) | {name: given[name] for name in given if name.endswith(("dropout", "_pdrop"))}
+    with torch.device("meta"):
+        causal = theirs(config, dtype)
+    causal.config.architectures = [type(causal).__name__]
+    return causal.config
+
+
+@functools.cache
+def library() -> Any:
+    """Import the module transformers and return it. From then on its attention groups heads only where torch should get
+    them so (grouped_heads.py). If transformers is missing, raises Unavailable, whose text names the command that
+    installs it."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # configurations are local files, so transformers need not ask a server
+    try:
+        import transformers
+        from transformers.integrations import sdpa_attention
+    except ImportError as error:
+        raise Unavailable(NEEDS) from error
+    transformers.utils.logging.set_verbosity_error()
+    may_group = sdpa_attention.use_gqa_in_sdpa
+
+    def may_group_now(attention_mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
+        return may_group(attention_mask, key, value) and takes_groups(key)
+
+    sdpa_attention.use_gqa_in_sdpa = may_group_now
+    return transformers
+
+
+def parts_of(workload: Workload) -> HubParts:
+    """Return the HubParts of the workload's model. All layers of a model share one HubParts."""
+    return _parts(*_key(workload))
+
+
+def _set_blocks(workload: Workload, layers: Iterable[nn.Module], base: nn.Module | None = None) -> None:
+    """Make `layers` compute long samples in blocks of tokens and, if `base` is given, also the norm after its last
+    layer. Nothing changes if the workload's samples are short."""
+    if not (at_once := workload.block_tokens) or (blocks := workload.anatomy.blocks) is None:
+        return
+    most = job.NUM_INNER // hub_config.inner_size(str(workload.config), workload.hidden_size)
+    for layer in layers:
+        token_blocks.set_blocks(layer, blocks.parts, at_once, most)
+    if base is not None:
+        token_blocks.set_blocks(base, [norm_name(base)], at_once, most)
+
+
+def _key(workload: Workload) -> tuple[str, torch.dtype]:
+    assert workload.config is not None
+    sizes = (workload.num_layers, workload.hidden_size, workload.vocab_size)
+    return json.dumps(narrowed(workload.config, *sizes)), DTYPES[workload.dtype]
+
+
+_parts = functools.lru_cache(maxsize=8)(HubParts)
+
+
+def _adopt(module: nn.Module, causal: Any) -> None:
+    """Give `module` the children of the model `causal` under their own names, the head under the name lm_head. A tied
+    head is left out, because it has no tensor of its own."""
+    embedding = causal.get_input_embeddings()
+    for name, child in causal.named_children():
+        if child is not causal.get_output_embeddings():
+            module.add_module(name, child)
+        elif child.weight is not embedding.weight:
+            module.add_module("lm_head", child)
+    object.__setattr__(module, "base_name", causal.base_model_prefix)
+
+
+def _base(module: Any) -> Any:
+    return module._modules[module.base_name]
+
+
+def _head_loss(module: Any, hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
+    """Return the mean cross-entropy of the linear head on normalized hidden states (B, T, D) and target token ids
+    (B, T). The loss's gradient is multiplied by `scale`."""
+    rows, head = hidden.flatten(0, 1), _head(module)
+    bend = bend_of(_base(module).config)
+    mean: Tensor = HeadLoss.apply(rows, head, targets.flatten(), scale, bend)  # type: ignore[no-untyped-call]
+    return mean
+
+
+def bend_of(config: Any) -> Bend | None:
+    """Return the function that the model applies to each logit after the head, a cap or a divisor; None: no such
+    function."""
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        return functools.partial(_capped, cap)
+    if (divisor := getattr(config, "logits_scaling", 1.0)) != 1:
+        return lambda logits: (logits.div_(divisor), 1 / divisor)
+    return None
+
+
+def _capped(cap: float, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits capped as in Gemma 2, cap * tanh(logits / cap), and the slope of this function at each logit.
+    The slopes overwrite the logits."""
+    curve = logits.div_(cap).tanh_()
+    capped = curve * cap
+    return capped, torch.addcmul(curve.new_ones(()), curve, curve, value=-1, out=curve)
+
+
+def _head(module: Any) -> Tensor:
+    """Return the head's matrix, (V, D)."""
+    owner = module._modules.get("lm_head") or _base(module).get_input_embeddings()
+    weight: Tensor = owner.weight
+    return weight
+
+
+def list_name(base: nn.Module) -> str:
+    """Return the name of the base model's list of layers. Raises RefusedModel if there is no such list."""
+    config: Any = base.config
+    lists = [(name, child) for name, child in base.named_children() if isinstance(child, nn.ModuleList)]
+    for name, child in lists:
+        if len(child) in (0, config.num_hidden_layers):
+            return name
+    lengths = ", ".join(f"{name} of {len(child)}" for name, child in lists) or "none"
+    raise RefusedModel("no-layers", num_layers=config.num_hidden_layers, base=type(base).__name__, lists=lengths)
+
+
+def norm_name(base: nn.Module) -> str:
+    """Return the name of the norm after the last layer, one of NORMS. Raises RefusedModel if no module has such a
+    name."""
+    for name in NORMS:
+        if name in base._modules:
+            return name
+    raise RefusedModel("no-norm", known=", ".join(NORMS))
+
+
+def _tables(base: nn.Module) -> list[tuple[str, nn.Embedding]]:
+    """Return the names and modules of the embedding's tables: the table of tokens and, in some models, the table of
+    learned positions."""
+    return [(name, child) for name, child in base.named_children() if isinstance(child, nn.Embedding)]
+
+
+def _layers(module: Any) -> nn.ModuleList:
+    base = _base(module)
+    found: nn.ModuleList = base._modules[list_name(base)]
+    return found
+
+
+def _take_out(causal: Any) -> nn.ModuleList:
+    """Remove the layers from the model `causal`, and return them."""
+    base = causal.base_model
+    name = list_name(base)
+    layers: nn.ModuleList = base._modules[name]
+    base._modules[name] = nn.ModuleList()
+    return layers
+
+
+def _compute_buffers(causal: Any) -> None:
+    """Set the values of the model's buffers, on the CPU. To get them, make each module that holds only buffers again
+    from the configuration. Raises RefusedModel for a buffer that the configuration does not determine."""
+    for name, module in list(causal.named_modules()):
+        if not module._buffers:
+            continue
+        if list(module._buffers) == ["embed_scale"]:  # the scale of Gemma's embedding
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, device="cpu")
+            continue
+        has_weights = any(True for _ in module.parameters())
+        if has_weights or not hasattr(module, "config") or f".{list_name(causal.base_model)}." in name:
+            raise RefusedModel("buffers", part=f"{name} ({type(module).__name__})")
+        with torch.device("cpu"):
+            causal.set_submodule(name, type(module)(module.config))
+
+
+def _like(device: torch.device, tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _only_hidden(layer: nn.Module, args: Any, output: Any) -> Any:
+    """Hook after a layer's forward pass: return the hidden states alone. If the layer has several outputs, the hidden
+    states are the first."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+@contextlib.contextmanager
+def _replaced(modules: dict[str, Any], name: str, module: nn.Module) -> Iterator[None]:
+    own, modules[name] = modules[name], module
+    try:
+        yield
+    finally:
+        modules[name] = own

@@ -1,0 +1,331 @@
+"""Answers which method should train on a GPU, with which settings, and which changes would make training faster.
+
+The answer is the fastest plan of all methods that train like the reference. Plans are arithmetic: nothing is allocated,
+torch is not imported. The answer shows measured times beside the predicted ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.base.counted import counted
+from harness.core import method
+from harness.core.job import GIB, MEMORIES, Budget, Job, Workload, gib
+from harness.core.record import Record
+from harness.devices import named_machines
+from harness.plan.accuracy import accuracy, entry_of, error_of, is_here, measured_for, ran_on
+from harness.plan.best_settings import NEAR, Try, best
+from harness.plan.fit import largest
+from harness.plan.step import predicted
+from harness.plan.training_place import TrainingPlace, named_place, this_place
+
+DISK = tempfile.gettempdir()
+WORTH = 1.1  # a change helps if it gives more than this many times the tokens per second
+MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
+# If the sequence length may be chosen, it is first halved until a token takes at most LONGER times the operations that
+# it takes in a sequence of SHORT_SEQ tokens.
+SHORT_SEQ, LONGER = 1024, 1.1
+SEARCHED = frozenset({"batch_size", "micro_batches", "seq_len"})
+
+
+class Remedy(NamedTuple):
+    """A change of machine or workload that was tried, such as more host memory.
+
+    `method`: the fastest method after the change; None if the change does not help. `times`: the speed after the change
+    divided by the speed now; None if nothing fits now.
+    """
+
+    change: str
+    method: str | None = None
+    tokens_per_second: float | None = None
+    times: float | None = None
+    settings: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The answer to an Advice.
+
+    `rows`: a row for each method, and another for its plan with a disk, if it can use one; the chosen row is first.
+    `chosen`: the row with the smallest batch, among the rows nearly as fast as the fastest (NEAR); None if no method
+    fits, or if no speed is known.
+    """
+
+    workload: Workload
+    rows: list[dict[str, Any]]
+    chosen: dict[str, Any] | None
+
+    @property
+    def is_unknown(self) -> bool:
+        """True if a method fits, but no speed is known, so that no row could be chosen."""
+        return self.chosen is None and any(is_usable(row) and row["fits"] for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A question: how to train a workload at a place. decision() returns the answer.
+
+    `tokens`: number of tokens of the whole training, for its duration in hours; None: no duration is given. `searched`:
+    those of the fields SEARCHED whose values the answer may choose. `options`: values of method options; each is used
+    by the methods that have the option.
+    """
+
+    place: TrainingPlace
+    workload: Workload
+    tokens: float | None = None
+    records: tuple[Record, ...] = ()
+    folders: tuple[Path, ...] = ()
+    searched: frozenset[str] = frozenset()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def decision(self, names: list[str]) -> Decision:
+        """Return the decision between the methods `names`. If the sequence length may be chosen, halve it while no
+        method is chosen, or while each halving makes training more than WORTH times as fast."""
+        load, halves = self.workload, "seq_len" in self.searched
+        load = self._affordable(load) if halves else load
+        made = self._decide(names, load)
+        while halves and load.seq_len // 2 >= SHORT_SEQ:
+            shorter = replace(load, seq_len=load.seq_len // 2)
+            if made.chosen and not self._is_worth(made.chosen, shorter):
+                break
+            load, made = shorter, self._decide(names, shorter)
+        return made
+
+    def _affordable(self, load: Workload) -> Workload:
+        """Return the workload with its sequence length halved until a token takes at most LONGER times the operations
+        that it takes in a sequence of SHORT_SEQ tokens."""
+
+        def cost(tokens: int) -> float:
+            return replace(load, seq_len=tokens).flops_per_step / tokens
+
+        seq_len = load.seq_len
+        while seq_len // 2 >= SHORT_SEQ and cost(seq_len) > LONGER * cost(SHORT_SEQ):
+            seq_len //= 2
+        return replace(load, seq_len=seq_len)
+
+    def _is_worth(self, chosen: dict[str, Any], workload: Workload) -> bool:
+        then = self._fastest(chosen["method"], self.place, workload, chosen["asked"], chosen["batch_size"])
+        return (then.tokens_per_second or 0.0) > WORTH * chosen["tokens_per_second"]
+
+    def _decide(self, names: list[str], workload: Workload) -> Decision:
+        there = self.place.name
+        is_there = is_here if there is None else lambda record: ran_on(record, there)
+        off = accuracy(filter(is_there, self.records), self.folders)
+        rows = []
+        for name in names:
+            here = off.get(name)
+            told = {
+                "accuracy": here and here._asdict(),
+                "error_of_forecast": error_of(name, off, self.folders)._asdict(),
+            }
+            rows += [row | told for row in self._rows(name, workload)]
+        rows.sort(key=_rank)
+        able = [row for row in rows if _rank(row)[0] == 0]
+        near = [row for row in able if row["tokens_per_second"] >= NEAR * able[0]["tokens_per_second"]]
+        chosen = min(near, key=lambda row: row["batch_size"], default=None)
+        if chosen:
+            rows.insert(0, rows.pop(rows.index(chosen)))
+        return Decision(workload, [row | {"reason": _reason(row, chosen)} for row in rows], chosen)
+
+    def _rows(self, name: str, workload: Workload) -> Iterator[dict[str, Any]]:
+        """Yield the row of a method and, if the method can keep states on a disk, the row of its plan with states on
+        the disk."""
+        known = method.option_names(method.load(name, self.folders))
+        asked = {option: value for option, value in self.options.items() if option in known}
+        yield (row := self._row(name, workload, asked))
+        if "error" not in row and not row["disk"] and "disk" in known:
+            on_disk = self._row(name, workload, asked | {"disk": DISK})
+            if on_disk.get("disk"):
+                yield on_disk | {"with": "--disk DIR"}
+
+    def _row(self, name: str, workload: Workload, options: dict[str, Any]) -> dict[str, Any]:
+        try:
+            found = self._fastest(name, self.place, workload, options)
+        except (ValueError, method.Unavailable) as error:
+            return {"method": name, "error": str(error)}
+        load, plan, cls = found.workload, found.plan.pooled(found.room), method.load(name, self.folders)
+        trained, unrated = method.create(name, options, self.folders), replace(found.room, rates=None)
+        job = Job(name, load, device=self.place.device)
+        sizes = ("num_params", "num_layers", "batch_size", "micro_batches", "seq_len", "dtype")
+        return {
+            "method": name, "is_exact": cls.is_exact, "missing": self._missing(name),
+            **{size: getattr(load, size) for size in sizes},
+            "fits": not found.lacks, "lacks_bytes": found.lacks, "shortfall": found.plan.shortfall(found.room),
+            **{memory: getattr(plan, memory) for memory in MEMORIES},
+            "options": found.plan.options, "asked": options, "largest_layers": largest(trained, job, unrated),
+            **self._speeds(found),
+            "measured_step_seconds": measured_for(self.records, name, load, self.place.name, bool(plan.disk)),
+        }  # fmt: skip
+
+    def _missing(self, name: str) -> str | None:
+        """Return, as text, what the method lacks to run on this machine, and how to get it. None if it lacks nothing,
+        or if the place is another machine."""
+        return method.create(name, {}, self.folders).missing(self.place.device) if self.place.name is None else None
+
+    def _fastest(
+        self, name: str, place: TrainingPlace, workload: Workload, options: dict[str, Any], least: int = 1
+    ) -> Try:  # fmt: skip
+        """Return the fastest Try of a method. `least`: the batch with which the search begins."""
+        trained = method.create(name, options, self.folders)
+        searched = self.searched if trained.accumulates else self.searched - {"micro_batches"}
+        return best(partial(self._try, trained, place, options), workload, searched, least)
+
+    def _try(self, trained: method.Method, place: TrainingPlace, options: dict[str, Any], workload: Workload) -> Try:
+        method.check(trained, workload, self.folders)
+        num_ranks = options.get("world_size", 1)
+        room = place.room_for(workload, num_ranks)
+        plan = trained.plan(workload, room)
+        foretold = predicted(trained, workload, plan, room.rates, num_ranks) if room.rates else None
+        return Try(workload, options, plan, room, foretold)
+
+    def _speeds(self, found: Try) -> dict[str, Any]:
+        names = ("step_seconds", "binds", "tokens_per_second", "hours", "mfu")
+        if found.step is None:
+            return dict.fromkeys(names)
+        seconds, speed = found.step.seconds, found.tokens_per_second
+        peak = self.place.peak_flops(found.workload.dtype)
+        hours = self.tokens and speed and self.tokens / speed / 3600
+        mfu = peak and found.workload.model_flops_per_step / seconds / peak
+        return dict(zip(names, (seconds, found.step.binds, speed, hours, mfu), strict=True))
+
+    def remedies(self, made: Decision) -> Iterator[Remedy]:
+        """Yield a Remedy for each change that is tried, whether it helps or not."""
+        able = [row for row in made.rows if is_usable(row)]
+        place, load = self.place, made.workload
+        host = place.room_for(load).host_bytes or 0
+        most = MORE_HOST_GIB[-1]
+        helps = partial(self._remedy, made.chosen, able)
+        found = helps(f"+{most} GiB of host memory", place.with_host(host + most * GIB), load)
+        if found.method:  # host memory helps: find the smallest addition that does
+            more = (
+                helps(f"+{size} GiB of host memory", place.with_host(host + size * GIB), load) for size in MORE_HOST_GIB
+            )
+            found = next((each for each in more if each.method), found)
+        yield found if found.method else Remedy("more host memory")
+        if made.chosen and made.chosen["disk"]:
+            yield self._without_disk(made)
+        if place.device == "cuda":
+            yield helps("a second GPU", place, load, {"world_size": 2})
+        if place.name and not made.chosen:
+            yield self._first_gpu(able, load)
+        if load.seq_len > 1:
+            yield helps(f"--seq {load.seq_len // 2}", place, replace(load, seq_len=load.seq_len // 2))
+
+    def _first_gpu(self, rows: list[dict[str, Any]], load: Workload) -> Remedy:
+        """Return the remedy of another GPU in the same host. The GPUs in machines.yaml with more memory than this one
+        are tried, the smallest first; the first on which a method fits is taken."""
+        asked = Budget(host_bytes=self.place.room_for(load).host_bytes, disk_bytes=self.place.asked.disk_bytes)
+        sizes = {name: named_machines.load(name).room.device_bytes or 0 for name in named_machines.names()}
+        here = self.place.room_for(load).device_bytes or 0
+        larger = sorted((name for name, size in sizes.items() if size > here), key=lambda name: sizes[name])
+        tried = (self._remedy(None, rows, f"--gpu {name}", named_place(name, asked), load) for name in larger)
+        return next((each for each in tried if each.method), Remedy("another GPU"))
+
+    def _without_disk(self, made: Decision) -> Remedy:
+        rows = [row for row in made.rows if is_usable(row) and row["fits"] and not row["disk"]]
+        if not rows or not made.chosen:
+            return Remedy("no disk")
+        speed = rows[0]["tokens_per_second"]
+        times = speed / made.chosen["tokens_per_second"]
+        return Remedy("no disk", rows[0]["method"], speed, times, settings_text(rows[0]))
+
+    def _remedy(
+        self, chosen: dict[str, Any] | None, rows: list[dict[str, Any]], change: str, place: TrainingPlace,
+        workload: Workload, options: dict[str, Any] | None = None,
+    ) -> Remedy:  # fmt: skip
+        """Return the remedy of a change. If the change helps, the remedy has the fastest method of these rows after the
+        change. For each row, the search for a batch begins at the row's own batch."""
+        found: list[tuple[dict[str, Any], Try]] = []
+        for row in rows:
+            least = row["batch_size"] * workload.seq_len // row["seq_len"] if row["fits"] else 1
+            asked = row["asked"] | (options or {})
+            with contextlib.suppress(ValueError, method.Unavailable):
+                least = max(least, asked.get("world_size", 1))
+                then = self._fastest(row["method"], place, workload, asked, least)
+                found += [] if then.lacks or not then.step else [(row, then)]
+        now = chosen and chosen["tokens_per_second"]
+        found = [(row, then) for row, then in found if (then.tokens_per_second or 0.0) > WORTH * (now or 0.0)]
+        if not found:
+            return Remedy(change)
+        row, then = max(found, key=lambda pair: pair[1].tokens_per_second or 0.0)
+        speed = then.tokens_per_second or 0.0
+        ranks = " --ranks 2" if then.options.get("world_size") else ""
+        sizes = {name: getattr(then.workload, name) for name in ("batch_size", "seq_len", "micro_batches")}
+        return Remedy(change, row["method"] + ranks, speed, speed / now if now else None, settings_text(sizes))
+
+
+def of_records(records: Sequence[Record]) -> Advice | None:
+    """Return a question about the machine of these records, with the workload and budget that their runs have most
+    often. None if no run trained, or if the machine is neither this one nor in machines.yaml."""
+    trained = [record for record in records if record.samples_per_second and record.job.world_size == 1]
+    if not trained:
+        return None
+    (workload, budget), _ = Counter((record.job.workload, record.job.budget) for record in trained).most_common(1)[0]
+    if is_here(trained[-1]):
+        place = this_place(budget)
+    elif name := entry_of(trained[-1]):
+        place = named_place(name, budget)
+    else:
+        return None
+    return Advice(place, workload, records=tuple(records))
+
+
+def is_usable(row: dict[str, Any]) -> bool:
+    """True if the row's method trains this workload like the reference, and the method lacks nothing at the place, as
+    far as is known."""
+    return "error" not in row and row["is_exact"] and not row["missing"]
+
+
+def name_text(row: dict[str, Any]) -> str:
+    return " ".join(filter(None, (row["method"], row.get("with"))))
+
+
+def settings_text(row: dict[str, Any]) -> str:
+    parts = f" in {row['micro_batches']} micro-batches" if row["micro_batches"] > 1 else ""
+    return f"{row['batch_size']} x {row['seq_len']}{parts}"
+
+
+def fits_text(row: dict[str, Any]) -> str:
+    lacks = ", ".join(f"{gib(size)} of {memory}" for memory, size in row["lacks_bytes"].items())
+    return "not here" if row["missing"] else "yes" if row["fits"] else f"lacks {lacks}"
+
+
+def off_text(row: dict[str, Any]) -> str:
+    """Return, as text, the errors of predictions for this row's method; empty if no run measured them."""
+    found = row["accuracy"]
+    return f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({counted(found['num_runs'], 'run')})" if found else ""
+
+
+def _reason(row: dict[str, Any], chosen: dict[str, Any] | None) -> str:
+    """Return, as text, why a row was not chosen; `taken` for the chosen row; `fits` if no row was chosen."""
+    if "error" in row:
+        return row["error"]
+    if row["missing"] or not row["fits"]:
+        return fits_text(row)
+    if not row["is_exact"]:
+        return "trains otherwise by design"
+    if chosen is None:
+        return "fits"
+    if (chosen["method"], chosen.get("with")) == (row["method"], row.get("with")):
+        return "taken"
+    larger = ", in a larger batch" if row["tokens_per_second"] > chosen["tokens_per_second"] else ""
+    return f"{row['tokens_per_second'] / chosen['tokens_per_second']:.2f} times as fast{larger}"
+
+
+def _rank(row: dict[str, Any]) -> tuple[int, float]:
+    if "error" in row:
+        return 5, 0.0
+    if row["missing"]:
+        return 4, 0.0
+    if not row["fits"]:
+        return 3, sum(row["lacks_bytes"].values())
+    if row["step_seconds"] is None:
+        return 2, 0.0
+    return (0 if row["is_exact"] else 1), -row["tokens_per_second"]

@@ -1,0 +1,100 @@
+"""Finds the settings with which a method trains most tokens per second in given memories (a Room): the batch, and the
+number of micro-batches. It compares plans; nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from harness.core.job import Plan, Room, Workload
+from harness.plan.resources import Forecast, compute_seconds
+
+MOST_TOKENS = 2**18  # most tokens of a step if the batch may be chosen
+NEAR = 0.97  # of the batches with at least this share of the highest speed, the smallest is chosen
+MORE = 1.02  # the number of micro-batches is doubled if the step then runs more than MORE times as fast
+WITHOUT_RATES = (4, 2, 1)  # batches to try if no speed can be predicted
+
+
+class Try(NamedTuple):
+    """A plan for a workload. `step`: the predicted time of the plan's step; None if the machine's rates are not
+    known."""
+
+    workload: Workload
+    options: dict[str, Any]  # the options that the caller gave
+    plan: Plan
+    room: Room
+    step: Forecast | None
+
+    @property
+    def lacks(self) -> dict[str, int]:
+        return self.plan.lacks(self.room)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        load = self.workload
+        return load.batch_size * load.seq_len / self.step.seconds if self.step else None
+
+    @property
+    def of_bound(self) -> float:
+        """Return the share of the step's seconds that arithmetic on the device takes: 1 if arithmetic alone limits the
+        speed, 0 if the rates are not known."""
+        rates, num_ranks = self.room.rates, self.options.get("world_size", 1)
+        return sum(compute_seconds(self.workload, rates)) / num_ranks / self.step.seconds if self.step and rates else 0
+
+
+def best(attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str], least: int = 1) -> Try:
+    """Return the best Try: of those nearly as fast as the fastest (NEAR), the one with the smallest batch. If no batch
+    fits, return the Try with the smallest batch.
+
+    `attempt`: function that plans a workload. `searched`: contains batch_size and micro_batches if these may be chosen.
+    `least`: the first batch to try.
+    """
+    if "batch_size" not in searched:
+        return _in_parts(attempt, workload, searched)
+    now = _in_parts(attempt, replace(workload, batch_size=least), searched)
+    if now.step is None:
+        tries = [_in_parts(attempt, replace(workload, batch_size=size), searched) for size in WITHOUT_RATES]
+        return next((each for each in tries if not each.lacks), tries[-1])
+    found = [now]
+    while not now.lacks and now.of_bound < NEAR and 2 * now.workload.batch_size * workload.seq_len <= MOST_TOKENS:
+        size, parts = 2 * now.workload.batch_size, now.workload.micro_batches
+        now = _in_parts(attempt, replace(workload, batch_size=size, micro_batches=parts), searched)
+        # this batch does not fit, so try three quarters of it, which is 1.5 times the last batch that fit
+        if now.lacks and size > 2:
+            now = _in_parts(attempt, replace(workload, batch_size=3 * size // 4), searched)
+            found += [] if now.lacks else [now]
+            break
+        if now.lacks or _speed(now) < _speed(found[-1]):
+            break
+        found.append(now)
+    if found[-1].of_bound >= NEAR:  # this batch is the first at which arithmetic limits the speed
+        return found[-1]
+    most = max(map(_speed, found))
+    return next(each for each in found if _speed(each) >= NEAR * most)
+
+
+def _speed(found: Try) -> float:
+    return found.tokens_per_second or 0.0
+
+
+def _in_parts(attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str]) -> Try:
+    """Return the Try with the best number of micro-batches. The number is doubled as long as each doubling lets the
+    plan lack less memory or run faster."""
+    now = attempt(workload)
+    while (
+        "micro_batches" in searched
+        and (now.lacks or now.of_bound < NEAR)
+        and not workload.dropout
+        and workload.batch_size % (2 * now.workload.micro_batches) == 0
+    ):
+        more = attempt(replace(workload, micro_batches=2 * now.workload.micro_batches))
+        is_better = _speed(more) > MORE * _speed(now) if not (more.lacks or now.lacks) else _lacks(more) < _lacks(now)
+        if not is_better:
+            break
+        now = more
+    return now
+
+
+def _lacks(found: Try) -> int:
+    return sum(found.lacks.values())

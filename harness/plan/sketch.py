@@ -1,0 +1,377 @@
+"""Finds, from a model's configuration, the sizes that harness/core/anatomy.py holds, without allocating the model.
+
+At first a narrow model of the same kind must show that its parts compute the same as the whole: ends and layers, run
+one after the other, must give the logits of transformers' own model to the last bit, and its gradients within
+GRADIENT_TOLERANCE. Then tensors, operations and memory are read from a model of the full size whose tensors have no
+memory.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness.base.checkout import ROOT
+from harness.base.child_process import limit_memory
+from harness.core import hub_config
+from harness.core.job import Workload
+from harness.core.refused_model import RefusedModel
+from harness.devices.memory_account import NAME
+from harness.devices.memory_rehearsal import without_memory
+from harness.models import model
+from harness.models.gpt import DTYPES
+from harness.models.hub_model import (
+    HubEmbedding,
+    HubEnds,
+    HubHead,
+    bend_of,
+    is_out_of_memory,
+    library,
+    list_name,
+    norm_name,
+    parts_of,
+    place_of,
+    theirs,
+)
+
+HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # sizes of the narrow model
+MOST_HEADS_SIZES = 17  # widths of heads that are tried for the narrow model, up to 16 * HEAD_SIZE columns
+MOST_COMPARED = 2**22  # most parameters of a model that is compared at its own width
+# Reasons that may come of the narrow model's sizes alone.
+OF_SIZES = ("heads", "rejected-field", "rejected", "unmade")
+# Names of classes of transformers' modules that send each token through a few of several experts.
+EXPERTS = re.compile(r"(Experts|Router|MoE|Moe|MoeBlock|MoELayer)$")
+# Buffers that older versions of transformers wrote into files, and the pattern of their names.
+OLDER_BUFFERS = {"inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+GRADIENT_TOLERANCE = 1e-5  # largest relative difference between the parts' gradients and the whole model's
+COUNTED = (64, 128)  # numbers of tokens of the two samples whose operations are counted
+# number of tokens whose activations are measured: so large that a weight's memory is negligible beside theirs
+MEASURED = 2**16
+SAMPLE = 1024  # most tokens of one sample while activations are measured
+# Most private memory of a sketch's process: a config.json may ask for anything. Qwen3-8B's took 0.5 GiB.
+MOST_BYTES = 4 * 2**30
+SHORT = 256  # most tokens of one sample if attention stores the scores and masks of all pairs of tokens
+
+
+def sketch(workload: Workload) -> dict[str, Any]:
+    """Return the fields of an Anatomy. Raises RefusedModel if the harness cannot train this model in parts."""
+    causal = without_values(workload)
+    check_kind(causal)
+    whole = model.whole(workload)
+    layers = [shapes_of(layer) for layer in whole.layers]
+    for index, layer in enumerate(layers):
+        if others := {name for name in {*layer, *layers[0]} if layer.get(name) != layers[0].get(name)}:
+            raise RefusedModel("unequal-layers", part=f"{min(others)}, unlike in layers 0 and {index}")
+    starts = proved(workload, sum(weight.numel() for weight in causal.parameters()))
+    embedding, head = shapes_of(HubEmbedding(workload)), shapes_of(HubHead(workload))
+    size = [workload.vocab_size, workload.hidden_size]
+    table, *positions = embedding.values()
+    matrices = [table, *(shape for shape in head.values() if len(shape) > 1)]
+    if matrices != [size, size] or any(shape[1:] != size[1:] for shape in positions):
+        raise RefusedModel("ends", vocab_size=size[0], hidden_size=size[1])
+    token_flops, pair_flops = work(workload)
+    fp32, half = measured(workload), measured(replace(workload, dtype="bf16"))
+    return {
+        "embedding": embedding, "layer": layers[0], "head": head,
+        "layer_prefix": prefix_of(whole), "token_flops": token_flops, "pair_flops": pair_flops,
+        **{name: {"fp32": fp32[name], "half": half[name]} for name in fp32},
+        "slopes": keeps_slopes(workload), "starts": starts, "ignored": ignored_names(causal),
+        "fields": fields_of(causal.config),
+    }  # fmt: skip
+
+
+def shapes_of(module: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of the module's parameters, by name."""
+    return {name: list(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def without_values(workload: Workload) -> Any:
+    """Return transformers' model of the workload, whose tensors have no memory."""
+    sizes = (workload.num_layers, workload.hidden_size, workload.vocab_size)
+    config = hub_config.narrowed(str(workload.config), *sizes)
+    with torch.device("meta"):
+        return theirs(config, torch.float32)
+
+
+def check_kind(causal: Any) -> None:
+    """Raise RefusedModel if the model has modules or settings that the harness cannot take apart. The reasons are in
+    the order in which they tell most."""
+    base, config = causal.base_model, causal.config
+    if experts := [name for name, child in causal.named_modules() if EXPERTS.search(type(child).__name__)]:
+        raise RefusedModel("mixture", part=experts[0])
+    if getattr(config, "is_encoder_decoder", False) or "encoder" in base._modules:
+        raise RefusedModel("encoder-decoder")
+    held = {list_name(base), norm_name(base)}
+    if not causal.supports_gradient_checkpointing:
+        raise RefusedModel("no-checkpoints")
+    for name, child in base.named_children():
+        if name not in held and not isinstance(child, nn.Embedding) and any(True for _ in child.parameters()):
+            raise RefusedModel("before-layers", part=f"{name} ({type(child).__name__})")
+    if getattr(head := causal.get_output_embeddings(), "bias", None) is not None:
+        raise RefusedModel("head-bias", part=f"{head.bias.numel()} elements")
+    if (scale := getattr(config, "logit_scale", None)) not in (None, 1):
+        known = "final_logit_softcapping or logits_scaling"
+        raise RefusedModel("scaled-logits", known=known, field="logit_scale", value=scale)
+    if assumed := hub_config.dropouts(config.to_dict()):
+        field, value = next(iter(assumed.items()))
+        raise RefusedModel("dropout", part=f"{field} {value}")
+
+
+def ignored_names(causal: Any) -> list[str]:
+    """Return patterns of the names of tensors that transformers ignores in files of this model: buffers that older
+    versions wrote, and tensors of other heads."""
+    buffers = {name.rpartition(".")[2] for name, _ in causal.named_buffers()}
+    older = [pattern for name, pattern in OLDER_BUFFERS.items() if name in buffers]
+    return sorted({*(causal._keys_to_ignore_on_load_unexpected or ()), *older})
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """Return the fields that configurations of this type have, with transformers' values for those that are left out.
+    Fields that all configurations have are left out: they do not change what a model computes."""
+    common = {field.name for field in dataclasses.fields(library().PreTrainedConfig)}
+    names = [field.name for field in dataclasses.fields(config) if field.name not in common]
+    fields = {"model_type": config.model_type, **{name: getattr(config, name) for name in names}}
+    return dict(json.loads(json.dumps(fields, default=str)))
+
+
+def proved(workload: Workload, num_params: int) -> dict[str, tuple[float, float]]:
+    """Return what prove() does for a narrow model or, if transformers cannot make or run a narrow one, for a model of
+    the workload's own width. Raises RefusedModel, too, if that one is too large to be compared."""
+    small = narrow(workload)
+    try:
+        return prove(small)
+    except Exception as error:
+        code = error.code if isinstance(error, RefusedModel) else ""
+        is_of_width = not is_own(error) and not is_out_of_memory(error)
+        if not is_of_width or small.hidden_size == workload.hidden_size or (code and code not in OF_SIZES):
+            raise
+        if num_params > MOST_COMPARED:
+            values: dict[str, Any] = {"error": type(error).__name__, "place": place_of(error)}
+            values["hidden_size"] = small.hidden_size
+            raise RefusedModel("narrow", version=library().__version__, **values) from error
+    return prove(replace(small, hidden_size=workload.hidden_size))
+
+
+def prefix_of(whole: nn.Module) -> str:
+    """Return the text with which the tensor names of all layers begin; the layer's number follows it."""
+    (name,) = (name for name, module in whole.named_modules() if module is whole.layers)
+    return f"{name}."
+
+
+def prove(small: Workload) -> dict[str, tuple[float, float]]:
+    """Compare the parts of a small model with the whole. Return the mean and the standard deviation of the whole
+    model's starting values, by tensor. Raises RefusedModel if the parts compute something else than the whole."""
+    torch.manual_seed(1)
+    config = hub_config.narrowed(str(small.config), small.num_layers, small.hidden_size, small.vocab_size)
+    whole, ends = theirs(config, torch.float32).train(), HubEnds(small)
+    layers = [model.new_layer(small, index) for index in range(small.num_layers)]
+    prefix = prefix_of(model.whole(small))
+    parts = {"": ends, **{f"{prefix}{index}.": layer for index, layer in enumerate(layers)}}
+    named = dict(whole.named_parameters())
+    starts = {within(name, prefix): start(name, weight, whole) for name, weight in named.items()}
+    for weight in named.values():
+        # norms and biases start from equal values; change them, so that the test notices exchanged ones
+        weight.data.add_(torch.randn_like(weight), alpha=0.1)
+    for names, part in parts.items():
+        for name, _ in list(part.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(part.get_submodule(owner), leaf, nn.Parameter(named[names + name].detach().clone()))
+
+    inputs, targets = torch.randint(small.vocab_size, (2, SAMPLES, TOKENS))
+    logits = whole(input_ids=inputs, use_cache=False).logits
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    x = ends.embed(inputs)
+    for layer in layers:
+        x = layer(x)
+    if not torch.equal(ends.logits(x), logits):
+        raise RefusedModel("other-logits")
+    ends.loss(x, targets).backward()
+    for names, part in parts.items():
+        for name, weight in part.named_parameters():
+            grad, expected = weight.grad, named[names + name].grad
+            if grad is None or expected is None:
+                raise RefusedModel("no-gradient", part=names + name)
+            if float((grad - expected).norm()) > GRADIENT_TOLERANCE * float(expected.norm()):
+                raise RefusedModel("other-gradient", part=names + name)
+    return starts
+
+
+def narrow(workload: Workload) -> Workload:
+    """Return the workload of a narrow model of the same kind, in fp32. Its heads have the fewest columns, a multiple of
+    HEAD_SIZE, of which rotary positions turn whole pairs."""
+    share = hub_config.rotary_share(hub_config.parsed(str(workload.config)))
+    sizes = (HEAD_SIZE * count for count in range(1, MOST_HEADS_SIZES))
+    head_size = next((size for size in sizes if int(size * share) >= 2 and int(size * share) % 2 == 0), HEAD_SIZE)
+    return replace(
+        workload, hidden_size=head_size * workload.num_heads, vocab_size=min(WORDS, workload.vocab_size),
+        seq_len=TOKENS, batch_size=SAMPLES, dtype="fp32",
+    )  # fmt: skip
+
+
+def within(name: str, prefix: str) -> str:
+    """Return a tensor's name within its layer. A tensor outside the layers keeps its full name."""
+    return name.removeprefix(prefix).partition(".")[2] if name.startswith(prefix) else name
+
+
+def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
+    """Return the mean and the standard deviation of a tensor's starting values. Raises RefusedModel if the elements
+    of a vector start from different values."""
+    if weight.ndim > 1:
+        return 0.0, float(getattr(whole.config, "initializer_range", 0.02))
+    first = float(weight.detach()[0])
+    if not torch.equal(weight, torch.full_like(weight, first)):
+        raise RefusedModel("starts", part=name)
+    return first, 0.0
+
+
+def work(workload: Workload) -> tuple[int, int]:
+    """Return two numbers of operations: a layer's for each token, and attention's for each pair of tokens in a sample.
+    Causal attention takes half the operations of full attention, except for plain attention (is_plain)."""
+    layer, each = model.new_layer(workload, 0), []
+    for tokens in COUNTED:
+        with FlopCounterMode(display=False) as counter:
+            layer(torch.empty((1, tokens, workload.hidden_size), device="meta"))
+        each.append(counter.get_total_flops() // tokens)
+    pair = (each[1] - each[0]) // (COUNTED[1] - COUNTED[0])
+    return each[0] - pair * COUNTED[0], pair if is_plain(workload) else pair // 2
+
+
+def is_plain(workload: Workload) -> bool:
+    """True if attention stores the scores of all pairs of tokens, as transformers' eager attention does."""
+    return bool(parts_of(workload).base.config._attn_implementation == "eager")
+
+
+def keeps_slopes(workload: Workload) -> int:
+    """Return 1 if the slopes of capped logits are stored beside the logits, else 0."""
+    bend = bend_of(parts_of(workload).base.config)
+    return int(bend is not None and isinstance(bend(torch.zeros(1))[1], Tensor))
+
+
+def measured(workload: Workload) -> dict[str, float]:
+    """Return the memory of activations in this workload's dtype, as fields of an Anatomy."""
+    tokens = sample_tokens(workload)
+    at_all, pair = boundaries(workload, tokens), 0.0
+    if is_plain(workload):  # a second length tells which part of the memory grows with a sample's length
+        pair = (at_all - boundaries(workload, tokens // 2)) / (tokens - tokens // 2)
+    given, given_pair = given_bytes(workload)
+    return {
+        "boundaries": at_all - pair * tokens, "pair_boundaries": pair, "head_boundaries": head_boundaries(workload),
+        "given_bytes": given, "pair_given_bytes": given_pair,
+    }  # fmt: skip
+
+
+def sample_tokens(workload: Workload) -> int:
+    """Return the number of tokens of each sample on which activations are measured."""
+    config = hub_config.parsed(str(workload.config))
+    most = min(config.get(name) or SAMPLE for name in ("sliding_window", "max_position_embeddings"))
+    return min(SHORT if is_plain(workload) else SAMPLE, most)
+
+
+def boundaries(workload: Workload, tokens: int) -> float:
+    """Return the peak memory of a layer's recompute and backward pass, divided by the bytes of the layer's input.
+    `tokens`: the length of a sample."""
+    size, dtype = (MEASURED // tokens, tokens, workload.hidden_size), DTYPES[workload.dtype]
+    return peak(model.new_layer(workload, 0), size, dtype) / (math.prod(size) * dtype.itemsize)
+
+
+def peak(layer: nn.Module, size: tuple[int, int, int], dtype: torch.dtype, below: str | None = None) -> int:
+    """Return the most bytes that the recompute and backward pass of a layer hold beside its weights. `size`: the shape
+    (B, T, D) of the input. `below`: name of a child; the peak is then taken only after the backward pass of this child
+    has ended; None: the whole pass. Weight gradients are freed one by one, so at most one of them counts."""
+    with without_memory() as tracker:
+
+        def when_passed(child: nn.Module, args: tuple[Tensor]) -> None:
+            args[0].register_hook(lambda grad: tracker.reset_peaks())
+
+        if below is not None:
+            layer.get_submodule(below).register_forward_pre_hook(when_passed)
+        for name, weight in list(layer.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            parameter = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=NAME))
+            parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+            setattr(layer.get_submodule(owner), leaf, parameter)
+        weights = tracker.stats()["device_allocated"]
+        x = torch.empty(size, dtype=dtype, device=NAME, requires_grad=True)
+        y = checkpoint(layer, x, use_reentrant=False)
+        dy = torch.empty_like(y)
+        torch.autograd.backward(y, dy)
+        return tracker.stats()["device_peak"] - weights
+
+
+def head_boundaries(workload: Workload) -> float:
+    """Return the memory that the norm before the head keeps for its backward pass, divided by the bytes of the norm's
+    input. The norm's input and output themselves do not count."""
+    ends, dtype = HubEnds(workload), DTYPES[workload.dtype]
+    with without_memory() as tracker:
+        for name, weight in list(ends.named_parameters()):
+            if weight.ndim == 1:
+                owner, _, leaf = name.rpartition(".")
+                setattr(
+                    ends.get_submodule(owner), leaf, nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=NAME))
+                )
+        before = tracker.stats()["device_allocated"]
+        x = torch.empty((MEASURED, workload.hidden_size), dtype=dtype, device=NAME, requires_grad=True)
+        y = ends.normalized(x)
+        return max(0.0, (tracker.stats()["device_allocated"] - before) / (x.nbytes) - 2) if y.requires_grad else 0.0
+
+
+def given_bytes(workload: Workload) -> tuple[int, int]:
+    """Return the bytes of the tensors that layers get beside their input: the bytes for each token of a sample, and the
+    bytes for each pair of its tokens."""
+    each = []
+    for tokens in COUNTED:
+        x = torch.zeros((), dtype=DTYPES[workload.dtype]).expand(1, tokens, workload.hidden_size)
+        heard = parts_of(workload).heard(x)
+        tensors = {id(leaf): leaf for leaf in tree_leaves(heard) if isinstance(leaf, Tensor)}
+        each.append(-(-sum(tensor.nbytes for tensor in tensors.values()) // tokens))
+    pair = (each[1] - each[0]) // (COUNTED[1] - COUNTED[0])
+    return each[1] - pair * COUNTED[1], pair
+
+
+def main() -> None:
+    """Entry point for child_process.ask(): reads a configuration from standard input, and prints answer() as JSON."""
+    config = json.load(sys.stdin)
+    limit_memory(MOST_BYTES)
+    print(json.dumps(answer(config)))
+
+
+def answer(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an Anatomy, or {"refused": [code, values]} with the code and values of a RefusedModel. An
+    error of transformers or torch becomes a reason, too: a layer that reads its tensors' values fails, for example,
+    because tensors without memory have no values."""
+    try:
+        sizes = hub_config.sizes_of(config)
+        return sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))
+    except RefusedModel as error:
+        return {"refused": [error.code, error.values]}
+    except Exception as error:
+        if is_out_of_memory(error):
+            return {"refused": ["memory", {"gib": MOST_BYTES // 2**30}]}
+        if is_own(error):
+            raise
+        return {"refused": ["apart", {"error": type(error).__name__, "place": place_of(error)}]}
+
+
+def is_own(error: Exception) -> bool:
+    """True if this project's code raised the error: that is a bug, not a property of the model."""
+    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(ROOT / "harness")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""The verb `compare`: prints the ratio of two throughputs with its interval, the gate's verdict on each side, and all
+fields in which the two sides differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from harness.base.checkout import ROOT
+from harness.base.counted import counted
+from harness.core.job import gib
+from harness.core.record import Record, added_folders, records_of
+from harness.jobs.command import again
+from papers.figures import frame
+from papers.figures.point import SIMULATED_CLOCKS, RatioInterval, doubts_text, machine_of, ratio, row_of
+
+FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
+RESULTS = ROOT / "results"
+METRIC = "samples_per_second"
+COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")  # a + at the end says that the checkout's files differ from the commit
+# fields of a record whose differences are printed
+CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")
+# Compared runs must have the same workload, and should agree in all of these fields. If no two runs agree in them all,
+# the first field is ignored, then also the second, then also the third.
+SETTING = ["machine", "budget", "device"]
+Pair = tuple[list[Record], list[Record]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison of two sides, A and B, each with the records of one job's repeats. `ratio`: A's throughput divided
+    by B's; None if a side has no throughput."""
+
+    a: list[Record]
+    b: list[Record]
+    verdict: str
+    why: str  # how the ratio was bounded, or why there is no ratio
+    ratio: RatioInterval | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        ratio = self.ratio
+        return {
+            "a": side(self.a), "b": side(self.b), "verdict": self.verdict, "why": self.why,
+            "ratio": ratio and ratio.value, "low": ratio and ratio.low, "high": ratio and ratio.high,
+            "differs": differences(self.a[-1], self.b[-1]),
+        }  # fmt: skip
+
+
+def run(a: str, b: str, results: Path, as_json: bool) -> bool:
+    """Compare the records that the words `a` and `b` name, and print the comparisons. Return False if a comparison is
+    not possible."""
+    read = functools.cache(records_of)  # each folder is read only once, so complaints about its files come only once
+    found, complaints = pairs(select(a, results, read), select(b, results, read))
+    made = [compare(*pair) for pair in found]
+    folders = folder_of(a, results), folder_of(b, results)
+    has_several = len({machine_of(repeats[-1]) for pair in found for repeats in pair}) > 1
+    for one in made:
+        show(one, as_json, folders, has_several)
+    for complaint in complaints:
+        print(json.dumps({"verdict": NONE, "why": complaint}) if as_json else f"{NONE}: {complaint}")
+    return not complaints and all(one.ratio is not None for one in made)
+
+
+def folder_of(text: str, results: Path) -> Path:
+    """Return the folder of the records that a word names: the folder of a named file, a named folder itself or, for any
+    other word, `results`."""
+    path = Path(text)
+    return path.parent if path.is_file() else path if path.is_dir() else results
+
+
+def select(text: str, results: Path, read: Callable[[Path], list[Record]] = records_of) -> pd.DataFrame:
+    """Return the repeats that a word names: a record's file, a folder, a commit or METHOD[:name=value,...]. A commit or
+    a method names records in `results`. Raises ValueError if there are none."""
+    path = Path(text)
+    if path.is_file():
+        return _repeats(frame.of([Record.read(path)]))
+    folders = [path] if path.is_dir() else [results, *added_folders(results)]
+    found = frame.of([record for folder in folders for record in read(folder)])
+    if path.is_dir():
+        if found.empty:
+            raise ValueError(f"no record of a run in {path}: try a folder of results, a record or a method")
+        return _repeats(found)
+    if COMMIT.fullmatch(text) and text not in set(found["method"]):
+        return _of_commit(text, found, results)
+    name, _, wanted = text.partition(":")
+    own = found[found["method"] == name]
+    if own.empty:
+        there = ", ".join(sorted(found["method"].unique())) or "nothing"
+        raise ValueError(
+            f"expected a file, a folder or a method recorded in {results} ({there}), got {text!r}; run it first, or try"
+            " another folder with --results"
+        )
+    parts = [part.partition("=") for part in wanted.split(",") if part]
+    if not all(option and equals for option, equals, _ in parts):
+        raise ValueError(f"expected METHOD:name=value,name=value, got {wanted!r} after the colon")
+    told = [{**record.job.options, **vars(record.job.workload)} for record in own[frame.RECORD]]
+    chosen = own[[
+        all(option in values and str(values[option]).lower() == value.lower() for option, _, value in parts)
+        for values in told
+    ]]  # fmt: skip
+    if chosen.empty:
+        there = "; ".join(sorted({_options_text(record) or "no options" for record in own[frame.RECORD]}))
+        raise ValueError(f"no record of {text!r} in {results}: {name} was run with {there}")
+    return _repeats(chosen)
+
+
+def _of_commit(text: str, found: pd.DataFrame, results: Path) -> pd.DataFrame:
+    """Return the runs of the commit that the text names. A + at its end selects the runs of a checkout with further
+    changes; without a +, the runs of the unchanged commit are selected. Raises ValueError unless exactly one recorded
+    commit begins with the text."""
+    commits = found["commit"].fillna("").astype(str)
+    wanted = commits.map(lambda commit: _is_commit(text, commit))
+    if commits[wanted].nunique() != 1:
+        there = ", ".join(dict.fromkeys(each for each in commits if each)) or "none"
+        raise ValueError(f"expected the start of one commit recorded in {results} ({there}), got {text!r}")
+    return _repeats(found[wanted])
+
+
+def _is_commit(text: str, recorded: str) -> bool:
+    """True if both texts name the same commit: the digits of one begin with the digits of the other (records hold 12),
+    and either both texts end with + or neither does."""
+    asked, there = text.removesuffix("+"), recorded.removesuffix("+")
+    alike = bool(there) and (there.startswith(asked) or asked.startswith(there))
+    return alike and text.endswith("+") == recorded.endswith("+")
+
+
+def _repeats(found: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each point (name, workload and setting), in the order of the points' last runs. The column
+    `repeats` has the records that share the point's newest key. Interrupted records are left out if the point has other
+    records."""
+    jobs = [record.job for record in found[frame.RECORD]]
+    told = found.assign(
+        name=found["method"] + ":" + found[frame.RECORD].map(_options_text),
+        workload=[job.workload for job in jobs],
+        budget=[dataclasses.replace(job.budget, seconds=None) for job in jobs],
+    )
+    newest_first = told[::-1].groupby(["name", "workload", *SETTING], sort=False)[frame.RECORD].agg(list)
+    return newest_first.map(_of_newest_key).rename("repeats")[::-1].reset_index()
+
+
+def _of_newest_key(newest_first: list[Record]) -> list[Record]:
+    same = [record for record in reversed(newest_first) if record.key == newest_first[0].key]
+    return [record for record in same if record.is_result] or same
+
+
+def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
+    """Return the pairs of points to compare, and a complaint for each workload and setting without a pair.
+
+    The two points of a pair have the same workload, setting and name. Their names may differ if each side has only one
+    point.
+    """
+    found: list[Pair] = []
+    complaints: list[str] = []
+    theirs_of = dict(list(b.groupby("workload", sort=False)))
+    for load, own in a.groupby("workload", sort=False):
+        for ours, theirs in _in_same_setting(own, theirs_of[load]) if load in theirs_of else ():
+            both = ours.merge(theirs, on="name")
+            if both.empty:
+                ours, theirs = _with_throughput(ours), _with_throughput(theirs)
+                both = ours.merge(theirs, how="cross") if len(ours) == len(theirs) == 1 else both
+            found += zip(both["repeats_x"], both["repeats_y"], strict=True)
+            if both.empty:
+                choices = " or ".join((ours if len(ours) > 1 else theirs)["name"])
+                complaints.append(
+                    f"{counted(load.num_layers, 'layer')}: expected one run on each side, found several: try {choices}"
+                )
+    if not found and not complaints:
+        complaints.append(_no_common_workload(a, b))
+    return found, complaints
+
+
+def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
+    """Return a pair for each setting in which both sides have runs: A's points and B's points. If points of one side
+    have the same name, only the newest is kept."""
+    for dropped in range(len(SETTING) + 1):
+        keys = ["workload", *SETTING[dropped:]]
+        ours, theirs = (
+            dict(list(side.drop_duplicates([*keys, "name"], keep="last").groupby(keys, sort=False))) for side in (a, b)
+        )
+        if ours.keys() & theirs.keys():
+            return [(ours[setting], theirs[setting]) for setting in ours if setting in theirs]
+    return []
+
+
+def _with_throughput(points: pd.DataFrame) -> pd.DataFrame:
+    """Return the points that have a throughput. If there are none, return the point that was run last, so that the call
+    can print how its run ended."""
+    rows = [row_of(METRIC, repeats) for repeats in points["repeats"]]
+    able = points[[row.valid and row.has_number for row in rows]]
+    return points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]] if able.empty else able
+
+
+def compare(a: list[Record], b: list[Record], names: tuple[str, str] = ("A", "B")) -> Comparison:
+    """Compare the repeats of A with the repeats of B. All these records must have the same workload. Doubtful times are
+    not distinguishable, whatever their ratio. `names`: how texts name both sides."""
+    clocks = [records[-1].clock for records in (a, b)]
+    if len({clock in SIMULATED_CLOCKS for clock in clocks}) > 1:
+        return Comparison(a, b, NONE, f"one is timed by {clocks[0]}, the other by {clocks[1]}: run both alike")
+    sides = {name: row_of(METRIC, repeats) for name, repeats in zip(names, (a, b), strict=True)}
+    without = [
+        f"{name} has no throughput: {'' if row.status == 'ok' else f'ended as {row.status}: '}{row.reason}"
+        for name, row in sides.items()
+        if not (row.valid and row.has_number)
+    ]
+    if without:
+        return Comparison(a, b, NONE, "; ".join(without))
+    silent = [name for name, row in sides.items() if row.scatter is None]
+    if silent:
+        return Comparison(a, b, NONE, f"{' and '.join(silent)} timed one step, which shows no noise: try more --steps")
+    bounds = ratio(*sides.values())
+    if doubts := doubts_text(sides):
+        return Comparison(a, b, ALIKE, f"doubtful: {doubts}; {bounds.how}", bounds)
+    verdict = FASTER if bounds.low > 1 else SLOWER if bounds.high < 1 else ALIKE
+    return Comparison(a, b, verdict, bounds.how, bounds)
+
+
+def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
+    """Return both records' values of each field in which the records differ, by the field's dotted name. Only the
+    fields in CONTEXT are compared."""
+    data = a.to_dict(), b.to_dict()
+    return _differing(*(_flat("", {name: each[name] for name in CONTEXT}) for each in data))
+
+
+def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return {name: (ours.get(name), theirs.get(name)) for name in names}
+
+
+def side(repeats: list[Record]) -> dict[str, Any]:
+    """Return one side of a comparison with its measurement, as JSON values."""
+    made, newest = row_of(METRIC, repeats), repeats[-1]
+    shown = made if made.valid else None
+    return {
+        "method": made.method, "options": newest.job.options, "num_layers": made.num_layers,
+        "hidden_size": made.hidden_size, "device": newest.job.device, "budget": dataclasses.asdict(newest.job.budget),
+        "machine": made.machine, "num_runs": len(repeats), "status": made.status, "gate": newest.gate.verdict,
+        "gate_text": newest.gate.text, "samples_per_second": shown and shown.value, "low": shown and shown.low,
+        "high": shown and shown.high, "doubts": list(made.inconclusive), "keys": list(made.keys),
+    }  # fmt: skip
+
+
+def show(comparison: Comparison, as_json: bool, folders: tuple[Path, Path], names_machines: bool = False) -> None:
+    """Print a comparison. `folders`: the folders of A's and of B's records, named in the printed calls that measure
+    again. `names_machines`: True: print each side's machine."""
+    data = comparison.to_dict()
+    if as_json:
+        print(json.dumps(data))
+        return
+    for letter, one in (("A", data["a"]), ("B", data["b"])):
+        where = f", on {one['machine'] or 'an unnamed machine'}" if names_machines else ""
+        print(f"{letter}{where}: {side_text(one)}")
+    if comparison.ratio is None:
+        print(f"{comparison.verdict}: {comparison.why}")
+    elif comparison.verdict == ALIKE:
+        print("cannot tell which is faster")
+        print(f"  A's samples/s are {comparison.ratio.text} times B's ({comparison.why})")
+        for repeats, folder in zip((comparison.a, comparison.b), folders, strict=True):
+            where = "" if folder == RESULTS else f" --results {shlex.quote(str(folder))}"
+            print(f"  to narrow it, measure again: {again(repeats[-1], is_short=True)} --rerun{where}")
+    else:
+        print(f"A is {comparison.verdict}: {comparison.ratio.text} times B's samples/s ({comparison.why})")
+    for name, (ours, theirs) in data["differs"].items():
+        print(f"  differs: {name}: {_shown(ours)} | {_shown(theirs)}")
+
+
+def side_text(one: dict[str, Any]) -> str:
+    options = "".join(f" {name}={value}" for name, value in one["options"].items())
+    budget, link = one["budget"], one["budget"]["link_bytes_per_second"]
+    sizes = {name: budget[f"{name}_bytes"] for name in ("device", "host", "disk")}
+    limits = [f"on {one['device']}", *(f"{name} {gib(size)}" for name, size in sizes.items() if size)]
+    place = ", ".join([*limits, f"link {gib(link)}/s"] if link else limits)
+    runs = counted(one["num_runs"], "run")
+    bounds = f" ({one['low']:.4g} to {one['high']:.4g})" if one["low"] is not None else ""
+    speed = one["samples_per_second"]
+    speed_text = f"{speed:.4g} samples/s{bounds}" if speed else "no throughput"
+    gate = f"gate {one['gate']}: {one['gate_text']}" if one["status"] == "ok" else f"ended as {one['status']}"
+    size = f"{counted(one['num_layers'], 'layer')} x {one['hidden_size']}"
+    return f"{one['method']}{options}, {size}, {place}: {runs}, {speed_text}; {gate}"
+
+
+def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:
+    """Find the two most similar workloads, one of each side, and return the fields in which they differ, as text."""
+    different = [_differing(vars(ours), vars(theirs)) for ours in a["workload"] for theirs in b["workload"]]
+    told = ", ".join(f"{name} {ours} | {theirs}" for name, (ours, theirs) in min(different, key=len).items())
+    nearest = ", of the two nearest" if len(different) > 1 else ""
+    return f"different workloads: {told}{nearest}; run both alike"
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    """Return the values in a nested mapping, by their dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    inner = (_flat(f"{name}.{key}".lstrip("."), each) for key, each in value.items())
+    return {dotted: each for part in inner for dotted, each in part.items()}
+
+
+def _options_text(record: Record) -> str:
+    return ",".join(f"{name}={value}" for name, value in sorted(record.job.options.items()))
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)

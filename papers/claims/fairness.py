@@ -1,0 +1,80 @@
+"""The fairness table, made from the records: what each method ran with (implementation, kernels, precision, clipping,
+data)."""
+
+from __future__ import annotations
+
+import textwrap
+
+from harness.core.record import Record
+from papers.figures import frame
+
+UNSAID = "not said"
+COLUMNS = ("implementation", "model", "attention", "optimizer", "precision", "recompute", "clipping")
+
+
+def rows(records: list[Record]) -> list[dict[str, str]]:
+    """Return one row for each combination of method, options and dtype, from the newest record that trained."""
+    found, alike = frame.of(records), ["method", "options", "dtype"]
+    trained = found[(found["status"] == "ok") & (found["origin"] == "run")]
+    newest = trained.drop_duplicates(alike, keep="last").sort_values(alike)
+    return [
+        {
+            "method": f"{name} {dtype}" + (f" ({options})" if options else ""),
+            **{column: record.description.get(column, UNSAID) for column in COLUMNS},
+            "version": _version(record),
+            "kernels seen": ", ".join(record.kernels) or "not watched",
+            "data": f"{record.data_sha256[:8]}, in order",
+            "gate": record.gate.verdict,
+        }
+        for name, options, dtype, record in newest[[*alike, frame.RECORD]].itertuples(index=False)
+    ]
+
+
+def _version(record: Record) -> str:
+    """Return the version of the package that implements the method; if no known package does, return this project's
+    commit."""
+    implementation = record.description.get("implementation", "")
+    package = next((name for name in ("deepspeed", "megatron-core", "torch") if name in implementation), "commit")
+    return f"{package} {record.software.get(package)}"
+
+
+def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return, for each column, its different values (answers), each with the methods that have this value. A table with
+    all columns side by side would be too wide for a page.
+
+    A method's options are named only if its answer depends on them. The last entry lists the methods that lack a value
+    in some column.
+    """
+    import pandas as pd
+
+    table = pd.DataFrame(table_rows)
+    if table.empty:
+        return []
+    method = table["method"].str.partition(" (")[0]
+    found = []
+    for aspect in table.columns.drop("method"):
+        varies = table.groupby(method)[aspect].transform("nunique") > 1
+        for answer, names in method.mask(varies, table["method"]).groupby(table[aspect], sort=False):
+            if answer != UNSAID:
+                who = f"all {len(table)}" if len(names) == len(table) else ", ".join(names.unique())
+                found.append({"what": aspect, "answer": str(answer), "methods": who})
+    unsaid = (table == UNSAID).any(axis=1)
+    if unsaid.any():
+        told = {"what": "what is not said", "answer": "a method tells it by describe()"}
+        found.append({**told, "methods": ", ".join(method[unsaid].unique())})
+    return found
+
+
+def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
+    """Return the table as lines of text: each column's name as a heading, followed by its answers."""
+    found: list[str] = []
+    for told in answers(table_rows):
+        found += [told["what"]] * (told["what"] not in found)
+        found += _wrapped(f"{told['answer']}: {told['methods']}", width)
+    return found
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent="  ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+    )

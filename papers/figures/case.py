@@ -1,0 +1,239 @@
+"""The base class of a case, the registry that finds cases, and the rows of their figures.
+
+A case is a figure that is made from records. It is a class in a file named by the case's number. This project's cases
+are in cases/, and are figures of the papers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import shlex
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from harness.base.checkout import ROOT
+from harness.base.imported_file import guard, told
+from harness.base.registry import FileRegistry
+from harness.core.job import Job, Workload
+from harness.core.record import Gate, Record
+from harness.devices import machine
+from papers.figures import measurements, plot, profile
+from papers.figures.point import METRICS, FigureRow, machine_of, row_of
+from papers.figures.profile import CaseProfile
+
+PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each published run that a figure draws
+PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
+
+
+class Case(ABC):
+    """The base class of every case. A case must define metric, methods and jobs(); everything else has a default."""
+
+    title: ClassVar[str]  # default: the first line of the file's docstring
+    metric: ClassVar[str] = ""  # a name in METRICS
+    methods: ClassVar[Sequence[str]] = ()  # names of the methods, in the figure's order
+    # names of the methods whose largest depth is searched before the case's jobs run
+    searches: ClassVar[Sequence[str]] = ()
+    axis: ClassVar[str] = ""  # name of the column whose values the figure's rows compare
+    look: ClassVar[Mapping[str, Any]] = {}  # options of plot.figure()
+    mixes_metrics: ClassVar[bool] = False  # True: some rows have another metric than the case's
+    picks: ClassVar[bool] = False  # True: the figure can be drawn from any runs; pick() chooses the rows
+    in_all: ClassVar[bool] = True  # False: `case all`, demo and notebook leave the case out, and no claim is about it
+
+    def __init_subclass__(cls) -> None:
+        """Set the class's title. Wrap its functions: an error in one is then reported in one line that names the
+        file."""
+        if "title" not in vars(cls):
+            cls.title = str(sys.modules[cls.__module__].__doc__).partition("\n")[0]
+        guard(cls, (OSError,))
+
+    @abstractmethod
+    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> Sequence[Job]:
+        """Return the case's jobs in a profile. `sizes`: by name of a method in `searches`, the largest depth that
+        trained; a method of which it is not known is left out."""
+
+    def profiles(self, used: CaseProfile) -> Sequence[CaseProfile]:
+        """Return the profiles that the case's jobs belong to, when the call asks for the profile `used`."""
+        return (used,)
+
+    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
+        """Return the case's measured rows, in the order of the figure."""
+        return measurements.rows(self.metric, self.jobs(used, {}), records)
+
+    def measure(  # noqa: B027  most cases measure nothing besides runs
+        self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Measure what the figure shows besides training runs, and write it to a file in the folder of results; do
+        nothing if that file is there."""
+
+    def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> Sequence[FigureRow]:
+        """Return rows made from the files that measure() has written."""
+        return ()
+
+    def kept(self, used: CaseProfile, results: Path) -> Sequence[Path]:
+        """Return the paths of the text files that beside() reads. The archive that `bundle` makes includes these
+        files."""
+        return ()
+
+    def simulated(self, rows: Sequence[FigureRow]) -> Sequence[FigureRow]:
+        """Return rows that are computed, not measured, to be shown beside the measured rows."""
+        return ()
+
+    def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
+        """Return the rows that the figure shows. `rows`: rows of any runs (papers/figures/any_runs.py)."""
+        return list(rows)
+
+    def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
+        """Draw these rows into one panel of the figure."""
+        plot.by_method(axes, rows, self.methods)
+
+    def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
+        """Return the figure: these rows of ours beside the published rows. `note`: text for the caption."""
+        return plot.figure(rows, self.metric, self.draw, note, **self.look)
+
+
+class Cases(FileRegistry[int]):
+    def add(self, places: Iterable[Path]) -> None:
+        """Add the files of cases in these places, and load all cases, because a profile needs the searches of every
+        case. Raises ValueError if a file does not load."""
+        super().add(places)
+        for number in numbers():
+            load(number)
+
+
+def _number(stem: str) -> int | None:
+    found = re.fullmatch(r"case(\d{1,6})", stem)
+    return int(found[1]) if found else None
+
+
+REGISTRY = Cases("case", "cases", _number)
+
+
+def numbers() -> list[int]:
+    return sorted(REGISTRY.files())
+
+
+def numbers_of_all() -> list[int]:
+    """Return the numbers of the cases that `case all` includes."""
+    return [number for number in numbers() if load(number).in_all]
+
+
+def call(number: int, profile_name: str = "") -> str:
+    """Return the command that runs a case; with --cases, if the case's file is not in cases/."""
+    words = profile.call(number, profile_name) if profile_name else f"./run.sh case {number}"
+    folder = REGISTRY.files()[number].parent
+    return words if folder == REGISTRY.own else f"{words} --cases {shlex.quote(str(folder))}"
+
+
+def load(number: int) -> Case:
+    """Return the case with this number. Raises ValueError if its file does not load, or if metric, methods or jobs() is
+    missing."""
+    path = REGISTRY.files()[number]
+    found: type[Case] | None = REGISTRY.class_in(path, Case)
+    if found is None:
+        raise ValueError(f"{path} must hold one class of papers.figures.case.Case with jobs(); see CONTRIBUTING.md")
+    if found.metric not in [*METRICS]:
+        raise ValueError(f"{path}: metric: expected one of {', '.join(METRICS)}, got {found.metric!r}")
+    if not found.methods:
+        raise ValueError(f"{path}: methods: expected names of methods, got none")
+    with told("__init__()", path):
+        return found()
+
+
+def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> CaseProfile:
+    """Return the profile with this name; None: this machine's default profile.
+
+    The profile's memory sizes are those of the machine named `on`. If `on` is None, they are those in `facts`, which
+    come from a record; if `facts` is None, too, they are those of this machine.
+    """
+    if facts is None:
+        drop = () if machine.devices()[0] == "cuda" else ("gpu", "gpu_bytes")
+        facts = {key: value for key, value in machine.facts().items() if key not in drop}
+    methods = {name for number in numbers() for name in load(number).searches}
+    return profile.make(name or ("quick" if "gpu" in facts else "demo"), on, methods, facts)
+
+
+def possible(wanted: Iterable[tuple[str, str | None]], facts: dict[str, Any]) -> Iterator[CaseProfile]:
+    """Yield a profile for each pair of a profile's name and a machine's name. A profile that cannot be made from these
+    facts is left out: sizes for a GPU need a GPU, for example."""
+    for name, on in wanted:
+        with contextlib.suppress(ValueError, KeyError):
+            yield profile_of(name, on, facts)
+
+
+def any_of(number: int, used: CaseProfile, records: Sequence[Record]) -> bool:
+    """True if one of the records is a run of this case in this profile."""
+    its = load(number).profiles(used)
+    return any(record.origin == "run" and each.is_of(record.job) for record in records for each in its)
+
+
+def is_of(used: CaseProfile, job: Job) -> bool:
+    """True if a case has this job in this profile; the job's depth and method do not matter."""
+    return any(each.is_of(job) for number in numbers() for each in load(number).profiles(used))
+
+
+def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Record]:
+    """Return the runs that a case may read in this profile, oldest first.
+
+    If a method, by one release of its engine, has runs by its present code, its other runs are left out; if not, those
+    by other code than its newest run. Raises ValueError if the runs are of several machines.
+    """
+    its = load(number).profiles(used)
+    own = [record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)]
+    fresh = {measurements.trainer(record) for record in own if measurements.is_current(record)}
+    own = [record for record in own if measurements.trainer(record) not in fresh or measurements.is_current(record)]
+    own = measurements.of_newest_code(own)
+    machines = {machine_of(record) for record in own}
+    if len(machines) > 1:
+        raise ValueError(
+            f"expected records of one machine, got {'; '.join(sorted(machines))}: try --results with a folder for each"
+            " machine"
+        )
+    return own
+
+
+def measured(number: int, used: CaseProfile, records: Sequence[Record]) -> list[FigureRow]:
+    """Return a case's measured rows, from those records that the case may read."""
+    return load(number).table(select(number, used, records), used)
+
+
+@functools.cache
+def published(number: int) -> list[FigureRow]:
+    """Return the published rows of a case.
+
+    A row's value is the median of iterations 11 to 50 in the log of one process. One run was killed: its value is that
+    of the only interval in its log.
+    """
+    import pandas
+
+    frame, found = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), []
+    for run in frame[frame["cases"].str.split().map(lambda cases: str(number) in cases)].itertuples():
+        options = {"window_size": int(run.window_size)} if run.window_size else {}
+        job = Job(run.method, Workload(num_layers=int(run.num_layers)), options, device="cuda", steps=1, warmup=0)
+        gate = Gate("failed" if run.reason else "tolerance", "", run.reason)
+        record = Record(
+            job, "", run.status, reason=run.reason, origin="published", clock="cuda", machine=PUBLISHED_MACHINE,
+            step_seconds=[float(run.step_ms) / 1000], gate=gate,
+        )  # fmt: skip
+        found.append(dataclasses.replace(row_of(load(number).metric, [record]), keys=()))
+    return found
+
+
+def table(number: int, used: CaseProfile, records: Sequence[Record], results: Path | None = None) -> list[FigureRow]:
+    """Return our rows of a case, measured and simulated. `results`: the folder of the records, which may hold files
+    from which a case makes further rows; None: no such rows. Raises ValueError if there is no measured row, or if the
+    rows have several machines or windows."""
+    its, found = load(number), measured(number, used, records)
+    if not found:
+        raise ValueError(f"no record of profile {used.name} here; try {call(number, used.name)} first")
+    windows = {row.window_size for row in found if row.status == "ok" and row.window_size}
+    if len(windows) > 1 and its.axis != "window_size":
+        raise ValueError(f"case {number}: expected runs of one window size, got {', '.join(map(str, sorted(windows)))}")
+    if results:
+        found = [*found, *its.beside(found, used, results)]
+    return [*found, *its.simulated(found)]

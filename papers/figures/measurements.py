@@ -1,0 +1,135 @@
+"""Finds the records that measure a job, and reads from records how a search for the largest size ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from harness.core import method
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.devices.machine import PACKAGES
+from harness.jobs.size_search import SizeAnswer, SizeOutcome, SizeTrial
+from harness.jobs.sweep import context, identity, read_by
+from papers.figures.point import FigureRow, row_of
+from papers.figures.profile import PROBE
+
+_context = functools.cache(context)
+
+
+def key(job: Job) -> str:
+    """Return the key that the record of this resolved job would have if the job ran here now."""
+    return job.key(**_context(job.method, read_by(job)), **identity(job))
+
+
+def is_current(record: Record) -> bool:
+    """True if the record's job would get the same key if it ran here now: the code and the machine are still those of
+    the record."""
+    with contextlib.suppress(ValueError):  # the method no longer has one of the record's options
+        return record.job.method in method.names() and record.key == key(record.job)
+    return False
+
+
+def of_newest_code(records: Sequence[Record]) -> list[Record]:
+    """Return the runs that were made by the code (a method's source, and the packages) of the newest run by the same
+    trainer, and those that tell no source, such as refusals by plan. `records`: oldest first."""
+    newest = {trainer(record): _code(record) for record in records if _code(record)}
+    return [record for record in records if not (code := _code(record)) or code == newest[trainer(record)]]
+
+
+def trainer(record: Record) -> tuple[str, str | None]:
+    """Return what trained: the method, and the release of its engine if that is not the installed one."""
+    with contextlib.suppress(ValueError):  # the method no longer exists
+        if option := method.load(record.job.method).release_option:
+            return record.job.method, record.job.options.get(option)
+    return record.job.method, None
+
+
+def _code(record: Record) -> tuple[str | None, ...]:
+    told = record.software
+    return (told["source"], *(told.get(name) for name in PACKAGES)) if told.get("source") else ()
+
+
+def repeats(job: Job, records: Sequence[Record]) -> list[Record]:
+    """Return the repeats of a job: its records that have the same key as its newest record.
+
+    A record of the job has the job's options, and may have further ones. If any record is a result, interrupted
+    attempts are left out. If any run was started, refusals by plan are left out.
+    """
+    same = [
+        record
+        for record in records
+        if dataclasses.replace(record.job, options={}) == dataclasses.replace(job, options={})
+        and job.options.items() <= record.job.options.items()
+    ]
+    same = [record for record in same if record.is_result] or same
+    same = [record for record in same if record.phase != "plan"] or same
+    return [record for record in same if record.key == same[-1].key]
+
+
+def rows(metric: str, jobs: Sequence[Job], records: Sequence[Record]) -> list[FigureRow]:
+    """Return a row for each job that has a record; jobs without a record are left out."""
+    return [row_of(metric, found) for job in jobs if (found := repeats(job, records))]
+
+
+def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """Return two lists of records from the method's search. The first has the repeats of the largest depth that trained
+    and is below every failure. The second has one record of the smallest depth that failed and is above every success.
+    Either list may be empty."""
+    probes = _probes(name, records)
+    depths, answer = _search(probes)
+    best = [record for record in depths.get(answer.largest, []) if record.status == "ok"]
+    failed = depths[answer.failed_above] if answer.failed_above else []
+    if not depths:
+        failed = probes  # no depth has a result: the last record tells why
+    return repeats(best[-1].job, best) if best else [], failed[-1:]
+
+
+def is_searched(name: str, records: Sequence[Record]) -> bool:
+    """True if the method's search is over. Then every depth up to the largest trained one passed, and the next depth
+    failed or was not run because its plan takes more host memory than the machine has."""
+    depths, answer = _search(_probes(name, records))
+    if answer.failed_above is None:
+        best = depths.get(answer.largest)
+        return best is not None and _is_refused_beyond(best[-1])
+    return answer.first_failing == answer.largest + 1 and answer.failed_above == answer.last_passing + 1
+
+
+def _probes(name: str, records: Sequence[Record]) -> list[Record]:
+    wanted = (name, PROBE["steps"], PROBE["warmup"])
+    return [each for each in records if (each.job.method, each.job.steps, each.job.warmup) == wanted]
+
+
+def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], SizeAnswer]:
+    """Return the records that have a result, by number of layers, and the answer of a search with these trials."""
+    depths: dict[int, list[Record]] = {}
+    for record in probes:
+        if record.is_result and record.phase != "plan":
+            depths.setdefault(record.job.workload.num_layers, []).append(record)
+    passed = {depth: any(record.status == "ok" for record in found) for depth, found in depths.items()}
+    return depths, SizeAnswer(trials=[SizeTrial(depth, SizeOutcome(each)) for depth, each in passed.items()])
+
+
+def _is_refused_beyond(record: Record) -> bool:
+    """True if a plan with one more layer than the record's takes more host memory than the record's machine has."""
+    job, have = record.job, record.machine.get("host_bytes")
+    if have is None or job.method not in method.names():
+        return False
+    try:
+        deeper = job.workload.at_depth(job.workload.num_layers + 1)
+        trained = method.create(job.method, job.options)
+        if trained.names_file():
+            return False
+        plan = trained.plan(deeper, job.budget.room)
+    except ValueError:  # the present code does not know these options
+        return False
+    return plan.host_bytes + (0 if job.device == "cuda" else plan.device_bytes) > have
+
+
+def sizes(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
+    """Return, by method, the largest depth that trained and passed the gate. A method without such a depth is left
+    out."""
+    found = {name: largest(name, records)[0] for name in names}
+    return {name: best[-1].job.workload.num_layers for name, best in found.items() if best and best[-1].gate.passed}

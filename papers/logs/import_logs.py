@@ -1,0 +1,152 @@
+"""Imports logs as records of origin `imported`: finds the logs, reads them, judges them and writes the records.
+
+A log is judged together with all logs of its folder, even those that this call does not import. So its verdict does not
+depend on the order of calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from harness.base.counted import counted
+from harness.base.foreign_file import parsed_json
+from harness.core import method
+from harness.core.job import Room, Workload, params_text
+from harness.core.log_lines import BUILD_LOG
+from harness.core.record import Record, log_stem, read_all
+from papers.logs import judge_curves
+from papers.logs.parse import NAME, NotALog, read
+from papers.logs.to_record import to_record
+
+SUFFIXES = (".txt", ".log")  # endings of the files in a folder that may be logs
+BUILD_LOGS = BUILD_LOG.format("*")  # names of compilers' logs, which are not logs of a training
+
+
+def import_logs(
+    asked: Iterable[Path], results: Path, reference: str | None, skipped: Callable[[Path, str], None]
+) -> Iterator[tuple[Record, bool]]:
+    """Yield the judged record of each log, and True if the record is new in `results`.
+
+    `skipped`: called with each file that is no log, and the reason. `reference`: name of the method whose logs the
+    others are compared with; None: a method that keeps everything on the device. Raises ValueError if no log is of the
+    named method.
+    """
+    chosen: dict[Path, list[Path]] = {}
+    for path in _find(asked):
+        chosen.setdefault(path.parent, []).append(path)
+    written: dict[str, Path] = {}  # by key of a record: the log that this call read it from
+    there = {record.key: path for path, record in read_all(results)[0].items() if record.origin == "imported"}
+    found = {folder: _read_folder(folder, paths) for folder, paths in chosen.items()}
+    names = sorted({record.job.method for records, _ in found.values() for record in records.values()})
+    if reference is not None and names and reference not in names:
+        raise ValueError(f"--reference: expected a method of these logs ({', '.join(names)}), got {reference!r}")
+    for folder, (records, complaints) in found.items():
+        gates = judge_curves.judge_all(list(records.values()), references(records.values(), reference))
+        judged = dict(zip(records, gates, strict=True))
+        for path in chosen[folder]:
+            if path in complaints:
+                skipped(path, complaints[path])
+                continue
+            record = dataclasses.replace(records[path], gate=judged[path])
+            first = written.setdefault(record.key, path)
+            if first != path:
+                skipped(path, f"the same log as {first.name}")
+                continue
+            try:
+                Record.from_dict(parsed_json(json.dumps(record.to_dict())))
+            except ValueError as error:
+                skipped(path, f"no verb could read its record: {error}")
+                continue
+            yield record, _write(record, path, results, there)
+
+
+def references(records: Iterable[Record], asked: str | None = None) -> list[str]:
+    """Return the methods that may be the reference for a folder's logs, best first.
+
+    `asked`: the only method to return; None: return all methods whose plan keeps everything on the device, this
+    project's own reference first.
+    """
+    if asked is not None:
+        return [asked]
+    known = {record.job.method for record in records} & set(method.names())
+    plans = {name: method.create(name, {}).plan(Workload(), Room()) for name in known}
+    resident = [name for name, plan in plans.items() if not plan.host_bytes and not plan.disk_bytes]
+    return sorted(resident, key=lambda name: (name != method.reference(), name))
+
+
+def _find(asked: Iterable[Path]) -> list[Path]:
+    """Return the files in `asked` and, for each folder in `asked`, the possible logs in it; each path only once."""
+    found: dict[Path, None] = {}
+    for path in asked:
+        if path.is_dir():
+            for folder, _, names in sorted(os.walk(path)):
+                logs = [name for name in sorted(names) if name.endswith(SUFFIXES) and not fnmatchcase(name, BUILD_LOGS)]
+                found |= {Path(os.path.abspath(folder), name): None for name in logs}
+        else:
+            found[Path(os.path.abspath(path))] = None
+    return list(found)
+
+
+def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], dict[Path, str]]:
+    """Read all logs in the folder, whether they were asked for or not. Return the records by path and, for each file
+    that is no log, the reason."""
+    records, complaints = {}, {}
+    beside: set[Path] = set()
+    with contextlib.suppress(OSError):  # the files of a folder may be readable although the folder cannot be listed
+        beside = {item for item in folder.iterdir() if NAME.fullmatch(item.name)}
+    for path in sorted({*paths, *beside}):
+        try:
+            if not path.is_file():
+                raise NotALog("not a file")
+            # from_dict() checks the record, as if it were read from a file
+            records[path] = Record.from_dict(to_record(read(path), path.name).to_dict())
+        except (OSError, ValueError) as error:
+            complaints[path] = str(getattr(error, "strerror", None) or error)
+    return records, complaints
+
+
+def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> bool:
+    """Write the record to a file whose name follows the published pattern. Return False, and write nothing, if the same
+    record is there already."""
+    path = there.get(record.key)
+    if path is not None and json.loads(path.read_text()) == json.loads(json.dumps(record.to_dict())):
+        return False
+    path = path or _free(results, record, log)
+    record.write(path)
+    there[record.key] = path
+    return True
+
+
+def _free(results: Path, record: Record, log: Path) -> Path:
+    """Return a path that follows the published pattern and is free. The time in its name is the record's start, plus as
+    many seconds as are needed to make the name free."""
+    for second in itertools.count(int(record.started)):
+        stem = log_stem(record.job, record.evidence["named_window"], second)
+        taken = [results / f"{stem}{suffix}" for suffix in (".json", *SUFFIXES)]
+        if not any(os.path.lexists(path) and path != log for path in taken):
+            return taken[0]
+    raise AssertionError("seconds do not end")
+
+
+def line(record: Record) -> str:
+    """Return one line of text about an imported log: method, size, status, logged medians, verdict and its reason."""
+    job, logged = record.job, record.evidence["samples_per_second"]
+    options = "".join(f" {name}={value}" for name, value in job.options.items())
+    size = f"{counted(job.workload.num_layers, 'layer')}, {params_text(job.workload.num_params)} parameters"
+    speed = f", median {statistics.median(logged):.5f} samples/s logged" if logged else ""
+    times = zip(record.evidence["iterations"], record.evidence["elapsed_ms"], strict=True)
+    steady_ms = [elapsed for iteration, elapsed in times if elapsed and iteration > record.interval_steps]
+    steady = f", {statistics.median(steady_ms):.1f} ms a step after the first interval" if steady_ms else ""
+    verdict = f"passed ({record.gate.verdict})" if record.gate.passed else record.gate.verdict
+    reason = f" ({record.gate.reason})" if record.gate.reason else ""
+    status = record.status + (f" {record.reason}" if record.reason else "")
+    doubts = "".join(f"; but {doubt}" for doubt in record.evidence["doubts"])
+    return f"{job.method}{options}, {size}: {status}{speed}{steady}; gate {verdict}{reason}: {record.gate.text}{doubts}"

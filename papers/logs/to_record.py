@@ -1,0 +1,281 @@
+"""Turns a raw log into a record. The job comes from the log's name and lines, the run's status from the lines that tell
+how the run ended. Every number stays as the log prints it.
+
+The log's name and its lines may disagree, and lines may be missing. The record's evidence lists the decisions in such
+cases under `doubts`, and the workload's fields that the log does not tell under `unsaid`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections import Counter
+from typing import Any
+
+from harness.base.counted import counted
+from harness.core import method
+from harness.core.job import Job, Workload
+from harness.core.log_lines import INTERVAL
+from harness.core.record import STATUSES, Record
+from papers.logs.parse import ENDS, Interval, NotALog, RawLog, scalar
+
+# By argument of the published artifact: the field of the workload that the argument sets.
+FIELDS = {
+    "num_attention_heads": "num_heads", "seq_length": "seq_len", "hidden_dropout": "dropout", "clip_grad": "clip_norm",
+    "lr": "learning_rate", "seed": "seed",
+}  # fmt: skip
+PRECISIONS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+SIZES = {
+    "num_layers": ("num_layers",), "hidden_size": ("hidden_size",), "batch_size": ("micro_batch_size", "batch_size"),
+    "window": ("gl_window_size",),
+}  # fmt: skip
+SPEEDS = {
+    "interval": "mean of each interval",
+    "cumulative": "mean of all steps so far but the first two, without data loading",
+}
+LARGEST_MB = 1e9  # in MB; a larger number is taken to be garbled
+FLOPS_PER_PARAMETER = 8  # operations that the artifact's Tera Flops count for each parameter and token
+
+
+def to_record(log: RawLog, name: str) -> Record:
+    """Return the log as a record that is not yet judged. Raises NotALog if the log's sizes or iterations make no
+    sense, or if its steps differ in their number of samples."""
+    intervals, interval_steps, steps, doubts = _intervals(log)
+    batch_size = _batch_size(log, intervals)
+    doubts = [*_appended(log), *_contradictions(log, batch_size), *doubts, *_unread(log, intervals)]
+    workload, unsaid = _workload(log, batch_size, doubts)
+    status, phase, reason, evidence = _end(log, intervals, steps)
+    job = Job(
+        log.name["method"], workload, _options(log), device=log.own.get("device", "cuda"), steps=steps,
+        warmup=min(interval_steps, steps - 1),
+    )  # fmt: skip
+    doubts += _implausible(log, job, intervals, interval_steps)
+    at = {interval.iteration: interval for interval in intervals}
+    grid = [at.get(step) for step in range(interval_steps, max(at, default=0) + 1, interval_steps)]
+    mebibytes = {"device_allocated": "max allocated", "device_reserved": "max reserved"}
+    return Record(
+        job, job.key(origin="imported", log=log.sha256), status, phase, reason, origin="imported", clock=job.device,
+        interval_steps=interval_steps, started=float(log.name["unix"]),
+        losses=[each.loss if each else None for each in grid],  # type: ignore[misc]
+        grad_norms=[each.grad_norm for each in intervals if each.grad_norm is not None],
+        step_seconds=[each.elapsed_ms / 1000 if each and each.elapsed_ms else None for each in grid],  # type: ignore[misc]
+        peaks={key: int(log.memory_mb[word] * 2**20) for key, word in mebibytes.items()
+               if 0 < log.memory_mb.get(word, 0) < LARGEST_MB},
+        evidence={**evidence, **_raw(log, name, intervals), **_parameters(log, workload, doubts), "unsaid": unsaid,
+                  "doubts": doubts},
+    )  # fmt: skip
+
+
+def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
+    """Return the log's numbers as the log prints them, by the names that they have in the record's evidence."""
+    kind = "cumulative" if log.cumulative_speeds else "interval"
+    columns = {"iterations": "iteration", "elapsed_ms": "elapsed_ms", "lm_loss": "loss", "grad_norm": "grad_norm"}
+    return {
+        "log": name, "log_sha256": log.sha256, "named_window": log.name["window"],
+        "arguments": {word: text for word, text in log.arguments.items() if word != "data_path"},
+        **{name: [getattr(each, field) for each in intervals] for name, field in columns.items()},
+        "samples_per_second": getattr(log, f"{kind}_speeds"), "samples_per_second_is": SPEEDS[kind],
+        "tera_flops": log.tera_flops, "memory_mb": log.memory_mb, "timers_ms": log.timers_ms,
+    }  # fmt: skip
+
+
+def _world_size(log: RawLog) -> int:
+    """Return the number of GPUs that shared the training; 1 if the log does not tell it."""
+    return log.world_size or _whole(log.arguments.get("world_size")) or 1
+
+
+def _model_parallel(log: RawLog) -> int:
+    """Return the number of parts into which the model was cut, each on a GPU of its own; 1 if the log does not tell
+    it."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size")
+    return math.prod(_whole(log.arguments.get(name)) or 1 for name in names)
+
+
+def _batch_size(log: RawLog, intervals: list[Interval]) -> int:
+    """Return the samples of a step, of all GPUs together. The lines of the intervals tell it best, the log's name
+    least: Megatron's name for the batch of one GPU is micro-batch. Raises NotALog if the steps differ."""
+    sizes = sorted({interval.batch_size for interval in intervals if interval.batch_size is not None})
+    ramp = log.arguments.get("rampup_batch_size", "None")
+    if len(sizes) > 1 or (not sizes and ramp not in ("None", "[]")):
+        steps = f"steps of {sizes[0]:g} to {sizes[-1]:g} samples" if sizes else f"a ramp-up of the batch ({ramp:.40})"
+        raise NotALog(f"expected steps of one batch size, got {steps}; try a log from after the ramp-up")
+    if sizes and not (sizes[0] >= 1 and sizes[0].is_integer()):
+        raise NotALog(f"expected a whole number as its global batch size, got {sizes[0]:g}")
+    if sizes:
+        return int(sizes[0])
+    micro = next((log.arguments[name] for name in SIZES["batch_size"] if name in log.arguments), None)
+    replicas = _whole(log.arguments.get("data_parallel_size")) or _world_size(log) // _model_parallel(log) or 1
+    stated = _whole(log.arguments.get("global_batch_size")) or log.samples_per_step or replicas * _whole(micro)
+    header = log.own.get("workload", {}).get("batch_size")
+    return stated or (header if isinstance(header, int) else 0) or int(log.name["batch_size"])
+
+
+def _contradictions(log: RawLog, batch_size: int) -> list[str]:
+    """Return a text for each fact (the method or a size) on which the log's name and its lines disagree."""
+    workload = log.own.get("workload", {})
+    stated = {size: next((log.arguments[word] for word in words if word in log.arguments), workload.get(size))
+              for size, words in SIZES.items()}  # fmt: skip
+    stated |= {"method": log.own.get("method"), "batch_size": batch_size}
+    return [
+        f"{size} is {log.name[size]} in the name and {text} in the log"
+        for size, text in stated.items()
+        if text is not None and str(text) != str(log.name[size])
+    ]
+
+
+def _appended(log: RawLog) -> list[str]:
+    """Return a text if the log lists arguments after steps, too. Then it holds several runs, of whose arguments the
+    last ones count. A list before the first step may be there twice, as in STRONGHOLD's logs."""
+    num_runs = len(log.starts)
+    return [f"its arguments are listed again after steps, as by {num_runs} runs in one file"] if num_runs > 1 else []
+
+
+def _unread(log: RawLog, intervals: list[Interval]) -> list[str]:
+    """Return a text for each kind of line about a step that could not be read, or only in part."""
+    doubts, parts = [], [interval.unread for interval in intervals if interval.unread]
+    if log.num_unread_steps:
+        doubts.append(f"{counted(log.num_unread_steps, 'line')} like a step's could not be read: {log.unread_step!r}")
+    if parts:
+        doubts.append(f"{len(parts)} of {len(intervals)} iteration lines were read in part, without {parts[0]!r}")
+    if num_untimed := sum(interval.elapsed_ms is None for interval in intervals):
+        doubts.append(f"{num_untimed} of {len(intervals)} iteration lines tell no time of a step in ms or s")
+    return doubts
+
+
+def _workload(log: RawLog, batch_size: int, doubts: list[str]) -> tuple[Workload, list[str]]:
+    """Return the workload, and the names of those of its fields that the log does not tell. Raises NotALog if the sizes
+    make no workload."""
+    sizes = {"num_layers": log.name["num_layers"], "hidden_size": log.name["hidden_size"], "batch_size": batch_size}
+    stated = {name: value for name, value in log.own.get("workload", {}).items() if name not in sizes}
+    stated |= {name: scalar(log.arguments[word]) for word, name in FIELDS.items() if word in log.arguments}
+    if log.vocab_size:
+        stated["vocab_size"] = log.vocab_size
+    if "data_path" in log.arguments:  # only the file's name: folders could tell a person's name
+        stated["corpus"] = re.split(r"[/\\]", log.arguments["data_path"].strip("[]'\" "))[-1]
+    if "params_dtype" in log.arguments:
+        stated["dtype"] = PRECISIONS.get(log.arguments["params_dtype"], log.arguments["params_dtype"])
+    fields = vars(Workload())
+    legible = {name: value for name, value in stated.items() if name in fields and _is_like(value, fields[name])}
+    doubts += [f"{name} is illegible: {str(value)[:60]}" for name, value in stated.items() if name not in legible]
+    try:
+        return Workload(**sizes, **legible), sorted(fields.keys() - legible.keys() - sizes.keys())
+    except ValueError as error:
+        doubts.append(f"not taken from the log: {error}")
+    try:
+        return Workload(**sizes), sorted(fields.keys() - sizes.keys())
+    except ValueError as error:
+        raise NotALog(f"its name makes no model: {error}") from error
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    kinds: Any = {float: (int, float), type(None): (str, type(None))}.get(type(default), type(default))
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _options(log: RawLog) -> dict[str, Any]:
+    """Return the options that the log tells, the number of GPUs among them if there are several. If it tells none, and
+    the method has a window, return the window in the log's name."""
+    if log.own:
+        return dict(log.own["options"])
+    ranks = {"world_size": _world_size(log)} if _world_size(log) > 1 else {}
+    known = log.name["method"] in method.names() and method.option_names(method.load(log.name["method"]))
+    has_window = "gl_window_size" in log.arguments or (known and "window_size" in known)
+    return {"window_size": log.name["window"], **ranks} if has_window else ranks
+
+
+def _intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
+    """Return four values: the logged intervals in order, the number of steps in an interval, the number of steps that
+    the run was to do, and doubts.
+
+    Lines that do not fit the schedule are dropped. Of repeated lines, the last one counts. Raises NotALog if the
+    iterations make no schedule.
+    """
+    totals = Counter(each.total for each in log.intervals)
+    total = max(totals, key=lambda each: (totals[each], each), default=_whole(log.arguments.get("train_iters")))
+    steps = log.own.get("steps") or total or 1
+    found = {each.iteration: each for each in log.intervals if 0 < each.iteration <= steps and each.total == total}
+    asked = min(INTERVAL, steps) if log.own else _whole(log.arguments.get("log_interval"))
+    if not asked or (found and sum(step % asked == 0 for step in found) * 2 <= len(found)):
+        asked = math.gcd(*found) or 1
+    legible = [found[step] for step in sorted(found) if step % asked == 0]
+    last = legible[-1].iteration if legible else 0
+    if last // asked > 100 * len(legible):
+        raise NotALog("the iterations that it numbers make no schedule")
+    if last <= (log.exit_iteration or -1) < last + asked:  # an argument told the run to exit early
+        steps = min(steps, max(1, log.exit_iteration or 1))
+    doubts = []
+    if num_left_out := len(log.intervals) - len(legible):
+        doubts.append(f"{counted(num_left_out, 'iteration line')} left out: repeated, or of no schedule")
+    return legible, asked, max(1, steps), doubts
+
+
+def _whole(text: str | None) -> int:
+    return int(text) if text is not None and re.fullmatch(r"\d{1,9}", text) else 0
+
+
+def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, str, dict[str, Any]]:
+    """Return the status, phase, reason and evidence of the run's end."""
+    if log.own and log.own_end:
+        status, phase, done, reason = log.own_end
+        if status in STATUSES and (status != "ok" or done == steps):
+            return status, phase, reason, {}
+    last = intervals[-1].iteration if intervals else 0
+    told = sorted(log.ends.items())
+    evidence: dict[str, Any] = {"ends": [text for _, text in told]} if told else {}
+    if last and (last == steps or (log.exit_iteration or 0) >= steps):
+        return "ok", "done", "", evidence
+    phase = f"step {last + 1}" if last else "" if log.num_unread_steps else "start"
+    start = "in steps that could not be read" if log.num_unread_steps else "before its first logged iteration"
+    where = f"after iteration {last} of {steps}" if last else start
+    if not told:
+        return "interrupted", phase, f"the log ends {where} without a reason", evidence
+    place, text = told[0]
+    status, _, meaning = ENDS[place]
+    if not meaning:
+        return status, phase, f"{where}: {text}", evidence
+    return status, phase, f"{where}: {text} ({meaning})", {**evidence, "meaning": meaning}
+
+
+def _parameters(log: RawLog, workload: Workload, doubts: list[str]) -> dict[str, Any]:
+    """Return the parameter counts that the log tells. If they differ from the workload's, the key `other_parameters`
+    says so. If the model was cut, each count is one part's, so none is compared, and a doubt says so."""
+    billions = [count for count in log.parameters_billion if count]
+    stated = {"parameters": log.parameters, "parameters_billion": sorted(set(billions))}
+    if (num_parts := _model_parallel(log)) > 1:
+        doubts.append(f"its parameters are counted in each of {num_parts} parts of the model, so they are not compared")
+        return stated
+    is_near = any(abs(count - workload.num_params / 1e9) < 6e-4 for count in billions)
+    if workload.num_params in log.parameters or (not log.parameters and (is_near or not billions)):
+        return stated
+    told = f"{log.parameters[0]}" if log.parameters else f"{billions[0]} B"
+    sizes = f"{counted(workload.num_layers, 'layer')} of {workload.hidden_size} have {workload.num_params}"
+    return {**stated, "other_parameters": f"the log counts {told} parameters, {sizes}"}
+
+
+def _implausible(log: RawLog, job: Job, intervals: list[Interval], interval_steps: int) -> list[str]:
+    """Return a text for each number of the log that its times, sizes and batches contradict."""
+    doubts, load = [], job.workload
+    is_whole = bool(intervals) and intervals[0].iteration == interval_steps
+    before = [Interval(0, 0, None, None, None, consumed=0.0)] if is_whole else []
+    grown = [
+        (after.consumed - first.consumed) / (after.iteration - first.iteration)
+        for first, after in itertools.pairwise([*before, *intervals])
+        if first.consumed is not None and after.consumed is not None and after.consumed > first.consumed
+    ]
+    if other := next((size for size in grown if size != load.batch_size), None):
+        doubts.append(f"its consumed samples grow by {other:g} a step, its batch has {load.batch_size}")
+    times = [interval.elapsed_ms / 1000 for interval in intervals if interval.elapsed_ms]
+    speeds = log.interval_speeds or log.cumulative_speeds
+    if times and speeds:
+        ratio = statistics.median(speeds) * statistics.median(times) / load.batch_size
+        if not 0.5 < ratio < 2:
+            doubts.append(f"its samples/s are {ratio:.2g} times what its batch and times give")
+    if times and log.tera_flops:
+        tokens = load.batch_size * load.seq_len / job.world_size
+        expected = FLOPS_PER_PARAMETER * load.num_params * tokens / statistics.median(times) / 1e12
+        ratio = statistics.median(log.tera_flops) / expected
+        if not 0.5 < ratio < 2 and expected > 0.1:
+            doubts.append(f"its Tera Flops are {ratio:.2g} times what its parameters, tokens and times give")
+    return doubts

@@ -1,0 +1,297 @@
+"""Writes one page that shows everything that was measured, and a review to paste into a form. Both are made only from
+records and traces.
+
+The page needs no network, because it contains its figures, style and script. The same records give the same bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pandas import DataFrame
+
+from cases import overlap
+from harness.base.counted import counted
+from harness.base.whole_file import check_replaceable, own_folder, write_page
+from harness.core import method
+from harness.core.record import Record, added_folders, read_all
+from harness.devices import named_machines
+from harness.jobs.command import again
+from harness.plan import advise
+from papers.claims import fairness, verify
+from papers.claims.examine import shortened
+from papers.claims.judge import Finding
+from papers.figures import case, plot
+from papers.figures import profile as scaled
+from papers.figures.point import FEWEST_FOR_INTERVAL, FigureRow, machine_of
+from papers.figures.profile import CaseProfile
+from papers.report import conclusion
+from papers.report import tables as pages
+from papers.report.tables import Cell, Entry
+
+TEMPLATES = Path(__file__).parent
+PAGE, REVIEW = "index.html", "review.md"
+# facts that belong to a run, not to its machine
+PASSING_FACTS = ("load_average", "foreign_processes", "ranks", "peak_rank", "source")
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """A figure of the page, with its table. `svg`: the figure as a data URI."""
+
+    case: str  # the case's number, or `overlap`
+    profile: str
+    title: str
+    svg: str
+    notes: list[str]  # the notes of the figure's small print
+    table: DataFrame
+    sender: str = ""  # name of the records' folder if others sent them in; "": own records
+
+    @property
+    def id(self) -> str:
+        return f"case{self.case}-{self.profile}" + (f"-{self.sender}" if self.sender else "")
+
+    @property
+    def csv(self) -> str:
+        """Return the name of the CSV file with the section's table; the file is in the folder of the page."""
+        return f"{self.id}.csv"
+
+
+@dataclass(frozen=True)
+class SentIn:
+    """The results of one machine that others sent in, with their figures."""
+
+    machine: str
+    entries: list[Entry]
+    sections: list[PageSection]
+    records: DataFrame
+
+
+def write(results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None) -> list[Path]:
+    """Write the page and, beside it, the review; return their paths.
+
+    `out`: the page's path; None: a file in `results`. `profile`: only its figures are shown; None: all. `machine`: only
+    records of machines with this text in their name are shown. Raises ValueError if there are no records, no figure of
+    the profile, or records of several machines.
+    """
+    page = out or results / "report" / PAGE
+    if page.name == REVIEW:
+        raise ValueError(f"--out: expected a name other than {REVIEW}, the review's: try --out {page.parent / PAGE}")
+    check_replaceable(page, b"<!DOCTYPE html>")
+    check_replaceable(page.parent / REVIEW, b"# Review of measurements")
+    told = gather(results, profile, machine)
+    made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
+    if out is None:
+        own_folder(page.parent)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    for section in (*told["sections"], *(each for sent in told["sent_in"] for each in sent.sections)):
+        data = pages.texts(section.table).to_csv(index=False, lineterminator="\n")
+        write_page(page.parent / section.csv, data)
+    for path, text in made.items():
+        write_page(path, text)
+    return list(made)
+
+
+def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
+    """Return the records by their paths, and a complaint about each file that is not a valid record. Raises ValueError
+    if there is no valid record."""
+    found, complaints = read_all(results)
+    if not found and complaints:
+        told = shortened(sorted(complaints))
+        raise ValueError(f"expected readable records in {results}, got none: {told}; try another --results folder")
+    if not found and (sent := added_folders(results)):
+        raise ValueError(f"expected your own records in {results}, got only records sent in: try --results {sent[0]}")
+    if not found:
+        raise ValueError(f"no record in {results}: try ./run.sh case all --profile demo, or another --results folder")
+    return found, complaints
+
+
+def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
+    """Return the values for the templates of the page and of the review, by the names that the templates use."""
+    found, complaints = recorded(results)
+    chosen = {id(record) for record in verify.of_one_machine(list(found.values()), machine)}
+    kept = [(path, record) for path, record in found.items() if id(record) in chosen]
+    entries = [Entry(number, path, record) for number, (path, record) in enumerate(kept, start=1)]
+    records = [entry.record for entry in entries]
+    runs = [record for record in records if record.origin == "run"]
+    here = verify.findings(results, None, machine)
+    there = verify.findings(results, verify.PUBLISHED, None)
+    sections = list(figures(entries, profile, results))
+    advice = advise.of_records(records)
+    commits = _each(" ".join(str(record.software.get("commit")).split()) for record in runs)
+    reasons = {
+        "sim": any(record.clock == "sim" for record in runs), "commits": commits, "num_runs": len(runs),
+        "dirty": any(commit.endswith("+") for commit in commits), "imported": len(records) - len(runs),
+        "fewest": FEWEST_FOR_INTERVAL,
+    }  # fmt: skip
+    machines = _each(pages.machine(record) for record in runs)
+    return {
+        "conclusion": conclusion.sentences(records, here, machines),
+        "sections": sections,
+        "sent_in": list(sent_in(results, machine, len(entries))),
+        "claims": pages.claim_table(here, there, entries),
+        "claims_shown": pages.claims_shown(here, there, entries),
+        "summary": pages.summary(entries),
+        "advice": advice and pages.advice_table(advice, entries),
+        "findings": here,
+        "tally": tally(here),
+        "tally_published": tally(there),
+        "fairness": pages.table("What each method ran with", fairness.answers(fairness.rows(records))),
+        "records": pages.table("Every record, oldest first", map(pages.record_row, entries)),
+        "entries": entries,
+        "left_out": [complaint.replace(f"{results}/", "") for complaint in complaints],
+        "others": len(found) - len(entries),
+        "ends": Counter(pages.outcome(record) for record in runs),
+        "log_ends": Counter(pages.outcome(record) for record in records if record.origin == verify.IMPORTED),
+        "untrained": untrained(entries),
+        "of_logs": verify.is_of_logs(here),
+        "doubts": _render("doubts.txt.j2", reasons).splitlines(),
+        "commands": [*(["./run.sh import LOGS..."] if len(runs) < len(records) else []), *commands(runs, sections)],
+        "profiles": list(dict.fromkeys(section.profile for section in sections)),
+        "clocks": _each(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
+        "machines": machines,
+        "facts": _each(
+            told for record in runs for told in map(pages.pairs, (lasting(record.machine), lasting(record.software)))
+        ),
+        "methods": _each(record.job.method for record in records),
+        "num_runs": len(runs),
+        "days": _each(entry.when[:10] for entry in entries if entry.record.origin == "run"),
+    }
+
+
+def sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]:
+    """Yield the results that others sent in, one machine after another. On the page, the records of these results are
+    numbered from `number` + 1 on."""
+    for folder in added_folders(results):
+        found = read_all(folder)[0].items()
+        asked = [(path, each) for path, each in found if (machine or "").lower() in machine_of(each).lower()]
+        entries = [Entry(number + place, path, each) for place, (path, each) in enumerate(asked, start=1)]
+        if not entries:
+            continue
+        number += len(entries)
+        sections = [dataclasses.replace(each, sender=folder.name) for each in figures(entries, None, folder)]
+        name = pages.machine(entries[-1].record)
+        yield SentIn(name, entries, sections, pages.table(f"Records of {name}", map(pages.record_row, entries)))
+
+
+def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[PageSection]:
+    """Yield every figure of these records, one case after another. `wanted`: the only profile whose figures are
+    yielded; None: all profiles. Raises ValueError if there is no figure of the wanted profile."""
+    records = [entry.record for entry in entries]
+    there, traced = list(tables(records, results)), list(traces(records, results))
+    names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _ in traced)))
+    if wanted is not None and wanted not in names:
+        raise ValueError(f"--profile: expected one of {', '.join(names)}, got {wanted!r}")
+    there = [one for one in there if wanted in (None, one[0].name, one[0].kind)]
+    traced = [one for one in traced if wanted in (None, one[0], one[0].split("_")[0])]
+    if wanted is not None and not there and not traced:
+        raise ValueError(f"no record of profile {wanted}: try {scaled.call('all', wanted)}")
+    for used, number, ours in there:
+        published, note = case.published(number), f"profile {used.name}"
+        rows = [*ours, *published]
+        table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
+        its = case.load(number)
+        yield _section(number, used.name, its.title, its.figure(rows, note), table)
+    for of, found in traced:
+        title, note = str(overlap.__doc__).partition("\n")[0], f"profile {of}"
+        table = pages.table(f"Case overlap, {note}: the numbers of the figure", overlap.table(found).to_dict("records"))
+        keys = [[each.record.key] if each.record else [] for each in found]
+        table["records"] = [Cell(links=pages.numbers_of(own, entries)) for own in keys]
+        yield _section(overlap.NAME, of, title, overlap.figure(found, note), table)
+
+
+def _section(name: int | str, profile: str, title: str, made: plot.Figure, table: DataFrame) -> PageSection:
+    svg = f"data:image/svg+xml;base64,{base64.b64encode(plot.svg(made).encode()).decode()}"
+    return PageSection(str(name), profile, title, svg, plot.notes(made), table)
+
+
+def tables(
+    records: Sequence[Record], results: Path | None = None
+) -> Iterator[tuple[CaseProfile, int, list[FigureRow]]]:
+    """Yield each profile and case for which there are records, with this project's rows, without the published ones."""
+    for used in _profiles(records):
+        for number in case.numbers():
+            with contextlib.suppress(ValueError):  # this case has no record
+                yield used, number, case.table(number, used, records, results)
+
+
+def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list[overlap.Shown]]]:
+    """Yield, for each trace that belongs to these records, its profile and the timelines that its figure shows."""
+    for profile in overlap.profiles(records):
+        with contextlib.suppress(ValueError):  # the trace's file is gone
+            yield profile, overlap.shown(profile, results, records)
+
+
+def _profiles(records: Sequence[Record]) -> Iterator[CaseProfile]:
+    """Yield each profile to which a run of these records belongs. A profile may have the memories of a machine in
+    machines.yaml."""
+    runs = [record for record in records if record.origin == "run"]
+    wanted = itertools.product(scaled.NAMES, (None, *named_machines.names()))
+    seen: list[CaseProfile] = []
+    for used in case.possible(wanted, runs[-1].machine if runs else {}):
+        nameless = dataclasses.replace(used, name=used.kind)  # two machines may give equal profiles
+        if nameless not in seen and any(case.is_of(used, record.job) for record in runs):
+            seen.append(nameless)
+            yield used
+
+
+def tally(found: Sequence[Finding]) -> dict[str, int]:
+    """Return the number of claims with each verdict that occurs."""
+    counts = Counter(finding.verdict for finding in found)
+    return {verdict: counts[verdict] for verdict in verify.VERDICTS if counts[verdict]}
+
+
+def untrained(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the runs that crashed or failed the gate. An interrupted run is left out if its job was completed
+    later."""
+    ended = {entry.record.key for entry in entries if entry.record.is_result}
+    bad = [entry for entry in entries if entry.verdict.look == pages.BAD]
+    return [entry for entry in bad if entry.record.is_result or entry.record.key not in ended]
+
+
+def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[str]:
+    """Return the commands that repeat the runs: first the commands of cases, by profile, then the commands of jobs that
+    belong to no case. The reference's runs need no command, because a run that is judged by the reference starts it."""
+    of_all = [str(number) for number in case.numbers_of_all()]
+    cases = _each(scaled.call("all" if each.case in of_all else each.case, each.profile) for each in sections)
+    used = list(_profiles(runs))
+    references = {record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()}
+    loose = _each(
+        again(record)
+        for record in runs
+        if record.key not in references and not any(case.is_of(each, record.job) for each in used)
+    )
+    return [*cases, *loose, "./run.sh verify", "./run.sh report"]
+
+
+def lasting(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return those facts of a machine, or of its software, that do not change from run to run."""
+    return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
+
+
+def _each(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+def _render(name: str, told: dict[str, Any]) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=name.endswith(".html.j2"), trim_blocks=True,
+        lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters |= {"markdown": markdown, "counted": counted}
+    return environment.get_template(name).render(told)
+
+
+def markdown(text: str) -> str:
+    """Return the text as one cell of a Markdown table, with Markdown's own characters escaped."""
+    return " ".join("".join(f"\\{character}" if character in "\\`*[<|" else character for character in text).split())

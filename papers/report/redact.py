@@ -1,0 +1,128 @@
+"""Removes the names of persons and machines from text and records: hosts, users, addresses, folders.
+
+Names of hosts and users are those of this machine; paths of folders are shortened on whichever machine they are. A name
+that is also a word of the records, such as a host called gpu, is not removed, because this would change what the
+records say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import pwd
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.base.checkout import ROOT
+
+HOST, USER, HOME, ADDRESS, SECRET = "HOST", "USER", "~", "ADDRESS", "SECRET"
+NOBODY = ("localhost", "root", "/", "")  # names that tell nothing about a person or a machine
+# Paths in these system folders are not changed. Any other path is cut to its last name or, if it leads into a project
+# or a package, to the part within that.
+SYSTEM = "usr|lib|lib64|proc|sys|dev|etc|bin|run|var/run"
+HOMES = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)|\b[A-Za-z]:\\+Users\\+[^\\\s'\":]+")
+PROJECT = r"(?:site|dist)-packages/|(?:harness|places|methods|papers|cases|cli|tests|bench)/(?:\w+/)*\w+\.py"
+INSIDE = re.compile(rf"(?<![^\s'\",:;=()\[\]{{}}])[^\s'\",:;=()\[\]{{}}]*/(?={PROJECT})")
+ELSEWHERE = re.compile(rf"(?<![\w./~-])(?:~|/(?!(?:{SYSTEM})/)[\w.@+~%=-]+)(?:/[\w.@+~%=-]+)*/([\w.@+~%=-]+)")
+# Matches a path in quotes that contains blanks.
+QUOTED = re.compile(rf"(?<=['\"])/(?!(?:{SYSTEM})/)(?=[^'\"\n]* )[^'\"\n]*/([^'\"/\n]+)(?=['\"])")
+BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
+# Matches the network address of any machine.
+ADDRESSES = re.compile(
+    rf"(?<![\w.:=-])(?!127\.|0\.0\.0\.0)(?:{BYTE}\.){{3}}{BYTE}(?![\w.])"
+    r"|(?<![\w:.])[0-9a-f]{1,4}(?::[0-9a-f]{0,4}){4,7}(?![\w:])", re.IGNORECASE,
+)  # fmt: skip
+SECRETS = re.compile(
+    r"\b(?:hf_|gh[a-z]_|github_pat_|glpat-|sk-|xox[a-z]-|AKIA)[\w-]{12,}"
+    r"|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
+    r"|(?i:(?<=token=)|(?<=token: )|(?<=password=)|(?<=secret=)|(?<=api_key=)|(?<=bearer ))[\w.~+/-]{6,}=*"
+)
+PART_BEFORE, PART_AFTER = re.compile(r"[\w-]*$"), re.compile(r"[\w-]*")
+MOST_NODES = 10_000
+LONGEST = 100  # most characters before and after a name that may belong to the same word
+GPU = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names to replace, each with its replacement. `folders` are replaced wherever they occur in a text. `words`
+    are replaced only as whole words, and not where they are part of a word in `known`."""
+
+    words: Mapping[str, str] = field(default_factory=dict)
+    folders: Mapping[str, str] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
+
+    def text(self, text: str) -> str:
+        """Return the text with the names replaced, and with the paths of all folders shortened."""
+        for folder, put in _longest_first(self.folders):
+            text = re.sub(rf"{re.escape(folder)}(?![\w.-])/?", put, text)
+        text = HOMES.sub(HOME, SECRETS.sub(SECRET, text.replace("file:///", "/")))
+        text = QUOTED.sub(r".../\1", ADDRESSES.sub(ADDRESS, text))
+        text = ELSEWHERE.sub(r".../\1", INSIDE.sub("", text))
+        for word, put in _longest_first(self.words):
+            domain = r"(?:\.[A-Za-z][\w-]*)*" if put == HOST else ""
+            whole = rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])"
+            text = re.sub(f"({whole}){domain}", partial(self._put, put), text, flags=re.IGNORECASE)
+        return GPU.sub(r"\1-removed", text)
+
+    def _put(self, put: str, found: re.Match[str]) -> str:
+        """Return the replacement `put`; if the match is part of a known word, return the match itself."""
+        before = found.string[max(0, found.start(1) - LONGEST) : found.start(1)]
+        after = found.string[found.end(1) : found.end(1) + LONGEST]
+        start, end = PART_BEFORE.search(before), PART_AFTER.match(after)
+        assert start and end
+        return found[0] if f"{start[0]}{found[1]}{end[0]}".lower() in self.known else put
+
+    def value(self, value: Any) -> Any:
+        """Return the JSON value with the names replaced in every text. The keys of objects are not changed."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, dict):
+            return {key: self.value(item) for key, item in value.items()}
+        return [self.value(item) for item in value] if isinstance(value, list) else value
+
+
+def _longest_first(names: Mapping[str, str]) -> list[tuple[str, str]]:
+    return sorted(names.items(), key=lambda pair: (-len(pair[0]), pair))
+
+
+def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
+    """Return the names to remove: the names of this machine, its users and this checkout, and the hosts in `others`.
+    The words in `known` are not removed."""
+    host = socket.gethostname()
+    words = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
+    words |= dict.fromkeys(_users(), USER) | dict.fromkeys(others, HOST)
+    addresses = (each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found)
+    words |= {address: ADDRESS for address in addresses if not re.match(r"127\.|::1$|(00:)+00$", address)}
+    words = {word: put for word, put in words.items() if word.lower() not in NOBODY and len(word) > 1}
+    folders = {str(Path.home()): f"{HOME}/", str(ROOT): ""}
+    return Names(words, folders, frozenset(word.lower() for word in known))
+
+
+def nodes(text: str) -> Iterable[str]:
+    """Yield the hosts of a list in Slurm's notation, such as a1,b[2-4,07]. Of each range, yield at most MOST_NODES + 1
+    hosts."""
+    for before, ranges, after in re.findall(r"([\w.-]+)(?:\[([\d,-]+)\])?([\w.-]*)", text):
+        for part in ranges.split(","):
+            first, _, last = part.partition("-")
+            if not first:
+                yield f"{before}{after}"
+            elif len(first) < 10 > len(last):
+                for number in range(int(first), min(int(last or first), int(first) + MOST_NODES) + 1):
+                    yield f"{before}{number:0{len(first)}d}{after}"
+
+
+def _users() -> set[str]:
+    found = {Path.home().name}
+    for ask in (getpass.getuser, lambda: pwd.getpwuid(os.getuid()).pw_name):
+        with contextlib.suppress(KeyError, OSError):  # the user of a container may have no name
+            found.add(ask())
+    return found

@@ -1,0 +1,348 @@
+"""Runs jobs in containers. In a container, launch.py runs as on this machine, but with Python and the engines of an
+image, and within the job's limit of host memory.
+
+The container sees this checkout, the folder of results and the folders that the job names, all at the same paths as on
+this machine. Source code comes from this checkout, packages come from the image. The container has no network, never
+runs as root (container_user.py), and ends when this process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import queue
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+
+from harness.base.checkout import ROOT
+from harness.core import failures
+from harness.core.corpus_files import corpus_files
+from harness.core.job import Job
+from harness.core.method import Unavailable
+from harness.core.record import Record, new_stem
+from harness.devices import budgets, machine
+from harness.devices.device_lock import turn
+from harness.models import weight_files
+from harness.plan.run_time import deadline_seconds
+from harness.run.launch import GRACE_SECONDS, Events
+from harness.run.place import ORDERED, KeyedJobs, Place, Report, order, place_record, write_end
+from places.shared import container_user
+from places.shared.container_user import CODE, Exchange
+
+PYTHON = "/harness/.venv/bin/python"  # as in docker/Dockerfile
+WATCHER_BYTES = 96 * 2**20  # bytes for the worker's parent process in the container, which took 60 MiB when measured
+# seconds that a container may take beyond the job's own time, to start, and to end after its worker has ended
+START_SECONDS = 120.0
+POLL_SECONDS = 0.5
+# number of standard output in the engine's frames; number by which this module marks the end of all streams
+STDOUT, ENDED = 1, -1
+# Options of methods that name a folder: their names, and how the command line spells them. Jobs write to WRITTEN.
+WRITTEN, READ = {"disk": "--disk", "checkpoint": "--option checkpoint"}, {"resume": "--resume"}
+SCRATCH = "/tmp"  # the only folder of the image that a job may write to; it is kept in memory
+# Folder that the image closes to the container's user. If a path that the container sees leads through this folder, an
+# empty open folder is mounted over it.
+CLOSED = Path("/root")
+MOST_PROCESSES = 4096
+LABEL, STEM, KEY = "harness.results", "harness.stem", "harness.key"
+NO_ENGINE = "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
+
+
+def default_image(device: str) -> str:
+    """Return the name of the image for a device. The image's tag is a hash of the pinned packages, so changed pins need
+    a new image."""
+    key = hashlib.sha256()
+    names = (ROOT / name for name in ("docker/Dockerfile", "venv.sh", "pyproject.toml"))
+    for path in (*names, *sorted((ROOT / "requirements").glob("*.txt"))):
+        key.update(path.read_bytes())
+    return f"harness:{'cuda' if device == 'cuda' else 'cpu'}-{key.hexdigest()[:12]}"
+
+
+@functools.cache
+def engine() -> Any:
+    """Return a client of the container engine that DOCKER_HOST names or, without DOCKER_HOST, of the system's engine.
+    Raises Unavailable if no engine answers."""
+    from docker.client import from_env
+    from docker.errors import DockerException
+
+    try:
+        client = from_env()
+        client.ping()
+    except DockerException as error:
+        raise Unavailable(NO_ENGINE) from error
+    return client
+
+
+class Docker(Place):
+    """The place --on docker: a container engine, and one of its images. Making it raises Unavailable if the engine or
+    the image is missing."""
+
+    uses_this_venv = False
+    cli_options: ClassVar = {
+        "image": click.option(
+            "--image", metavar="NAME", help="Image for --on docker; default: what ./run.sh image build makes."
+        )
+    }
+
+    @classmethod
+    def of(cls, words: dict[str, Any], device: str) -> Docker:
+        return cls(words["image"] or default_image(device))
+
+    def __init__(self, image: str) -> None:
+        self.client = engine()
+        from docker.errors import ImageNotFound
+
+        try:
+            self.image = self.client.images.get(image)
+        except ImageNotFound as error:
+            raise Unavailable(f"no image {image} here: try ./run.sh image build, or --image with another") from error
+
+    def context(self) -> dict[str, str]:
+        return {"image": self.image.id}
+
+    def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
+        return [self._launch(job, key, results.resolve(), folders, report) for job, key in jobs]
+
+    def _launch(self, job: Job, key: str, results: Path, folders: tuple[Path, ...], report: Report) -> Path:
+        """Run the job; return the path of its record.
+
+        At the first KeyboardInterrupt the worker may still finish its record; at the second this call ends the
+        container. Then KeyboardInterrupt is raised again.
+        """
+        with turn(job, report):
+            stem = new_stem(results, job)
+            self._take_left(results, report)
+            exchange = None if os.getuid() else Exchange(stem)
+            try:
+                settings = self._settings(job, key, stem, folders, exchange)
+                running = Running(self.client, settings, job, report)
+            except Unavailable as error:
+                if exchange:
+                    exchange.close(key)
+                missing = failures.ended("unavailable", "engine", str(error))
+                return write_end(job, key, stem, missing)
+            try:
+                running.follow(order(job, key, stem, folders))
+            finally:
+                path = self._complete(running, job, key, stem, exchange)
+        if running.stopped == "interrupt":
+            raise KeyboardInterrupt
+        return path
+
+    def _take_left(self, results: Path, report: Report) -> None:
+        """Clean up after calls that were killed: remove the calls' ended containers and, if root made the calls, take
+        the records that the containers left."""
+        from docker.errors import APIError
+
+        found = self.client.containers.list(all=True, filters={"label": f"{LABEL}={results}"}, ignore_removed=True)
+        of_stem = {each.labels.get(STEM): each for each in found}
+        ended = [each for each in found if each.status == "exited"]
+        for exchange in container_user.left(results):
+            container, path = of_stem.get(exchange.stem.name), Path(f"{exchange.stem}.json")
+            if container and container.status == "running":
+                exchange.release()
+                continue
+            exchange.close(container.labels[KEY] if container else None)
+            if exchange.refused:
+                report({"event": "warning", "text": f"{exchange.stem.name}: {exchange.refused}"})
+            elif container and path.exists():
+                place_record(path, self._told(container.attrs["Image"]), {}, None)
+            ended += [container] if container and container.status == "created" else []
+        for container in ended:
+            with contextlib.suppress(APIError):  # another call has already removed the container
+                container.remove()
+
+    def _told(self, image: str) -> dict[str, str]:
+        """Return the facts of the place that the records of its jobs keep."""
+        return {"on": "docker", "image": image, "engine": self.client.version()["Version"]}
+
+    def _settings(
+        self, job: Job, key: str, stem: Path, folders: tuple[Path, ...], exchange: Exchange | None
+    ) -> dict[str, Any]:
+        from docker.types import DeviceRequest, Mount
+
+        shown = folders_shown(job, stem.parent, folders, self.image.short_id.removeprefix("sha256:"))
+        if exchange:
+            exchange.open()
+            shown = [(exchange.folder if there == stem.parent else here, there, fixed) for here, there, fixed in shown]
+            shown.append((exchange.path, exchange.path, False))
+        is_closed = any(CLOSED in there.parents for _, there, _ in shown)
+        user, group = container_user.ids()
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        limit, gpus = memory_limit(job), machine.gpu_uuids(job) if job.device == "cuda" else []
+        return {
+            "image": self.image.id, "command": [PYTHON, "-m", "harness.run.place"], "working_dir": str(ROOT),
+            "mounts": [Mount(str(there), str(here), "bind", read_only=is_fixed) for here, there, is_fixed in shown],
+            "user": f"{user}:{group}", "network_mode": "none", "init": True, "stdin_open": True,
+            "environment": {"PYTHONPATH": str(ROOT), "HOME": SCRATCH},
+            "labels": {LABEL: str(stem.parent), STEM: stem.name, KEY: key},
+            "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "pids_limit": MOST_PROCESSES, "read_only": True,
+            "tmpfs": {SCRATCH: "exec,mode=1777"} | ({str(CLOSED): f"uid={user},gid={group}"} if is_closed else {}),
+            "mem_limit": limit, "memswap_limit": limit, "shm_size": limit or machine.host_bytes() // 2,
+            "cpuset_cpus": ",".join(map(str, cores)) or None,
+            "device_requests": [DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
+        }  # fmt: skip
+
+    def _complete(self, running: Running, job: Job, key: str, stem: Path, exchange: Exchange | None) -> Path:
+        """Add the engine's report on the container's end to the job's record; if the job left no record, write one that
+        tells the job's end. Return the record's path."""
+        state = running.end()
+        if exchange:
+            exchange.close(key)
+        told = {name: state.get(name) for name in ("OOMKilled", "ExitCode", "Error")}
+        path, better = Path(f"{stem}.json"), None
+        end = failures.End(
+            running.events.phase, state.get("ExitCode", 0), running.stopped, running.seconds,
+            oom_kills=int(bool(told["OOMKilled"])), owns_group=True, host_limit_bytes=memory_limit(job) or 0,
+            log_tail=running.errors[-4096:],
+        )  # fmt: skip
+        if not path.exists():
+            refused = exchange.refused if exchange else ""
+            told_end = failures.ended("crash", "record", refused) if refused else None
+            write_end(job, key, stem, told_end or failures.of_process(end), running.events.fields())
+        elif told["OOMKilled"] and Record.read(path).status in ("killed", "crash"):
+            better = failures.of_killed_child(end, Record.read(path).reason, "")
+        evidence: dict[str, Any] = {"docker": told} if Record.read(path).status != "ok" else {}
+        if exchange and exchange.left:
+            evidence["left_in_container"] = exchange.left
+        return place_record(path, self._told(self.image.id), evidence, better)
+
+
+def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[tuple[Path, Path, bool]]:
+    """Return the folders and files that a container of this job sees, each as (path here, path in the container, True
+    if the container may only read it).
+
+    The two paths differ only for .venv: as .venv the container sees a folder of this machine with files that were
+    compiled in this image for the container's user. Missing folders that the job writes to are made. Raises Unavailable
+    if the container's user may not read or write where the job must.
+    """
+    corpus, weights = job.workload.corpus, job.workload.weights
+    files = [*(corpus_files(str(Path(corpus).resolve())) if corpus else [])]
+    if weights:  # in the Hub's cache, files of weights are links to files elsewhere
+        files += [Path(weights).resolve(), *weight_files.paths(weights)]
+    named = {name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)}
+    written = {named[name] for name in WRITTEN if name in named}
+    data = {*files, *named.values()} - written
+    if Path(SCRATCH) in written:
+        raise Unavailable(
+            f"--disk: expected a folder on the disk, got {SCRATCH}, which is in memory in a container; try --disk DIR"
+        )
+    if not os.getuid() and results in (ROOT, *folders, *named.values()):
+        raise Unavailable(
+            f"--results: expected a folder of results alone, got {results}, which the job reads; try another folder"
+        )
+    for path, patterns in {**dict.fromkeys(data, ("**/*",)), **dict.fromkeys(folders, ("*.py",)), ROOT: CODE}.items():
+        container_user.check_readable(path, patterns)
+    compiled = ROOT / ".venv" / f"image-{image}-{container_user.ids()[0]}"
+    for folder in (*written, compiled):
+        container_user.make_writable(folder)
+    written.add(results)
+    read = {ROOT, *folders, *data} - written
+    same = [(path, path, path in read) for path in (*sorted(read), *sorted(written))]
+    return [*same, (compiled.resolve(), ROOT / ".venv", False)]
+
+
+def memory_limit(job: Job) -> int | None:
+    """Return the container's memory limit in bytes, swap included: the worker's limit plus WATCHER_BYTES; None if the
+    worker has no limit."""
+    wall = budgets.wall_bytes(job)
+    return wall + WATCHER_BYTES if wall else None
+
+
+class Running:
+    """A started container: reads its events, and ends it. The constructor raises Unavailable if the engine refuses the
+    container."""
+
+    def __init__(self, client: Any, settings: dict[str, Any], job: Job, report: Report) -> None:
+        from docker.errors import APIError
+
+        self.events, self.stopped, self.errors = Events(ORDERED, report), "", ""
+        self.seconds = job.budget.seconds or deadline_seconds(job)
+        self.container: Any = None
+        try:
+            self.container = client.containers.create(**settings)
+            self.socket = self.container.attach_socket(params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+            self.container.start()
+        except APIError as error:
+            if self.container:
+                self.container.remove(force=True)
+            raise Unavailable(told(error)) from error
+
+    def follow(self, order: dict[str, Any]) -> None:
+        """Send the order to the container and read its events until the container has ended or end() must end it."""
+        self.socket._sock.sendall((json.dumps(order) + "\n").encode())
+        frames: queue.Queue[tuple[int, bytes]] = queue.Queue()
+        threading.Thread(target=self._read, args=(frames,), daemon=True).start()
+        deadline, stopping = time.monotonic() + self.seconds + START_SECONDS, 0.0
+        while True:
+            try:
+                stream, data = frames.get(timeout=POLL_SECONDS)
+                if stream == ENDED:
+                    return
+                if stream == STDOUT:
+                    self.events.feed(data)
+                else:
+                    self.errors += data.decode(errors="replace")
+            except queue.Empty:
+                now = time.monotonic()
+                if stopping and now - stopping > 2 * GRACE_SECONDS:
+                    return
+                if not stopping and now > deadline:
+                    self.stopped, stopping = "deadline", now
+                    self.kill(signal.SIGINT)
+            except KeyboardInterrupt:
+                self.stopped = "interrupt"
+                if stopping:
+                    return
+                stopping = time.monotonic()
+                self.kill(signal.SIGINT)
+
+    def _read(self, frames: queue.Queue[tuple[int, bytes]]) -> None:
+        from docker.utils.socket import frames_iter
+
+        with contextlib.suppress(OSError):
+            for frame in frames_iter(self.socket, tty=False):
+                frames.put(frame)
+        frames.put((ENDED, b""))
+
+    def kill(self, number: signal.Signals) -> None:
+        from docker.errors import APIError
+
+        with contextlib.suppress(APIError):  # the container has ended meanwhile
+            self.container.kill(number.name)
+
+    def end(self) -> dict[str, Any]:
+        """End the container if it still runs, remove it, and return the engine's report on its last state."""
+        from docker.errors import APIError
+        from requests.exceptions import ConnectionError, Timeout
+
+        try:
+            with contextlib.suppress(ConnectionError, Timeout):
+                self.container.wait(timeout=0.1 if self.stopped else GRACE_SECONDS)
+            self.container.reload()
+            if self.container.status == "running":
+                self.kill(signal.SIGKILL)
+                self.container.wait(timeout=GRACE_SECONDS)
+                self.container.reload()
+            return dict(self.container.attrs["State"])
+        except APIError as error:  # another process has removed the container
+            return {"ExitCode": 137, "OOMKilled": False, "Error": told(error)}
+        finally:
+            self.socket._response.close() if hasattr(self.socket, "_response") else self.socket.close()
+            with contextlib.suppress(APIError):
+                self.container.remove(force=True)
+
+
+def told(error: Any) -> str:
+    """Return the engine's error as one line of text, with a remedy if one is known."""
+    text = " ".join(str(error.explanation or error).split())
+    if "could not select device driver" in text:
+        return f"the engine hands out no GPU: install the NVIDIA container toolkit and restart it ({text})"
+    return f"the engine says: {text}"

@@ -1,0 +1,333 @@
+"""Runs jobs on Kubernetes. Each job is a JobSet or, if the cluster has no JobSets, an Indexed Job; its pods run
+torchrun.
+
+The pods share no volume. A pod gets this checkout's code and the order from a ConfigMap, and packages from the image.
+The pod's log brings back events, logs and the record (places/shared/pods.py). The Job owns all objects that
+were made for it, so Kubernetes deletes these objects together with the Job: at the end, at Ctrl-C or, if the call was
+killed, an hour after the pods have ended.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib.util
+import io
+import json
+import math
+import secrets
+import sys
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+from pydantic import NonNegativeInt, PositiveInt
+
+from harness.base.checked_data import NO_OTHER_FIELDS
+from harness.base.checkout import ROOT, install_extra
+from harness.core.job import Job
+from harness.core.method import Unavailable
+from harness.core.record import new_stem
+from harness.devices import machine
+from harness.plan.run_time import deadline_seconds
+from harness.run.place import KeyedJobs, Place, Report, order
+from places.docker import PYTHON, READ, SCRATCH, WRITTEN, default_image, memory_limit
+from places.shared.cluster import killed, num_nodes, options_of, unavailable
+from places.shared.container_user import CODE, USER
+from places.shared.kubernetes_api import CALL, JOBSET, LABEL, Cluster
+from places.shared.pods import INDEX, MAIN, PodJob
+from places.shared.torchrun_node import PORT
+
+POLL_SECONDS = 0.5
+WAIT_SECONDS = 600  # seconds that a job waits for nodes before it ends as unavailable
+START_SECONDS = 600.0  # seconds that a pod may take beyond the job's own time, for imports and a compiler
+SILENCE_SECONDS = 600.0  # seconds without an answer from Kubernetes after which the call counts its jobs as lost
+CANCEL_SECONDS = 90.0
+GRACE_SECONDS = 60  # seconds from a pod's SIGTERM to its SIGKILL; torchrun gives the run 30 of these seconds
+KEPT_SECONDS = 3600  # seconds for which ended Jobs are kept if the call that made them was killed
+# ports of torchrun's store and of rank 0's agent; jobs may share them, because each pod has an address of its own
+PORTS = (29400, 29401)
+MOST_CODE_BYTES = 2**20 - 2**16  # most bytes of packed code: code and order share a ConfigMap of at most 1 MiB
+JOB = {"apiVersion": "batch/v1", "kind": "Job"}
+ORDER, WORK = "/order", "/work"  # folders in a pod; the code is in WORK/harness
+CODE_FILE, ORDER_FILE = "code.tar.gz", "order.json"
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """The options of --kubernetes."""
+
+    __pydantic_config__ = NO_OTHER_FIELDS
+    namespace: str | None = None  # None: the kubeconfig's namespace
+    image: str | None = None  # None: the name that ./run.sh image build gives
+    nodes: PositiveInt | None = None
+    gpus: PositiveInt | None = None  # GPUs of each node; None: on CUDA one for each rank or device, else 0
+    cpus: PositiveInt | None = None  # CPUs of each node; None: no request
+    node_selector: str | None = None  # LABEL=VALUE that a node must have; None: any node
+    wait: NonNegativeInt | None = None  # seconds that a job may wait for nodes; None: WAIT_SECONDS
+
+
+def packed(folders: tuple[Path, ...]) -> tuple[bytes, list[str]]:
+    """Return an archive of code, and the paths in a pod, relative to WORK, of the folders of methods.
+
+    The archive holds this checkout's code and the Python files of the folders. Raises ValueError if the archive is too
+    large for a ConfigMap.
+    """
+    there = [f"methods-{number}" for number in range(len(folders))]
+    files = {f"harness/{path.relative_to(ROOT)}": path for pattern in CODE for path in ROOT.glob(pattern)}
+    for folder, name in zip(folders, there, strict=True):
+        files |= {f"{name}/{path.relative_to(folder)}": path for path in folder.rglob("*.py")}
+    found = io.BytesIO()
+    with tarfile.open(fileobj=found, mode="w:gz") as archive:
+        for name, path in sorted(files.items()):
+            if path.is_file() and "__pycache__" not in path.parts:
+                archive.add(path, name, recursive=False, filter=_plain)
+    if len(found.getvalue()) > MOST_CODE_BYTES:
+        size = len(found.getvalue())
+        raise ValueError(f"expected at most {MOST_CODE_BYTES} bytes of packed code, got {size}; try less in --methods")
+    return found.getvalue(), there
+
+
+def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
+    item.uid = item.gid = item.mtime = 0
+    item.uname = item.gname = ""
+    item.mode = 0o644
+    return item
+
+
+def import_client() -> None:
+    """If the package kubernetes is missing, install it into .venv. Raises Unavailable if this is not possible."""
+    if importlib.util.find_spec("kubernetes"):
+        return
+    if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
+        raise Unavailable("--on kubernetes needs the package kubernetes: try pip install kubernetes")
+    if not install_extra("kubernetes"):
+        raise Unavailable("--on kubernetes needs the package kubernetes, which could not be installed: see .venv.log")
+
+
+def files_named(job: Job) -> list[str]:
+    """Return the options by which a job names files of this machine. --disk with the folder SCRATCH is not returned,
+    because each pod has a SCRATCH of its own, where a method may keep its states."""
+    named = {"--data": job.workload.corpus, "--weights": job.workload.weights}
+    named |= {option: job.options.get(name) for name, option in (WRITTEN | READ).items()}
+    return [option for option, path in named.items() if path and (option, path) != (WRITTEN["disk"], SCRATCH)]
+
+
+class Kubernetes(Place):
+    """The place --on kubernetes, with these options. `cluster` raises Unavailable if no cluster can be reached."""
+
+    is_parallel, uses_this_venv = True, False
+    cli_options: ClassVar = {
+        "kubernetes": click.option("--kubernetes", multiple=True, metavar="NAME=VALUE|FILE",
+                                   help="Setting of --on kubernetes: namespace, image, nodes, gpus, cpus,"
+                                   " node_selector or wait (seconds); or a YAML file of settings."),
+    }  # fmt: skip
+
+    @classmethod
+    def of(cls, words: dict[str, Any], device: str) -> Kubernetes:
+        found = cls(options_of("kubernetes", words["kubernetes"], PodOptions), device)
+        if not words["dry_run"]:
+            import_client()
+            found.cluster  # noqa: B018 - connect now, before anything is planned
+        return found
+
+    @classmethod
+    def asks_for_gpus(cls, words: dict[str, Any]) -> bool:
+        return bool(options_of("kubernetes", words["kubernetes"], PodOptions).get("gpus"))
+
+    def __init__(self, options: dict[str, Any], device: str = "cpu") -> None:
+        self.options = {"image": default_image(device), "wait": WAIT_SECONDS, "nodes": 1, **options}
+
+    @functools.cached_property
+    def cluster(self) -> Cluster:
+        return Cluster(self.options.get("namespace"))
+
+    def context(self) -> dict[str, str]:
+        """Return the image and the options that choose nodes. In a job's key these values replace the facts of the
+        machine that submits the job."""
+        asked = {name: str(self.options.get(name)) for name in ("nodes", "gpus", "cpus", "node_selector")}
+        here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
+        return {**here, "image": self.options["image"], **{f"kubernetes_{name}": asked[name] for name in asked}}
+
+    def draft(self, jobs: KeyedJobs, folders: tuple[Path, ...]) -> str:
+        """Return the manifests as YAML, without the packed code. If no cluster answers, the manifests are those of
+        Indexed Jobs."""
+        import yaml
+
+        try:
+            has_jobsets, note = self.cluster.has_jobsets, ""
+        except (Unavailable, ImportError) as error:
+            why = "no client is installed here" if isinstance(error, ImportError) else error
+            has_jobsets, note = False, f"# For a cluster without JobSet, because none was asked: {why}\n"
+        code, texts = packed(folders), []
+        for job, key in jobs:
+            draft = order(job, key, Path("log"), ())
+            for document in self.manifest(job, draft, code, "harness-draft", "draft", has_jobsets):
+                if "binaryData" in document:
+                    document["binaryData"] = {CODE_FILE: f"({len(code[0])} bytes)"}
+                # Copy the document without shared objects, which YAML would write as aliases.
+                plain = json.loads(json.dumps(document))
+                texts.append(yaml.safe_dump(plain, sort_keys=False))
+        return note + "---\n".join(texts)
+
+    def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
+        """Run the jobs; return the paths of their records.
+
+        At a KeyboardInterrupt this call deletes the jobs, which may still finish their records. Then KeyboardInterrupt
+        is raised again.
+        """
+        call, image, code = secrets.token_hex(5), self.options["image"], packed(folders)
+        running: list[PodJob] = []
+        is_interrupted = False
+        try:
+            for job, key in jobs:
+                self._submit(job, key, new_stem(results.resolve(), job), code, call, running)
+            if len(running) == 1:  # events of several jobs would mix, so they are reported only for a single job
+                running[0].report_to(report)
+            self._wait(running, call, report, math.inf)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        finally:
+            stopped = [each for each in running if not each.is_over]
+            for each in running:
+                self._delete(each, report)
+            self._wait(stopped, call, report, CANCEL_SECONDS)
+            paths = [each.complete(is_interrupted and each in stopped, image) for each in running]
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return paths
+
+    def _submit(
+        self, job: Job, key: str, stem: Path, code: tuple[bytes, list[str]], call: str, running: list[PodJob]
+    ) -> None:
+        """Create the Kubernetes objects of a job, and add the job to `running`. If Kubernetes refuses an object, remove
+        the job and its log, and raise the refusal. A job that names files of this machine gets no objects, and is added
+        as ended."""
+        if files := files_named(job):
+            running.append(PodJob(job, key, stem, "", 1))
+            text = f"pods see no folder of this machine: leave {' and '.join(files)} out, or try another --on"
+            text += f"; --disk {SCRATCH} is each pod's own" if WRITTEN["disk"] in files else ""
+            running[-1].end = unavailable(text, "file")
+            return
+        name = f"harness-{secrets.token_hex(5)}"
+        documents = self.manifest(job, order(job, key, stem, ()), code, name, call, self.cluster.has_jobsets)
+        running.append(PodJob(job, key, stem, name, self._num_nodes(job)))
+        try:
+            self.cluster.create(documents)
+        except (ValueError, Unavailable):
+            self.cluster.delete(running.pop().name)
+            Path(f"{stem}.txt").unlink()
+            raise
+
+    def _delete(self, job: PodJob, report: Report) -> None:
+        """Delete a job's objects. If Kubernetes does not delete them, report the command by which the user can delete
+        them."""
+        try:
+            if job.name:
+                job.is_deleted = True
+                self.cluster.delete(job.name)
+        except (ValueError, Unavailable) as error:
+            report({"event": "warning", "text": f"{job.name} was not deleted: {error}; kubectl delete it"})
+
+    def _num_nodes(self, job: Job) -> int:
+        return num_nodes(job.world_size, self.options["nodes"], "--kubernetes nodes")
+
+    def manifest(
+        self, job: Job, order: dict[str, Any], code: tuple[bytes, list[str]], name: str, call: str, has_jobsets: bool
+    ) -> list[dict[str, Any]]:
+        """Return the documents of a job: the JobSet or Job, the ConfigMap with the order and the code and, for a Job
+        with several pods, the Service by which the pods find one another."""
+        nodes = self._num_nodes(job)
+        labels = {LABEL: name, CALL: call}
+        metadata = {"name": name, "labels": labels}
+        pod = self._pod(job, name, nodes, has_jobsets)
+        template = {"metadata": {"labels": labels}, "spec": pod}
+        spec: dict[str, Any] = {"completions": nodes, "parallelism": nodes, "completionMode": "Indexed"}
+        spec |= {"backoffLimit": 0, "template": template}
+        if has_jobsets:
+            template = {"metadata": {"labels": labels}, "spec": spec}
+            spec = {"replicatedJobs": [{"name": "nodes", "replicas": 1, "template": template}],
+                    "failurePolicy": {"maxRestarts": 0}, "network": {"enableDNSHostnames": True}}  # fmt: skip
+        kind = {"apiVersion": "/".join(JOBSET), "kind": "JobSet"} if has_jobsets else JOB
+        main = {**kind, "metadata": metadata, "spec": {**spec, "ttlSecondsAfterFinished": KEPT_SECONDS}}
+        archive, folders = code
+        order = {**order, "stem": f"results/{Path(order['stem']).name}", "folders": folders}
+        files = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True,
+                 "data": {ORDER_FILE: json.dumps(order)},
+                 "binaryData": {CODE_FILE: base64.b64encode(archive).decode()}}  # fmt: skip
+        headless = {"clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True}
+        service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": headless}
+        return [main, files, *([service] if nodes > 1 and not has_jobsets else [])]
+
+    def _pod(self, job: Job, name: str, nodes: int, has_jobsets: bool) -> dict[str, Any]:
+        """Return the spec of a job's pods. In each pod, the first container unpacks the code, and the second container
+        runs torchrun."""
+        first = f"{name}-nodes-0-0.{name}" if has_jobsets else f"{name}-0.{name}"
+        seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
+        mounts = {"order": ORDER, "work": WORK, "tmp": "/tmp", "shm": "/dev/shm"}
+        limit = memory_limit(job)
+        asked = {"memory": str(limit)} if limit else {}
+        gpus = self.options.get("gpus", machine.num_gpus(job) // nodes if job.device == "cuda" else 0)
+        asked_main = asked | ({"cpu": str(self.options["cpus"])} if "cpus" in self.options else {})
+        asked_main |= {"nvidia.com/gpu": str(gpus)} if gpus else {}
+        common = {
+            "image": self.options["image"], "imagePullPolicy": "IfNotPresent", "workingDir": WORK,
+            "volumeMounts": [{"name": each, "mountPath": path} for each, path in mounts.items()],
+            "securityContext": {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+                                "capabilities": {"drop": ["ALL"]}},
+        }  # fmt: skip
+        variables = {
+            "PYTHONPATH": f"{WORK}/harness", "PYTHONSAFEPATH": "1", "HOME": "/tmp",
+            "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": first if nodes > 1 else "127.0.0.1",
+            "PET_MASTER_PORT": str(PORTS[0]), PORT: str(PORTS[1]), "PET_RDZV_ID": name,
+        }  # fmt: skip
+        of_index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
+        environment: list[dict[str, Any]] = [{"name": each, "value": value} for each, value in variables.items()]
+        environment.append({"name": "PET_NODE_RANK", "valueFrom": of_index})
+        unpack = [PYTHON, "-m", "tarfile", "-e", f"{ORDER}/{CODE_FILE}", WORK]
+        run = [PYTHON, "-m", "torch.distributed.run", "-m", "places.shared.torchrun_node"]
+        spec: dict[str, Any] = {
+            "restartPolicy": "Never", "activeDeadlineSeconds": math.ceil(seconds),
+            "terminationGracePeriodSeconds": GRACE_SECONDS,
+            "automountServiceAccountToken": False, "enableServiceLinks": False,
+            "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
+                                "seccompProfile": {"type": "RuntimeDefault"}},
+            "initContainers": [{"name": "unpack", "command": unpack, **common,
+                                "resources": {"requests": asked, "limits": asked}}],
+            "containers": [{"name": MAIN, "command": [*run, f"{ORDER}/{ORDER_FILE}"], "env": environment, **common,
+                            "resources": {"requests": asked_main, "limits": asked_main}}],
+            "volumes": [{"name": "order", "configMap": {"name": name}}, {"name": "work", "emptyDir": {}},
+                        {"name": "tmp", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        }  # fmt: skip
+        if nodes > 1 and not has_jobsets:  # a JobSet makes its own Service, and sets this name for its pods
+            spec["subdomain"] = name
+        if selector := self.options.get("node_selector"):
+            label, _, value = selector.partition("=")
+            spec["nodeSelector"] = {label: value}
+        return spec
+
+    def _wait(self, jobs: list[PodJob], call: str, report: Report, seconds: float) -> None:
+        """Wait at most `seconds` until the jobs have ended. Report each change in the states of their pods."""
+        told, began = "", time.monotonic()
+        answered = began
+        while (left := [each for each in jobs if not each.is_over]) and time.monotonic() - began < seconds:
+            try:
+                found = self.cluster.pods(call)
+                answered = time.monotonic()
+            except (ValueError, Unavailable) as error:
+                if time.monotonic() - answered > SILENCE_SECONDS:
+                    for each in left:
+                        each.end = killed(each.events.phase, str(error))
+                time.sleep(POLL_SECONDS)
+                continue
+            for each in left:
+                each.take(found.get(each.name, []), self.cluster.log, self.options["image"], self.options["wait"])
+            phases = [pod.phase for each in jobs for pod in found.get(each.name, [])]
+            text = ", ".join(f"{phases.count(name)} {name.lower()}" for name in sorted(set(phases)))
+            if text and text != told:
+                told = text
+                report({"event": "wait", "text": f"pods under Kubernetes: {text}"})
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,113 @@
+"""Functions that all places on clusters use: they read a place's options, compute a job's number of nodes, describe a
+job's end, and write its record."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+from harness.base.checked_data import checked
+from harness.base.foreign_file import read_yaml
+from harness.core.failures import End, Failure, ended, of_process
+from harness.core.job import Job
+from harness.core.record import Record
+from harness.run.place import place_record, write_end
+from harness.run.ranks import followed
+
+# For each status in a job's own record: the statuses that replace it if the cluster reports one of them.
+BETTER_KNOWN = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}
+PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # the characters that may occur in an option's text
+
+
+def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str, Any]:
+    """Return the options of a place that the caller has given, by name. `texts`: each is NAME=VALUE or the name of a
+    YAML file. `kind`: the dataclass whose fields are the place's options.
+
+    Raises ValueError if an option is unknown or has a wrong value.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if equals:
+            found[name] = int(value) if value.isdigit() else value
+            continue
+        try:
+            found |= checked(dict[str, Any], read_yaml(Path(text)))
+        except (OSError, ValueError) as error:
+            told = " ".join(str(error).split())
+            raise ValueError(f"--{place} {text}: expected NAME=VALUE or a YAML file of NAME: VALUE; {told}") from error
+    try:
+        options = dataclasses.asdict(checked(kind, found))
+        for name, value in options.items():
+            # forbid all but PLAIN characters, because the text becomes part of a script or manifest
+            if isinstance(value, str) and not PLAIN.fullmatch(value):
+                raise ValueError(f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}")
+    except ValueError as error:
+        names = ", ".join(item.name for item in dataclasses.fields(kind))
+        raise ValueError(f"--{place} {error}; try the names {names}") from error
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def num_nodes(world_size: int, asked: int, option: str) -> int:
+    """Return a job's number of nodes: `asked`, but at most one for each rank. Raises ValueError if the ranks cannot be
+    divided evenly among the nodes."""
+    found = min(asked, world_size)
+    if world_size % found:
+        raise ValueError(f"{world_size} ranks do not spread evenly over {found} nodes: try other --ranks or {option}")
+    return found
+
+
+def better_known(record: Record, end: Failure) -> Failure | None:
+    """Return `end`, which the cluster reports, if it says more than the end in the job's record; None if not."""
+    better = BETTER_KNOWN.get(record.status, ())
+    if record.status == "crash" and followed(record):
+        better = ("interrupted", "timeout", "killed", "oom-host")
+    return end if end.status in better else None
+
+
+def out_of_memory(phase: str, limit_bytes: int) -> Failure:
+    """Return the end of a job that the cluster killed because its memory was used up. `limit_bytes`: the job's limit;
+    0: no limit."""
+    return of_process(End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes))
+
+
+def late(phase: str, text: str) -> Failure:
+    return ended("timeout", "deadline", text, "time", last_phase=phase)
+
+
+def killed(phase: str, text: str) -> Failure:
+    return ended("killed", "signal", f"killed at {phase}: {text}")
+
+
+def unavailable(text: str, name: str) -> Failure:
+    """Return the end of a job that the cluster cannot run. `name`: a word for what the cluster lacks, such as node,
+    which the record's evidence keeps."""
+    return ended("unavailable", name, text)
+
+
+def complete(
+    job: Job, key: str, stem: Path, record: Record | None, end: Failure, said: str, place: dict[str, Any],
+    evidence: dict[str, Any], seen: dict[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """Write a job's record, and return its path. `record`: the record merged from the nodes' records; None if no node
+    wrote a record, and then a new record states the job's `end`.
+
+    `place` tells where the job ran. `evidence` comes from the cluster, and is added unless the job ended with status
+    ok. `end` is the job's end by the cluster; it replaces the record's end if better_known() says so. `said` is the
+    output of the job's programs, and `seen` holds known fields of the record; both are ignored if a node wrote a
+    record.
+    """
+    path = Path(f"{stem}.json")
+    if record:
+        record.write(path)
+    else:
+        with open(f"{stem}.txt", "a") as log:
+            log.write(said)
+        write_end(job, key, stem, end, seen)
+    told = {} if record and record.status == "ok" else evidence
+    if job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
+        told = {**told, "limit_of": "the cluster"}
+    return place_record(path, place, told, better_known(record, end) if record else None)

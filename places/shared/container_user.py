@@ -1,0 +1,179 @@
+"""The user that a container runs as: the caller or, if root calls, the user USER. If root calls, USER's record reaches
+root's results through an exchange folder.
+
+A container that root started sees an empty exchange folder instead of the results. On the host this folder lies in
+`results/.exchange-STEM`, which only root can enter. When the container has ended, root reads the job's record and the
+output of its compilers, writes both anew into the results, and removes the exchange folder with all other files. Only
+the log lies in the results from the start: USER owns the log while the job runs, and everybody can read it meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from harness.base.foreign_file import read_json, read_text
+from harness.base.whole_file import write_whole
+from harness.core import log_lines
+from harness.core.method import Unavailable
+from harness.core.record import Record
+
+USER = 1000  # id of the user and of the group that docker/Dockerfile makes
+PREFIX = ".exchange-"
+# patterns of the files in this checkout that a job reads
+CODE = ("*.yaml", "harness/**/*", "places/**/*", "methods/**/*")
+MOST_NAMES = 8
+
+
+def ids() -> tuple[int, int]:
+    """Return the ids of the user and of the group that a container runs as."""
+    return (os.getuid(), os.getgid()) if os.getuid() else (USER, USER)
+
+
+def make_writable(folder: Path) -> None:
+    """Make a folder to which a container writes, if it is missing. Raises Unavailable if the container's user may not
+    write to the folder."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        if not os.getuid():
+            os.chown(folder, USER, USER, follow_symlinks=False)
+    if not os.getuid() and not _may(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise Unavailable(
+            f"expected a folder that user {USER} may write to, got {folder}, owned by {folder.owner()}; try"
+            f" chown -R {USER} {folder}, or a new folder"
+        )
+
+
+def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
+    """Raise Unavailable if the container's user may not read the path, or a file below the path that matches one of
+    these patterns."""
+    if os.getuid() or not path.exists():
+        return
+    for found in (path, *(found for pattern in patterns for found in path.glob(pattern))):
+        if "__pycache__" not in found.parts and not _may(found, os.R_OK | os.X_OK * found.is_dir()):
+            mode = stat.S_IMODE(found.stat().st_mode)
+            raise Unavailable(
+                f"expected files that user {USER} may read, got {found}, owned by {found.owner()}, mode {mode:o}; try"
+                f" chmod -R a+rX {path}"
+            )
+
+
+def _may(path: Path, bits: int) -> bool:
+    """True if the path's mode gives USER these permission bits. The modes of the folders above do not matter, because
+    the container mounts the path itself."""
+    status = path.stat()
+    shift = 6 if status.st_uid == USER else 3 if status.st_gid == USER else 0
+    return status.st_mode >> shift & bits == bits
+
+
+class Exchange:
+    """The exchange folder of one job. The call that runs the job locks the job's log, so that other calls know that
+    this call is alive.
+
+    The constructor raises BlockingIOError if another call holds the lock. open() raises Unavailable if USER cannot own
+    files in the folder of results.
+    """
+
+    def __init__(self, stem: Path) -> None:
+        self.stem, self.outer = stem, stem.with_name(f"{PREFIX}{stem.name}")
+        self.folder = self.outer / "results"
+        # `refused`: why the record was not taken; "": no reason. `left`: names of other files that the job left.
+        self.refused, self.left = "", list[str]()
+        self.path = Path(f"{stem}.txt")
+        self.path.touch()
+        self.log = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self.log)
+            raise
+
+    def open(self) -> None:
+        """Make the exchange folder. Make USER the owner of the folder and of the log."""
+        self.outer.mkdir(0o700)
+        self.folder.mkdir(0o700)
+        try:
+            os.chown(self.folder, USER, USER)
+            os.fchown(self.log, USER, USER)
+        except OSError as error:
+            raise Unavailable(
+                f"--results: expected a folder where user {USER} can own files, got {self.stem.parent}:"
+                f" {error.strerror}; try a folder on this machine's disk"
+            ) from error
+
+    def release(self) -> None:
+        os.close(self.log)
+
+    def close(self, key: str | None) -> None:
+        """Take the job's record into the results, remove the exchange folder, and make root the owner of the log again.
+        `key`: the key that the record must have; None: any key."""
+        try:
+            if self.folder.exists():
+                self._take(key)
+        finally:
+            subprocess.run(["rm", "-rf", "--", self.outer])  # rm can remove folders of any depth
+            # Change the mode before the owner: the job may have set the log's set-uid bit, which must not turn the log
+            # into a program with root's rights.
+            os.fchmod(self.log, 0o644 & ~_umask())
+            os.fchown(self.log, os.getuid(), os.getgid())
+            self.release()
+
+    def _take(self, key: str | None) -> None:
+        record, log = f"{self.stem.name}.json", self.path.name
+        named = self.stem.name.removeprefix("log_").split("_l-")[0]
+        builds = [log_lines.BUILD_LOG.format(each) for each in (named, "sim")]
+        for name in builds:
+            try:
+                _check_one_name(self.folder / name)
+                write_whole(self.stem.with_name(name), read_text(self.folder / name))
+            except (OSError, ValueError) as error:
+                if not isinstance(error, FileNotFoundError):
+                    self.left.append(name)
+        try:
+            _check_one_name(self.folder / record)
+            found = Record.from_dict(read_json(self.folder / record))
+            if key not in (None, found.key):
+                raise ValueError(f"expected a record with key {key}, got {found.key}")
+            found.write(Path(f"{self.stem}.json"))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            text = error.strerror if isinstance(error, OSError) else error
+            self.refused = f"the record that its container left was not taken: {text}"
+        with os.scandir(self.folder) as entries:
+            # Skip root's files: the engine, as root, made mount points in this folder for the files that the container
+            # sees.
+            others = (each for each in entries if each.stat(follow_symlinks=False).st_uid == USER)
+            others = (each for each in others if each.name not in (record, log, *builds) and each.name[0] != ".")
+            self.left += [f"{each.name!a:.80}" for each in islice(others, MOST_NAMES)]
+
+
+def left(results: Path) -> Iterator[Exchange]:
+    """Yield the exchange folders that killed calls left behind. The caller must close or release each Exchange."""
+    for outer in results.glob(f"{PREFIX}*") if not os.getuid() else ():
+        status = outer.lstat()
+        # only root makes exchange folders, so somebody else made this one
+        if status.st_uid or not stat.S_ISDIR(status.st_mode):
+            continue
+        try:
+            yield Exchange(outer.with_name(outer.name.removeprefix(PREFIX)))
+        except BlockingIOError:
+            continue
+
+
+def _check_one_name(path: Path) -> None:
+    status = os.lstat(path)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+        raise OSError(errno.EMLINK, f"expected a file with one name, got {status.st_nlink} hard links", str(path))
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

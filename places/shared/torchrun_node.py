@@ -1,0 +1,102 @@
+"""A node's part of a job under torchrun. On each node, torchrun starts one process with this module. The process runs
+the node's ranks.
+
+    torchrun ... --nproc-per-node 1 -m places.shared.torchrun_node ORDER
+
+ORDER is a file with an order of place.py, whose paths are relative to the working folder. The agents of the nodes
+(harness/run/ranks.py) meet by torchrun's environment variables. Standard output carries one JSON object a line: the
+run's events, the text that is written to the run's logs (`text`), and at the end this node's record (`record`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from harness.run.place import perform
+
+RELAY_SECONDS = 0.5
+PORT = "HARNESS_RANKS_PORT"  # variable with the port of rank 0's agent; torchrun's own store listens at MASTER_PORT
+# Environment variables that describe torchrun's own processes. A job of one process must not see these variables.
+OF_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+               "MASTER_PORT")  # fmt: skip
+PREFIXES = ("ROLE_", "TORCHELASTIC_")
+
+
+class Teller:
+    """Writes events to standard output as lines of JSON. Two threads may use one Teller."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        with self.lock:
+            print(json.dumps(event), flush=True)
+
+
+def relay(folder: Path, tell: Teller, is_over: threading.Event) -> None:
+    """Until `is_over` is set, pass text that programs append to the logs in a folder to `tell`, in whole lines."""
+    told: dict[str, int] = {}
+    is_last = False
+    while not is_last:
+        is_last = is_over.wait(RELAY_SECONDS)
+        for path in sorted(folder.glob("*.txt")):
+            with open(path, "rb") as log:
+                log.seek(told.get(path.name, 0))
+                data = log.read()
+            data = data if is_last else data[: data.rfind(b"\n") + 1]
+            told[path.name] = told.get(path.name, 0) + len(data)
+            if data:
+                tell({"event": "text", "name": path.name, "text": data.decode(errors="replace")})
+
+
+def meet(environment: dict[str, str]) -> dict[str, str]:
+    """Return the environment with the variables by which this project's agents find the nodes, and without the
+    variables that describe torchrun's own processes. Raises ValueError if torchrun started several processes on a
+    node."""
+    if environment["LOCAL_WORLD_SIZE"] != "1":
+        raise ValueError(f"expected one process per node, got {environment['LOCAL_WORLD_SIZE']}; try"
+                         " --nproc-per-node 1, and --ranks for the number of ranks")  # fmt: skip
+    nodes = {
+        "PET_NNODES": environment["WORLD_SIZE"], "PET_NODE_RANK": environment["RANK"],
+        "PET_MASTER_ADDR": environment["MASTER_ADDR"], "PET_RDZV_ID": environment["TORCHELASTIC_RUN_ID"],
+        "PET_MASTER_PORT": environment.get(PORT, str(int(environment["MASTER_PORT"]) + 1)),
+    }  # fmt: skip
+    kept = {name: value for name, value in environment.items() if not name.startswith(PREFIXES)}
+    return {name: value for name, value in kept.items() if name not in OF_TORCHRUN} | nodes
+
+
+def main() -> None:
+    """Run an order on this node. At SIGTERM the run may still finish its record. Exit code 1 makes torchrun end the job
+    on the other nodes."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    order = json.loads(Path(sys.argv[1]).read_text())
+    nodes = meet(dict(os.environ))
+    os.environ.clear()
+    os.environ.update(nodes)
+    stem = Path(order["stem"]).absolute()
+    stem.parent.mkdir(exist_ok=True)
+    folders = [str(Path(folder).absolute()) for folder in order["folders"]]
+    tell, is_over = Teller(), threading.Event()
+    relaying = threading.Thread(target=relay, args=(stem.parent, tell, is_over))
+    relaying.start()
+    code = 0
+    try:
+        perform({**order, "stem": str(stem), "folders": folders}, tell)
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        is_over.set()
+        relaying.join()
+    record = json.loads(Path(f"{stem}.json").read_text())
+    tell({"event": "record", "record": record})
+    sys.exit(code or int(record["status"] != "ok"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Runs jobs on a Slurm cluster: submits all jobs at once, waits until they have ended, and derives each job's end from
+the job's state in Slurm.
+
+On a node, launch.py runs as on this machine and writes the record into the same folder of results, which all nodes must
+see. If the ranks of a job are spread over several nodes, each node has an agent and a record; the submitter merges the
+records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import math
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import click
+from pydantic import PositiveInt
+
+from harness.base.checked_data import NO_OTHER_FIELDS
+from harness.base.checkout import ROOT
+from harness.base.counted import counted
+from harness.core import failures
+from harness.core.job import Job
+from harness.core.method import Unavailable
+from harness.core.record import Record, new_stem
+from harness.devices import machine
+from harness.plan.run_time import deadline_seconds
+from harness.run.place import ORDERED, KeyedJobs, Place, Report, order
+from harness.run.ranks import of_nodes
+from places.docker import PYTHON, folders_shown, memory_limit
+from places.shared.cluster import complete, killed, late, num_nodes, options_of, out_of_memory
+from places.shared.slurm_node import node_stem, perform_on_node
+
+POLL_SECONDS = 1.0
+START_SECONDS = 600.0  # seconds that a job may take beyond its own time, for imports and a compiler
+# seconds to wait for the record of a job that Slurm calls completed: a network file system may show a file late
+LATE_SECONDS = 15.0
+CANCEL_SECONDS = 60.0
+# part of the message that slurmstepd writes when the kernel kills a process for want of memory
+OOM_KILL = "oom-kill event"
+# For options of --slurm that sbatch names differently: sbatch's name.
+SBATCH_NAMES = {"gpus": "gpus_per_node", "cpus": "cpus_per_task"}
+RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of --slurm: options of sbatch, and the image of the container that srun starts. None: not set."""
+
+    __pydantic_config__ = NO_OTHER_FIELDS
+    partition: int | str | None = None
+    account: int | str | None = None
+    qos: int | str | None = None
+    time: int | str | None = None
+    gpus: int | str | None = None  # GPUs of each node; None: on CUDA one for each rank or device, else 0
+    cpus: int | None = None  # CPUs of each task; a node has one task
+    nodes: PositiveInt | None = None
+    requeue: Literal["yes", "no"] | None = None  # whether Slurm restarts a job that the cluster preempted
+    container_image: str | None = None
+
+
+class SlurmState(NamedTuple):
+    """A job's state as Slurm writes it: a name such as COMPLETED, FAILED or TIMEOUT, an exit code and a signal such as
+    0:9, and the names of the nodes."""
+
+    name: str = ""
+    exit_code: str = ""
+    nodes: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        return self.name not in RUNNING
+
+
+def is_bundle(image: str) -> bool:
+    """True if the image is the folder of an OCI bundle. Slurm itself runs a bundle; other images need the plugin
+    pyxis."""
+    return (Path(image) / "config.json").is_file()
+
+
+def check_containers(image: str) -> None:
+    """Raise Unavailable if Slurm here cannot run a container from this image."""
+    if is_bundle(image):
+        done = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
+        found = [line.partition("=")[2].strip() for line in done.stdout.splitlines() if line.startswith("SLURM_CONF ")]
+        if not found or not Path(found[0]).with_name("oci.conf").exists():
+            raise Unavailable("this Slurm cannot run OCI bundles without oci.conf: leave container_image out")
+    elif "--container-image" not in subprocess.run(["srun", "--help"], capture_output=True, text=True).stdout:
+        raise Unavailable("this Slurm has no --container-image: have pyxis installed, or leave container_image out")
+
+
+class Slurm(Place):
+    """The place --on slurm, with these options. Making it raises Unavailable if Slurm is missing or cannot run the
+    container image."""
+
+    is_parallel = True
+    cli_options: ClassVar = {
+        "slurm": click.option("--slurm", multiple=True, metavar="NAME=VALUE|FILE",
+                              help="Setting of --on slurm: partition, account, qos, time (minutes), gpus, cpus, nodes,"
+                              " requeue or container_image; or a YAML file of settings."),
+    }  # fmt: skip
+
+    @classmethod
+    def of(cls, words: dict[str, Any], device: str) -> Slurm:
+        return cls(options_of("slurm", words["slurm"], Options))
+
+    @classmethod
+    def asks_for_gpus(cls, words: dict[str, Any]) -> bool:
+        return bool(options_of("slurm", words["slurm"], Options).get("gpus"))
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        for command in ("sbatch", "srun", "scontrol"):
+            if not shutil.which(command):
+                raise Unavailable(f"no {command} here: try --on slurm on a machine that submits Slurm jobs")
+        self.options = {name: value for name, value in options.items() if name != "container_image"}
+        self.image = options.get("container_image")
+        self.uses_this_venv = not self.image
+        if self.image:
+            check_containers(self.image)
+
+    def context(self) -> dict[str, str]:
+        """Return the partition, the options that choose nodes, and the image. In a job's key these values replace the
+        facts of the machine that submits the job."""
+        nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
+        nodes |= {"image": str(self.image)} if self.image else {}
+        here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
+        return here | {f"slurm_{name}": value for name, value in nodes.items()}
+
+    def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
+        """Run the jobs; return the paths of their records.
+
+        At a KeyboardInterrupt this call cancels the jobs, which may still finish their records. Then KeyboardInterrupt
+        is raised again.
+        """
+        # Use a new folder for each call: the folder of an earlier call could hold the result of another job with the
+        # same number.
+        logs = Path(tempfile.mkdtemp(prefix=".slurm-", dir=results.resolve()))
+        stems = [new_stem(results.resolve(), job) for job, _ in jobs]
+        ids: list[str] = []
+        is_interrupted = False
+        try:
+            for (job, key), stem in zip(jobs, stems, strict=True):
+                ids.append(self._submit(job, order(job, key, stem, folders), results.resolve(), logs))
+            self._wait(ids, report, math.inf)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        finally:
+            if ids and (is_interrupted or len(ids) < len(jobs)):
+                subprocess.run(["scancel", *ids], capture_output=True)
+                self._wait(ids, report, CANCEL_SECONDS)
+            for stem in stems[len(ids) :]:
+                Path(f"{stem}.txt").unlink()
+            states = states_of(ids)
+            ended = zip(jobs, stems, ids, strict=False)
+            paths = [self._complete(job, key, stem, number, states[number], logs) for (job, key), stem, number in ended]
+            shutil.rmtree(logs, ignore_errors=True)
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return paths
+
+    def words(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
+        """Return submitit's parameters for a job: options of sbatch, and options of srun, which starts the
+        container."""
+        seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
+        found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
+        found |= {"gpus_per_node": machine.num_gpus(job) // self._num_nodes(job)} if job.device == "cuda" else {}
+        found |= {SBATCH_NAMES.get(name, name): value for name, value in self.options.items() if name != "requeue"}
+        if requeue := self.options.get("requeue"):
+            found["additional_parameters"] = {"requeue" if requeue == "yes" else "no_requeue": True}
+        found |= {"job_name": f"{job.method}-{job.workload.num_layers}", "nodes": self._num_nodes(job)}
+        found |= {"srun_args": self._container(job, results, folders)}
+        # reserve whole nodes, because two jobs that each hold a part of the nodes that both need would wait forever
+        if found["nodes"] > 1:
+            found |= {"exclusive": True, "srun_args": ["--kill-on-bad-exit=1", *found["srun_args"]]}
+        limit = memory_limit(job)
+        return found | ({"mem": f"{math.ceil(limit / 2**20)}M"} if limit else {})
+
+    def _num_nodes(self, job: Job) -> int:
+        return num_nodes(job.world_size, self.options.get("nodes", 1), "--slurm nodes")
+
+    def _container(self, job: Job, results: Path, folders: tuple[Path, ...]) -> list[str]:
+        if not self.image:
+            return []
+        if is_bundle(self.image):  # the bundle's own configuration names the folders that its container sees
+            return [f"--container={Path(self.image).resolve()}"]
+        shown = folders_shown(job, results, folders, hashlib.sha256(self.image.encode()).hexdigest()[:12])
+        mounts = ",".join(f"{here}:{there}{':ro' * is_fixed}" for here, there, is_fixed in shown)
+        return [f"--container-image={self.image}", f"--container-mounts={mounts}", f"--container-workdir={ROOT}"]
+
+    def _submit(self, job: Job, order: dict[str, Any], results: Path, logs: Path) -> str:
+        from submitit import SlurmExecutor
+        from submitit.core.utils import FailedJobError
+
+        executor = SlurmExecutor(logs, python=PYTHON if self.image else None)
+        executor.update_parameters(**self.words(job, results, tuple(map(Path, order["folders"]))))
+        try:
+            # hide submitit's output: the error's text contains sbatch's output anyway
+            with contextlib.redirect_stderr(io.StringIO()):
+                order = {**order, "num_nodes": self._num_nodes(job), "folder": str(logs)}
+                return str(executor.submit(perform_on_node, order).job_id)
+        except (FailedJobError, subprocess.CalledProcessError, RuntimeError) as error:
+            text = " ".join(str(getattr(error, "stderr", "") or error).split())
+            if subprocess.run(["scontrol", "ping"], capture_output=True).returncode:
+                raise Unavailable(f"Slurm does not answer, try without --on slurm: {text}") from error
+            raise ValueError(f"Slurm refuses a job with {self.options or 'no options'}: {text}; see --slurm") from error
+
+    def _wait(self, ids: list[str], report: Report, seconds: float) -> None:
+        """Wait at most `seconds` until all jobs have ended. Report each change of a job's state."""
+        told, deadline = "", time.monotonic() + seconds
+        while True:
+            names = [state.name for state in states_of(ids).values()]
+            text = ", ".join(f"{names.count(name)} {name.lower() or 'unknown'}" for name in sorted(set(names)))
+            if text != told:
+                told = text
+                report({"event": "wait", "text": f"{counted(len(ids), 'job')} under Slurm: {text}"})
+            if time.monotonic() > deadline or all(state.is_final for state in states_of(ids).values()):
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _complete(self, job: Job, key: str, stem: Path, number: str, state: SlurmState, logs: Path) -> Path:
+        path = Path(f"{stem}.json")
+        deadline = time.monotonic() + (LATE_SECONDS if state.name == "COMPLETED" else 1.0)
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        told = {"job": number, "state": state.name, "exit_code": state.exit_code, "nodes": state.nodes}
+        stems = [stem, *(node_stem(logs, stem, index) for index in range(1, self._num_nodes(job)))]
+        made = [Path(f"{each}.json") for each in stems if Path(f"{each}.json").exists()]
+        record = of_nodes(list(map(Record.read, made))) if made else None
+        said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
+        # FAILED says only that srun failed; its standard error says why
+        if state.name == "FAILED" and OOM_KILL in said:
+            state = state._replace(name="OUT_OF_MEMORY")
+        end = named(state, record.phase if record else ORDERED, memory_limit(job) or 0)
+        place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
+        place |= {"image": self.image} if self.image else {}
+        return complete(job, key, stem, record, end, said, place, {"slurm": told})
+
+
+def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
+    """Return the end of a job, derived from its state under Slurm."""
+    code, _, number = state.exit_code.partition(":")
+    if state.name == "OUT_OF_MEMORY":
+        return out_of_memory(phase, limit_bytes)
+    if state.name in ("TIMEOUT", "DEADLINE"):
+        return late(phase, f"ran into Slurm's limit of time at {phase}: --slurm time=MINUTES raises it")
+    if state.name == "CANCELLED":
+        return failures.of_stop(failures.End(phase, stopped="interrupt"))
+    if state.name in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL") or number == str(int(signal.SIGKILL)):
+        return killed(phase, f"Slurm says {state.name}")
+    return failures.of_process(failures.End(phase, int(code or 0)))
+
+
+def states_of(ids: list[str]) -> dict[str, SlurmState]:
+    """Return the state of each job, by its number.
+
+    The states come from sacct, whose output submitit parses. If Slurm keeps no accounts, sacct gives no states; then
+    the states come from scontrol, which forgets a job some minutes after its end.
+    """
+    from submitit.slurm.slurm import SlurmInfoWatcher
+
+    forgotten, told = SlurmState(), {}
+    if ids and shutil.which("sacct"):
+        words = ["sacct", "-X", "-P", "-o", "JobID,State,ExitCode,NodeList", "-j", ",".join(ids)]
+        told = SlurmInfoWatcher().read_info(subprocess.run(words, capture_output=True, text=True).stdout)
+    if ids and not told:
+        done = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
+        jobs = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines()]
+        told = {job["JobId"]: {**job, "State": job["JobState"]} for job in jobs if "JobId" in job}
+        if done.returncode == 0:  # scontrol succeeded, so jobs that it does not list have ended and were forgotten
+            forgotten = SlurmState("FORGOTTEN")
+    found = {}
+    for number in ids:
+        job = told.get(number)
+        # Keep only the first word: sacct writes "CANCELLED by 1000".
+        found[number] = (
+            SlurmState(job["State"].split()[0], job["ExitCode"], job.get("NodeList", "")) if job else forgotten
+        )
+    return found

@@ -1,0 +1,138 @@
+"""Every type of causal model that transformers has is planned, or refused by a reason of ours with a way out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.core import anatomy
+from harness.core.job import Workload
+from harness.core.refused_model import REASONS
+from harness.models import named_models
+from harness.plan import sketch
+from tests.support import causal_types, cli
+from tests.support.configured import config_of
+
+# For a few types: the reason, empty for a model that is trained.
+EXPECTED = {
+    "llama": "", "stablelm": "", "emu3": "", "minicpm3": "", "mixtral": "mixture", "jetmoe": "mixture",
+    "bloom": "before-layers", "gptj": "head-bias", "gpt_bigcode": "buffers", "gemma3n": "list-of-widths",
+    "falcon_h1": "buffers", "mllama": "no-layers", "zamba2": "starts", "gemma4": "before-layers", "lfm3": "no-norm",
+    "bart": "size", "bert": "encoder-decoder", "mamba": "size",
+}  # fmt: skip
+PLACES = {code: re.sub(r"\\\{\w+\\\}", ".+", re.escape(sentence)) for code, sentence in REASONS.items()}
+
+
+@pytest.fixture(autouse=True)
+def sketched_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Without a process and a file for each model."""
+    monkeypatch.setattr(anatomy, "SKETCHES", tmp_path / "sketches")
+    monkeypatch.setattr(anatomy, "ask", lambda module, config: json.loads(json.dumps(sketch.answer(config))))
+    anatomy._of_config.cache_clear()
+    yield
+    anatomy._of_config.cache_clear()
+
+
+def reason(folder: Path, config: str | dict[str, Any], *words: str) -> str:
+    """The code of the reason in the one line with which `plan` refuses the model; empty if it plans it."""
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    ended = cli.run("plan", "-m", "resident", "--model", str(folder), "--seq", "16", "-b", "1", *words)
+    lines = [line for line in ended.stderr.splitlines() if " here is " not in line]
+    if ended.returncode == 0 and not lines:
+        return ""
+    assert ended.returncode == 2 and len(lines) == 1, ended.stderr
+    (code, *_) = [code for code, pattern in PLACES.items() if re.search(f"{pattern}$", lines[0])] or [lines[0]]
+    return code
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.heavy] * (kind not in EXPECTED)) for kind in causal_types.TYPES]
+)
+def test_a_type_of_transformers_is_planned_or_refused_by_a_reason(kind: str, tmp_path: Path) -> None:
+    if (config := causal_types.tiny(kind)) is None:
+        pytest.skip(f"transformers makes no {kind} of its own defaults")
+    code = reason(tmp_path, config)
+    assert code in REASONS or code == ""
+    assert code == EXPECTED.get(kind, code)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"num_key_value_heads": 3}, "key-heads"),
+        ({"hidden_size": 66}, "heads"),
+        ({"hidden_size": 1792, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128}, "heads"),
+        ({"vocab_size": None}, "size"),
+        ({"vocab_size": True}, "size"),
+        ({"hidden_size": "32"}, "size"),
+        ({"num_hidden_layers": -1}, "size"),
+        ({"intermediate_size": "80"}, "value"),
+        ({"intermediate_size": [80, 80, 80]}, "list-of-widths"),
+        ({"max_position_embeddings": "64"}, "value"),
+        ({"sliding_window": [8]}, "value"),
+        ({"head_dim": 8.5}, "value"),
+        ({"eos_token_id": "</s>"}, "value"),
+        ({"attention_dropout": "0.1"}, "value"),
+        ({"rms_norm_eps": "small"}, "rejected-field"),
+        ({"head_dim": 7}, "rejected"),
+        ({"model_type": "nonsense"}, "unknown-type"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "angles-of-sample"),
+        ({"rope_scaling": {"rope_type": "dynamic"}, "rope_parameters": {"rope_type": "default"}}, "angles-of-sample"),
+        ({"rope_scaling": {"rope_type": "longrope", "more": {"rope_type": "default"}}}, "angles-of-sample"),
+        ({"rope_scaling": {"rope_type": "nonsense"}}, "positions"),
+        ({"attn_implementation": "owner/kernels"}, "attention"),
+        ({"_attn_implementation": "flash_attention_2"}, "attention"),
+        ({"_experts_implementation": {"": "owner/kernels"}}, "attention"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_is_refused_by_a_reason(
+    changes: dict[str, Any], code: str, tmp_path: Path
+) -> None:
+    assert reason(tmp_path, config_of("llama", **changes)) == code
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"initializer_range": {"__float__": "0.02"}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        {"pad_token_id": -1},
+    ],
+    ids=str,
+)
+def test_what_does_not_hinder_is_planned(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert reason(tmp_path, config_of("llama", **changes), "--seq", "128") == ""
+
+
+@pytest.mark.parametrize("share", [0.25, 0.4, 0.75])
+def test_the_narrow_model_turns_whole_pairs_of_a_heads_columns(share: float, tmp_path: Path) -> None:
+    config = json.loads(causal_types.tiny("stablelm")) | {"hidden_size": 320, "partial_rotary_factor": share}
+    config.pop("rope_parameters", None)
+    assert reason(tmp_path, config) == ""
+
+
+def test_a_model_is_sketched_with_all_that_it_has_for_each_layer(tmp_path: Path) -> None:
+    config = json.loads(causal_types.tiny("zamba2"))
+    config |= {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2}
+    assert reason(tmp_path, config, "-l", "2") == "unequal-layers"
+
+
+def test_one_sketch_serves_every_number_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    answered = anatomy.ask
+    monkeypatch.setattr(anatomy, "ask", lambda module, config: asked.append(module) or answered(module, config))
+    assert [reason(tmp_path, config_of("llama"), "-l", number) for number in ("1", "4", "12")] == ["", "", ""]
+    assert asked == ["harness.plan.sketch"]
+
+
+def test_learned_positions_bound_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("gpt2", n_positions=32)))
+    with pytest.raises(ValueError, match=r"^--seq: expected at most 32, the number of the model's positions, got 64"):
+        _ = Workload(**named_models.load(str(tmp_path)).sizes, seq_len=64).num_params
