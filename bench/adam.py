@@ -64,7 +64,10 @@ def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
     """Return a function that updates a layer's flat tensors with torch's own threads. The function allocates no
     memory."""
     numel, is_mixed = layer.layer_params, layer.dtype == "bf16"
-    grads, weights = torch.randn(numel, dtype=DTYPES[layer.dtype]), torch.randn(numel, dtype=DTYPES[layer.dtype])
+    grads, weights = (
+        torch.randn(numel, dtype=DTYPES[layer.dtype]),
+        torch.randn(numel, dtype=DTYPES[layer.dtype]),
+    )
     exp_avg, exp_avg_sq = torch.zeros(2, numel)
     master, wide = (weights.float(), torch.zeros(numel)) if is_mixed else (weights, grads)
     steps = torch.zeros(())
@@ -77,9 +80,20 @@ def by_torch(num_threads: int, layer: Workload) -> Callable[[], None]:
         else:
             grads.mul_(FACTOR)
         torch._fused_adamw_(
-            [master], [wide], [exp_avg], [exp_avg_sq], [], [steps], amsgrad=False, maximize=False, lr=1e-4,
-            beta1=BETAS[0], beta2=BETAS[1], eps=EPSILON, weight_decay=WEIGHT_DECAY,
-        )  # fmt: skip
+            [master],
+            [wide],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [steps],
+            amsgrad=False,
+            maximize=False,
+            lr=1e-4,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            eps=EPSILON,
+            weight_decay=WEIGHT_DECAY,
+        )
         if is_mixed:
             weights.copy_(master)
 
@@ -153,7 +167,11 @@ def main(rounds: int, dtype: str, threads: tuple[int, ...]) -> None:
     print(f"{adamw_kernel.describe(dtype)}, {layer.layer_params / 1e6:.2f} M parameters")
     for num_threads in threads:
         with Device("cpu", num_workers=num_threads) as device:
-            (start, is_over), other, copy = ours(device, layer), by_torch(num_threads, layer), plain_copy(num_threads)
+            (start, is_over), other, copy = (
+                ours(device, layer),
+                by_torch(num_threads, layer),
+                plain_copy(num_threads),
+            )
 
             def update(start=start, is_over=is_over) -> None:
                 start()

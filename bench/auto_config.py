@@ -58,13 +58,17 @@ def ratio(these: Sequence[float], others: Sequence[float]) -> tuple[float, float
     return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
 
 
-def report(rows: Sequence[tuple[int, ...]], predicted: Sequence[list[float]], measured: Sequence[list[float]]) -> None:
+def report(
+    rows: Sequence[tuple[int, ...]], predicted: Sequence[list[float]], measured: Sequence[list[float]]
+) -> None:
     """Print the report. `rows`: stages, replicas and micro-batch size of each configuration. `predicted`, `measured`:
     each configuration's seconds by round.
     """
     middles = [statistics.median(seconds) for seconds in measured]
     best = min(range(len(rows)), key=lambda number: middles[number])
-    print("| stages x replicas | chunk | predicted s | measured s | predicted / measured | over the best, 95 % |")
+    print(
+        "| stages x replicas | chunk | predicted s | measured s | predicted / measured | over the best, 95 % |"
+    )
     print("|---|---|---|---|---|---|")
     for number in sorted(range(len(rows)), key=lambda number: middles[number]):
         stages, replicas, chunk = rows[number]
@@ -76,7 +80,9 @@ def report(rows: Sequence[tuple[int, ...]], predicted: Sequence[list[float]], me
     middle = [[statistics.median(seconds)] * len(seconds) for seconds in predicted]
     for what, given in (("each round's own profile", predicted), ("all profiles", middle)):
         chosen = [min(range(len(rows)), key=at.__getitem__) for at in map(list, zip(*given, strict=True))]
-        over, low, high = ratio([measured[number][turn] for turn, number in enumerate(chosen)], measured[best])
+        over, low, high = ratio(
+            [measured[number][turn] for turn, number in enumerate(chosen)], measured[best]
+        )
         names = sorted({rows[number] for number in chosen})
         print(f"chosen by {what}: {names}, {over - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%}) over the best")
 
@@ -105,7 +111,12 @@ def main(batch_size: int, rounds: int, steps: int) -> None:
             for row in table:
                 if (key := (row.num_stages, row.num_replicas, row.chunk_size)) in predicted:
                     model = Varuna(
-                        MeasuredModel(), row.stage_to_rank_map, get_batch, batch_size, row.chunk_size, cuts=row.cuts
+                        MeasuredModel(),
+                        row.stage_to_rank_map,
+                        get_batch,
+                        batch_size,
+                        row.chunk_size,
+                        cuts=row.cuts,
                     )
                     model.set_optimizer(torch.optim.AdamW(model.parameters()))
                     models[key] = model

@@ -24,9 +24,13 @@ def of(workload: Workload) -> dict[str, Breaks]:
     config, layer = hub_config.parsed(workload.config), workload.anatomy.layer
     kind, tensors = config["model_type"], {name.rpartition(".")[0].rpartition(".")[2] for name in layer}
     is_gemma = "gemma" in kind
-    found = {**(ALL if kind != "gpt2" else {}), **OF_KINDS.get(kind, {})}  # all but GPT-2 have rotary positions
+    # all but GPT-2 have rotary positions
+    found = {**(ALL if kind != "gpt2" else {}), **OF_KINDS.get(kind, {})}
     if is_gemma:
-        found |= {"tokens not scaled": _unscaled_tokens, "norms' weights not counted from one": _weights_from_zero}
+        found |= {
+            "tokens not scaled": _unscaled_tokens,
+            "norms' weights not counted from one": _weights_from_zero,
+        }
         found["GELU for tanh GELU"] = functools.partial(_other_activation, approximate="none")
     elif "down_proj" in tensors:
         found["tanh GELU for SiLU"] = functools.partial(_other_activation, approximate="tanh")
@@ -100,7 +104,9 @@ def _other_angles(model: Any, **changes: Any) -> None:
         )
         other = type(module)(config)
         module._buffers.update(other._buffers)
-        vars(module).update({name: value for name, value in vars(other).items() if name.endswith("attention_scaling")})
+        vars(module).update(
+            {name: value for name, value in vars(other).items() if name.endswith("attention_scaling")}
+        )
 
 
 def _rounded_angles(model: Any) -> None:
@@ -111,7 +117,9 @@ def _rounded_angles(model: Any) -> None:
 
 def _rotary(model: Any) -> Iterator[Any]:
     """Yield the modules that compute rotary angles."""
-    return (module for module in model.modules() if any(name.endswith("inv_freq") for name in module._buffers))
+    return (
+        module for module in model.modules() if any(name.endswith("inv_freq") for name in module._buffers)
+    )
 
 
 def _other_groups(model: Any) -> None:
@@ -223,7 +231,9 @@ def _normalized_before(model: Any) -> None:
             normalized, norm.forward = norm.forward, _same
             forward = part.forward
 
-            def changed(*args: Any, forward: Any = forward, normalized: Any = normalized, **words: Any) -> Any:
+            def changed(
+                *args: Any, forward: Any = forward, normalized: Any = normalized, **words: Any
+            ) -> Any:
                 x = words.pop("hidden_states") if "hidden_states" in words else args[0]
                 return forward(normalized(x), *args[1:], **words)
 

@@ -98,7 +98,9 @@ def main(rounds: int) -> None:
             lambda: run("resident"),
             rounds,
         )
-    print(f"process start to end of first step: {statistics.median(first_steps):.2f} s, median of {len(first_steps)}")
+    print(
+        f"process start to end of first step: {statistics.median(first_steps):.2f} s, median of {len(first_steps)}"
+    )
 
 
 if __name__ == "__main__":

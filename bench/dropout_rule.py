@@ -63,11 +63,22 @@ SIZES = [
 ]
 FAULTED = SIZES[1]
 FAULTS = (
-    "no dropout", "twice the probability", "five times the probability", "what stays is not scaled",
-    "attention without dropout", "the same elements at each step", "other elements in recompute",
-    "gradients doubled", "a layer's update skipped always", "a sample dropped", "no bias correction",
-    "weights a step stale", "mask off by one", "tied gradient from the head only", "constant rate on some layers",
-)  # fmt: skip
+    "no dropout",
+    "twice the probability",
+    "five times the probability",
+    "what stays is not scaled",
+    "attention without dropout",
+    "the same elements at each step",
+    "other elements in recompute",
+    "gradients doubled",
+    "a layer's update skipped always",
+    "a sample dropped",
+    "no bias correction",
+    "weights a step stale",
+    "mask off by one",
+    "tied gradient from the head only",
+    "constant rate on some layers",
+)
 
 
 def ratio(record: Record, reference: Record, undropped: Record) -> tuple[float, str]:
@@ -82,7 +93,9 @@ def ratio(record: Record, reference: Record, undropped: Record) -> tuple[float, 
     found = {what: max(ours / limit for ours, limit in pairs) for what, pairs in far.items()}
     for part, (reason, _) in TENSORS.items():
         own = evidence.COMPARED[part](record, reference)
-        found[f"{part} ({reason})"] = max((each / floor.tensors[part][name] for name, each in own.items()), default=0.0)
+        found[f"{part} ({reason})"] = max(
+            (each / floor.tensors[part][name] for name, each in own.items()), default=0.0
+        )
     worst = max(found, key=lambda what: math.inf if math.isnan(found[what]) else found[what])
     return found[worst], worst
 
@@ -104,8 +117,12 @@ def job(method: str, size: Workload, **options: Any) -> Job:
 def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
     """Train all cases, or only the cases named in `chosen`; print each case's multiple, and write all multiples to the
     file `out`."""
-    tried = [(f"megatron-lm {number}", job("megatron-lm", size)) for number, size in enumerate(SIZES, start=1)]
-    tried += [(f"other seed {n}", job("planted", size, dropout_seed=77)) for n, size in enumerate(SIZES, start=1)]
+    tried = [
+        (f"megatron-lm {number}", job("megatron-lm", size)) for number, size in enumerate(SIZES, start=1)
+    ]
+    tried += [
+        (f"other seed {n}", job("planted", size, dropout_seed=77)) for n, size in enumerate(SIZES, start=1)
+    ]
     tried += [(fault, job("planted", FAULTED, dropout_seed=77, fault=fault)) for fault in FAULTS]
     names = [name for name, _ in tried]
     if unknown := set(chosen) - set(names):
@@ -116,7 +133,9 @@ def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
     rows: list[dict[str, Any]] = []
     for name, each in tried:
         undropped = job("resident", replace(each.workload, dropout=0.0))
-        ours, theirs, other = (records[one.key()] for one in (each, job("resident", each.workload), undropped))
+        ours, theirs, other = (
+            records[one.key()] for one in (each, job("resident", each.workload), undropped)
+        )
         if ours.status != "ok":
             print(f"left out: {name}: {ours.status}: {ours.reason}")
             continue

@@ -52,13 +52,17 @@ def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...],
             records = Sweep(folder, rerun=True, probe=NONE).run([jobs[text] for text in order])
             for text, record in zip(order, records, strict=True):
                 measured[text].append(record)
-                print(f"  round {turn + 1}: {text}: {record.status}, {record.median_step_seconds}", flush=True)
+                print(
+                    f"  round {turn + 1}: {text}: {record.status}, {record.median_step_seconds}", flush=True
+                )
     print(f"\n{machine.facts()['cpu']}, {machine.facts()['cores']} cores, {rounds} rounds of {steps} steps\n")
     print(
         f"| method | options | s/step | ratio to {against}: median (range) | host peak | gate |\n"
         "|---|---|---|---|---|---|"
     )
-    references = next(records for text, records in measured.items() if against in (text, text.partition(":")[0]))
+    references = next(
+        records for text, records in measured.items() if against in (text, text.partition(":")[0])
+    )
     for records in measured.values():
         print(row(records, references))
 

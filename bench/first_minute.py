@@ -30,7 +30,9 @@ def called(project: Path, words: list[str]) -> dict[str, float]:
     began = last = time.monotonic()
     part, found = "set-up", dict[str, float]()
     command = [str(project / "run.sh"), *words, "--results", "results"]
-    process = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout
     for line in process.stdout:
         now = time.monotonic()
@@ -62,7 +64,11 @@ def main() -> None:
         subprocess.run(["git", "clone", "-q", str(ROOT), str(project)], check=True)
         subprocess.run(["git", "-C", str(project), "checkout", "-q", commit], check=True)
         first = called(project, COMMAND)
-        rows = {**first, "import (in run)": import_seconds(project), "other size": called(project, OTHER_SIZE)["all"]}
+        rows = {
+            **first,
+            "import (in run)": import_seconds(project),
+            "other size": called(project, OTHER_SIZE)["all"],
+        }
     print("\n".join(f"{name:<16} {seconds:6.1f} s" for name, seconds in rows.items()))
 
 

@@ -79,7 +79,12 @@ def figures(cases: Sequence[PowerCase], records: dict[str, Record]) -> dict[str,
         found = departures(losses_of(of_case(case), records), centers[case.seed])
         verdict = gate_power.outcome(case, records).verdicts["cpu"]
         times = max(abs(far) / most[name] for name, far in found.items())
-        faults[case.fault] = {**found, "times": times, "seen": verdict.verdict == "failed", "said": verdict.text}
+        faults[case.fault] = {
+            **found,
+            "times": times,
+            "seen": verdict.verdict == "failed",
+            "said": verdict.text,
+        }
     harmful = {fault: row for fault, row in faults.items() if row["times"] > FACTOR}
     return {
         "harmful": len(harmful),
@@ -103,17 +108,25 @@ def main(out: Path, cores: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     cases = [case for case in gate_power.path_cases("bf16") if gate_power.is_trainable(case)]
     jobs = [job for case in cases for job in case.jobs()]
-    jobs += [job for seed, runs in HONEST.items() for run in runs.values() for job in jobs_of(*run, seed).values()]
+    jobs += [
+        job for seed, runs in HONEST.items() for run in runs.values() for job in jobs_of(*run, seed).values()
+    ]
     jobs += [of_case(case)["learning"] for case in cases]
     records = gate_power.train_all(jobs, cores)
     found = figures(cases, records)
     left = [case for case in cases if found["faults"][case.fault]["times"] <= FACTOR]
-    found = figures(cases, records | gate_power.train_all([of_case(case)["published"] for case in left], cores))
+    found = figures(
+        cases, records | gate_power.train_all([of_case(case)["published"] for case in left], cores)
+    )
     seconds = round(time.monotonic() - started)
     write_whole(out, json.dumps({**found, "factor": FACTOR, "seconds": seconds, "cores": cores}, indent=1))
     for fault, row in sorted(found["faults"].items(), key=lambda item: -item[1]["times"]):
-        print(f"{row['times']:9.1f} times {'seen' if row['seen'] else 'UNSEEN':6} {fault}: {row['said'][:80]}")
-    print(f"{found['seen']} of {found['harmful']} faults that are more than a rounding are seen; {seconds} s: {out}")
+        print(
+            f"{row['times']:9.1f} times {'seen' if row['seen'] else 'UNSEEN':6} {fault}: {row['said'][:80]}"
+        )
+    print(
+        f"{found['seen']} of {found['harmful']} faults that are more than a rounding are seen; {seconds} s: {out}"
+    )
 
 
 if __name__ == "__main__":

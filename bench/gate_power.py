@@ -64,16 +64,27 @@ METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("varuna", {}, {}),
 ]
 OF_FLOOR = [name for names in probe.ROUNDINGS for name in names]
-UNSEEN = [name for name in ROUNDINGS if name not in OF_FLOOR]  # roundings that the gate's floor does not include
+# roundings that the gate's floor does not include
+UNSEEN = [name for name in ROUNDINGS if name not in OF_FLOOR]
 ROUNDED: list[dict[str, Any]] = [
-    {"threads": 2}, {"adam": "foreach"}, {"adam": "loop"}, {"adam": "plain"},
-    {"adam": "loop", "rounding": "split-products"}, {"adam": "plain", "rounding": "products-in-halves"},
+    {"threads": 2},
+    {"adam": "foreach"},
+    {"adam": "loop"},
+    {"adam": "plain"},
+    {"adam": "loop", "rounding": "split-products"},
+    {"adam": "plain", "rounding": "products-in-halves"},
     {"adam": "plain", "rounding": "plain-attention"},
-]  # fmt: skip
+]
 # Methods that run a library's engine: it takes seconds to start, and DeepSpeed needs a process for each training.
 ENGINES = (
-    "deepspeed", "hf-trainer", "megatron-lm", "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme",
-)  # fmt: skip
+    "deepspeed",
+    "hf-trainer",
+    "megatron-lm",
+    "fsdp2-offload",
+    "zero-offload",
+    "zero-infinity",
+    "zero-infinity-nvme",
+)
 # Verdicts that name a fault correctly: the gate's reason and, for a fault of a single step, the step that shows the
 # fault.
 FORWARD, GRADIENT = {"forward"}, {"gradient"}
@@ -170,7 +181,11 @@ class Outcome(NamedTuple):
 
     def is_named(self, way: str) -> bool:
         verdict = self.verdicts[way]
-        said = f"{verdict.reason} {verdict.evidence.get('step')}" if verdict.reason == "later" else verdict.reason
+        said = (
+            f"{verdict.reason} {verdict.evidence.get('step')}"
+            if verdict.reason == "later"
+            else verdict.reason
+        )
         # Convention faults have no entry in RIGHT: all convention faults show in the forward pass.
         return said in RIGHT.get(self.case.fault, FORWARD)
 
@@ -198,7 +213,9 @@ def path_cases(
     method.load("planted", FOLDERS)
     from methods import _bf16_faults, planted  # type: ignore[attr-defined]
 
-    of_sizes = size.seq_len <= planted.BLOCK_TOKENS or size.hidden_size // size.num_heads <= planted.BLOCK_COLUMNS
+    of_sizes = (
+        size.seq_len <= planted.BLOCK_TOKENS or size.hidden_size // size.num_heads <= planted.BLOCK_COLUMNS
+    )
     lacking = [*planted.OF_SIZES * of_sizes, *planted.OF_SKIPS * (dtype != "fp16")]
     faults = [fault for fault in planted.PATH_FAULTS if fault not in lacking]
     faults += _bf16_faults.BF16_FAULTS if dtype == "bf16" else []
@@ -224,10 +241,14 @@ def faults_of(size: Workload) -> list[str]:
     anatomy = size.anatomy
     is_tied = not anatomy.embedding.keys().isdisjoint(anatomy.head)
     lacking = {
-        "no fp32 master": size.dtype == "fp32", "tanh GELU": size.config is not None,
-        "tied gradient from the head only": not is_tied, "tied gradient from the look-up only": not is_tied,
-        "biases never updated": not any(name.endswith("bias") and "norm" not in name for name in anatomy.layer),
-    }  # fmt: skip
+        "no fp32 master": size.dtype == "fp32",
+        "tanh GELU": size.config is not None,
+        "tied gradient from the head only": not is_tied,
+        "tied gradient from the look-up only": not is_tied,
+        "biases never updated": not any(
+            name.endswith("bias") and "norm" not in name for name in anatomy.layer
+        ),
+    }
     return [fault for fault in RIGHT if not lacking.get(fault)] + [*convention_faults.of(size)]
 
 
@@ -243,10 +264,11 @@ def honest_cases(
     found += [PowerCase(name, {}, {}, dtype, seeds[0], "", size, probe_steps) for name in ENGINES]
     loaded = {case.method: method.load(case.method, FOLDERS) for case in found}
     return [
-        case for case in found
+        case
+        for case in found
         if (dtype != "fp16" or loaded[case.method].scales_loss)
         and (size.config is None or loaded[case.method].takes_config)
-    ]  # fmt: skip
+    ]
 
 
 def is_trainable(case: PowerCase) -> bool:
@@ -254,7 +276,8 @@ def is_trainable(case: PowerCase) -> bool:
     entry whose placement fits only one number of layers."""
     with contextlib.suppress(ValueError):
         return all(
-            method.create(job.method, job.options, FOLDERS).plan(job.workload, job.budget.room) for job in case.jobs()
+            method.create(job.method, job.options, FOLDERS).plan(job.workload, job.budget.room)
+            for job in case.jobs()
         )
     return False
 
@@ -289,7 +312,9 @@ def outcome(case: PowerCase, records: dict[str, Record]) -> Outcome:
 
 
 def _as(record: Record, device: str, bit_exact: bool) -> Record:
-    return dataclasses.replace(record, job=dataclasses.replace(record.job, device=device), bit_exact=bit_exact)
+    return dataclasses.replace(
+        record, job=dataclasses.replace(record.job, device=device), bit_exact=bit_exact
+    )
 
 
 def figures(outcomes: Iterable[Outcome], promised: set[str]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -304,7 +329,9 @@ def figures(outcomes: Iterable[Outcome], promised: set[str]) -> dict[str, dict[s
         own = [each for each in outcomes if each.case.dtype == dtype]
         of_path = [one for one in own if "only" in one.case.options]
         own = [one for one in own if "only" not in one.case.options]
-        faults, honest = ([each for each in own if bool(each.case.fault) == is_fault] for is_fault in (True, False))
+        faults, honest = (
+            [each for each in own if bool(each.case.fault) == is_fault] for is_fault in (True, False)
+        )
         for way in WAYS if own or of_path else ():
             runs = [each for each in honest if way != "bits" or _name(each.case) in promised]
             seen = [each for each in faults if each.verdicts[way].verdict == "failed"]
@@ -312,19 +339,27 @@ def figures(outcomes: Iterable[Outcome], promised: set[str]) -> dict[str, dict[s
             failed = [each for each in runs if not each.verdicts[way].passed]
             unseen = [one.case.fault for one in of_path if one.verdicts[way].verdict != "failed"]
             found.setdefault(dtype, {})[way] = {
-                "faults": len(faults), "seen": len(seen), "named": len(named), "honest": len(runs),
+                "faults": len(faults),
+                "seen": len(seen),
+                "named": len(named),
+                "honest": len(runs),
                 "false_alarms": len(failed),
                 "unseen": [each.case.fault for each in faults if each not in seen],
-                "misnamed": {each.case.fault: _said(each.verdicts[way]) for each in seen if each not in named},
-                "path_faults": len(of_path), "path_unseen": unseen,
+                "misnamed": {
+                    each.case.fault: _said(each.verdicts[way]) for each in seen if each not in named
+                },
+                "path_faults": len(of_path),
+                "path_unseen": unseen,
                 "failed": {_name(each.case): _said(each.verdicts[way]) for each in failed},
-            }  # fmt: skip
+            }
     return found
 
 
 def _name(case: PowerCase) -> str:
     told = {**case.options, **case.changes}
-    return " ".join([case.method, *(f"{name}={value}" for name, value in told.items()), case.dtype, str(case.seed)])
+    return " ".join(
+        [case.method, *(f"{name}={value}" for name, value in told.items()), case.dtype, str(case.seed)]
+    )
 
 
 def _said(verdict: Gate) -> str:
@@ -334,7 +369,11 @@ def _said(verdict: Gate) -> str:
 def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Return the numbers of figures() as a table in Markdown."""
     lines = ["| dtype | judged | faults seen | named rightly | honest runs failed |", "|---|---|---|---|---|"]
-    told = {"cpu": "by the probe", "cuda": "by the probe, CUDA's tolerances", "bits": "by bits, where promised"}
+    told = {
+        "cpu": "by the probe",
+        "cuda": "by the probe, CUDA's tolerances",
+        "bits": "by bits, where promised",
+    }
     for dtype, ways in found.items():
         for way, row in ways.items():
             pairs = (("seen", "faults"), ("named", "seen"), ("false_alarms", "honest"))
@@ -348,11 +387,14 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
     unique = {job.key(): job for job in jobs}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([*fork_server.IMPORTS, "click", "harness.gate.probe"])  # what is imported above
+    # what is imported above
+    server.set_forkserver_preload([*fork_server.IMPORTS, "click", "harness.gate.probe"])
     found: dict[str, Record] = {}
     for is_engine in (True, False):
         some = {key: job for key, job in unique.items() if (job.method in ENGINES) == is_engine}
-        with ProcessPoolExecutor(cores, mp_context=server, max_tasks_per_child=1 if is_engine else None) as pool:
+        with ProcessPoolExecutor(
+            cores, mp_context=server, max_tasks_per_child=1 if is_engine else None
+        ) as pool:
             found |= zip(some, pool.map(train, some.values(), chunksize=1), strict=True)
     return found
 
@@ -398,8 +440,12 @@ def main(
     """Train and judge all cases, print the table, and write the table's numbers to a file."""
     started = time.monotonic()
     out = out or Path(f"results/gate-power{f'-{model}' if model else ''}.json")
-    size = SIZE if model is None else dataclasses.replace(SIZE, **{**named_models.load(model).sizes, **NARROW})
-    size = dataclasses.replace(size, **{name: json.loads(number) for name, number in (c.split("=") for c in changes)})
+    size = (
+        SIZE if model is None else dataclasses.replace(SIZE, **{**named_models.load(model).sizes, **NARROW})
+    )
+    size = dataclasses.replace(
+        size, **{name: json.loads(number) for name, number in (c.split("=") for c in changes)}
+    )
     numbers = [int(seed) for seed in seeds.split(",")]
     outcomes: list[Outcome] = []
     records: dict[str, Record] = {}
@@ -408,19 +454,33 @@ def main(
     # Honest runs come first, so that an interrupted call still shows how many honest runs fail.
     kinds = (honest_cases, fault_cases, path_cases) if faults else (honest_cases,)
     for some, dtype in itertools.product(kinds, dtypes.split(",")):
-        cases = [case for case in some(dtype, size=size, seeds=numbers, probe_steps=probe_steps) if is_trainable(case)]
+        cases = [
+            case
+            for case in some(dtype, size=size, seeds=numbers, probe_steps=probe_steps)
+            if is_trainable(case)
+        ]
         more = train_all((job for case in cases for job in case.jobs() if job.key() not in records), cores)
         ended = {key: record for key, record in more.items() if record.status != "ok"}
         for record in ended.values():
-            print(f"left out: {record.job.method}, {record.job.workload.dtype}: {record.status}: {record.reason}")
+            print(
+                f"left out: {record.job.method}, {record.job.workload.dtype}: {record.status}: {record.reason}"
+            )
         records |= more
         cases = [case for case in cases if all(records[job.key()].status == "ok" for job in case.jobs())]
-        promised |= {_name(case) for case in cases if records[case.probe(dtype).key()].bit_exact and not case.changes}
+        promised |= {
+            _name(case) for case in cases if records[case.probe(dtype).key()].bit_exact and not case.changes
+        }
         outcomes += [outcome(case, records) for case in cases]
         found = figures(outcomes, promised)
         seconds = round(time.monotonic() - started)
-        told = {"figures": found, "workload": dataclasses.asdict(size), "seeds": numbers, "probe_steps": probe_steps,
-                "seconds": seconds, "cores": cores}  # fmt: skip
+        told = {
+            "figures": found,
+            "workload": dataclasses.asdict(size),
+            "seeds": numbers,
+            "probe_steps": probe_steps,
+            "seconds": seconds,
+            "cores": cores,
+        }
         write_whole(out, json.dumps(told, indent=1))
         print(f"{dtype}: {len(outcomes)} cases judged, {len(records)} trainings, {seconds} s", flush=True)
     print(table(found))

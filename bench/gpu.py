@@ -59,7 +59,8 @@ class Scale(NamedTuple):
     job: str  # further options of each job: device, time limit and host memory
     capped: str  # option of most steps that limits device memory; `whole`: this option of other steps
     whole: str
-    steps: dict[str, str]  # options by dtype; bf16 takes more steps, because a GPU's clock rises in the first second
+    # options by dtype; bf16 takes more steps, because a GPU's clock rises in the first second
+    steps: dict[str, str]
     small: int
     half: int
     headline: tuple[tuple[int, str], ...]
@@ -72,24 +73,43 @@ def cuda(host_bytes: int, gpu_bytes: int) -> Scale:
     """Return the published sizes. Jobs get 7/8 of each memory, but at most 90 GiB of host memory and 32 GiB of GPU
     memory."""
     wide = Workload(hidden_size=4096)
-    host_gib, gpu_gib = (min(most, size * 7 // 8 // GIB) for most, size in ((90, host_bytes), (32, gpu_bytes)))
+    host_gib, gpu_gib = (
+        min(most, size * 7 // 8 // GIB) for most, size in ((90, host_bytes), (32, gpu_bytes))
+    )
     return Scale(
-        "cuda", "-h 2048 -b 4", f"--device cuda --timeout 400 --host-memory {host_gib}GiB",
-        capped=f"--device-memory {gpu_gib}GiB", whole="",
+        "cuda",
+        "-h 2048 -b 4",
+        f"--device cuda --timeout 400 --host-memory {host_gib}GiB",
+        capped=f"--device-memory {gpu_gib}GiB",
+        whole="",
         steps={"fp32": "--steps 8 --warmup 3", "bf16": "--steps 25 --warmup 5"},
-        small=8, half=24, headline=((48, "fp32"), (48, "bf16"), (32, "fp32")), deep=78,
+        small=8,
+        half=24,
+        headline=((48, "fp32"), (48, "bf16"), (32, "fp32")),
+        deep=78,
         # In narrow layers as many parameters would take the host longer to launch than the GPU to compute.
-        beyond=(gpu_bytes * 5 // 4 // (16 * wide.layer_params), "bf16", f"-h {wide.hidden_size} --steps 8 --warmup 3"),
-    )  # fmt: skip
+        beyond=(
+            gpu_bytes * 5 // 4 // (16 * wide.layer_params),
+            "bf16",
+            f"-h {wide.hidden_size} --steps 8 --warmup 3",
+        ),
+    )
 
 
 DEMO = Scale(
-    "cpu", "-h 64 -b 2 --heads 4 --seq 32", "--vocab 512 --device sim --timeout 60 --host-memory 64MiB",
-    capped="--device-memory 4MiB", whole="--device-memory 16MiB",
+    "cpu",
+    "-h 64 -b 2 --heads 4 --seq 32",
+    "--vocab 512 --device sim --timeout 60 --host-memory 64MiB",
+    capped="--device-memory 4MiB",
+    whole="--device-memory 16MiB",
     steps=dict.fromkeys(("fp32", "bf16"), "--steps 4 --warmup 1"),
-    small=2, half=2, headline=((3, "fp32"),), deep=6, beyond=(8, "bf16", ""),
+    small=2,
+    half=2,
+    headline=((3, "fp32"),),
+    deep=6,
+    beyond=(8, "bf16", ""),
     methods=("stronghold", "resident", "zero-offload"),
-)  # fmt: skip
+)
 
 
 class GpuStep(NamedTuple):
@@ -105,7 +125,13 @@ class GpuStep(NamedTuple):
 
 def steps(scale: Scale, results: Path) -> list[GpuStep]:
     """Return all steps in order: smoke tests, facts that plans assume, main results, largest sizes."""
-    known, small, half, deep, python = method.REGISTRY.files(), scale.small, scale.half, scale.deep, sys.executable
+    known, small, half, deep, python = (
+        method.REGISTRY.files(),
+        scale.small,
+        scale.half,
+        scale.deep,
+        sys.executable,
+    )
 
     def harness(title: str, seconds: float, words: str, *more: str, files: Sequence[Path]) -> GpuStep:
         command = (python, "-m", "harness", *words.split(), *more, "--results", str(results))
@@ -116,33 +142,67 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
         return harness(f"rates, {dtype}", 90, words, files=[ROOT / "methods/streaming/calibrate.py"])
 
     def train(
-        title: str, names: str, depth: int, dtype: str, more: str = "", seconds: float = 90, *,
-        memory: str = scale.capped, trace: str = "", probe: str = "--no-probe",
-    ) -> GpuStep:  # fmt: skip
-        sizes = f"-m {names} -l {depth} --dtype {dtype} {scale.layer} {scale.job} {memory} {scale.steps[dtype]}"
+        title: str,
+        names: str,
+        depth: int,
+        dtype: str,
+        more: str = "",
+        seconds: float = 90,
+        *,
+        memory: str = scale.capped,
+        trace: str = "",
+        probe: str = "--no-probe",
+    ) -> GpuStep:
+        sizes = (
+            f"-m {names} -l {depth} --dtype {dtype} {scale.layer} {scale.job} {memory} {scale.steps[dtype]}"
+        )
         traced = ("--trace", str(results / f"trace-{trace}.json")) if trace else ()
-        title, files = f"{title}, {depth} layers, {dtype}", [known[name] for name in {"resident", *names.split(",")}]
+        title, files = (
+            f"{title}, {depth} layers, {dtype}",
+            [known[name] for name in {"resident", *names.split(",")}],
+        )
         return harness(title, seconds, f"run {sizes} {more} {probe}", *traced, files=sorted(files))
 
-    def several(depth: int, dtype: str) -> list[GpuStep]:  # a step for each method: a short call does some of them
+    def several(depth: int, dtype: str) -> list[GpuStep]:
+        # a step for each method: a short call does some of them
         return [train(name, name, depth, dtype, seconds=400) for name in scale.methods]
 
     def probes(depth: int, dtype: str) -> GpuStep:
         return train("probes", ",".join(scale.methods), depth, dtype, seconds=400, probe="")
 
-    facts = ("env", f"PYTORCH_ALLOC_CONF={EXPANDABLE}", python, "-m", "bench.gpu_facts", str(results / "facts.json"))
+    facts = (
+        "env",
+        f"PYTORCH_ALLOC_CONF={EXPANDABLE}",
+        python,
+        "-m",
+        "bench.gpu_facts",
+        str(results / "facts.json"),
+    )
     tests, window = ROOT / "tests/methods/test_gpu.py", "--option resident_layers=0"
     return [
         GpuStep("facts", 90, (*facts, "--device", scale.device), (ROOT / "bench/gpu_facts.py",)),
         # pytest's own codes 4 and 5 say that no test ran.
-        GpuStep("tests", 240, (python, "-m", "pytest", "-q", str(tests), "-k", TESTS), (tests, *known.values()), (0,)),
+        GpuStep(
+            "tests",
+            240,
+            (python, "-m", "pytest", "-q", str(tests), "-k", TESTS),
+            (tests, *known.values()),
+            (0,),
+        ),
         rates("bf16"),
         rates("fp32"),
         train("the reference", "resident", half, "bf16", memory=scale.whole),
         train("the reference again", "resident", half, "bf16", "--rerun", memory=scale.whole),
         train("nothing resident", "stronghold", small, "bf16", window, trace="window-bf16"),
         train("nothing resident", "stronghold", small, "fp32", window, trace="window-fp32"),
-        train("updated on the device", "stronghold", small, "bf16", f"--placement S{small}", trace="streamed-bf16"),
+        train(
+            "updated on the device",
+            "stronghold",
+            small,
+            "bf16",
+            f"--placement S{small}",
+            trace="streamed-bf16",
+        ),
         train("the reference, capped", "resident", half, "bf16"),
         train("all resident", "stronghold", half, "bf16", f"--placement R{half}"),
         *(train(name, name, small, "fp32", seconds=120) for name in scale.methods[2:]),
@@ -167,7 +227,9 @@ class GpuCall:
     def __init__(self, results: Path, out: Path, limit_seconds: float = LIMIT_SECONDS) -> None:
         self.results, self.out, self.file = results, out, results / "steps.json"
         self.until = time.monotonic() + limit_seconds - ENDING_SECONDS
-        self.tried: dict[str, dict[str, Any]] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.tried: dict[str, dict[str, Any]] = (
+            json.loads(self.file.read_text()) if self.file.exists() else {}
+        )
         packages = {**machine.software(), "commit": "", **{name: version(name) for name in NEEDED}}
         self.around = json.dumps([machine.gpu().get("gpu"), packages])
 
@@ -199,7 +261,8 @@ class GpuCall:
         with open(log, "w") as file:
             code = ended(step.command, file, seconds)
         spent, times = round(time.monotonic() - started, 1), self.tried.get(step.title, {"times": 0})["times"]
-        times += code is not None or seconds == step.seconds  # a try that the end of the call cut short does not count
+        # a try that the end of the call cut short does not count
+        times += code is not None or seconds == step.seconds
         self.tried[step.title] = {"code": code, "seconds": spent, "times": times, "source": self.source(step)}
         write_whole(self.file, json.dumps(self.tried, indent=1))
         gpu_results.pack(self.results, self.out)  # pack now, because this call may be killed
@@ -208,28 +271,39 @@ class GpuCall:
 
     def outcome(self, step: GpuStep) -> str:
         code = self.tried.get(step.title, {"code": "not begun"})["code"]
-        told = {None: "ended at its limit", 0: "done", "not begun": "not begun"}.get(code, f"exit code {code}")
+        told = {None: "ended at its limit", 0: "done", "not begun": "not begun"}.get(
+            code, f"exit code {code}"
+        )
         return f"{step.title}: {told}"
 
     def verdict(self, steps: Sequence[GpuStep]) -> list[str]:
         """Return the summary's lines: facts, steps left, failures, and runs."""
-        facts, left, runs = self.results / "facts.json", self.left(steps), defaultdict[str, list[Record]](list)
+        facts, left, runs = (
+            self.results / "facts.json",
+            self.left(steps),
+            defaultdict[str, list[Record]](list),
+        )
         for record in read_all(self.results)[0].values():
             runs[record.key].append(record)
         told = [
-            "== facts", *(gpu_facts.lines(json.loads(facts.read_text())) if facts.exists() else ["none"]),
-            f"== {len(steps) - len(left)} of {len(steps)} steps done; left:", *map(self.outcome, left),
+            "== facts",
+            *(gpu_facts.lines(json.loads(facts.read_text())) if facts.exists() else ["none"]),
+            f"== {len(steps) - len(left)} of {len(steps)} steps done; left:",
+            *map(self.outcome, left),
             "== refused or failed:",
             *(self.outcome(step) for step in steps if step not in left and self.tried[step.title]["code"]),
-            "== runs", *sorted(map(row, runs.values())),
-        ]  # fmt: skip
+            "== runs",
+            *sorted(map(row, runs.values())),
+        ]
         return [line[:WIDTH] for line in told]
 
 
 def ended(command: Sequence[str], output: Any, seconds: float) -> int | None:
     """Run the command; return its exit code, or None if it reached its limit of `seconds`. At the limit the command
     gets SIGINT; what is left of it when it has ended, or after GRACE_SECONDS, gets SIGKILL."""
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+    )
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -255,8 +329,13 @@ def row(runs: Sequence[Record]) -> str:
     if record.status != "ok":
         return f"{title}  {record.status}: {record.reason}"
     seconds, peak = record.median_step_seconds or 0.0, record.peaks.get("device_allocated", 0)
-    of_plan = _share(predicted.get("step_seconds"), seconds), _share(sum(predicted.get("device", {}).values()), peak)
-    told = [f"{seconds:.3f} s{of_plan[0]}, device {gib(peak)}{of_plan[1]}, host {gib(record.host_peak_bytes)}"]
+    of_plan = (
+        _share(predicted.get("step_seconds"), seconds),
+        _share(sum(predicted.get("device", {}).values()), peak),
+    )
+    told = [
+        f"{seconds:.3f} s{of_plan[0]}, device {gib(peak)}{of_plan[1]}, host {gib(record.host_peak_bytes)}"
+    ]
     if len(runs) > 1:
         bits = {json.dumps([run.losses, run.tensors], sort_keys=True) for run in runs if run.status == "ok"}
         told.append(f"{len(runs)} runs, {'the same bits' if len(bits) == 1 else 'other bits'}")
@@ -270,7 +349,9 @@ def _share(planned: float | None, measured: float) -> str:
 @click.command()
 @click.argument("name", default="gpu")
 @click.option("--demo", is_flag=True, help="Run tiny sizes on the simulated device.")
-@click.option("--limit", "limit_seconds", type=float, default=LIMIT_SECONDS, help="Time limit of this call in seconds.")
+@click.option(
+    "--limit", "limit_seconds", type=float, default=LIMIT_SECONDS, help="Time limit of this call in seconds."
+)
 @click.option("--only", multiple=True, metavar="TITLE", help="Run only this step, even if it has a result.")
 def main(name: str, demo: bool, limit_seconds: float, only: tuple[str, ...]) -> None:
     """Run the steps that are left, and write their records to results/NAME. The archive goes to the folder that the
@@ -278,7 +359,9 @@ def main(name: str, demo: bool, limit_seconds: float, only: tuple[str, ...]) -> 
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if missing := [package for package in NEEDED if importlib.util.find_spec(package) is None]:
-        raise click.UsageError(f"expected {', '.join(missing)}; try bench/gpu.sh --wheels wheels, with a network")
+        raise click.UsageError(
+            f"expected {', '.join(missing)}; try bench/gpu.sh --wheels wheels, with a network"
+        )
     results = ROOT / "results" / name
     results.mkdir(parents=True, exist_ok=True)
     out = Path(os.environ.get("OUT") or results.parent).resolve()

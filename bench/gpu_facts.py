@@ -68,7 +68,8 @@ def attention(device: str) -> dict[str, Any]:
     with Device(device) as place:
         for dtype in (torch.float32, torch.bfloat16):
             q, k, v = torch.randn(3, *SHAPES[device], device=device, dtype=dtype, requires_grad=True)
-            slope = torch.randn_like(q)  # with one number everywhere, sums in another order may have the same bits
+            # with one number everywhere, sums in another order may have the same bits
+            slope = torch.randn_like(q)
 
             def passes(q: Any = q, k: Any = k, v: Any = v, slope: Any = slope) -> tuple[torch.Tensor, ...]:
                 mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -99,7 +100,10 @@ def pinning(device: str) -> dict[str, Any]:
 
     with Device(device) as place:
         found = {"ours": taken(lambda: place.room(size, torch.uint8, host=True))}
-    return {**found, "torch's": taken(lambda: torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda"))}
+    return {
+        **found,
+        "torch's": taken(lambda: torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")),
+    }
 
 
 def launches(device: str) -> dict[str, str]:
@@ -121,7 +125,9 @@ def messages(device: str) -> dict[str, Any]:
     for place in dict.fromkeys(("cpu", device)):
         dist.all_reduce(torch.ones(1, device=place))
     dist.destroy_process_group()
-    interfaces = {name: os.environ.get(name, "not set") for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")}
+    interfaces = {
+        name: os.environ.get(name, "not set") for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    }
     return {"seconds": round(time.perf_counter() - started, 3), **interfaces}
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from methods.pipeline.launch.folder import read_lines
 
-TOLERANCE = 1e-6  # largest relative difference of losses, because replicas and micro-batches sum in another order
+# largest relative difference of losses, because replicas and micro-batches sum in another order
+TOLERANCE = 1e-6
 # Facts that must agree at each step: field of the record, reason, words. A cause stands before its effects.
 EXACT = (
     ("samples", "batch", "samples in the batch"),
@@ -42,9 +43,11 @@ class Verdict:
 
 
 def judge(
-    steps: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]] = (),
+    steps: Sequence[dict[str, Any]],
+    undisturbed: Sequence[dict[str, Any]],
+    lost: Sequence[dict[str, Any]] = (),
     tolerance: float = TOLERANCE,
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """Compare a job's steps with the steps of the undisturbed job. `lost`: the first results of steps that were
     repeated after a death; these must be right, too.
     """
@@ -55,7 +58,9 @@ def judge(
     if missing := sorted(expected.keys() - counts.keys()):
         return Verdict("step-missing", f"step {missing[0]} is not in the record")
     if beyond := sorted(counts.keys() - expected.keys()):
-        return Verdict("step-beyond", f"step {beyond[0]} is beyond the {len(expected)} of the undisturbed job")
+        return Verdict(
+            "step-beyond", f"step {beyond[0]} is beyond the {len(expected)} of the undisturbed job"
+        )
     if [line["step"] for line in steps] != sorted(counts):
         return Verdict("step-order", "the record's steps are not in order")
     largest = 0.0
@@ -88,6 +93,8 @@ def judge_folder(folder: Path, undisturbed: Path, most_lost: int, tolerance: flo
         return found
     for number, count in Counter(line["round"] for line in lost).items():
         if count > most_lost:
-            return Verdict("lost-steps", f"round {number} lost {count} steps, {most_lost} allowed", found.largest)
+            return Verdict(
+                "lost-steps", f"round {number} lost {count} steps, {most_lost} allowed", found.largest
+            )
     assert math.isfinite(found.largest)
     return found

@@ -31,8 +31,14 @@ from harness.base.checkout import ROOT
 from harness.core.record import read_all
 
 WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 40 --rerun --json".split()  # noqa: SIM905
-KINDS = [("parent", signal.SIGKILL), ("worker", signal.SIGKILL), ("both", signal.SIGKILL), ("parent", signal.SIGTERM),
-         ("parent", signal.SIGHUP), ("both", signal.SIGHUP)]  # fmt: skip
+KINDS = [
+    ("parent", signal.SIGKILL),
+    ("worker", signal.SIGKILL),
+    ("both", signal.SIGKILL),
+    ("parent", signal.SIGTERM),
+    ("parent", signal.SIGHUP),
+    ("both", signal.SIGHUP),
+]
 LAST_SECONDS = 0.2
 END_SECONDS = 90.0  # seconds within which a worker whose parent died writes its record or is killed
 
@@ -42,11 +48,24 @@ class Call:
     the end of the last step."""
 
     def __init__(self, folder: Path, words: Sequence[str] = WORDS) -> None:
-        environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "HARNESS_LOCKS": str(folder), "KILLS": str(folder)}
+        environment = {
+            **os.environ,
+            "TMPDIR": str(folder / "tmp"),
+            "HARNESS_LOCKS": str(folder),
+            "KILLS": str(folder),
+        }
         call = [sys.executable, "-m", "harness", *words, "--results", str(folder / "results")]
         hears = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup's child would ignore it
-        self.process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                                        env=environment, start_new_session=True, preexec_fn=hears)  # fmt: skip
+        self.process = subprocess.Popen(
+            call,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=hears,
+        )
         self.has_begun, self.has_trained = threading.Event(), threading.Event()
         self.listener = threading.Thread(target=self._listen)
         self.listener.start()
@@ -109,7 +128,8 @@ def main() -> None:
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: print the results so far
             for kill in range(asked.kills):
                 (whom, number), call = KINDS[kill % len(KINDS)], Call(folder)
-                if kill % 3 == kill // len(KINDS) % 3:  # every third kill of each kind comes after the last step
+                if kill % 3 == kill // len(KINDS) % 3:
+                    # every third kill of each kind comes after the last step
                     call.has_trained.wait()
                     time.sleep(chance.uniform(0, LAST_SECONDS))
                 else:
@@ -124,10 +144,14 @@ def main() -> None:
         records, torn = read_all(folder / "results")
         for record in records.values():
             counts[f"records: {record.status}"] += 1
-            counts["results without a host peak"] += record.is_result and not record.peaks.get("host_anonymous")
+            counts["results without a host peak"] += record.is_result and not record.peaks.get(
+                "host_anonymous"
+            )
         counts["files that are no records"] = len(torn)
         left = {
-            "other files left in results": [name for name in os.listdir(folder / "results") if name[:4] != "log_"],
+            "other files left in results": [
+                name for name in os.listdir(folder / "results") if name[:4] != "log_"
+            ],
             "shared memory left": sorted({*os.listdir("/dev/shm")} - shared),
             "temporary files, folders and sockets left": os.listdir(folder / "tmp"),
         }

@@ -24,8 +24,12 @@ from cases._morphs import CAUSES, CHECKPOINT_EVERY, Change, Played, Schedule, pl
 from methods.pipeline.launch.folder import read_lines
 
 MOST_MACHINES = 4
-TEXTS = {"death": "a machine's death", "launcher": "the launcher's death", "list": "a change of the list",
-         "notice": "a notice by SIGTERM"}  # fmt: skip
+TEXTS = {
+    "death": "a machine's death",
+    "launcher": "the launcher's death",
+    "list": "a change of the list",
+    "notice": "a notice by SIGTERM",
+}
 
 
 def random_schedule(seed: int, num_steps: int) -> Schedule:
@@ -72,12 +76,16 @@ def main(schedules: int, first: int, steps: int) -> None:
             lost = len(read_lines(mine / "job" / "lost_steps.jsonl"))
             end = "passed" if verdict.passed else f"FAILED ({verdict.reason})"
             took = f"{time.monotonic() - began:.0f} s"
-            print(f"seed {seed}: {schedule}: {end}: {verdict.text}; {lost} steps done again, {took}", flush=True)
+            print(
+                f"seed {seed}: {schedule}: {end}: {verdict.text}; {lost} steps done again, {took}", flush=True
+            )
     print(f"{schedules - failed} of {schedules} schedules train as one undisturbed process")
     for by, text in TEXTS.items():
         if found := seconds[by]:
             middle, most = statistics.median(found), max(found)
-            print(f"{len(found)} times from {text} to the next step: median {middle:.1f} s, largest {most:.1f} s")
+            print(
+                f"{len(found)} times from {text} to the next step: median {middle:.1f} s, largest {most:.1f} s"
+            )
     sys.exit(1 if failed else 0)
 
 

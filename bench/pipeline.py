@@ -35,8 +35,10 @@ def on_ranks(num_ranks: int, function: Any, *arguments: Any) -> list[Any]:
         port = free.getsockname()[1]
     context = processes.get_context("fork")
     results = context.SimpleQueue()
-    started = [context.Process(target=_rank, args=(rank, num_ranks, port, results, function, arguments))
-               for rank in range(num_ranks)]  # fmt: skip
+    started = [
+        context.Process(target=_rank, args=(rank, num_ranks, port, results, function, arguments))
+        for rank in range(num_ranks)
+    ]
     for each in started:
         each.start()
     found = dict(results.get() for _ in started)
@@ -46,7 +48,9 @@ def on_ranks(num_ranks: int, function: Any, *arguments: Any) -> list[Any]:
 
 
 def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, arguments: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     try:
         results.put((rank, function(rank, *arguments)))
     except BaseException as error:
@@ -54,7 +58,9 @@ def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, arg
         raise
 
 
-def sleeping(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float, steps: int) -> list[float]:
+def sleeping(
+    rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float, steps: int
+) -> list[float]:
     """Return the seconds of each step on a rank whose passes sleep. `unit`: seconds of a forward pass or a recompute; a
     backward pass takes two units.
     """
@@ -152,7 +158,9 @@ def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
     torch.set_num_threads(1)
     seconds, began = [], time.perf_counter()
     method = create("varuna", options)
-    for _ in method.settled(method.plan(WORKLOAD, Room())).train(WORKLOAD, token_batches(WORKLOAD, steps), "cpu"):
+    for _ in method.settled(method.plan(WORKLOAD, Room())).train(
+        WORKLOAD, token_batches(WORKLOAD, steps), "cpu"
+    ):
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
     return seconds[1:]
@@ -175,8 +183,10 @@ def table_of_sleeping(num_micro_batches: int, unit: float, steps: int, rounds: i
         passes = {"F": unit, "R": unit, "B": 2 * unit}
         run = simulate(name, [passes] * num_stages, num_micro_batches, is_opportunistic=name == schedule)
         measured, idle = (statistics.median(found[(num_stages, schedule), each]) for each in (False, True))
-        print(f"| {num_stages} | {schedule} | {measured:.3f} | {run.step_seconds:.3f} |"
-              f" {measured / run.step_seconds:.3f} | {run.bubble:.1%} | {idle / measured:.1%} |")  # fmt: skip
+        print(
+            f"| {num_stages} | {schedule} | {measured:.3f} | {run.step_seconds:.3f} |"
+            f" {measured / run.step_seconds:.3f} | {run.bubble:.1%} | {idle / measured:.1%} |"
+        )
 
 
 def table_of_real(steps: int) -> None:
@@ -185,10 +195,17 @@ def table_of_real(steps: int) -> None:
     print("|---|---|---|---|")
     for num_stages, num_replicas in ((1, 1), (2, 1), (1, 2), (2, 2)):
         for schedule in ("varuna", "1f1b", "gpipe") if num_stages > 1 else ("varuna",):
-            options = {"world_size": num_stages * num_replicas, "num_stages": num_stages, "chunk_size": 1,
-                       "schedule": schedule}  # fmt: skip
+            options = {
+                "world_size": num_stages * num_replicas,
+                "num_stages": num_stages,
+                "chunk_size": 1,
+                "schedule": schedule,
+            }
             ranks = on_ranks(num_stages * num_replicas, real, options, steps + 1)
-            print(f"| {num_stages} | {num_replicas} | {schedule} | {statistics.median(ranks[0]):.3f} |", flush=True)
+            print(
+                f"| {num_stages} | {num_replicas} | {schedule} | {statistics.median(ranks[0]):.3f} |",
+                flush=True,
+            )
 
 
 @click.command()

@@ -37,7 +37,10 @@ def main(image: str, rounds: int, steps: int) -> None:
             for name in places if turn % 2 == 0 else reversed(places):
                 started = time.monotonic()
                 (record,) = Sweep(Path(folder), rerun=True, place=places[name], probe=NONE).run([job])
-                found = {"step_seconds": record.median_step_seconds, "call_seconds": time.monotonic() - started}
+                found = {
+                    "step_seconds": record.median_step_seconds,
+                    "call_seconds": time.monotonic() - started,
+                }
                 found |= {f"{kind}_mib": record.peaks[kind] / 2**20 for kind in PEAKS}
                 measured[name].append(found)
                 print(
@@ -48,7 +51,9 @@ def main(image: str, rounds: int, steps: int) -> None:
     heads = list(measured["here"][0])
     print(f"| where | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
     for name, found in measured.items():
-        print(f"| {name} | {' | '.join(f'{statistics.median(each[head] for each in found):.4g}' for head in heads)} |")
+        print(
+            f"| {name} | {' | '.join(f'{statistics.median(each[head] for each in found):.4g}' for head in heads)} |"
+        )
 
 
 if __name__ == "__main__":

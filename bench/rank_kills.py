@@ -25,8 +25,15 @@ from bench.kills import Call, left_alive, of_these_runs
 from harness.core.record import Record, read_all
 
 SIZES = "-l 4 -h 32 -b 4 --heads 2 --seq 16 --vocab 97 --steps 400 --rerun --json --no-probe".split()  # noqa: SIM905
-METHODS = [("zero-offload", 2), ("stronghold", 2), ("megatron-lm", 2), ("varuna", 4), ("zero-infinity", 2),
-           ("l2l", 4), ("fsdp2-offload", 2)]  # fmt: skip
+METHODS = [
+    ("zero-offload", 2),
+    ("stronghold", 2),
+    ("megatron-lm", 2),
+    ("varuna", 4),
+    ("zero-infinity", 2),
+    ("l2l", 4),
+    ("fsdp2-offload", 2),
+]
 START_SECONDS = 120.0
 
 
@@ -72,7 +79,9 @@ def told(record: Record | None, rank: int, num_ranks: int) -> str:
     """Return what a record says about the end of this rank."""
     if record is None:
         return "no record"
-    is_named = record.evidence.get("rank") == rank and record.reason.startswith(f"rank {rank} of {num_ranks}: ")
+    is_named = record.evidence.get("rank") == rank and record.reason.startswith(
+        f"rank {rank} of {num_ranks}: "
+    )
     return f"{record.status}, {'its rank named' if is_named else f'another cause: {record.reason:.150}'}"
 
 
@@ -82,7 +91,9 @@ def newest(folder: Path, before: set[Path], name: str) -> Record | None:
     there, torn = read_all(folder)
     if torn:
         raise SystemExit(f"files that are no records: {torn}")
-    return next((record for path, record in there.items() if path not in before and record.job.method == name), None)
+    return next(
+        (record for path, record in there.items() if path not in before and record.job.method == name), None
+    )
 
 
 def main() -> None:
@@ -126,7 +137,9 @@ def main() -> None:
                 counts[f"records: {told(newest(folder / 'results', before, method), rank, num_ranks)}"] += 1
                 print(f"\r{counts['kills']} of {asked.kills}", end="", file=sys.stderr, flush=True)
         left = {
-            "other files left in results": [name for name in os.listdir(folder / "results") if name[:4] != "log_"],
+            "other files left in results": [
+                name for name in os.listdir(folder / "results") if name[:4] != "log_"
+            ],
             "shared memory left": sorted({*os.listdir("/dev/shm")} - shared),
             "temporary files, folders and sockets left": os.listdir(folder / "tmp"),
         }

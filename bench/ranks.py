@@ -27,22 +27,31 @@ from harness.plan.fit import resolve
 
 STEPS, LAST_RATE = 10, 3e-3
 WORKLOAD = Workload(
-    num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512,
-    learning_rate=LAST_RATE * LR_WARMUP_STEPS / STEPS, clip_norm=0.1,
-)  # fmt: skip
+    num_layers=4,
+    hidden_size=64,
+    num_heads=4,
+    seq_len=32,
+    batch_size=4,
+    vocab_size=512,
+    learning_rate=LAST_RATE * LR_WARMUP_STEPS / STEPS,
+    clip_norm=0.1,
+)
 # By method, additional jobs: the number of ranks and the options. If the options use fewer ranks, replicas split the
 # batch.
 SPLITS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "megatron-lm": [
-        (2, {"distributed_optimizer": True}), (2, {"tensor_parallel": 2}),
-        (2, {"tensor_parallel": 2, "sequence_parallel": True}), (2, {"pipeline_parallel": 2}),
-        (4, {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}), (4, {"pipeline_parallel": 4}),
+        (2, {"distributed_optimizer": True}),
+        (2, {"tensor_parallel": 2}),
+        (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+        (2, {"pipeline_parallel": 2}),
+        (4, {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
+        (4, {"pipeline_parallel": 4}),
         (4, {"tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True}),
     ],
     "varuna": [(2, {"num_stages": 2}), (4, {"num_stages": 2}), (4, {"num_stages": 4})],
     "stronghold": [(2, {"placement": "R2W2"}), (4, {"placement": "R2W2"})],
     "zero-infinity-nvme": [(2, {"pipelined": False})],
-}  # fmt: skip
+}
 HEADS = ("method", "ranks", "options", "verdict", "losses", "gradient norms")
 
 
@@ -52,7 +61,9 @@ def jobs() -> Iterator[Job]:
     for name in method.having("world_size"):
         splits = [(2, {}), (4, {}), *SPLITS.get(name, [])]
         for num_ranks, options in sorted(splits, key=lambda split: split[0]):
-            yield Job(name, WORKLOAD, {"world_size": num_ranks, **options}, device="cpu", steps=STEPS, warmup=2)
+            yield Job(
+                name, WORKLOAD, {"world_size": num_ranks, **options}, device="cpu", steps=STEPS, warmup=2
+            )
 
 
 def difference(values: list[float], expected: list[float]) -> str:
@@ -65,7 +76,10 @@ def difference(values: list[float], expected: list[float]) -> str:
 def row(asked: Job, record: Record, reference: Record) -> tuple[str, ...]:
     others = ", ".join(f"{name}={value}" for name, value in asked.options.items() if name != "world_size")
     ended = record.gate.verdict if record.status == "ok" else f"{record.status}: {record.reason}"
-    differences = (difference(record.losses, reference.losses), difference(record.grad_norms, reference.grad_norms))
+    differences = (
+        difference(record.losses, reference.losses),
+        difference(record.grad_norms, reference.grad_norms),
+    )
     return asked.method, str(asked.world_size), others, ended, *differences
 
 

@@ -34,7 +34,9 @@ def line(title: str, found: ScheduledStep | str) -> str:
 @click.option("--machine", "machines", multiple=True, type=click.Choice(list(DTYPES)), default=list(DTYPES))
 @click.option("--layers", default="16,32,48,78,100")
 @click.option("--clipping", "clippings", multiple=True, type=click.Choice(["none", "deferred", "speculate"]))
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=ROOT / "results" / "virtual.md")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), default=ROOT / "results" / "virtual.md"
+)
 def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], out: Path) -> None:
     torch.set_num_threads(1)  # more threads would not speed up the scale model's small matrices
     wanted = [clipping for clipping in CLIP_NORMS if not clippings or (clipping or "none") in clippings]

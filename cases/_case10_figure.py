@@ -30,7 +30,9 @@ FONT_SIZE, CHARACTER_INCHES = 4.6, 0.036  # of a word in a cell
 def figure(rows: Sequence[FigureRow], note: str) -> plot.Figure:
     panels = {name: _of_engine(name, rows) for name in ENGINES}
     panels = {name: own for name, own in panels.items() if own}
-    settings = {name: [row for row in ROWS if any(each.series == row for each in own)] for name, own in panels.items()}
+    settings = {
+        name: [row for row in ROWS if any(each.series == row for each in own)] for name, own in panels.items()
+    }
     columns = {name: ordered(row.group for row in own) for name, own in panels.items()}
     width = LEFT_INCHES + RIGHT_INCHES + CELL_INCHES * max(FEWEST_COLUMNS, *map(len, columns.values()))
     heights = [ROW_INCHES * len(names) for names in settings.values()]
@@ -53,12 +55,16 @@ def _of_engine(name: str, rows: Sequence[FigureRow]) -> list[FigureRow]:
     return [row for row in rows if row.series in ROWS and ROWS[row.series].engine == name]
 
 
-def _panel(axes: plot.Axes, rows: Sequence[FigureRow], settings: Sequence[str], columns: Sequence[str]) -> None:
+def _panel(
+    axes: plot.Axes, rows: Sequence[FigureRow], settings: Sequence[str], columns: Sequence[str]
+) -> None:
     """Draw the cells of an engine. Neighbors of equal words share one word, which then may be longer."""
     cells = {(row.series, row.group): row for row in rows}
     for height, setting in enumerate(settings):
         own = [cells.get((setting, release)) for release in columns]
-        for (kind, text, is_unreported), run in itertools.groupby(enumerate(own), lambda each: _told(each[1])):
+        for (kind, text, is_unreported), run in itertools.groupby(
+            enumerate(own), lambda each: _told(each[1])
+        ):
             at = [index for index, _ in run]
             face, ink, hatch = LOOKS.get(kind, OTHER)
             if kind == words.NOT_RUN:
@@ -67,9 +73,12 @@ def _panel(axes: plot.Axes, rows: Sequence[FigureRow], settings: Sequence[str], 
             for index in at:
                 axes.add_patch(_box(index, height, 1, facecolor=face, **look))
             if is_unreported:
-                axes.add_patch(_box(at[0], height, len(at), facecolor="none", edgecolor="black", linewidth=1.4))
+                axes.add_patch(
+                    _box(at[0], height, len(at), facecolor="none", edgecolor="black", linewidth=1.4)
+                )
             told = _fitting(text, kind, len(at))
-            box = {"facecolor": face, "edgecolor": "none", "pad": 0.2}  # no line between two cells crosses the word
+            # no line between two cells crosses the word
+            box = {"facecolor": face, "edgecolor": "none", "pad": 0.2}
             look = {"ha": "center", "va": "center", "fontsize": FONT_SIZE, "color": ink, "bbox": box}
             axes.text(at[0] + len(at) / 2, height + 0.5, told, **look)
     axes.set(xlim=(0, len(columns)), ylim=(len(settings), 0))
@@ -80,7 +89,11 @@ def _panel(axes: plot.Axes, rows: Sequence[FigureRow], settings: Sequence[str], 
 
 def _told(row: FigureRow | None) -> tuple[str, str, bool]:
     """Return a cell's kind, its word, and if it fails without a public report."""
-    return (words.NOT_RUN, "", False) if row is None else (words.kind(row), words.word(row), words.is_unreported(row))
+    return (
+        (words.NOT_RUN, "", False)
+        if row is None
+        else (words.kind(row), words.word(row), words.is_unreported(row))
+    )
 
 
 def _box(x: float, y: float, width: float, **look: Any) -> Any:
@@ -92,7 +105,9 @@ def _box(x: float, y: float, width: float, **look: Any) -> Any:
 def _fitting(text: str, kind: str, num_cells: int) -> str:
     """Return the text if it fits into so many cells; else the kind, or a short word for it."""
     most = int(num_cells * CELL_INCHES / CHARACTER_INCHES)
-    return next((each for each in (text, kind, SHORT.get(kind, "")) if each and len(each) <= most), f"{kind[:4]}.")
+    return next(
+        (each for each in (text, kind, SHORT.get(kind, "")) if each and len(each) <= most), f"{kind[:4]}."
+    )
 
 
 def _labeled(kind: str) -> str:
@@ -106,7 +121,9 @@ def _legend(made: plot.Figure, rows: Sequence[FigureRow]) -> None:
     entries = []
     for kind in kinds:
         face, _, hatch = LOOKS.get(kind, OTHER)
-        entries.append(Patch(facecolor=face, edgecolor=plot.EDGE, linewidth=0.4, hatch=hatch, label=_labeled(kind)))
+        entries.append(
+            Patch(facecolor=face, edgecolor=plot.EDGE, linewidth=0.4, hatch=hatch, label=_labeled(kind))
+        )
     if any(words.is_unreported(row) for row in rows):
         entries.append(Patch(facecolor="none", edgecolor="black", linewidth=1.4, label=words.NONE_KNOWN))
     entries.append(Patch(facecolor="white", edgecolor=plot.EDGE, linewidth=0.4, label=words.NOT_RUN))

@@ -14,10 +14,12 @@ SIZE_INCHES = (7.6, 6.0)
 ONE_SLOT = "one slot"
 UNIT_COLORS = {"forward": "#A9D3BA", "loss": "#E3B23C", "backward": "#2E8B57", "update": "#54689A"}
 RULES = {
-    "lrtf": ("longest remaining first", "#2E8B57", "o"), WHOLE: ("models placed whole", "#8C5A3C", "s"),
-    "random": ("random", "#8A8A8A", "v"), "fifo": ("first come", "#54689A", "^"),
+    "lrtf": ("longest remaining first", "#2E8B57", "o"),
+    WHOLE: ("models placed whole", "#8C5A3C", "s"),
+    "random": ("random", "#8A8A8A", "v"),
+    "fifo": ("first come", "#54689A", "^"),
     "srtf": ("shortest first", "#B0413E", "D"),
-}  # fmt: skip
+}
 SMALL_PRINT = (
     "one after another: the models' steps added up, each batch size timed alone, starting a model left out;"
     " by turns: all models trained at once by Hydra, a round is the same samples for each\n"
@@ -36,7 +38,9 @@ def figure(rows: Sequence[FigureRow], note: str, methods: Sequence[str]) -> plot
         below = made.add_gridspec(
             1, 2, width_ratios=(1.55, 1), wspace=0.2, left=0.145, right=0.985, top=0.475, bottom=0.16
         )
-        first, second, third, fourth = (made.add_subplot(grid[0, side]) for grid in (above, below) for side in (0, 1))
+        first, second, third, fourth = (
+            made.add_subplot(grid[0, side]) for grid in (above, below) for side in (0, 1)
+        )
         _speeds(first, speeds, note, methods)
         _ratios(second, [row for row in rows if row.metric.endswith("_ratio")])
         plot.title(third, "measured: a round of Hydra")
@@ -48,7 +52,13 @@ def figure(rows: Sequence[FigureRow], note: str, methods: Sequence[str]) -> plot
             _speed_ups(fourth, [row for row in rows if row.metric == "speed_up"])
         for axes in () if turns else (third, fourth):
             axes.set(xticks=[], yticks=[])
-            look: Any = {"transform": axes.transAxes, "ha": "center", "va": "center", "fontsize": 7, "color": plot.EDGE}
+            look: Any = {
+                "transform": axes.transAxes,
+                "ha": "center",
+                "va": "center",
+                "fontsize": 7,
+                "color": plot.EDGE,
+            }
             axes.text(0.5, 0.5, "No run of Hydra here.", **look)
         plot.legend(made, speeds, {})
         plot.small_print(made, f"{plot.caption(speeds, [], note)}\n{SMALL_PRINT}")
@@ -64,8 +74,20 @@ def _speeds(axes: plot.Axes, rows: Sequence[FigureRow], note: str, methods: Sequ
     plot.bars(axes, groups)
     plot.tilt(axes)
     axes.axvline(len(alone) - 0.5, color=plot.EDGE, linewidth=0.5, linestyle=":")
-    for x, side, text in ((len(alone) - 0.58, "right", "one after another"), (len(alone) - 0.42, "left", "by turns")):
-        axes.text(x, 0.99, text, transform=axes.get_xaxis_transform(), ha=side, va="top", fontsize=6, color=plot.EDGE)
+    for x, side, text in (
+        (len(alone) - 0.58, "right", "one after another"),
+        (len(alone) - 0.42, "left", "by turns"),
+    ):
+        axes.text(
+            x,
+            0.99,
+            text,
+            transform=axes.get_xaxis_transform(),
+            ha=side,
+            va="top",
+            fontsize=6,
+            color=plot.EDGE,
+        )
     axes.set(ylim=(0, 1.08 * axes.get_ylim()[1]), ylabel=plot.LABELS["samples_per_second"])
     plot.title(axes, ", ".join(["measured", note, *dict.fromkeys(row.group for row in rows)]))
 
@@ -79,7 +101,9 @@ def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
     found = {(row.metric, row.group, row.series): row.value or 0.0 for row in rows}
     for place, (rule, (name, color, mark)) in enumerate(RULES.items()):
         at = [index + 0.14 * (place - (len(RULES) - 1) / 2) for index in range(len(groups))]
-        means, largest = ([found[f"{of}_ratio", group, rule] for group in groups] for of in ("mean", "largest"))
+        means, largest = (
+            [found[f"{of}_ratio", group, rule] for group in groups] for of in ("mean", "largest")
+        )
         axes.vlines(at, means, largest, color=color, linewidth=1)
         axes.plot(at, means, mark, color=color, markersize=4, linestyle="", label=name)
     axes.axhline(1, color=plot.EDGE, linewidth=0.6)
@@ -95,7 +119,9 @@ def _turns(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
     models = list(dict.fromkeys(row.group for row in rows))
     for height, model in enumerate(models):
         for kind, color in UNIT_COLORS.items():
-            boxes = [(row.x or 0.0, row.value or 0.0) for row in rows if (row.group, row.series) == (model, kind)]
+            boxes = [
+                (row.x or 0.0, row.value or 0.0) for row in rows if (row.group, row.series) == (model, kind)
+            ]
             axes.broken_barh(boxes, (height - 0.38, 0.76), facecolors=color, linewidth=0)
     axes.set_yticks(range(len(models)), models, fontsize=5.8)
     last = max((row.x or 0.0) + (row.value or 0.0) for row in rows)
@@ -103,9 +129,14 @@ def _turns(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
     kinds = {row.series for row in rows}
     axes.legend(
         handles=[Patch(facecolor=color, label=kind) for kind, color in UNIT_COLORS.items() if kind in kinds],
-        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, columnspacing=0.9, handlelength=0.9, handletextpad=0.4,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=4,
+        columnspacing=0.9,
+        handlelength=0.9,
+        handletextpad=0.4,
         borderaxespad=0,
-    )  # fmt: skip
+    )
 
 
 def _speed_ups(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:

@@ -12,8 +12,10 @@ from papers.figures.point import FigureRow
 
 NAMES = {"varuna": "Varuna", "1f1b": "1F1B", "gpipe": "GPipe"}
 LOOKS = {"varuna": ("#B8860B", "o"), "1f1b": ("#B0413E", "s"), "gpipe": ("#54689A", "^")}
-TRACE = {"morphs": ("morphs to the machines that are there", "#B8860B"),
-         "restarts": ("restarts from its last hourly checkpoint", "#B0413E")}  # fmt: skip
+TRACE = {
+    "morphs": ("morphs to the machines that are there", "#B8860B"),
+    "restarts": ("restarts from its last hourly checkpoint", "#B0413E"),
+}
 SMALL_PRINT = (
     "schedules: 9 stages, 64 micro-batches, messages with a jitter of 0.3, mean of 3 seeds; foretold: by a profile"
     " of the same model\ntrace: synthetic, seeded; 355 M parameters on up to 12 machines of one V100, batch 256\n"
@@ -73,7 +75,13 @@ def _morphs(axes: plot.Axes, losses: Sequence[FigureRow], workers: Sequence[Figu
     plot.title(axes, "measured: loss through morphs")
     if not losses:
         axes.set(xticks=[], yticks=[])
-        look: Any = {"transform": axes.transAxes, "ha": "center", "va": "center", "fontsize": 7, "color": plot.EDGE}
+        look: Any = {
+            "transform": axes.transAxes,
+            "ha": "center",
+            "va": "center",
+            "fontsize": 7,
+            "color": plot.EDGE,
+        }
         axes.text(0.5, 0.5, "No morphed job here: ./run.sh case 7 makes one.", **look)
         return
     for name, line, width in (("undisturbed", "-", 2.4), ("morphed", "-", 0.8)):
@@ -83,7 +91,9 @@ def _morphs(axes: plot.Axes, losses: Sequence[FigureRow], workers: Sequence[Figu
     low, high = min(row.value or 0.0 for row in losses), max(row.value or 0.0 for row in losses)
     axes.set(xlabel="Step", ylabel="Loss", ylim=(low - 0.5 * (high - low), high + 0.05 * (high - low)))
     axes.legend(loc="upper right")
-    _beneath(axes, [(row.x or 0.0, row.value or 0.0) for row in workers if row.series == "morphed"], "Workers", low)
+    _beneath(
+        axes, [(row.x or 0.0, row.value or 0.0) for row in workers if row.series == "morphed"], "Workers", low
+    )
 
 
 def _trace(
@@ -94,7 +104,9 @@ def _trace(
     for name, (text, color) in TRACE.items():
         points = [(row.x or 0.0, row.value or 0.0) for row in speeds if row.series == name]
         if points:
-            axes.step(*zip(*points, strict=True), where="post", color=color, label=f"{text}, mean {mean[name]:.0f}")
+            axes.step(
+                *zip(*points, strict=True), where="post", color=color, label=f"{text}, mean {mean[name]:.0f}"
+            )
     top = max((row.value or 0.0 for row in speeds), default=1.0)
     axes.set(xlabel="Hours", ylabel=plot.LABELS["samples_per_second"], ylim=(-0.5 * top, 1.45 * top))
     axes.legend(loc="upper right", fontsize=5.6)

@@ -30,8 +30,11 @@ def figure(rows: Sequence[FigureRow], names: Sequence[str], note: str) -> plot.F
                 axes.set_ylabel("Samples/s")
             if number >= panels.shape[1]:
                 axes.set_xlabel("ranks")
-        handles = {label: handle for axes in panels.flat
-                   for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
+        handles = {
+            label: handle
+            for axes in panels.flat
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
         made.legend(handles.values(), handles.keys(), ncols=4, loc="upper right", bbox_to_anchor=(0.995, 1.0))
         told = SMALL_PRINT if foretold else f"{SMALL_PRINT.partition(chr(10))[0]}\n{NO_FORECAST}"
         plot.small_print(made, f"{plot.caption(measured, [], note)}\n{told}")
@@ -43,7 +46,9 @@ def _of(name: str, rows: Sequence[FigureRow]) -> list[FigureRow]:
     return [row for row in rows if row.method == name]
 
 
-def _panel(axes: plot.Axes, measured: Sequence[FigureRow], foretold: Sequence[FigureRow], has_forecasts: bool) -> None:
+def _panel(
+    axes: plot.Axes, measured: Sequence[FigureRow], foretold: Sequence[FigureRow], has_forecasts: bool
+) -> None:
     for series, (color, mark, text) in LOOKS.items():
         own = [row for row in measured if row.series == series]
         points = [(row.x or 0.0, row.value or 0.0) for row in own if plot.succeeded(row)]
@@ -52,7 +57,9 @@ def _panel(axes: plot.Axes, measured: Sequence[FigureRow], foretold: Sequence[Fi
         for row in own:
             x, look = [row.x or 0.0], dict[str, Any](color=color, markersize=4)
             if plot.succeeded(row):
-                look |= {"markerfacecolor": color, "label": text} if row.valid else {"markerfacecolor": "white"}
+                look |= (
+                    {"markerfacecolor": color, "label": text} if row.valid else {"markerfacecolor": "white"}
+                )
                 axes.plot(x, [row.value or 0.0], mark, **look)
             else:
                 axes.plot(x, [0.0], "x", clip_on=False, **look)
@@ -68,5 +75,11 @@ def _panel(axes: plot.Axes, measured: Sequence[FigureRow], foretold: Sequence[Fi
 
 
 def _tell(axes: plot.Axes, text: str) -> None:
-    look: Any = {"transform": axes.transAxes, "ha": "center", "va": "center", "fontsize": 6, "color": plot.EDGE}
+    look: Any = {
+        "transform": axes.transAxes,
+        "ha": "center",
+        "va": "center",
+        "fontsize": 6,
+        "color": plot.EDGE,
+    }
     axes.text(0.5, 0.5, text, **look)

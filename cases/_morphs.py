@@ -93,10 +93,26 @@ class Machines:
 
 def command(machines: Machines, num_stages: int, script: Sequence[str]) -> list[str]:
     return [
-        sys.executable, "-m", "methods.varuna.run", "--machine_list", str(machines.list), "--gpus_per_node", "1",
-        "--batch-size", str(BATCH_SIZE), "--nstages", str(num_stages), "--chunk_size", str(CHUNK_SIZE),
-        "--checkpoint-every", str(CHECKPOINT_EVERY), "--folder", str(machines.job), str(SCRIPT), *script,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "methods.varuna.run",
+        "--machine_list",
+        str(machines.list),
+        "--gpus_per_node",
+        "1",
+        "--batch-size",
+        str(BATCH_SIZE),
+        "--nstages",
+        str(num_stages),
+        "--chunk_size",
+        str(CHUNK_SIZE),
+        "--checkpoint-every",
+        str(CHECKPOINT_EVERY),
+        "--folder",
+        str(machines.job),
+        str(SCRIPT),
+        *script,
+    ]
 
 
 def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str] = SMALL) -> Played:
@@ -107,8 +123,10 @@ def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str]
     call = command(machines, schedule.num_stages, [*script, "--steps", str(num_steps)])
     # Jobs are compared to the last digits, so all compute on the CPU: one worker alone would take a GPU, several not.
     environment = child_environment() | {
-        "PACE_FILE": str(machines.pace), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""
-    }  # fmt: skip
+        "PACE_FILE": str(machines.pace),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     seconds: dict[str, list[float]] = {by: [] for by in CAUSES}
     with open(folder / "output.txt", "w") as output:
 

@@ -30,9 +30,12 @@ def script(name: str, release: str | None = None) -> str:
         )
     Release(engine.package, release)  # raises ValueError if it is no version
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
     return environment.get_template(engine.script).render(_settings(name), name=name, release=release)
 
 

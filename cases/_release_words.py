@@ -16,7 +16,11 @@ CRASH, UNAVAILABLE, NOT_RUN = "crash", "unavailable", "not run"
 NONE_KNOWN = "no public report known"
 WORD_COLUMNS = 110  # most characters of a cell's word
 # What ends the part of a reason that a cell's word shows.
-ENDS = {FAILS: re.compile(r" \("), CRASH: re.compile(r"; its log |\. (?=[A-Z])"), UNAVAILABLE: re.compile(r" \(at ")}
+ENDS = {
+    FAILS: re.compile(r" \("),
+    CRASH: re.compile(r"; its log |\. (?=[A-Z])"),
+    UNAVAILABLE: re.compile(r" \(at "),
+}
 INSTEAD = re.compile(r"(\d[\d.e+-]*) instead of (\d[\d.e+-]*)")
 HEADS = ("setting", "verdict", "releases", "public report")
 NO_PROBE = "a pass is of the run alone: no probe was trained"
@@ -35,11 +39,14 @@ def word(row: FigureRow) -> str:
     if kind(row) == PASSES:
         return PASSES
     engine = ENGINES[ROWS[row.series].engine]
-    reason = " ".join(row.reason.split()).removeprefix(f"{engine.package} {row.group} ")  # all releases say the same
+    # all releases say the same
+    reason = " ".join(row.reason.split()).removeprefix(f"{engine.package} {row.group} ")
     reason = INSTEAD.sub(_rounded, reason)
     if kind(row) in ENDS:
         reason = ENDS[kind(row)].split(reason)[0]
-    return textwrap.shorten(f"{kind(row)}: {reason.removeprefix(f'{UNTESTED}: ')}", WORD_COLUMNS, placeholder=" ...")
+    return textwrap.shorten(
+        f"{kind(row)}: {reason.removeprefix(f'{UNTESTED}: ')}", WORD_COLUMNS, placeholder=" ..."
+    )
 
 
 def _rounded(pair: re.Match[str]) -> str:

@@ -33,7 +33,8 @@ class MapEngine:
     def installed(self) -> str | None:
         """The version of the installed release; None if none is installed."""
         try:
-            return metadata.version(self.package).partition("+")[0]  # a build of torch names its device behind a +
+            # a build of torch names its device behind a +
+            return metadata.version(self.package).partition("+")[0]
         except metadata.PackageNotFoundError:
             return None
 
@@ -50,7 +51,8 @@ class MapRow:
     engine: str  # a key of ENGINES
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    workload: Mapping[str, Any] = field(default_factory=dict)  # fields in which it differs from the map's workload
+    # fields in which it differs from the map's workload
+    workload: Mapping[str, Any] = field(default_factory=dict)
     since: str = ""  # first release that has the setting; empty: all have it
     by_design: str = ""  # why it trains otherwise than the reference; empty: it should not
     design_until: str = ""  # last release that trains otherwise by design alone; empty: all do
@@ -81,7 +83,9 @@ class PublicReport:
         made = []
         for thread in self.threads:
             repository, _, number = thread.partition("#")
-            made.append(f"[{repository.rpartition('/')[2]} {number}](https://github.com/{repository}/issues/{number})")
+            made.append(
+                f"[{repository.rpartition('/')[2]} {number}](https://github.com/{repository}/issues/{number})"
+            )
         return ", ".join(made)
 
     def is_about(self, release: str) -> bool:
@@ -102,27 +106,96 @@ ENGINES = {
     "deepspeed": MapEngine(
         "deepspeed",
         (
-            "0.14.0", "0.14.1", "0.14.2", "0.14.3", "0.14.4", "0.14.5", "0.15.0", "0.15.1", "0.15.2", "0.15.3",
-            "0.15.4", "0.16.0", "0.16.1", "0.16.2", "0.16.3", "0.16.4", "0.16.5", "0.16.6", "0.16.7", "0.16.8",
-            "0.16.9", "0.17.0", "0.17.1", "0.17.2", "0.17.3", "0.17.4", "0.17.5", "0.17.6", "0.18.0", "0.18.1",
-            "0.18.2", "0.18.3", "0.18.4", "0.18.5", "0.18.6", "0.18.7", "0.18.8", "0.18.9", "0.19.0", "0.19.1",
-            "0.19.2", "0.19.3", "0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8",
+            "0.14.0",
+            "0.14.1",
+            "0.14.2",
+            "0.14.3",
+            "0.14.4",
+            "0.14.5",
+            "0.15.0",
+            "0.15.1",
+            "0.15.2",
+            "0.15.3",
+            "0.15.4",
+            "0.16.0",
+            "0.16.1",
+            "0.16.2",
+            "0.16.3",
+            "0.16.4",
+            "0.16.5",
+            "0.16.6",
+            "0.16.7",
+            "0.16.8",
+            "0.16.9",
+            "0.17.0",
+            "0.17.1",
+            "0.17.2",
+            "0.17.3",
+            "0.17.4",
+            "0.17.5",
+            "0.17.6",
+            "0.18.0",
+            "0.18.1",
+            "0.18.2",
+            "0.18.3",
+            "0.18.4",
+            "0.18.5",
+            "0.18.6",
+            "0.18.7",
+            "0.18.8",
+            "0.18.9",
+            "0.19.0",
+            "0.19.1",
+            "0.19.2",
+            "0.19.3",
+            "0.19.4",
+            "0.19.5",
+            "0.19.6",
+            "0.19.7",
+            "0.19.8",
         ),
         "_release_script.py.j2",
     ),
     "megatron-core": MapEngine(
         "megatron-core",
-        ("0.12.0", "0.12.1", "0.12.2", "0.12.3", "0.13.0", "0.13.1", "0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3",
-         "0.16.0", "0.16.1"),
+        (
+            "0.12.0",
+            "0.12.1",
+            "0.12.2",
+            "0.12.3",
+            "0.13.0",
+            "0.13.1",
+            "0.14.0",
+            "0.15.0",
+            "0.15.1",
+            "0.15.2",
+            "0.15.3",
+            "0.16.0",
+            "0.16.1",
+        ),
     ),
     # Each of these imports beside newer packages than it knows, see methods/engines/transformers_release.py.
     "transformers": MapEngine(
         "transformers",
-        ("4.45.2", "4.46.3", "4.57.6", "5.0.0", "5.5.4", "5.9.0", "5.10.4", "5.12.1", "5.14.1", "5.16.1", "5.18.0",
-         "5.20.2", "5.22.2", "5.23.0"),
+        (
+            "4.45.2",
+            "4.46.3",
+            "4.57.6",
+            "5.0.0",
+            "5.5.4",
+            "5.9.0",
+            "5.10.4",
+            "5.12.1",
+            "5.14.1",
+            "5.16.1",
+            "5.18.0",
+            "5.20.2",
+            "5.22.2",
+            "5.23.0",
+        ),
     ),
     "fsdp2": MapEngine("torch"),  # only the installed release runs
-}  # fmt: skip
+}
 
 # What a run on a CPU of these sizes cannot show, by a short name.
 UNSEEN = {
@@ -138,12 +211,23 @@ UNSEEN = {
 
 
 def _zero(
-    stage: int, offload: str | None = None, *, parts: int = 1, dtype: str = "fp32", clip: float = 1.0, **options: Any
+    stage: int,
+    offload: str | None = None,
+    *,
+    parts: int = 1,
+    dtype: str = "fp32",
+    clip: float = 1.0,
+    **options: Any,
 ) -> MapRow:
     """Return the row of a stage of ZeRO. `parts`: micro-batches."""
     load = {"micro_batches": parts, "dtype": dtype, "clip_norm": clip}
-    lacks = {"copies": offload is not None, "ranks": "world_size" not in options, "buckets": 0 < stage < 3,
-             "streams": stage == 3 or "overlap_comm" in options, "norms": stage == 0 and dtype == "fp32"}  # fmt: skip
+    lacks = {
+        "copies": offload is not None,
+        "ranks": "world_size" not in options,
+        "buckets": 0 < stage < 3,
+        "streams": stage == 3 or "overlap_comm" in options,
+        "norms": stage == 0 and dtype == "fp32",
+    }
     return MapRow(
         "deepspeed",
         "deepspeed",
@@ -196,7 +280,9 @@ ROWS = {
     "stage-3-4-2-ranks": _zero(3, parts=4, world_size=2),
     # 0.19.7 and 0.19.8 store every matrix transposed when they start in fp32.
     "zenflow": MapRow("deepspeed", "zenflow", {}, {}, "0.17.5", LATE, "0.19.6", ZENFLOW_LACKS),
-    "zenflow-bf16": MapRow("deepspeed", "zenflow", {}, {"dtype": "bf16"}, "0.17.5", LATE, unseen=ZENFLOW_LACKS),
+    "zenflow-bf16": MapRow(
+        "deepspeed", "zenflow", {}, {"dtype": "bf16"}, "0.17.5", LATE, unseen=ZENFLOW_LACKS
+    ),
     "superoffload": MapRow("deepspeed", "superoffload", since="0.18.0", unseen=("all",), is_scripted=False),
     "megatron": MapRow("megatron-core", "megatron-lm", unseen=("ranks",)),
     "megatron-4": MapRow("megatron-core", "megatron-lm", workload={"micro_batches": 4}, unseen=("ranks",)),
@@ -207,7 +293,9 @@ ROWS = {
         {"micro_batches": 4},
     ),
     "hf-trainer": MapRow("transformers", "hf-trainer", unseen=("ranks",)),
-    "hf-trainer-4": MapRow("transformers", "hf-trainer", {}, {"micro_batches": 4}, unseen=("ranks", "tokens")),
+    "hf-trainer-4": MapRow(
+        "transformers", "hf-trainer", {}, {"micro_batches": 4}, unseen=("ranks", "tokens")
+    ),
     "hf-trainer-4-bf16": MapRow(
         "transformers", "hf-trainer", {}, {"micro_batches": 4, "dtype": "bf16"}, unseen=("ranks", "tokens")
     ),
@@ -218,7 +306,11 @@ ROWS = {
         "fsdp2", "fsdp2-offload", {}, {"micro_batches": 4}, unseen=("gloo", "copies", "streams", "ranks")
     ),
     "fsdp2-4-2-ranks": MapRow(
-        "fsdp2", "fsdp2-offload", {"world_size": 2}, {"micro_batches": 4}, unseen=("gloo", "copies", "streams")
+        "fsdp2",
+        "fsdp2-offload",
+        {"world_size": 2},
+        {"micro_batches": 4},
+        unseen=("gloo", "copies", "streams"),
     ),
 }
 
@@ -234,8 +326,13 @@ REPORTS = (
         "offload: gradients of all micro-batches but the first are dropped",
         since="0.15.2",
         until="0.18.9",
-        rows=("stage-2-offload-4", "stage-2-offload-4-bf16", "stage-2-offload-4-no-clip", "stage-2-offload-4-2-ranks",
-              "stage-1-offload-4"),
+        rows=(
+            "stage-2-offload-4",
+            "stage-2-offload-4-bf16",
+            "stage-2-offload-4-no-clip",
+            "stage-2-offload-4-2-ranks",
+            "stage-1-offload-4",
+        ),
     ),
     PublicReport(
         ("deepspeedai/DeepSpeed#7981",),
@@ -249,8 +346,13 @@ REPORTS = (
         rows=("stage-2-4-unmarked",),
     ),
     PublicReport(
-        ("deepspeedai/DeepSpeed#7718", "deepspeedai/DeepSpeed#7697", "huggingface/trl#4540", "huggingface/trl#4631",
-         "huggingface/accelerate#3877"),
+        (
+            "deepspeedai/DeepSpeed#7718",
+            "deepspeedai/DeepSpeed#7697",
+            "huggingface/trl#4540",
+            "huggingface/trl#4631",
+            "huggingface/accelerate#3877",
+        ),
         "stage 2: the gradient norm is too small, and the loss higher",
         since="0.17.6",
         until="0.18.2",
@@ -284,8 +386,12 @@ REPORTS = (
         rows=("stage-0-bf16", "stage-0-4-bf16"),
     ),
     PublicReport(
-        ("deepspeedai/DeepSpeed#4298", "deepspeedai/DeepSpeed#5294", "deepspeedai/DeepSpeed#5523",
-         "deepspeedai/DeepSpeed#5606"),
+        (
+            "deepspeedai/DeepSpeed#4298",
+            "deepspeedai/DeepSpeed#5294",
+            "deepspeedai/DeepSpeed#5523",
+            "deepspeedai/DeepSpeed#5606",
+        ),
         "stage 2 with overlap_comm: a bucket is filled again before its exchange has ended",
         until="0.14.2",
         rows=("stage-2-4-overlap-2-ranks",),
@@ -426,8 +532,13 @@ REPORTS = (
         " too small",
         since="4.46.3",
         until="5.9.0",
-        rows=("hf-trainer-4", "hf-trainer", "hf-trainer-4-bf16", "hf-trainer-deepspeed-stage-2-4",
-              "hf-trainer-deepspeed-stage-2-offload-4"),
+        rows=(
+            "hf-trainer-4",
+            "hf-trainer",
+            "hf-trainer-4-bf16",
+            "hf-trainer-deepspeed-stage-2-4",
+            "hf-trainer-deepspeed-stage-2-offload-4",
+        ),
     ),
     PublicReport(
         ("huggingface/transformers#45305",),
@@ -450,7 +561,7 @@ REPORTS = (
         "several wrong gradients where kinds of parallelism meet experts, multi-token prediction or linear attention",
         why_no_row="the model has none of these layers",
     ),
-)  # fmt: skip
+)
 
 
 def reports_about(row: str, release: str) -> list[PublicReport]:
@@ -475,7 +586,8 @@ class Choice:
     since: str = ""
     until: str = ""
     releases: Sequence[str] = ()  # these alone, also such as the table lacks
-    is_quick: bool = False  # only releases beside the first and the last one of a public report, in its first row
+    # only releases beside the first and the last one of a public report, in its first row
+    is_quick: bool = False
     has_gpu: bool = False  # False: is_quick leaves out reports that a CPU cannot show
 
     def includes(self, name: str, release: str) -> bool:
@@ -488,15 +600,22 @@ def chosen(asked: Choice) -> list[tuple[str, str]]:
     """Return the cells that a call asks for, each as the name of its row and its release. Raises ValueError for an
     unknown engine, row or version, and for releases where several engines are asked for."""
     engine, names = asked.engine, asked.names
-    for wanted, known, what in (([engine] if engine else [], ENGINES, "an engine"), (names, ROWS, "a setting")):
+    for wanted, known, what in (
+        ([engine] if engine else [], ENGINES, "an engine"),
+        (names, ROWS, "a setting"),
+    ):
         if unknown := [name for name in wanted if name not in known]:
             raise ValueError(f"expected {what} of {', '.join(known)}, got {unknown[0]!r}")
-    rows = [name for name, row in ROWS.items() if engine in (None, row.engine) and (not names or name in names)]
+    rows = [
+        name for name, row in ROWS.items() if engine in (None, row.engine) and (not names or name in names)
+    ]
     engines = list(dict.fromkeys(ROWS[name].engine for name in rows))
     if not rows:
         raise ValueError(f"expected a setting of {engine}, got {', '.join(names)}; leave --only out")
     if (asked.since or asked.until or asked.releases) and len(engines) > 1:
-        raise ValueError(f"expected releases of one engine, got {', '.join(engines)}; try --only {engines[0]}")
+        raise ValueError(
+            f"expected releases of one engine, got {', '.join(engines)}; try --only {engines[0]}"
+        )
     for version in filter(None, (*asked.releases, asked.since, asked.until)):
         Release(ENGINES[engines[0]].package, version)  # raises ValueError if it is none
     cells = [(name, release) for name in rows for release in (asked.releases or columns_of(name))]

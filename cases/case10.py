@@ -82,12 +82,16 @@ def _placed(records: Sequence[Record], used: CaseProfile) -> Iterator[tuple[tupl
     """Yield each record of a cell after the cell: the name of its row, and its release."""
     rows = [(name, _by_installed(job_of(used, name))) for name in ROWS]
     for record in records:
-        with contextlib.suppress(ValueError):  # the method no longer has one of the record's options; no version
+        with contextlib.suppress(ValueError):
+            # the method no longer has one of the record's options; no version
             job = _by_installed(record.job)
             for name in (name for name, job_of_row in rows if job_of_row == job):
                 engine = ENGINES[ROWS[name].engine]
-                version = record.job.options.get(OPTION) or record.software.get(engine.package) or engine.installed
-                release = Release(engine.package, str(version).partition("+")[0])  # torch's build is behind a +
+                version = (
+                    record.job.options.get(OPTION) or record.software.get(engine.package) or engine.installed
+                )
+                # torch's build is behind a +
+                release = Release(engine.package, str(version).partition("+")[0])
                 yield (name, release.version), record
 
 

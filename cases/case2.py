@@ -20,7 +20,8 @@ from papers.figures.profile import CaseProfile
 
 BASELINES = ("megatron-lm", "l2l", "zero-offload", "zero-infinity")  # in the figure's order
 OURS = "stronghold"
-STREAMED = {"resident_layers": 0, "clipping": "deferred"}  # as published: all layers windowed, no early updates
+# as published: all layers windowed, no early updates
+STREAMED = {"resident_layers": 0, "clipping": "deferred"}
 
 
 class SpeedAtLargestSizes(Case):
@@ -34,14 +35,19 @@ class SpeedAtLargestSizes(Case):
         found = {name: sizes[name] for name in BASELINES if name in sizes}
         baselines = [used.job(name, depth) for name, depth in found.items()]
         depths = sorted(set(found.values()))
-        return baselines + [used.job(OURS, depth, window_size=used.window_at(depth), **STREAMED) for depth in depths]
+        return baselines + [
+            used.job(OURS, depth, window_size=used.window_at(depth), **STREAMED) for depth in depths
+        ]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         """Return the rows of the baselines, then the rows of STRONGHOLD at the baselines' depths."""
-        rows = measurements.rows(self.metric, self.jobs(used, measurements.sizes(self.searches, records)), records)
+        rows = measurements.rows(
+            self.metric, self.jobs(used, measurements.sizes(self.searches, records)), records
+        )
         for name in BASELINES:
             largest, _ = measurements.largest(name, records)
-            if largest and not any(row.method == name for row in rows):  # no run of this baseline passed the gate
+            if largest and not any(row.method == name for row in rows):
+                # no run of this baseline passed the gate
                 rows.append(row_of(self.metric, largest))
         still_searched = {name for name in BASELINES if not measurements.is_searched(name, records)}
         rows = [replace(row, is_final=row.method not in still_searched) for row in rows]
@@ -66,7 +72,9 @@ class SpeedAtLargestSizes(Case):
         found = []
         for name in BASELINES:
             own = [row for row in rows if row.method == name]
-            trained = [row for row in own if plot.succeeded(row) or (row.origin == "imported" and row.has_number)]
+            trained = [
+                row for row in own if plot.succeeded(row) or (row.origin == "imported" and row.has_number)
+            ]
             found += sorted(trained, key=lambda row: (row.valid, row.num_layers))[-1:]
         depths = {row.num_layers for row in found}
         return found + [row for row in rows if row.method == OURS and row.num_layers in depths]

@@ -30,7 +30,10 @@ class SpeedAtOneSize(Case):
         """Return the rows at the depth at which most methods were run; if several depths have equally many methods,
         take the largest depth."""
         methods = {
-            depth: {row.method for row in rows if row.num_layers == depth} for depth in {row.num_layers for row in rows}
+            depth: {row.method for row in rows if row.num_layers == depth}
+            for depth in {row.num_layers for row in rows}
         }
         shared = max(methods, key=lambda depth: (len(methods[depth]), depth))
-        return sorted((row for row in rows if row.num_layers == shared), key=lambda row: self.methods.index(row.method))
+        return sorted(
+            (row for row in rows if row.num_layers == shared), key=lambda row: self.methods.index(row.method)
+        )

@@ -18,7 +18,12 @@ from papers.figures.profile import CaseProfile
 
 OURS = "stronghold"
 PUBLISHED_DEPTHS = (16, 24, 32, 40, 48, 56, 64, 78, 92)
-RUNS = {"demo": (32, 47, 62, 92), "quick": (16, 32, 56, 92), "paper": PUBLISHED_DEPTHS, "fit": PUBLISHED_DEPTHS}
+RUNS = {
+    "demo": (32, 47, 62, 92),
+    "quick": (16, 32, 56, 92),
+    "paper": PUBLISHED_DEPTHS,
+    "fit": PUBLISHED_DEPTHS,
+}
 
 
 class StepTimeByDepth(Case):

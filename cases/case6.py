@@ -29,7 +29,8 @@ METRIC = "samples_per_second"
 RUNS = {"demo": 2, "quick": 6, "paper": 6, "fit": 6}  # number of learning rates, by profile
 NUM_BATCH_SIZES = 2  # number of batch sizes for each learning rate: the profile's and half of it
 DEVICE_SHARE = 16  # host memory divided by device memory
-IN_DEMO = {"depth": 3, "host": 2}  # depth: layers per model, too many for the device; host: multiplies host memory
+# depth: layers per model, too many for the device; host: multiplies host memory
+IN_DEMO = {"depth": 3, "host": 2}
 DEVICES = (1, 2, 4, 8, 16, 32, 100, 316, 1000)
 MANY = 4000  # number of models, enough to keep a thousand devices busy
 SIMULATED = FigureRow("speed_up", OURS, 0, 0, None, None, valid=True, origin="simulated", clock="virtual")
@@ -53,16 +54,28 @@ class ModelSelection(Case):
         found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
         for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
             found += [replace(speed, series=series) for speed in measurements.rows(METRIC, [job], records)]
-        lacking = {name: _shortfall(used, name) for name in BASELINES if found}  # reasons of baselines without a value
+        # reasons of baselines without a value
+        lacking = {name: _shortfall(used, name) for name in BASELINES if found}
         refused = [
             FigureRow(
-                METRIC, name, found[0].num_layers, found[0].hidden_size, None, None, num_runs=0, status="does-not-fit",
-                reason=reason, machine=found[0].machine, clock=found[0].clock,
+                METRIC,
+                name,
+                found[0].num_layers,
+                found[0].hidden_size,
+                None,
+                None,
+                num_runs=0,
+                status="does-not-fit",
+                reason=reason,
+                machine=found[0].machine,
+                clock=found[0].clock,
             )
             for name, reason in lacking.items()
             if reason
-        ]  # fmt: skip
-        found = [replace(speed, group=f"{_options(used)['num_models']} models") for speed in (*refused, *found)]
+        ]
+        found = [
+            replace(speed, group=f"{_options(used)['num_models']} models") for speed in (*refused, *found)
+        ]
         both = measurements.repeats(_together(used)[0], records)
         return found + (_turns(both[-1]) if both and both[-1].status == "ok" else [])
 
@@ -130,7 +143,10 @@ def _depth(used: CaseProfile) -> int:
     trained, room = method.create(OURS, _options(used)), _profiles(used)[-1].room
     assert room.host_bytes
     room = replace(room, host_bytes=int(ROOM * room.host_bytes))
-    return max(1, method.largest_depth(lambda n: trained.plan(used.workload.at_depth(n), room).shortfall(room) is None))
+    return max(
+        1,
+        method.largest_depth(lambda n: trained.plan(used.workload.at_depth(n), room).shortfall(room) is None),
+    )
 
 
 def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[FigureRow]:
@@ -145,11 +161,20 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Figu
     values = [speed for found in zip(*measured, strict=False) if (speed := _speed(found)) is not None]
     low, high = interval(values)
     scatters = [one.scatter for one in each if one.scatter is not None]
-    return [replace(
-        worst, value=statistics.median(values) if values else None, low=low, high=high, num_runs=len(values),
-        values=tuple(values), scatter=max(scatters, default=None), keys=tuple(key for one in each for key in one.keys),
-        steps=(), num_steps=min(one.num_steps or 0 for one in each),
-    )]  # fmt: skip
+    return [
+        replace(
+            worst,
+            value=statistics.median(values) if values else None,
+            low=low,
+            high=high,
+            num_runs=len(values),
+            values=tuple(values),
+            scatter=max(scatters, default=None),
+            keys=tuple(key for one in each for key in one.keys),
+            steps=(),
+            num_steps=min(one.num_steps or 0 for one in each),
+        )
+    ]
 
 
 def _speed(found: Sequence[Record]) -> float | None:
@@ -174,14 +199,23 @@ def _turns(record: Record) -> list[FigureRow]:
     last = [turn for turn in turns if (turn[-2] + turn[-1]) / 2 >= began]
     first, whose = min(turn[-2] for turn in last), replace(row_of(METRIC, [record]), steps=(), num_steps=None)
     return [
-        replace(whose, metric="turn_seconds", value=end - start, x=start - first, group=names[model], series=kind)
+        replace(
+            whose, metric="turn_seconds", value=end - start, x=start - first, group=names[model], series=kind
+        )
         for model, _, kind, _, start, end in sorted(last, key=lambda turn: (turn[0], turn[-2]))
     ]
 
 
 def _quality() -> list[FigureRow]:
     return [
-        replace(SIMULATED, metric=metric, value=of(each), series=rule, group=f"{devices}, {models}", num_runs=len(each))
+        replace(
+            SIMULATED,
+            metric=metric,
+            value=of(each),
+            series=rule,
+            group=f"{devices}, {models}",
+            num_runs=len(each),
+        )
         for devices, models in _optimum.SIZES
         for rule, each in _optimum.ratios(devices, models).items()
         for metric, of in (("mean_ratio", statistics.mean), ("largest_ratio", max))

@@ -38,7 +38,8 @@ from papers.figures.profile import CaseProfile
 
 METRIC = "step_seconds"
 OURS = "varuna"
-RUNS = {"demo": (1,), "quick": (1, 2, 4), "paper": (1, 2, 4), "fit": (1, 2, 4)}  # numbers of micro-batches, by profile
+# numbers of micro-batches, by profile
+RUNS = {"demo": (1,), "quick": (1, 2, 4), "paper": (1, 2, 4), "fit": (1, 2, 4)}
 RANKS = {"cpu": 2, "cuda": 1}
 # A simulated forward pass takes 1 s. SENDS: seconds of a message. JITTER: relative standard deviation of a message's
 # time.
@@ -54,7 +55,7 @@ V100, V100_BYTES, NETWORK = Rates(30e12), 16 * 2**30, 1.25e9
 MORPH_SECONDS, RESTART_SECONDS = 15.0, 300.0  # assumed seconds from a change of machines to the next step
 SIMULATED = FigureRow(
     METRIC, OURS, 0, 0, None, None, valid=True, status="ok", origin="simulated", clock="virtual"
-)  # fmt: skip
+)
 
 
 class Pipelines(Case):
@@ -73,14 +74,17 @@ class Pipelines(Case):
         [its] = self.profiles(used)
         num_ranks = RANKS[its.device]
         most = max(RUNS[used.kind])
-        fits = its.largest_planned(OURS, num_stages=1, chunk_size=most) if its.device == "cuda" else used.common
+        fits = (
+            its.largest_planned(OURS, num_stages=1, chunk_size=most) if its.device == "cuda" else used.common
+        )
         num_layers = max(1, min(used.common, fits))
         return [
             its.job(OURS, num_layers, world_size=num_ranks, num_stages=num_stages, chunk_size=chunk_size)
-            for num_stages in range(1, num_ranks + 1) if num_ranks % num_stages == 0
+            for num_stages in range(1, num_ranks + 1)
+            if num_ranks % num_stages == 0
             for chunk_size in RUNS[used.kind]
             if used.workload.batch_size * num_stages // num_ranks % chunk_size == 0
-        ]  # fmt: skip
+        ]
 
     def measure(self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> None:
         """Measure the profile, the morphing job and the undisturbed job, unless their results exist."""
@@ -106,9 +110,14 @@ class Pipelines(Case):
         """Return the measured rows, and the step times of the schedules as the claim defines them."""
         measured = [
             replace(row, group=_group(int(job.options["num_stages"]), int(job.options["chunk_size"])))
-            for job in self.jobs(used, {}) for row in measurements.rows(METRIC, [job], records)
-        ]  # fmt: skip
-        return [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))] if measured else []
+            for job in self.jobs(used, {})
+            for row in measurements.rows(METRIC, [job], records)
+        ]
+        return (
+            [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))]
+            if measured
+            else []
+        )
 
     def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> list[FigureRow]:
         """Return the step times predicted from the profile that measure() left, each step of both jobs, and the
@@ -119,21 +128,40 @@ class Pipelines(Case):
             job, *_ = self.jobs(used, {})
             num_ranks = RANKS[job.device]
             for row in AutoConfig(num_ranks, num_ranks, job.workload.batch_size, folder / "profile").table():
-                if (one := measured.get(_group(row.num_stages, row.chunk_size))) and row.num_ranks == num_ranks:
-                    found.append(replace(SIMULATED, metric="foretold_seconds", value=row.step_seconds, x=one.value,
-                                         group=one.group, machine=one.machine))  # fmt: skip
+                if (
+                    one := measured.get(_group(row.num_stages, row.chunk_size))
+                ) and row.num_ranks == num_ranks:
+                    found.append(
+                        replace(
+                            SIMULATED,
+                            metric="foretold_seconds",
+                            value=row.step_seconds,
+                            x=one.value,
+                            group=one.group,
+                            machine=one.machine,
+                        )
+                    )
         imported = replace(SIMULATED, origin="imported", clock="")
         for name in ("undisturbed", "morphed"):
             steps = _steps(folder, name)
             for step in steps:
                 for metric, value in (("loss", step["loss"]), ("workers", step["num_workers"])):
                     found.append(
-                        replace(imported, metric=metric, value=float(value), x=float(step["step"]), series=name)
+                        replace(
+                            imported, metric=metric, value=float(value), x=float(step["step"]), series=name
+                        )
                     )
             for before, after in itertools.pairwise(steps):
                 if before["round"] != after["round"]:
-                    found.append(replace(imported, metric="pause_seconds", value=after["time"] - before["time"],
-                                         x=float(after["step"]), series=name))  # fmt: skip
+                    found.append(
+                        replace(
+                            imported,
+                            metric="pause_seconds",
+                            value=after["time"] - before["time"],
+                            x=float(after["step"]),
+                            series=name,
+                        )
+                    )
         return found
 
     def kept(self, used: CaseProfile, results: Path) -> list[Path]:
@@ -197,11 +225,20 @@ def _trace(morph_seconds: float) -> Iterator[FigureRow]:
         yield replace(SIMULATED, metric="machines", value=float(change.num_machines), x=change.seconds / 3600)
     for name, tells, pause_seconds in (("morphs", True, morph_seconds), ("restarts", False, RESTART_SECONDS)):
         spans = machine_trace.through(
-            trace, HOURS * machine_trace.HOUR, _speed, checkpoint_seconds=machine_trace.HOUR,
-            pause_seconds=pause_seconds, tells=tells,
-        )  # fmt: skip
+            trace,
+            HOURS * machine_trace.HOUR,
+            _speed,
+            checkpoint_seconds=machine_trace.HOUR,
+            pause_seconds=pause_seconds,
+            tells=tells,
+        )
         for span in spans:
-            yield replace(SIMULATED, metric="trace_speed", value=span.samples_per_second, x=span.start / 3600,
-                          series=name)  # fmt: skip
+            yield replace(
+                SIMULATED,
+                metric="trace_speed",
+                value=span.samples_per_second,
+                x=span.start / 3600,
+                series=name,
+            )
         mean = machine_trace.samples(spans) / (HOURS * machine_trace.HOUR)
         yield replace(SIMULATED, metric="mean_speed", value=mean, series=name)

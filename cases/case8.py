@@ -30,8 +30,15 @@ FORETOLD = "foretold_samples_per_second"
 class Scaling(Case):
     metric = "samples_per_second"
     methods = (
-        "fsdp2-offload", "zero-offload", "zero-infinity", "zero-infinity-nvme", "megatron-lm", "varuna", "l2l", OURS,
-    )  # fmt: skip
+        "fsdp2-offload",
+        "zero-offload",
+        "zero-infinity",
+        "zero-infinity-nvme",
+        "megatron-lm",
+        "varuna",
+        "l2l",
+        OURS,
+    )
     mixes_metrics = True
     in_all = False
 
@@ -60,9 +67,22 @@ class Scaling(Case):
                 if forecast := accuracy.of_record(repeats[-1]):
                     speed = repeats[-1].samples_per_step / forecast.seconds
                     found.append(
-                        replace(row, metric=FORETOLD, value=speed, low=None, high=None, scatter=None, keys=(),
-                                origin="simulated", clock="", num_steps=None, steps=(), load=None, values=())
-                    )  # fmt: skip
+                        replace(
+                            row,
+                            metric=FORETOLD,
+                            value=speed,
+                            low=None,
+                            high=None,
+                            scatter=None,
+                            keys=(),
+                            origin="simulated",
+                            clock="",
+                            num_steps=None,
+                            steps=(),
+                            load=None,
+                            values=(),
+                        )
+                    )
         alone = {row.method for row in found if row.x == 1.0}
         return [row for row in found if row.method in alone]
 

@@ -44,7 +44,11 @@ class SpeedByTokens(Case):
         have no copies to hide."""
         depth = used.depth(PUBLISHED_DEPTH)
         options = {OURS: {"window_size": used.window_at(depth), **STREAMED}}
-        return [each.job(name, depth, **options.get(name, {})) for name in self.methods for each in self.profiles(used)]
+        return [
+            each.job(name, depth, **options.get(name, {}))
+            for name in self.methods
+            for each in self.profiles(used)
+        ]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         return [
@@ -72,7 +76,9 @@ class SpeedByTokens(Case):
     def _panel(self, axes: plot.Axes, rows: Sequence[FigureRow], name: str) -> None:
         axes.set_xscale("log", base=2)
         plot.title(axes, method.load(name).label)
-        known = [(row.x or 0.0, row.value or 0.0) for row in rows if row.method == method.reference() and row.value]
+        known = [
+            (row.x or 0.0, row.value or 0.0) for row in rows if row.method == method.reference() and row.value
+        ]
         if known:
             axes.plot(*zip(*known, strict=True), ":", color=plot.EDGE, linewidth=0.8)
         plot.line(axes, [(row.x or 0.0, row) for row in rows if row.method == name], "")

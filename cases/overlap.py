@@ -34,14 +34,23 @@ if TYPE_CHECKING:
 NAME = "overlap"
 METHODS = ("stronghold",)
 PUBLISHED_DEPTH = 92  # depth of the measured run
-RUNS = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}  # number of layers under the virtual clock, by profile
+# number of layers under the virtual clock, by profile
+RUNS = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}
 MACHINES = ("v100-vm", "h200", "rtx4090")
 CLIPPING = "deferred"
 COLORS = {
-    "forward": "#8FB8DE", "backward": "#2F6DB0", "loss": "#6E6E6E", "norm": "#B0B0B0", "update": "#8E5BD0",
-    "update ahead": "#C3A6EC", "weights": "#57A773", "state": "#1E6B45", "gradient": "#E39A4C", "read": "#B58B6A",
+    "forward": "#8FB8DE",
+    "backward": "#2F6DB0",
+    "loss": "#6E6E6E",
+    "norm": "#B0B0B0",
+    "update": "#8E5BD0",
+    "update ahead": "#C3A6EC",
+    "weights": "#57A773",
+    "state": "#1E6B45",
+    "gradient": "#E39A4C",
+    "read": "#B58B6A",
     "write": "#7A4E2D",
-}  # fmt: skip
+}
 BUSY = {"compute": "#2F6DB0", "copies": "#57A773", "updates": "#8E5BD0", "disk": "#B58B6A"}
 EXPOSED: Any = {"facecolor": "white", "edgecolor": plot.CROSS, "hatch": "////"}
 LANES = {
@@ -90,7 +99,12 @@ def run(used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], Non
     missing = [name for name in MACHINES if not _is_current(_virtual(folder, used.name, name))]
     if missing:
         report({"event": "build", "text": f"virtual time: {', '.join(missing)}, {RUNS[used.kind]} layers"})
-        arguments = {"machines": missing, "num_layers": RUNS[used.kind], "clipping": CLIPPING, "folder": str(folder)}
+        arguments = {
+            "machines": missing,
+            "num_layers": RUNS[used.kind],
+            "clipping": CLIPPING,
+            "folder": str(folder),
+        }
         try:
             ask("methods.streaming.virtual_schedule", arguments)
         except ValueError as error:
@@ -120,7 +134,9 @@ def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]
     traced = results / "traces" / f"overlap_{profile}.json"
     own = [each for each in records if Path(each.job.trace or "").name == traced.name and each.status == "ok"]
     if not own or not traced.exists():
-        raise ValueError(f"expected a trace of profile {profile} in {results}, got none; try {call(NAME, profile)}")
+        raise ValueError(
+            f"expected a trace of profile {profile} in {results}, got none; try {call(NAME, profile)}"
+        )
     paths = [_virtual(results / "traces", profile, name) for name in MACHINES]
     return [Shown(read(traced), own[-1]), *(Shown(read(path), None) for path in paths if path.exists())]
 
@@ -129,10 +145,16 @@ def table(found: Sequence[Shown]) -> DataFrame:
     """Return a table with a row for each timeline: the seconds of one step, and of each kind of work in it, as text."""
     import pandas
 
-    made = pandas.DataFrame([
-        {"clock": each.timeline.about["clock"], "title": each.timeline.about["title"], "step": each.step.work}
-        for each in found
-    ])  # fmt: skip
+    made = pandas.DataFrame(
+        [
+            {
+                "clock": each.timeline.about["clock"],
+                "title": each.timeline.about["title"],
+                "step": each.step.work,
+            }
+            for each in found
+        ]
+    )
     for name in ("step", "compute"):
         made[f"{name}_seconds"] = [f"{getattr(each.share, name):.9f}" for each in found]
     for kind, name in itertools.product(KINDS, ("hidden", "exposed")):
@@ -166,12 +188,18 @@ def figure(found: Sequence[Shown], note: str) -> plot.Figure:
         rows[-1][1].set_xlabel("% of the step")
         keys = [Patch(color=color, label=work) for work, color in COLORS.items() if work in works]
         keys.append(Patch(label="exposed", **EXPOSED))
-        made.legend(handles=keys, loc="upper right", ncols=len(keys), bbox_to_anchor=(0.995, 1.0), columnspacing=1.2)
+        made.legend(
+            handles=keys, loc="upper right", ncols=len(keys), bbox_to_anchor=(0.995, 1.0), columnspacing=1.2
+        )
         plot.small_print(made, _caption(found, note))
         made.subplots_adjust(
-            left=0.1, right=0.99, top=1 - TOP_INCHES / height, bottom=BOTTOM_INCHES / height, wspace=0.2,
+            left=0.1,
+            right=0.99,
+            top=1 - TOP_INCHES / height,
+            bottom=BOTTOM_INCHES / height,
+            wspace=0.2,
             hspace=GAP_INCHES / (ROW_INCHES - GAP_INCHES),
-        )  # fmt: skip
+        )
     return made
 
 
@@ -179,14 +207,18 @@ def _lanes(axes: plot.Axes, each: Shown) -> set[str]:
     """Draw the step with a lane for each stream and thread; return the kinds of work that were drawn."""
     step, spans = each.step, each.timeline.spans
     inside = [span for span in spans if span.end > step.start and span.start < step.end]
-    lanes = sorted({span.track for span in inside}, key=lambda track: (TRACKS.index(track.split(" ")[0]), track))
+    lanes = sorted(
+        {span.track for span in inside}, key=lambda track: (TRACKS.index(track.split(" ")[0]), track)
+    )
     for height, lane in enumerate(reversed(lanes)):
         for span in (span for span in inside if span.track == lane):
             start, end = max(span.start, step.start), min(span.end, step.end)
             interval = (1000 * (start - step.start), 1000 * (end - start))
             axes.broken_barh([interval], (height - 0.4, 0.8), facecolor=COLORS.get(span.work, plot.EDGE))
     names = (lane.partition(" ") for lane in reversed(lanes))
-    axes.set_yticks(range(len(lanes)), [f"{LANES.get(kind, kind)} {number}".strip() for kind, _, number in names])
+    axes.set_yticks(
+        range(len(lanes)), [f"{LANES.get(kind, kind)} {number}".strip() for kind, _, number in names]
+    )
     milliseconds = 1000 * (step.end - step.start)
     axes.set(xlim=(0, milliseconds), ylim=(-0.6, len(lanes) - 0.4))
     source = "virtual, nothing measured" if each.timeline.about["clock"] == "virtual" else "measured"
@@ -214,14 +246,18 @@ def _shares(axes: plot.Axes, of: Share) -> None:
 
 
 def _caption(found: Sequence[Shown], note: str) -> str:
-    texts = ["exposed: while the device does not compute; copies and updates exposed at once count in both bars"]
+    texts = [
+        "exposed: while the device does not compute; copies and updates exposed at once count in both bars"
+    ]
     for record in (each.record for each in found if each.record):
         clock = plot.CLOCKS.get(record.clock, record.clock)
         where = f"{machine_of(record)}; clock {clock}; one step of one run"
         texts.append(f"measured: {note}; {where}; gate: {record.gate.verdict}")
     if len(found) > 1:
-        texts.append("virtual: the method's own code under a virtual clock, by the rates of machines.yaml, published"
-                     " shape; no number of it was measured")  # fmt: skip
+        texts.append(
+            "virtual: the method's own code under a virtual clock, by the rates of machines.yaml, published"
+            " shape; no number of it was measured"
+        )
     return plot.wrapped(texts)
 
 

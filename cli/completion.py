@@ -7,7 +7,8 @@ import os
 import click
 from click.shell_completion import BashComplete, ShellComplete, ZshComplete
 
-NAME, VARIABLE = "run.sh", "_RUN_SH_COMPLETE"  # a shell looks for the completion of ./run.sh under the name run.sh
+# a shell looks for the completion of ./run.sh under the name run.sh
+NAME, VARIABLE = "run.sh", "_RUN_SH_COMPLETE"
 
 
 class _Zsh(ZshComplete):

@@ -44,7 +44,9 @@ def left_out(names: Sequence[str], device: str) -> dict[str, str]:
         trained = method.create(name, {})
         to_build = trained.to_build() if trained.build_seconds > MOST_BUILD_SECONDS else None
         if why := trained.missing(device) or to_build:
-            found[name] = f"it compiles {to_build}: ./run.sh setup does, and demo adds it then" if to_build else why
+            found[name] = (
+                f"it compiles {to_build}: ./run.sh setup does, and demo adds it then" if to_build else why
+            )
     return found
 
 
@@ -69,7 +71,8 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
         print(f"left out: {name}: {why}", file=sys.stderr)
     names = [name for name in names if name not in without]
     set_up(results, as_json, names)
-    used = case.profile_of("demo", None)  # made after set_up(): its link's speed depends on whether sim is compiled
+    # made after set_up(): its link's speed depends on whether sim is compiled
+    used = case.profile_of("demo", None)
     with reporter(as_json) as tell:
         finished = []
         for job in [] if is_quick else jobs(used, names):

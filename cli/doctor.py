@@ -27,14 +27,18 @@ GB = 1e9
 
 @click.command()
 @click.option(
-    "--calibrate", is_flag=True, help="Measure the rates that plans use, in under a minute if the machine is idle."
+    "--calibrate",
+    is_flag=True,
+    help="Measure the rates that plans use, in under a minute if the machine is idle.",
 )
 @click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer that is timed.")
 @click.option("-b", "batch_size", type=int, default=4, help="Samples per step.")
 @options.num_heads
 @options.seq_len
 @options.dtype
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to check and time.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to check and time."
+)
 @options.results
 def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
     """Show what this machine has, what is missing, and the command that installs it. Free space is that of the disk of
@@ -93,7 +97,8 @@ def methods(device: str) -> list[tuple[str, str]]:
 def measure(workload: Workload, device: str, results: Path) -> None:
     """Measure the device's rates (compute, copies, updates) in a separate process, while no job runs on the device, and
     save them."""
-    for folder in (results, machine.CALIBRATION.parent):  # if a folder is not writable, fail before the measurement
+    for folder in (results, machine.CALIBRATION.parent):
+        # if a folder is not writable, fail before the measurement
         check_writable(folder)
     print("calibrating", flush=True)
     arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
@@ -117,17 +122,22 @@ def told(entry: dict[str, Any]) -> str:
     under = updates["under_copies"]
     indent = "\n" + " " * 20
     busy = "; the machine was busy: calibrate again when it is not" if machine.was_busy(entry) else ""
-    return indent.join((
-        f"{entry['device']} {entry['dtype']}, {entry['hidden_size']} wide, {entry['batch_size']} x {entry['seq_len']}"
-        f" tokens, {entry['date']}{busy}",
-        f"layer of {computed['batch_size']} x {computed['seq_len']} tokens: forward {layer['forward_seconds']:.3g} s,"
-        f" recompute and backward {layer['backward_seconds']:.3g} s;"
-        f" {of_layers:.3g} TFLOP/s, the head's {of_head:.3g}",
-        f"copies, GB/s: in {copies['inbound_page_locked']} (pageable {copies['inbound_pageable']}),"
-        f" out {copies['outbound_page_locked']} (pageable {copies['outbound_pageable']}),"
-        f" both at once {copies['both_ways']}, within the device {copies['within_device']}",
-        f"host's Adam, G parameters/s: {by_threads} threads, {updates['ahead'] / GB:.2f} from one state into another;"
-        f" {under['params_per_second'] / GB:.2f} while {under['copied_bytes_per_second'] / GB:.1f} GB/s are copied;"
-        f" the device's: {updates['on_device'] / GB:.2f}, of a streamed layer {updates['streamed'] / GB:.2f}",
-        f"disk, GB/s: read {disk['read']}, write {disk['write']}, both at once {disk['both_ways']}",
-    ))  # fmt: skip
+    return indent.join(
+        (
+            f"{entry['device']} {entry['dtype']}, {entry['hidden_size']} wide,"
+            f" {entry['batch_size']} x {entry['seq_len']}"
+            f" tokens, {entry['date']}{busy}",
+            f"layer of {computed['batch_size']} x {computed['seq_len']} tokens:"
+            f" forward {layer['forward_seconds']:.3g} s,"
+            f" recompute and backward {layer['backward_seconds']:.3g} s;"
+            f" {of_layers:.3g} TFLOP/s, the head's {of_head:.3g}",
+            f"copies, GB/s: in {copies['inbound_page_locked']} (pageable {copies['inbound_pageable']}),"
+            f" out {copies['outbound_page_locked']} (pageable {copies['outbound_pageable']}),"
+            f" both at once {copies['both_ways']}, within the device {copies['within_device']}",
+            f"host's Adam, G parameters/s: {by_threads} threads,"
+            f" {updates['ahead'] / GB:.2f} from one state into another;"
+            f" {under['params_per_second'] / GB:.2f} while {under['copied_bytes_per_second'] / GB:.1f} GB/s are copied;"
+            f" the device's: {updates['on_device'] / GB:.2f}, of a streamed layer {updates['streamed'] / GB:.2f}",
+            f"disk, GB/s: read {disk['read']}, write {disk['write']}, both at once {disk['both_ways']}",
+        )
+    )

@@ -13,9 +13,15 @@ if TYPE_CHECKING:
 OK, CHECK_FAILED, USAGE, CRASH, MEMORY, GATE_FAILED, TIMEOUT, UNAVAILABLE, SLOWER = range(9)
 INTERRUPTED = 130
 BY_STATUS = {
-    "crash": CRASH, "killed": CRASH, "oom-device": MEMORY, "oom-host": MEMORY, "does-not-fit": MEMORY,
-    "timeout": TIMEOUT, "unavailable": UNAVAILABLE, "interrupted": INTERRUPTED,
-}  # fmt: skip
+    "crash": CRASH,
+    "killed": CRASH,
+    "oom-device": MEMORY,
+    "oom-host": MEMORY,
+    "does-not-fit": MEMORY,
+    "timeout": TIMEOUT,
+    "unavailable": UNAVAILABLE,
+    "interrupted": INTERRUPTED,
+}
 # codes that are errors even among several jobs; the other codes are then results
 SERIOUS = {CRASH, GATE_FAILED, INTERRUPTED}
 

@@ -26,12 +26,30 @@ from harness.run import place
 from papers.figures import case
 
 # By name of a method's option: its own option on the command line. --option sets any option of a method.
-OF_METHODS = {"placement": "--placement", "num_models": "--models", "num_devices": "--devices", "disk": "--disk",
-              "double_buffer": "--double-buffer", "hybrid": "--hybrid", "world_size": "--ranks",
-              "resume": "--resume"}  # fmt: skip
-LISTED = ("num_layers", "hidden_size", "batch_size", "seq_len")  # options of the workload that take several values
-OF_WORKLOAD = ("micro_batches", "vocab_size", "num_heads", "dtype", "dropout", "clip_norm", "learning_rate", "seed",
-               "corpus", "weights")  # fmt: skip
+OF_METHODS = {
+    "placement": "--placement",
+    "num_models": "--models",
+    "num_devices": "--devices",
+    "disk": "--disk",
+    "double_buffer": "--double-buffer",
+    "hybrid": "--hybrid",
+    "world_size": "--ranks",
+    "resume": "--resume",
+}
+# options of the workload that take several values
+LISTED = ("num_layers", "hidden_size", "batch_size", "seq_len")
+OF_WORKLOAD = (
+    "micro_batches",
+    "vocab_size",
+    "num_heads",
+    "dtype",
+    "dropout",
+    "clip_norm",
+    "learning_rate",
+    "seed",
+    "corpus",
+    "weights",
+)
 
 # By name of an artifact: the defaults that --as sets. Options that the user gives override them.
 SETTINGS = {"sc22": {"window_size": "4", "steps": "50", "dropout": "0.1"}}
@@ -54,16 +72,27 @@ workload_options = options.together(
     click.option("--seq", "seq_len", type=Numbers(), default="1024", help="Tokens per sample."),
     click.option("--vocab", "vocab_size", type=int, default=50304, help="Vocabulary size."),
     options.dtype,
-    click.option("--dropout", type=float, default=0.0, help="Dropout probability; the published runs used 0.1."),
-    click.option("--clip", "clip_norm", type=float, default=1.0, help="Largest global gradient norm; 0: no clipping."),
+    click.option(
+        "--dropout", type=float, default=0.0, help="Dropout probability; the published runs used 0.1."
+    ),
+    click.option(
+        "--clip", "clip_norm", type=float, default=1.0, help="Largest global gradient norm; 0: no clipping."
+    ),
     click.option("--lr", "learning_rate", type=float, default=1.5e-4, help="Peak learning rate."),
     click.option("--seed", type=int, default=1234, help="Seed of weights and data."),
-    click.option("--data", "corpus", help="Prefix of a Megatron corpus (.bin, .idx); default: tokens drawn by --seed."),
-    click.option("--weights", metavar="DIR",
-                 help="Folder of a Hugging Face model, whose weights training starts from; default: drawn by --seed."),
-)  # fmt: skip
+    click.option(
+        "--data", "corpus", help="Prefix of a Megatron corpus (.bin, .idx); default: tokens drawn by --seed."
+    ),
+    click.option(
+        "--weights",
+        metavar="DIR",
+        help="Folder of a Hugging Face model, whose weights training starts from; default: drawn by --seed.",
+    ),
+)
 size_options = options.together(
-    click.option("-w", "window_size", type=Numbers(), help="Number of layers in the window; default: planned."),
+    click.option(
+        "-w", "window_size", type=Numbers(), help="Number of layers in the window; default: planned."
+    ),
     click.option("--disk", metavar="DIR", help="Folder for states that are kept on the disk."),
     click.option("--device-memory", type=Bytes(), help="Budget of device memory; default: all of it."),
     click.option("--host-memory", type=Bytes(), help="Budget of host memory; default: all of it."),
@@ -76,36 +105,85 @@ def _methods(context: click.Context, param: click.Parameter, incomplete: str) ->
 
 
 job_options = options.together(
-    click.option("-m", "method_names", metavar="METHOD", shell_complete=_methods,
-                 help="One method, several (a,b), all, or published: the SC22 artifact's five."),
-    click.option("--as", "as_artifact", type=click.Choice(["sc22"]), is_eager=True, callback=take_settings,
-                 help="sc22: set the SC22 artifact's window 4, 50 steps, dropout 0.1; -m all is its five methods."),
+    click.option(
+        "-m",
+        "method_names",
+        metavar="METHOD",
+        shell_complete=_methods,
+        help="One method, several (a,b), all, or published: the SC22 artifact's five.",
+    ),
+    click.option(
+        "--as",
+        "as_artifact",
+        type=click.Choice(["sc22"]),
+        is_eager=True,
+        callback=take_settings,
+        help="sc22: set the SC22 artifact's window 4, 50 steps, dropout 0.1; -m all is its five methods.",
+    ),
     workload_options,
     size_options,
-    click.option("--placement", metavar="RUNS",
-                 help="Kinds of layers, bottom first: R2W5 means 2 resident layers, then 5 windowed ones."),
+    click.option(
+        "--placement",
+        metavar="RUNS",
+        help="Kinds of layers, bottom first: R2W5 means 2 resident layers, then 5 windowed ones.",
+    ),
     click.option("--steps", type=int, default=20, help="Training steps, warm-up included."),
-    click.option("--warmup", type=int,
-                 help="Number of first steps that medians leave out; default: 5, fewer if --steps is below 6."),
-    click.option("--option", "options", multiple=True, metavar="NAME=VALUE",
-                 help="Set the method's option NAME to VALUE."),
-    click.option("--models", "num_models", type=int,
-                 help="Number of models that a method trains in turns (default: 1)."),
-    click.option("--devices", "num_devices", type=int,
-                 help="Number of devices that the models of --models share; on a CPU each device is a process."),
-    click.option("--double-buffer", type=bool, help="Fetch the next shard while a shard computes (default: on)."),
-    click.option("--hybrid", type=bool,
-                 help="Split a model's batches over two devices if devices outnumber models (default: on)."),
+    click.option(
+        "--warmup",
+        type=int,
+        help="Number of first steps that medians leave out; default: 5, fewer if --steps is below 6.",
+    ),
+    click.option(
+        "--option",
+        "options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Set the method's option NAME to VALUE.",
+    ),
+    click.option(
+        "--models",
+        "num_models",
+        type=int,
+        help="Number of models that a method trains in turns (default: 1).",
+    ),
+    click.option(
+        "--devices",
+        "num_devices",
+        type=int,
+        help="Number of devices that the models of --models share; on a CPU each device is a process.",
+    ),
+    click.option(
+        "--double-buffer", type=bool, help="Fetch the next shard while a shard computes (default: on)."
+    ),
+    click.option(
+        "--hybrid",
+        type=bool,
+        help="Split a model's batches over two devices if devices outnumber models (default: on).",
+    ),
     click.option("--ranks", "world_size", type=int, help="Number of processes that train one model."),
     click.option("--resume", metavar="FOLDER", help="Continue from the newest checkpoint in this folder."),
-    click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto",
-                 help="sim: simulated on the CPU; auto: cuda if a GPU is here or --on asks for one, else sim if"
-                 " --device-memory is set, else cpu."),
-    click.option("--machine", "--gpu", "machine_name", type=options.MachineName(),
-                 help="Set the budgets to the memories of this machine or GPU of machines.yaml."),
-    click.option("--scale", type=click.Choice(["fit"]),
-                 help="fit: train all layers on sim in about a minute: widths divided by f, memories by f squared."),
-    click.option("--link", type=Bytes(), help="Speed of --device sim's link: bytes per second in each direction."),
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda", "sim"]),
+        default="auto",
+        help="sim: simulated on the CPU; auto: cuda if a GPU is here or --on asks for one, else sim if"
+        " --device-memory is set, else cpu.",
+    ),
+    click.option(
+        "--machine",
+        "--gpu",
+        "machine_name",
+        type=options.MachineName(),
+        help="Set the budgets to the memories of this machine or GPU of machines.yaml.",
+    ),
+    click.option(
+        "--scale",
+        type=click.Choice(["fit"]),
+        help="fit: train all layers on sim in about a minute: widths divided by f, memories by f squared.",
+    ),
+    click.option(
+        "--link", type=Bytes(), help="Speed of --device sim's link: bytes per second in each direction."
+    ),
     click.option("--timeout", type=float, metavar="SECONDS", help="End a job that takes longer than this."),
     options.results,
     options.methods,
@@ -113,13 +191,18 @@ job_options = options.together(
     click.option("--rerun", is_flag=True, help="Run jobs again that have a record."),
     options.probe,
     options.as_json,
-)  # fmt: skip
+)
 place_options = options.together(
     click.option(
-        "--on", type=click.Choice(["local", *place.REGISTRY.files()]), default="local", help="Place where jobs run."
+        "--on",
+        type=click.Choice(["local", *place.REGISTRY.files()]),
+        default="local",
+        help="Place where jobs run.",
     ),
     *(each for found in place.loadable().values() for each in found.cli_options.values()),
-    click.option("--dry-run", is_flag=True, help=f"Only print the objects that --on {place.drafting()} would create."),
+    click.option(
+        "--dry-run", is_flag=True, help=f"Only print the objects that --on {place.drafting()} would create."
+    ),
 )
 
 
@@ -127,7 +210,8 @@ class WithMethods(click.Command):
     """A command whose help ends with a list of all methods, including those in the folders that --methods adds."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if "--help" in args:  # read --help last, because --methods may follow it, and adds methods to the help
+        if "--help" in args:
+            # read --help last, because --methods may follow it, and adds methods to the help
             args = [*(word for word in args if word != "--help"), "--help"]
         rest = super().parse_args(context, args)
         options.leave_out_given(context)
@@ -153,7 +237,9 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     for option, spelled in {"window_size": "-w", **OF_METHODS}.items():
         values = words.get(option) if option == "window_size" else [words.get(option)]
         if option in given and values not in (None, [None], [given[option]]):
-            both = f"got both, {','.join(map(str, values))} and {given[option]}; try {spelled} {given[option]}"
+            both = (
+                f"got both, {','.join(map(str, values))} and {given[option]}; try {spelled} {given[option]}"
+            )
             raise ValueError(f"expected one of {spelled} and --option {option}, {both}")
     device = _device(words, _budget(words))
     budget = _budget(words, device)
@@ -163,14 +249,17 @@ def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     for name, workload, window in itertools.product(names, workloads(words), words["window_size"] or [None]):
         known = method.option_names(method.load(name, folders))
         if window and words.get("as_artifact"):
-            window = min(window, workload.num_layers)  # the artifact, too, limits the window to the model's layers
+            # the artifact, too, limits the window to the model's layers
+            window = min(window, workload.num_layers)
         asked = {"window_size": window} | {option: words.get(option) for option in OF_METHODS}
         own = {option: value for option, value in asked.items() if value is not None and option in known}
         jobs.append(Job(name, workload, {**given, **own}, budget, device, steps, warmup))
     for option, spelled in OF_METHODS.items():
         if words.get(option) is not None and not any(option in job.options for job in jobs):
             able = ", ".join(method.having(option, folders))
-            raise ValueError(f"{spelled} does not apply to {', '.join(names)}: leave it out, or try -m {able}")
+            raise ValueError(
+                f"{spelled} does not apply to {', '.join(names)}: leave it out, or try -m {able}"
+            )
     if words.get("scale"):
         jobs = [to_fit(job, folders)[0] for job in jobs]
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
@@ -182,13 +271,17 @@ def workloads(words: dict[str, Any]) -> list[Workload]:
     for model in words["model"]:
         fields = {name: words[name] for name in OF_WORKLOAD} | model
         sizes = [[fields.pop(name)] if name in fields else words[name] for name in LISTED]
-        found += [Workload(**dict(zip(LISTED, each, strict=True)), **fields) for each in itertools.product(*sizes)]
+        found += [
+            Workload(**dict(zip(LISTED, each, strict=True)), **fields) for each in itertools.product(*sizes)
+        ]
     return found
 
 
 def _names(words: dict[str, Any], folders: tuple[Path, ...]) -> list[str]:
     if not words["method_names"]:
-        raise ValueError(f"-m: expected a method, got none; try all, or one of {', '.join(method.names(folders))}")
+        raise ValueError(
+            f"-m: expected a method, got none; try all, or one of {', '.join(method.names(folders))}"
+        )
     published = case.load(1).methods  # the artifact's methods
     if words["method_names"] == "all" and words.get("as_artifact"):
         return list(published)
@@ -210,7 +303,9 @@ def _device(words: dict[str, Any], budget: Budget) -> str:
     elif words["device"] == "auto" and device == "cpu" and budget.device_bytes:
         device = "sim"
     if elsewhere and device == "cuda" and not machine.gpu() and budget.device_bytes is None:
-        raise ValueError("expected the memory of the other machine's GPU, got none: try --device-memory 80GiB")
+        raise ValueError(
+            "expected the memory of the other machine's GPU, got none: try --device-memory 80GiB"
+        )
     if device not in there and not elsewhere:
         why = machine.cuda_refused() if device == "cuda" and machine.gpu() else ""
         raise ValueError(
@@ -229,9 +324,16 @@ def _budget(words: dict[str, Any], device: str = "") -> Budget:
         if words["machine_name"]
         else Budget()
     )
-    asked = {"device_bytes": "device_memory", "host_bytes": "host_memory", "disk_bytes": "disk_memory",
-             "seconds": "timeout", "link_bytes_per_second": "link"}  # fmt: skip
-    return dataclasses.replace(budget, **{name: words[word] for name, word in asked.items() if words[word] is not None})
+    asked = {
+        "device_bytes": "device_memory",
+        "host_bytes": "host_memory",
+        "disk_bytes": "disk_memory",
+        "seconds": "timeout",
+        "link_bytes_per_second": "link",
+    }
+    return dataclasses.replace(
+        budget, **{name: words[word] for name, word in asked.items() if words[word] is not None}
+    )
 
 
 def parse_option(text: str) -> tuple[str, Any]:

@@ -50,10 +50,18 @@ Examples:
 
 @click.command(cls=WithMethods, epilog=EXAMPLES)
 @job_options
-@click.option("--trace", type=FILE, metavar="FILE",
-              help="Write a timeline of the last three steps, for Perfetto or chrome://tracing.")  # fmt: skip
-@click.option("--save", type=FOLDER, metavar="DIR",
-              help="Write the trained weights and their config.json into a new folder, for transformers.")  # fmt: skip
+@click.option(
+    "--trace",
+    type=FILE,
+    metavar="FILE",
+    help="Write a timeline of the last three steps, for Perfetto or chrome://tracing.",
+)
+@click.option(
+    "--save",
+    type=FOLDER,
+    metavar="DIR",
+    help="Write the trained weights and their config.json into a new folder, for transformers.",
+)
 @place_options
 def run(**words: Any) -> None:
     """Train by one method, several or all. A job that has a record is not run again, unless --rerun is given."""
@@ -74,9 +82,10 @@ def sweep(**words: Any) -> None:
 @click.command(cls=WithMethods)
 @job_options
 @click.option(
-    "--exact", is_flag=True,
+    "--exact",
+    is_flag=True,
     help="Also show the exact peak of device memory, by rehearsing the training on tensors without memory.",
-)  # fmt: skip
+)
 def plan(exact: bool, **words: Any) -> None:
     """Show what each method needs, and the largest depth that should fit. It neither trains nor allocates."""
     from cli.advice import plan_table
@@ -88,10 +97,14 @@ def plan(exact: bool, **words: Any) -> None:
     is_elsewhere = bool(name) and not words["scale"]
     if is_elsewhere:
         host = memories.host_bytes(name, asked)
-        jobs = [dataclasses.replace(job, budget=dataclasses.replace(job.budget, host_bytes=host)) for job in jobs]
+        jobs = [
+            dataclasses.replace(job, budget=dataclasses.replace(job.budget, host_bytes=host)) for job in jobs
+        ]
     # A plan needs no device. It takes cpu in place of sim, because sim cannot simulate several ranks or devices.
-    jobs = [dataclasses.replace(job, device="cpu") if job.device == "sim" and _num_devices(job) > 1 else job
-            for job in jobs]  # fmt: skip
+    jobs = [
+        dataclasses.replace(job, device="cpu") if job.device == "sim" and _num_devices(job) > 1 else job
+        for job in jobs
+    ]
     found = [plan_table.row(job, folders, exact, page_locks=is_elsewhere) for job in jobs]
     is_published = name == named_machines.PUBLISHED and published_laws.is_published(jobs[0].workload)
     published = plan_table.published_rows(_published_room(name, asked)) if is_published else []
@@ -132,10 +145,17 @@ def search(context: click.Context) -> None:
 
 
 @search.command(cls=WithMethods, context_settings={"default_map": PROBE})
-@click.option("--of", type=click.Choice(size_axis.OF), default=size_axis.LAYERS,
-              help="Size to search: layers, samples per step, tokens per sample, or tokens per step.")  # fmt: skip
 @click.option(
-    "--repeats", type=click.IntRange(1), default=1, help="Runs of the largest size found, and of the next size."
+    "--of",
+    type=click.Choice(size_axis.OF),
+    default=size_axis.LAYERS,
+    help="Size to search: layers, samples per step, tokens per sample, or tokens per step.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=1,
+    help="Runs of the largest size found, and of the next size.",
 )
 @job_options
 @click.pass_context
@@ -179,15 +199,25 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
 @click.command()
 @click.argument("number", metavar="N|overlap|all")
 @click.option(
-    "--profile", metavar="NAME", help="Scale of the runs: demo (minutes), quick, paper, or fit (this machine)."
+    "--profile",
+    metavar="NAME",
+    help="Scale of the runs: demo (minutes), quick, paper, or fit (this machine).",
 )
-@click.option("--machine", type=options.MachineName(), help="Use the memories of this machine in machines.yaml.")
-@click.option("--budget", "seconds", type=Duration(), help="Most time for missing runs; the other runs are listed.")
-@click.option("--repeats", type=click.IntRange(1), help="Number of runs of each job; a confidence interval needs 3.")
+@click.option(
+    "--machine", type=options.MachineName(), help="Use the memories of this machine in machines.yaml."
+)
+@click.option(
+    "--budget", "seconds", type=Duration(), help="Most time for missing runs; the other runs are listed."
+)
+@click.option(
+    "--repeats", type=click.IntRange(1), help="Number of runs of each job; a confidence interval needs 3."
+)
 @options.results
 @options.added
 @click.option("--out", type=FOLDER, help="Folder of tables and figures; default: RESULTS/figures.")
-@click.option("--extract", "only", flag_value="extract", help="Only write the table from the records; run nothing.")
+@click.option(
+    "--extract", "only", flag_value="extract", help="Only write the table from the records; run nothing."
+)
 @click.option("--draw", "only", flag_value="draw", help="Only draw the figure from the table.")
 @click.option(
     "--where",
@@ -257,7 +287,12 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         check_writable(words["trace"].parent, "--trace")
         jobs = [dataclasses.replace(jobs[0], trace=str(words["trace"].resolve()))]
     if words.get("save"):
-        if len(asked) > 1 or words["on"] != "local" or len(jobs[0].workloads()) > 1 or jobs[0].workload.config is None:
+        if (
+            len(asked) > 1
+            or words["on"] != "local"
+            or len(jobs[0].workloads()) > 1
+            or jobs[0].workload.config is None
+        ):
             raise ValueError(
                 "--save needs a single run on this machine, of one model with a config.json: one method, one size, no"
                 " --on"
@@ -338,7 +373,11 @@ def _advise(jobs: list[Job], folders: tuple[Path, ...], words: dict[str, Any]) -
         if elsewhere and "--disk" in shlex.split(call):
             continue
         call = shlex.join([*shlex.split(call), *elsewhere])
-        print(json.dumps({"event": "next", "call": call, "why": why}) if words["as_json"] else f"try {call}\n    {why}")
+        print(
+            json.dumps({"event": "next", "call": call, "why": why})
+            if words["as_json"]
+            else f"try {call}\n    {why}"
+        )
 
 
 def _folders(words: dict[str, Any]) -> tuple[Path, ...]:

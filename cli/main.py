@@ -85,11 +85,17 @@ class Door(WithMethods, click.Group):
 
     def _of_methods(self) -> dict[str, click.Command]:
         modules = {cls.verbs for cls in method.loadable(()).values() if cls.verbs}
-        return {verb.name: verb for module in sorted(modules) for verb in importlib.import_module(module).VERBS}
+        return {
+            verb.name: verb for module in sorted(modules) for verb in importlib.import_module(module).VERBS
+        }
 
 
-@click.group(cls=Door, epilog=EXAMPLES, invoke_without_command=True,
-             context_settings={"help_option_names": ["--help"], "show_default": True})  # fmt: skip
+@click.group(
+    cls=Door,
+    epilog=EXAMPLES,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["--help"], "show_default": True},
+)
 @options.methods
 @click.pass_context
 def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
@@ -102,8 +108,16 @@ def door(context: click.Context, methods_folder: tuple[Path, ...]) -> None:
 
 
 for verb in (
-    *job_verbs.VERBS, *result_verbs.VERBS, advise, check_method, completion.completion, doctor, image, rates, releases
-):  # fmt: skip
+    *job_verbs.VERBS,
+    *result_verbs.VERBS,
+    advise,
+    check_method,
+    completion.completion,
+    doctor,
+    image,
+    rates,
+    releases,
+):
     door.add_command(verb)
 
 

@@ -26,7 +26,9 @@ from harness.plan.fit import resolve
 from papers.claims.fairness import COLUMNS
 
 # The learning rate is so high that each step moves the weights by more than their rounding.
-TINY = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1)
+TINY = Workload(
+    num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1
+)
 GRADIENT_TOLERANCE = 1e-3  # a larger relative error of a first moment in fp32 means a wrong gradient
 SHOWN = 4  # most tensors that a message names
 # bytes of a parameter's weight and its two AdamW moments, over all memories; its gradient is not counted
@@ -80,13 +82,18 @@ def is_frozen(subject: Subject) -> str:
 
 def plans_more_for_more_layers(subject: Subject) -> str:
     needs = [_planned(subject, Workload(num_layers=depth))[0] for depth in (4, 8, 16, 64)]
-    _hold(needs == sorted(needs) and needs[0] < needs[-1], f"4, 8, 16, 64 layers are planned with {needs} bytes")
+    _hold(
+        needs == sorted(needs) and needs[0] < needs[-1], f"4, 8, 16, 64 layers are planned with {needs} bytes"
+    )
     return f"{needs[-1] / needs[0]:.3g} times as much for 64 layers as for 4"
 
 
 def plans_the_state(subject: Subject) -> str:
     each = _planned(subject, Workload())[1] / Workload().num_params
-    _hold(each >= STATE_BYTES, f"{each:.3g} bytes a parameter: weight and two moments take {STATE_BYTES} somewhere")
+    _hold(
+        each >= STATE_BYTES,
+        f"{each:.3g} bytes a parameter: weight and two moments take {STATE_BYTES} somewhere",
+    )
     return f"{each:.3g} bytes a parameter"
 
 
@@ -163,7 +170,9 @@ def _trained(subject: Subject, dtype: str) -> Record:
     (record,) = sweep.run([resolve(job, subject.folders)[0]])
     if record.status == "unavailable":
         raise method.Unavailable(record.reason)
-    logs = [str(path).removesuffix(".json") + ".txt" for path, found in sweep.records.items() if found is record]
+    logs = [
+        str(path).removesuffix(".json") + ".txt" for path, found in sweep.records.items() if found is record
+    ]
     _hold(record.status == "ok", f"{record.status}: {record.reason} ({', '.join(logs)})")
     return record
 
@@ -187,11 +196,15 @@ def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
     reference = dataclasses.replace(short, method=method.reference(subject.folders), options={})
     jobs = [resolve(each, subject.folders)[0] for each in (short, reference)]
     ours, theirs = (
-        record.tensors for record in Sweep(subject.results, subject.folders, probe=NONE, is_timed=False).run(jobs)
+        record.tensors
+        for record in Sweep(subject.results, subject.folders, probe=NONE, is_timed=False).run(jobs)
     )
-    moments = {name: (ours.get(name, {}).get("exp_avg"), each.get("exp_avg")) for name, each in theirs.items()}
+    moments = {
+        name: (ours.get(name, {}).get("exp_avg"), each.get("exp_avg")) for name, each in theirs.items()
+    }
     ratios = {name: mine / other for name, (mine, other) in moments.items() if mine and other}
-    clip = statistics.median(ratios.values() or [1.0])  # a wrong clip factor scales the moments of all tensors alike
+    # a wrong clip factor scales the moments of all tensors alike
+    clip = statistics.median(ratios.values() or [1.0])
     off = [name for name, ratio in ratios.items() if abs(ratio / clip - 1) > GRADIENT_TOLERANCE]
     if not off:
         return ""

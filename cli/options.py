@@ -31,7 +31,11 @@ class Named(click.Path):
     """Click type: a path. The empty word is refused, because as a path it would mean the working folder."""
 
     def convert(self, value: Any, param: Any, context: Any) -> Any:
-        return super().convert(value, param, context) if str(value) else self.fail("expected a path, got nothing")
+        return (
+            super().convert(value, param, context)
+            if str(value)
+            else self.fail("expected a path, got nothing")
+        )
 
 
 class Finite(click.FloatRange):
@@ -43,7 +47,9 @@ class Finite(click.FloatRange):
 FOLDER = Named(path_type=Path, file_okay=False)
 FILE = Named(path_type=Path, dir_okay=False)
 
-results = click.option("--results", type=FOLDER, default=ROOT / "results", help="Folder of records, logs and figures.")
+results = click.option(
+    "--results", type=FOLDER, default=ROOT / "results", help="Folder of records, logs and figures."
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 
 
@@ -69,7 +75,9 @@ probe = together(
         type=click.Choice(["full"]),
         help="A probe with all sizes and layers of the run (default: as large as a tenth of the run's cost allows).",
     ),
-    click.option("--probe-layers", type=Layers(), metavar="N|all", help=f"Layers of the probe (default: {LAYERS})."),
+    click.option(
+        "--probe-layers", type=Layers(), metavar="N|all", help=f"Layers of the probe (default: {LAYERS})."
+    ),
     click.option(
         "--probe-steps",
         type=click.IntRange(STEPS, MOST_STEPS),
@@ -83,7 +91,9 @@ def probe_of(words: dict[str, Any]) -> Extent | None:
     given. None: no option of the probe was given."""
     is_left_out, *sizes = (words.pop(name) for name in ("no_probe", "probe", "probe_layers", "probe_steps"))
     if is_left_out and any(sizes):
-        raise ValueError("expected --no-probe, or --probe, --probe-layers and --probe-steps, got both; leave one out")
+        raise ValueError(
+            "expected --no-probe, or --probe, --probe-layers and --probe-steps, got both; leave one out"
+        )
     full, layers, steps = sizes
     if is_left_out:
         return NONE
@@ -110,21 +120,46 @@ def _adds_to(module: str) -> Any:
 
 
 machines = click.option(
-    "--machines", type=FILE, multiple=True, is_eager=True, expose_value=False, metavar="FILE",
-    callback=_adds_to("harness.devices.named_machines"), help="Add machines from a file written like machines.yaml.",
-)  # fmt: skip
+    "--machines",
+    type=FILE,
+    multiple=True,
+    is_eager=True,
+    expose_value=False,
+    metavar="FILE",
+    callback=_adds_to("harness.devices.named_machines"),
+    help="Add machines from a file written like machines.yaml.",
+)
 # Options for verbs that read results: records may name methods, cases, claims and machines that this project does not
 # have.
 added = together(
-    click.option("--methods", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
-                 callback=_adds_to("harness.core.method"), help="Add a folder of methods."),
-    click.option("--cases", type=FOLDER, multiple=True, is_eager=True, expose_value=False,
-                 callback=_adds_to("papers.figures.case"), help="Add a folder of cases, which define figures."),
-    click.option("--claims", type=Named(path_type=Path), multiple=True, expose_value=False,
-                 callback=_adds_to("papers.claims.claims"),
-                 help="File or folder of claims; default: claims/ of this project."),
+    click.option(
+        "--methods",
+        type=FOLDER,
+        multiple=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_adds_to("harness.core.method"),
+        help="Add a folder of methods.",
+    ),
+    click.option(
+        "--cases",
+        type=FOLDER,
+        multiple=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_adds_to("papers.figures.case"),
+        help="Add a folder of cases, which define figures.",
+    ),
+    click.option(
+        "--claims",
+        type=Named(path_type=Path),
+        multiple=True,
+        expose_value=False,
+        callback=_adds_to("papers.claims.claims"),
+        help="File or folder of claims; default: claims/ of this project.",
+    ),
     machines,
-)  # fmt: skip
+)
 machine_of_records = click.option(
     "--machine",
     metavar="NAME",
@@ -139,7 +174,9 @@ class Amount(click.ParamType):
 
     def convert(self, value: Any, param: Any, context: Any) -> float:
         if (number := amount(str(value))) is None:
-            self.fail(f"expected a positive number such as 7B, 350M or 1e9 in digits, got {value!r}", param, context)
+            self.fail(
+                f"expected a positive number such as 7B, 350M or 1e9 in digits, got {value!r}", param, context
+            )
         return number
 
 
@@ -148,7 +185,9 @@ class MachineName(click.ParamType):
 
     name = "NAME"
 
-    def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, context: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         return [CompletionItem(name) for name in named_machines.names() if name.startswith(incomplete)]
 
     def convert(self, value: Any, param: Any, context: Any) -> str:
@@ -195,10 +234,16 @@ def leave_out_given(context: click.Context) -> None:
     """Remove, from each model of --model, the fields that the user sets by an option such as -l: that option sets the
     field for all models."""
     if "model" in context.params:
-        given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+        given = {
+            name
+            for name in context.params
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        }
         left_out = given - {*WITHOUT_OPTION}
         models = context.params["model"]
-        context.params["model"] = [{name: model[name] for name in model if name not in left_out} for model in models]
+        context.params["model"] = [
+            {name: model[name] for name in model if name not in left_out} for model in models
+        ]
 
 
 def _models(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -223,25 +268,38 @@ def _of_number(num_params: float) -> dict[str, Any]:
 
 
 def _set_defaults(context: click.Context, sizes: dict[str, Any]) -> None:
-    context.default_map = {**{option: str(size) for option, size in sizes.items()}, **(context.default_map or {})}
+    context.default_map = {
+        **{option: str(size) for option, size in sizes.items()},
+        **(context.default_map or {}),
+    }
 
 
 params = click.option(
-    "--params", type=Amount(), is_eager=True, expose_value=False, callback=_take_number,
+    "--params",
+    type=Amount(),
+    is_eager=True,
+    expose_value=False,
+    callback=_take_number,
     help="Number of parameters, such as 7B: set -l, -h and --heads to a GPT of this size.",
-)  # fmt: skip
+)
 model = together(
     click.option(
-        "--model", metavar="NAME|PATH", shell_complete=_models, is_eager=True, callback=_take_models,
+        "--model",
+        metavar="NAME|PATH",
+        shell_complete=_models,
+        is_eager=True,
+        callback=_take_models,
         help="Set -l, -h, --heads and --vocab (for a GPT also --seq) to a model's: a name in models.yaml, such as"
         " gpt2-xl or Qwen3-8B; a config.json or its folder; or a size such as 7b, for a GPT of about 7B parameters."
         " Several: a,b, or a pattern of names, such as 'tiny-*'. These options, if given, override the models' values.",
     ),
     params,
-)  # fmt: skip
+)
 num_heads = click.option("--heads", "num_heads", type=int, default=16, help="Attention heads per layer.")
 seq_len = click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample.")
-dtype = click.option("--dtype", default="fp32", help="Number format: fp32, or mixed precision with bf16 or fp16.")
+dtype = click.option(
+    "--dtype", default="fp32", help="Number format: fp32, or mixed precision with bf16 or fp16."
+)
 
 
 class Numbers(click.ParamType):

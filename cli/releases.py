@@ -39,17 +39,35 @@ UNREACHABLE = "cannot be reached"  # part of a reason that may be gone at the ne
 
 @click.command()
 @click.option("--only", metavar="ENGINE", help="Only this engine, such as deepspeed.")
-@click.option("--setting", "names", metavar="NAME", multiple=True, help="Only this setting; several: repeat it.")
+@click.option(
+    "--setting", "names", metavar="NAME", multiple=True, help="Only this setting; several: repeat it."
+)
 @click.option("--since", metavar="RELEASE", default="", help="Only this release and later ones.")
 @click.option("--until", metavar="RELEASE", default="", help="Only this release and earlier ones.")
-@click.option("--release", "versions", metavar="RELEASE", multiple=True,
-              help="Only this release, which may be newer than the map; several: repeat it.")  # fmt: skip
-@click.option("--quick", is_flag=True, help="Only releases just before and after the changes that public reports name.")
-@click.option("--script", metavar="SETTING@RELEASE",
-              help="Print a script that shows this cell without this project; run nothing.")  # fmt: skip
-@click.option("--out", type=FILE, metavar="FILE",
-              help="File to write the map to, in Markdown. Default: releases.md beside the records.")  # fmt: skip
-@click.option("--results", type=FOLDER, default=ROOT / "results" / "releases-runs", help="Folder of the map's records.")
+@click.option(
+    "--release",
+    "versions",
+    metavar="RELEASE",
+    multiple=True,
+    help="Only this release, which may be newer than the map; several: repeat it.",
+)
+@click.option(
+    "--quick", is_flag=True, help="Only releases just before and after the changes that public reports name."
+)
+@click.option(
+    "--script",
+    metavar="SETTING@RELEASE",
+    help="Print a script that shows this cell without this project; run nothing.",
+)
+@click.option(
+    "--out",
+    type=FILE,
+    metavar="FILE",
+    help="File to write the map to, in Markdown. Default: releases.md beside the records.",
+)
+@click.option(
+    "--results", type=FOLDER, default=ROOT / "results" / "releases-runs", help="Folder of the map's records."
+)
 @click.option("--rerun", is_flag=True, help="Run the chosen cells again, also those with a record.")
 @options.probe
 @options.as_json
@@ -72,12 +90,21 @@ def releases(**words: Any) -> None:
         return
     probe = options.probe_of(words) or NONE
     used = case.profile_of(None, None)
-    cells = chosen(Choice(
-        words["only"], words["names"], words["since"], words["until"], words["versions"], is_quick=words["quick"],
-        has_gpu=used.device == "cuda",
-    ))  # fmt: skip
+    cells = chosen(
+        Choice(
+            words["only"],
+            words["names"],
+            words["since"],
+            words["until"],
+            words["versions"],
+            is_quick=words["quick"],
+            has_gpu=used.device == "cuda",
+        )
+    )
     if not cells:
-        raise ValueError("expected at least one cell, got none by these options; try other releases, or another row")
+        raise ValueError(
+            "expected at least one cell, got none by these options; try other releases, or another row"
+        )
     out = words["out"] or words["results"] / "releases.md"
     check_replaceable(out, f"# {TITLE}".encode())
     check_writable(words["results"])
@@ -104,8 +131,13 @@ def _check_alone(name: str) -> None:
     """Raise ValueError if the call has another option than the one of this name."""
     context = click.get_current_context()
     for param in context.command.params:
-        if param.name != name and context.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
-            raise ValueError(f"--{name}: expected no other option beside it, got {param.opts[0]}; leave it out")
+        if (
+            param.name != name
+            and context.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+        ):
+            raise ValueError(
+                f"--{name}: expected no other option beside it, got {param.opts[0]}; leave it out"
+            )
 
 
 def _run(jobs: Sequence[Job], sweep: Sweep, as_json: bool) -> list[Record]:
@@ -118,7 +150,10 @@ def _run(jobs: Sequence[Job], sweep: Sweep, as_json: bool) -> list[Record]:
     to_install = {method.create(job.method, job.options).to_build() for job in missing} - {None}
     seconds = len(missing) * CELL_SECONDS + len(to_install) * INSTALL_SECONDS
     if as_json:
-        print(json.dumps({"event": "plan", "cells": len(jobs), "to_run": len(missing), "seconds": seconds}), flush=True)
+        print(
+            json.dumps({"event": "plan", "cells": len(jobs), "to_run": len(missing), "seconds": seconds}),
+            flush=True,
+        )
     else:
         time = f", about {run_time.text(seconds)}" if missing else ""
         print(f"{len(jobs)} cells, {len(missing)} to run{time}", flush=True)
@@ -143,7 +178,11 @@ def _write(used: CaseProfile, results: Path, out: Path, as_json: bool) -> None:
     files = [out, table, *case_files.draw(CASE, table)]
     if as_json:
         for row in rows:
-            print(json.dumps({"setting": row.series, "release": row.group, "verdict": kind(row), "text": row.reason}))
+            print(
+                json.dumps(
+                    {"setting": row.series, "release": row.group, "verdict": kind(row), "text": row.reason}
+                )
+            )
         return
     print_table(HEADS[:3], [line[:3] for line in lines], has_lines=True)
     print(", ".join(map(str, files)))

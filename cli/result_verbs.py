@@ -28,7 +28,9 @@ def fairness(results: Path, as_json: bool) -> None:
 
     found = rows(records_of(results))
     if not found:
-        raise ValueError(f"no record of a run that trained in {results}: try ./run.sh -m all -l 4 -h 256 first")
+        raise ValueError(
+            f"no record of a run that trained in {results}: try ./run.sh -m all -l 4 -h 256 first"
+        )
     if as_json:
         for row in found:
             print(json.dumps(row))
@@ -37,11 +39,15 @@ def fairness(results: Path, as_json: bool) -> None:
 
 
 @click.command(name="import")
-@click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="LOGS...")
+@click.argument(
+    "logs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="LOGS..."
+)
 @options.results
 @options.added
 @click.option(
-    "--reference", metavar="METHOD", help="Method to judge losses by; default: one that keeps all on the device."
+    "--reference",
+    metavar="METHOD",
+    help="Method to judge losses by; default: one that keeps all on the device.",
 )
 def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> None:
     """Read logs of the published artifact or of this harness into records. Folders are searched for logs."""
@@ -59,7 +65,9 @@ def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> Non
         records.append(record)
         print(import_logs.line(record) + ("" if is_new else " [recorded before]"))
     if not records and not skipped:
-        raise ValueError(f"no log in {', '.join(map(readable, logs))}: try log files, or folders with log_*.txt")
+        raise ValueError(
+            f"no log in {', '.join(map(readable, logs))}: try log files, or folders with log_*.txt"
+        )
     sys.exit(CHECK_FAILED if skipped else 0)
 
 
@@ -71,7 +79,9 @@ def readable(path: Path) -> str:
 @click.command()
 @options.results
 @options.added
-@click.option("--against", type=click.Choice(["published"]), help="Judge the numbers that the original published.")
+@click.option(
+    "--against", type=click.Choice(["published"]), help="Judge the numbers that the original published."
+)
 @options.machine_of_records
 @options.as_json
 def verify(results: Path, against: str | None, machine: str | None, as_json: bool) -> None:
@@ -79,7 +89,9 @@ def verify(results: Path, against: str | None, machine: str | None, as_json: boo
     from papers.claims.verify import failed, findings, show
 
     if against is None and not results.is_dir():
-        raise ValueError(f"no folder {results}: try --results with a folder of records, which ./run.sh case all writes")
+        raise ValueError(
+            f"no folder {results}: try --results with a folder of records, which ./run.sh case all writes"
+        )
     found = findings(results, against, machine)
     show(found, as_json)
     sys.exit(CHECK_FAILED if failed(found) else 0)
@@ -89,7 +101,9 @@ def verify(results: Path, against: str | None, machine: str | None, as_json: boo
 @click.argument("words", nargs=-1, metavar="A B")
 @options.results
 @options.added
-@click.option("--baseline", metavar="BASE", help="Check that A (default: --results) trains like BASE, and no slower.")
+@click.option(
+    "--baseline", metavar="BASE", help="Check that A (default: --results) trains like BASE, and no slower."
+)
 @options.as_json
 def compare(words: tuple[str, ...], results: Path, baseline: str | None, as_json: bool) -> None:
     """Compare the throughput of A and B: each a record, a folder of results, a commit, or METHOD[:option=value,...].

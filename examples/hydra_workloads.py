@@ -20,7 +20,8 @@ from methods.hydra import ModelOrchestrator, ModelTask
 
 RATES = (3e-1, 1e-1, 5e-2, 3e-2, 1e-2, 3e-3)
 BATCH_SIZES = (16, 8)
-TOKENS, SIDE, PATCH, CLASSES = 32, 16, 4, 4  # tokens a sample; of images: pixels a side, of a patch, kinds of pictures
+# tokens a sample; of images: pixels a side, of a patch, kinds of pictures
+TOKENS, SIDE, PATCH, CLASSES = 32, 16, 4, 4
 
 
 class Block(nn.Module):
@@ -28,11 +29,17 @@ class Block(nn.Module):
 
     def __init__(self, width: int, is_causal: bool) -> None:
         super().__init__()
-        self.inner = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.inner = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
         self.is_causal = is_causal
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device) if self.is_causal else None
+        mask = (
+            nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+            if self.is_causal
+            else None
+        )
         return self.inner(x, mask, is_causal=self.is_causal)
 
 
@@ -72,7 +79,9 @@ def next_character(output: Tensor, targets: Tensor) -> Tensor:
 def text(num_batches: int, batch_size: int) -> list[tuple[Tensor, Tensor]]:
     """Batches of (B, T) characters, and the characters that follow them."""
     codes = torch.tensor([min(ord(letter), 127) for letter in inspect.getsource(argparse)])
-    starts = torch.randint(len(codes) - TOKENS, (num_batches, batch_size), generator=torch.Generator().manual_seed(1))
+    starts = torch.randint(
+        len(codes) - TOKENS, (num_batches, batch_size), generator=torch.Generator().manual_seed(1)
+    )
     windows = [torch.stack([codes[start : start + TOKENS + 1] for start in row]) for row in starts]
     return [(window[:, :-1], window[:, 1:]) for window in windows]
 
@@ -81,7 +90,9 @@ def images(num_batches: int, batch_size: int) -> list[tuple[Tensor, Tensor]]:
     """Noisy stripes in CLASSES directions, and which."""
     generator = torch.Generator().manual_seed(2)
     rows, columns = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
-    pictures = torch.stack([(each % 4 < 2).float() for each in (rows, columns, rows + columns, rows - columns)])
+    pictures = torch.stack(
+        [(each % 4 < 2).float() for each in (rows, columns, rows + columns, rows - columns)]
+    )
     found = []
     for _ in range(num_batches):
         kinds = torch.randint(CLASSES, (batch_size,), generator=generator)
@@ -113,7 +124,9 @@ def main() -> None:
     together = tasks(asked.kind, asked.layers, asked.width, asked.batches)
     report = ModelOrchestrator(together).train_models()
     for task in sorted(together, key=lambda task: task.losses[-1]):
-        print(f"{task.name}: loss {task.losses[0]:.3f} at first, {task.losses[-1]:.3f} after {len(task.losses)} steps")
+        print(
+            f"{task.name}: loss {task.losses[0]:.3f} at first, {task.losses[-1]:.3f} after {len(task.losses)} steps"
+        )
     print(", ".join(f"{name} {value:.3g}" for name, value in report.summary.items()))
 
 

@@ -35,8 +35,10 @@ class Block(nn.Module):
         self.num_heads = num_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-                   for part in self.qkv(self.first_norm(x)).chunk(3, dim=2))  # fmt: skip
+        q, k, v = (
+            part.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.first_norm(x)).chunk(3, dim=2)
+        )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(self.second_norm(x))
@@ -66,7 +68,10 @@ class Text:
 
     def __init__(self, num_tokens: int) -> None:
         text = inspect.getsource(tarfile)
-        self.codes, self.num_tokens = torch.tensor([min(ord(letter), WORDS - 1) for letter in text]), num_tokens
+        self.codes, self.num_tokens = (
+            torch.tensor([min(ord(letter), WORDS - 1) for letter in text]),
+            num_tokens,
+        )
 
     def batch(self, step: int, batch_size: int) -> dict[str, Any]:
         """The global batch of a step. (B, T) each."""
@@ -102,10 +107,15 @@ def main(model_class: type[nn.Module] = Gpt, text_class: type[Text] = Text) -> N
     num_replicas = len(args.stage_to_rank_map.split(";")[0].split(","))
     batch_size = args.batch_size * num_replicas
     model = Varuna(
-        model_class(args.blocks, args.width, args.tokens), args.stage_to_rank_map,
-        lambda size, device=None: text.batch(0, size), batch_size, args.chunk_size, args.fp16, args.local_rank,
+        model_class(args.blocks, args.width, args.tokens),
+        args.stage_to_rank_map,
+        lambda size, device=None: text.batch(0, size),
+        batch_size,
+        args.chunk_size,
+        args.fp16,
+        args.local_rank,
         shared_weights=[("words.weight", "head.weight")],
-    )  # fmt: skip
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     model.set_optimizer(optimizer, init_loss_scale=2.0**12)
     if args.resume_step:

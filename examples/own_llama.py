@@ -28,7 +28,9 @@ WORDS = 128  # characters
 def batch(step: int, batch_size: int, num_tokens: int, device: torch.device) -> Tensor:
     """Characters of a text, (B, T)."""
     codes = torch.tensor([min(ord(letter), WORDS - 1) for letter in inspect.getsource(tarfile)])
-    starts = torch.randint(len(codes) - num_tokens, (batch_size,), generator=torch.Generator().manual_seed(step))
+    starts = torch.randint(
+        len(codes) - num_tokens, (batch_size,), generator=torch.Generator().manual_seed(step)
+    )
     return torch.stack([codes[start : start + num_tokens] for start in starts]).to(device)
 
 
@@ -47,9 +49,15 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=args.width, intermediate_size=3 * args.width, num_hidden_layers=args.layers,
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=WORDS, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        hidden_size=args.width,
+        intermediate_size=3 * args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=WORDS,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = LlamaForCausalLM(config).to(getattr(torch, args.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
@@ -62,10 +70,18 @@ def main() -> None:
 
     device_bytes = args.device_memory and int(args.device_memory * 2**30)
     trainer = StrongholdTrainer(
-        model, model.model.layers, optimizer, max_norm=1.0, placement=args.placement, device_memory=device_bytes,
-        example=lambda: loss_of(0), accumulates=args.micro_batches > 1,
-    )  # fmt: skip
-    print(f"placement {trainer.placement}, {sum(each.numel() for each in model.parameters()) / 1e6:.1f} M parameters")
+        model,
+        model.model.layers,
+        optimizer,
+        max_norm=1.0,
+        placement=args.placement,
+        device_memory=device_bytes,
+        example=lambda: loss_of(0),
+        accumulates=args.micro_batches > 1,
+    )
+    print(
+        f"placement {trainer.placement}, {sum(each.numel() for each in model.parameters()) / 1e6:.1f} M parameters"
+    )
     with trainer:
         for step in range(args.steps):
             total = 0.0

@@ -31,7 +31,9 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.1, "gelu", batch_first=True, norm_first=True)
+        self.inner = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, 0.1, "gelu", batch_first=True, norm_first=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
@@ -45,14 +47,21 @@ def next_character(output: Tensor, targets: Tensor) -> Tensor:
 def characters(sources: list[str]) -> list[tuple[Tensor, Tensor]]:
     """Batches of (B, T) characters, and the characters that follow them."""
     codes = torch.tensor([min(ord(letter), 127) for letter in "".join(sources)])
-    starts = torch.randint(len(codes) - TOKENS, (NUM_BATCHES, BATCH), generator=torch.Generator().manual_seed(1))
+    starts = torch.randint(
+        len(codes) - TOKENS, (NUM_BATCHES, BATCH), generator=torch.Generator().manual_seed(1)
+    )
     windows = [torch.stack([codes[start : start + TOKENS + 1] for start in row]) for row in starts]
     return [(window[:, :-1], window[:, 1:]) for window in windows]
 
 
 def lines(sources: list[str]) -> list[tuple[Tensor, Tensor]]:
     """Batches of lines as counts of their letters, (B, 128), and the modules that the lines are from, (B,)."""
-    found = [(line, module) for module, source in enumerate(sources) for line in source.splitlines() if len(line) > 30]
+    found = [
+        (line, module)
+        for module, source in enumerate(sources)
+        for line in source.splitlines()
+        if len(line) > 30
+    ]
     chosen = torch.randint(len(found), (NUM_BATCHES, BATCH), generator=torch.Generator().manual_seed(2))
     batches = []
     for row in chosen:
@@ -68,7 +77,9 @@ def main(num_devices: int = 1) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # matrices this small gain nothing from more threads
     sources = [inspect.getsource(module) for module in MODULES]
-    writer = nn.Sequential(nn.Embedding(128, WIDTH), Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128))
+    writer = nn.Sequential(
+        nn.Embedding(128, WIDTH), Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)
+    )
     reader = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, len(MODULES)))
     adamw = functools.partial(torch.optim.AdamW, weight_decay=0.01)
     tasks = [
@@ -77,16 +88,23 @@ def main(num_devices: int = 1) -> None:
     ]
     orchestrator = ModelOrchestrator(tasks, ["cpu"] * num_devices)
     for row in orchestrator.generate():
-        print(f"{row['name']}: shards of {row['shards']} layers, {row['host_bytes'] / 2**20:.1f} MiB on the host")
+        print(
+            f"{row['name']}: shards of {row['shards']} layers, {row['host_bytes'] / 2**20:.1f} MiB on the host"
+        )
     report = orchestrator.train_models()
     for task in tasks:
-        print(f"{task.name}: loss {task.losses[0]:.3f} at first, {task.losses[-1]:.3f} after {len(task.losses)} steps")
+        print(
+            f"{task.name}: loss {task.losses[0]:.3f} at first, {task.losses[-1]:.3f} after {len(task.losses)} steps"
+        )
     print(", ".join(f"{name} {value:.3g}" for name, value in report.summary.items()))
 
 
 if __name__ == "__main__":
     words = sys.argv[1:]
     if len(words) > 1 or not all(word.isdecimal() and int(word) for word in words):
-        print(f"error: expected one positive integer, the number of devices, got {' '.join(words)!r}", file=sys.stderr)
+        print(
+            f"error: expected one positive integer, the number of devices, got {' '.join(words)!r}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     main(*map(int, words))

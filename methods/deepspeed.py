@@ -20,8 +20,12 @@ from methods.shared.data_parallel import rank_part
 
 # Options that a configuration sets, and their values without one.
 DEFAULTS: dict[str, Any] = {
-    "stage": 2, "offload": None, "overlap_comm": False, "accumulation": "engine", "adam": "fused",
-}  # fmt: skip
+    "stage": 2,
+    "offload": None,
+    "overlap_comm": False,
+    "accumulation": "engine",
+    "adam": "fused",
+}
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,13 @@ class DeepSpeed(DeepSpeedMethod):
     stage: int = UNSAID
     offload: str | None = UNSAID  # what lives on the host: None, optimizer (stages 1 to 3) or all (stage 3)
     overlap_comm: bool = UNSAID  # True: ranks exchange gradients during the backward pass
-    accumulation: str = UNSAID  # how micro-batches are summed: a key of engines/deepspeed_config.ACCUMULATIONS
+    # how micro-batches are summed: a key of engines/deepspeed_config.ACCUMULATIONS
+    accumulation: str = UNSAID
     adam: str = UNSAID  # Adam's kernel: fused, deepspeed or published (methods/engines/deepspeed_config.py)
     world_size: int = 1  # ranks
     release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
-    config: str | None = None  # a configuration file of DeepSpeed or accelerate, or its JSON; sets the options above
+    # a configuration file of DeepSpeed or accelerate, or its JSON; sets the options above
+    config: str | None = None
 
     label = "DeepSpeed"
     paper = "Rajbhandari et al., SC 2020, arXiv:1910.02054; DeepSpeed"

@@ -36,7 +36,8 @@ class Fsdp2Offload(Method):
     accumulates = True
     scales_loss = True
     world_size: int = 1  # ranks
-    reshard_after_forward: bool = UNSAID  # False: a layer's weights stay on the device until its backward pass
+    # False: a layer's weights stay on the device until its backward pass
+    reshard_after_forward: bool = UNSAID
     reduce_dtype: str = UNSAID  # dtype in which ranks sum gradients: fp32, or weights for that of the weights
     config: str | None = None  # accelerate's YAML, or its JSON; sets the two options above
 
@@ -105,7 +106,8 @@ class Fsdp2Offload(Method):
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         num_ranks, num_parts = self.world_size, workload.micro_batches
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **(alone if num_ranks == 1 else {}))  # else torchrun's variables name ranks
+        # else torchrun's variables name ranks
+        dist.init_process_group(backend, **(alone if num_ranks == 1 else {}))
         rank = dist.get_rank()
         try:
             mesh = init_device_mesh(device, (num_ranks,))
@@ -118,7 +120,8 @@ class Fsdp2Offload(Method):
                 fully_shard(layer, **settings, reshard_after_forward=self.reshard_after_forward)
             fully_shard(model, **settings)
             model.to_empty(device="cpu")
-            parameters: list[tuple[str, Any]] = list(model.named_parameters())  # fully_shard() has made them DTensors
+            # fully_shard() has made them DTensors
+            parameters: list[tuple[str, Any]] = list(model.named_parameters())
             if num_ranks == 1:
                 initialize(((name, p.to_local().detach()) for name, p in parameters), workload)
             else:

@@ -32,7 +32,8 @@ LOGITS_COPIES = 3  # fp32 tensors of the logits' size at once, when the loss's g
 
 @dataclass(frozen=True)
 class HfTrainer(ReleasedMethod):
-    config: str | None = None  # a configuration file of DeepSpeed or accelerate, or its JSON; None: no DeepSpeed
+    # a configuration file of DeepSpeed or accelerate, or its JSON; None: no DeepSpeed
+    config: str | None = None
     release: str | None = None  # version of transformers, such as 5.20.0; None: the installed one
 
     package = "transformers"
@@ -67,7 +68,9 @@ class HfTrainer(ReleasedMethod):
             told = f"expected none for {workload.model}, got {self.release}: the installed transformers makes its model"
             raise ValueError(f"release: {told}; leave release out, or try the published GPT")
         if (file := self.file(workload)) is not None:
-            return replace(_plan_of_file(file, workload, room), options=asdict(replace(self, config=file.text)))
+            return replace(
+                _plan_of_file(file, workload, room), options=asdict(replace(self, config=file.text))
+            )
         wide = replace(workload, dtype="fp32")
         params, num_parts = workload.num_params, workload.micro_batches
         boundary = wide.boundary_bytes // num_parts
@@ -85,7 +88,14 @@ class HfTrainer(ReleasedMethod):
         )
         gradients, activations = max(moments, key=sum)
         optimizer = OPTIMIZER_BYTES["fp32"] * params
-        return Plan({"weights": 4 * params, "gradients": gradients, "optimizer": optimizer, "activations": activations})
+        return Plan(
+            {
+                "weights": 4 * params,
+                "gradients": gradients,
+                "optimizer": optimizer,
+                "activations": activations,
+            }
+        )
 
     def missing(self, device: str) -> str | None:
         if not find_spec("transformers"):
@@ -114,7 +124,11 @@ class HfTrainer(ReleasedMethod):
             deepspeed.build(self.kernel)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        by = f"upstream: Trainer of {self.beside.described()}" if self.beside else "upstream: transformers.Trainer"
+        by = (
+            f"upstream: Trainer of {self.beside.described()}"
+            if self.beside
+            else "upstream: transformers.Trainer"
+        )
         row = describe(workload, by, "torch AdamW, fused, device")
         row["recompute"] = "every layer, torch checkpoint"
         if (file := self.file(workload)) is not None:
@@ -175,7 +189,11 @@ def _bytes_at_loss(workload: Workload) -> int:
     boundary = workload.boundary_bytes // workload.micro_batches
     numel = workload.batch_size // workload.micro_batches * (workload.seq_len + 1) * workload.vocab_size
     copies = LOGITS_COPIES + workload.anatomy.slopes + (workload.dtype != "fp32")
-    return workload.num_layers * boundary + int((3 + workload.anatomy.head_boundaries) * boundary) + 4 * copies * numel
+    return (
+        workload.num_layers * boundary
+        + int((3 + workload.anatomy.head_boundaries) * boundary)
+        + 4 * copies * numel
+    )
 
 
 def _check_samples(workload: Workload) -> None:

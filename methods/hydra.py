@@ -44,7 +44,8 @@ def __getattr__(name: str) -> object:
 
 @dataclass(frozen=True)
 class Hydra(Method):
-    shard_layers: int | None = None  # layers of a shard, where embedding and head count as layers; None: as many as fit
+    # layers of a shard, where embedding and head count as layers; None: as many as fit
+    shard_layers: int | None = None
     double_buffer: bool = True  # True: the device has a second slot, for the next shard
     intermediates: str = "checkpointed"  # checkpointed: recompute layers; saved: send activations to the host
     num_models: int = 1  # number of learning rates, one model each; the first rate is the workload's
@@ -105,7 +106,9 @@ class Hydra(Method):
         return self._plan(workload, room, max(1, most))
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        shard_layers = None if self.shard_layers is None else max(1, self.shard_layers * twin_layers // num_layers)
+        shard_layers = (
+            None if self.shard_layers is None else max(1, self.shard_layers * twin_layers // num_layers)
+        )
         return dataclasses.asdict(dataclasses.replace(self, shard_layers=shard_layers))
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
@@ -126,19 +129,28 @@ class Hydra(Method):
 
         assert self.shard_layers
         kinds = model_shards(workload, self.shard_layers)
-        lengths = [shard.num_layers for count, shard in kinds for _ in range(count)]  # the ends counted as layers
+        # the ends counted as layers
+        lengths = [shard.num_layers for count, shard in kinds for _ in range(count)]
         names, is_alone = workload.anatomy.names(workload.num_layers), self.num_models == 1
         own = several(workload, self.num_models, self.num_batch_sizes)
         num_batches, is_shared = len(batches) if hasattr(batches, "__len__") else None, self.num_devices > 1
-        words: dict[str, Any] = {"max_norm": workload.clip_norm, "update": "later" if workload.clip_norm else "now",
-                 "keeps_graphs": self.intermediates == "saved",
-                 "micro_batches": workload.micro_batches}  # fmt: skip
-        options: dict[str, Any] = {"double_buffer": self.double_buffer, "intermediates": self.intermediates,
-                   "keeps_random": workload.dropout > 0}  # fmt: skip
+        words: dict[str, Any] = {
+            "max_norm": workload.clip_norm,
+            "update": "later" if workload.clip_norm else "now",
+            "keeps_graphs": self.intermediates == "saved",
+            "micro_batches": workload.micro_batches,
+        }
+        options: dict[str, Any] = {
+            "double_buffer": self.double_buffer,
+            "intermediates": self.intermediates,
+            "keeps_random": workload.dropout > 0,
+        }
         with ExitStack() as stack:
             gpu = stack.enter_context(Device(device))
             in_halves = [not number and self._halves(workload.dropout) for number in range(len(own))]
-            models = [gpt.at_home(workload, lengths, gpu, is_shared=is_shared, in_halves=each) for each in in_halves]
+            models = [
+                gpt.at_home(workload, lengths, gpu, is_shared=is_shared, in_halves=each) for each in in_halves
+            ]
             if is_shared:
                 found = gpt.device_names(device, self.num_devices)
                 devices = start_processes(found, models, options, stack, torch.get_num_threads())
@@ -154,12 +166,21 @@ class Hydra(Method):
             for number, (mine, shared) in enumerate(zip(own, tee(batches, len(own)), strict=True)):
                 parts = workload.batch_size // mine.batch_size
                 given = (
-                    number, models[number], names, gpt.parts(shared, parts, to_host=is_shared),
+                    number,
+                    models[number],
+                    names,
+                    gpt.parts(shared, parts, to_host=is_shared),
                     num_batches and parts * num_batches,
-                )  # fmt: skip
-                more = {**words, "learning_rate_at": mine.learning_rate_at, "per_round": parts,
-                        "random_state": gpt.random_state(workload, device)}  # fmt: skip
-                tasks.append(First(*given, second_random=None, **more) if in_halves[number] else Task(*given, **more))
+                )
+                more = {
+                    **words,
+                    "learning_rate_at": mine.learning_rate_at,
+                    "per_round": parts,
+                    "random_state": gpt.random_state(workload, device),
+                }
+                tasks.append(
+                    First(*given, second_random=None, **more) if in_halves[number] else Task(*given, **more)
+                )
             # A model may be one step ahead of the slowest model, so that no device waits for the slowest model.
             most_ahead = int(num_batches is not None and is_shared)
             dispatcher = Dispatcher(tasks, devices, self.policy, most_ahead=most_ahead, splits=splits)
@@ -172,25 +193,33 @@ class Hydra(Method):
                     rounds += 1
             gpu.synchronize()
             gpt.raise_failures(tasks)
-            schedule: dict[str, Any] = {"shards": [[len(shard.layers) for shard in shards] for shards in models]}
+            schedule: dict[str, Any] = {
+                "shards": [[len(shard.layers) for shard in shards] for shards in models]
+            }
             if not is_alone:
                 turns = [[*turned] for turned in dispatcher.timeline[-MOST_TURNS:]]
                 schedule |= {"num_models": len(tasks), "turns": turns, **dispatcher.summary()}
             others = [gpt.other(own[n], models[n], steps[n], names) for n in range(1, len(own))]
             moved_bytes = sum(each.moved_bytes for each in devices)
-            return Trained(gpt.tensors(models[0], names), moved_bytes, schedule, others, largest_peaks(devices))
+            return Trained(
+                gpt.tensors(models[0], names), moved_bytes, schedule, others, largest_peaks(devices)
+            )
 
     def _plan(self, workload: Workload, room: Room, num_layers: int) -> Plan:
         size, whole, anatomy = workload.weight_bytes, workload.num_params, workload.anatomy
         states = OPTIMIZER_BYTES[workload.dtype]
         shards = model_shards(workload, num_layers)
-        num_shards, largest = sum(count for count, _ in shards), max(each.num_bytes(workload) for _, each in shards)
+        num_shards, largest = (
+            sum(count for count, _ in shards),
+            max(each.num_bytes(workload) for _, each in shards),
+        )
         part = one_micro_batch(workload)
         boundary = part.boundary_bytes
         # torch page-locks the host memory of each non-blocking copy
         at_home = workload.micro_batches * page_locked(boundary, room)
         device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
-        if self.num_devices > 1 and room.page_locks:  # each GPU's process has a context, and so has the leading process
+        if self.num_devices > 1 and room.page_locks:
+            # each GPU's process has a context, and so has the leading process
             device["buffers"] += cuda_budget.LEADING_BYTES
         if self.intermediates == "saved":
             device["activations"] = max(part.head_bytes, part.layer_bytes - 9 * boundary)
@@ -205,9 +234,13 @@ class Hydra(Method):
             updated += max(each.num_bytes(workload, lambda numel, _: 4 * numel) for _, each in shards)
         norms = self.num_models * anatomy.total(workload.num_layers, lambda shape: 1) + SCALARS
         device["activations"] = max(device["activations"], updated + 2 * boundary) + ALLOCATOR_UNIT * norms
-        device["activations"] += 8 * workload.batch_size * workload.seq_len  # a rehearsal's tokens, 8 bytes each
+        # a rehearsal's tokens, 8 bytes each
+        device["activations"] += 8 * workload.batch_size * workload.seq_len
         host = {"weights": size * whole, "gradients": size * whole, "optimizer": states * whole}
-        host = {kind: self.num_models * int(number) for kind, number in {**host, "activations": activations}.items()}
+        host = {
+            kind: self.num_models * int(number)
+            for kind, number in {**host, "activations": activations}.items()
+        }
         host["gradients"] += size * whole if self._halves(workload.dropout) else 0
         moved = self.num_models * self._moved_bytes(workload, whole, num_shards)
         options = {**dataclasses.asdict(self), "shard_layers": num_layers}
@@ -216,7 +249,8 @@ class Hydra(Method):
     def _moved_bytes(self, workload: Workload, num_params: int, num_shards: int) -> int:
         """Return the bytes moved in a step, for shards of equal size. Forward and backward pass fetch all weights. With
         clipping, updates fetch weights and gradients. A shard that is still in a slot is not fetched again."""
-        hits = 1 + self.double_buffer  # number of shards in slots when the backward pass begins, and when updates begin
+        # number of shards in slots when the backward pass begins, and when updates begin
+        hits = 1 + self.double_buffer
         fetched = max(0, 2 * num_shards - hits)
         home = 1
         if workload.clip_norm:

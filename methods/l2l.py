@@ -28,8 +28,10 @@ def __getattr__(name: str) -> object:
 @dataclass(frozen=True)
 class L2L(Method):
     world_size: int = 1  # ranks
-    ends: str | None = None  # home of embedding and head; None: the device, or the host if the device is too small
-    activations: str | None = None  # memory of the boundaries; None: the device, or the host if the device is too small
+    # home of embedding and head; None: the device, or the host if the device is too small
+    ends: str | None = None
+    # memory of the boundaries; None: the device, or the host if the device is too small
+    activations: str | None = None
 
     label = "L2L"
     color = "#E7D6EF"
@@ -52,7 +54,9 @@ class L2L(Method):
         return one_layer_plan(workload, room, self.ends, self.activations, self.world_size)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return describe(workload, "this project", adamw_kernel.describe(workload.dtype), has_own_recompute=True)
+        return describe(
+            workload, "this project", adamw_kernel.describe(workload.dtype), has_own_recompute=True
+        )
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.devices.streams import Device, num_update_threads

@@ -18,7 +18,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from harness.base.counted import counted
-from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
+from harness.core.job import (
+    BETAS,
+    EPSILON,
+    INITIAL_LOSS_SCALE,
+    LOSS_SCALE_WINDOW,
+    WEIGHT_DECAY,
+    Plan,
+    Room,
+    Workload,
+)
 from harness.core.method import Step, TensorState, Trained, Training
 from harness.plan.resources import parts_sent, sum_sent
 from methods.engines import megatron_names
@@ -31,8 +40,10 @@ NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.
 # The oldest releases that train without CUDA and Transformer Engine: of megatron-core, and for an option of the method.
 # Up to 0.16 all take the same arguments.
 SINCE = {
-    "": (0, 12),  # 0.11 derives the class of inference_rng_tracker, which a CPU needs, from a partial: TypeError
-    "distributed_optimizer": (0, 13),  # 0.12 calls Transformer Engine to quantize weights, even if none is in fp8
+    # 0.11 derives the class of inference_rng_tracker, which a CPU needs, from a partial: TypeError
+    "": (0, 12),
+    # 0.12 calls Transformer Engine to quantize weights, even if none is in fp8
+    "distributed_optimizer": (0, 13),
 }
 
 
@@ -81,7 +92,11 @@ class MegatronLM(ReleasedMethod):
             told = f"expected a divisor of --ranks {ranks}, got {shared}{_try_ranks(shared)}"
             raise ValueError(f"tensor_parallel: {told}")
         if stages < 1 or ranks // shared % stages:
-            among = f"--ranks {ranks}" if shared == 1 else f"{ranks // shared} (--ranks divided by tensor_parallel)"
+            among = (
+                f"--ranks {ranks}"
+                if shared == 1
+                else f"{ranks // shared} (--ranks divided by tensor_parallel)"
+            )
             told = f"expected a divisor of {among}, got {stages}"
             raise ValueError(f"pipeline_parallel: {told}{_try_ranks(shared * stages)}")
         if workload.num_layers % stages:
@@ -101,9 +116,13 @@ class MegatronLM(ReleasedMethod):
                 told = f"expected a divisor of {name} {number}, got {shared}"
                 raise ValueError(f"tensor_parallel: {told}; try tensor_parallel={math.gcd(number, ranks)}")
         if self.sequence_parallel and shared == 1:
-            raise ValueError("sequence_parallel: expected tensor_parallel above 1, got 1; try tensor_parallel=2")
+            raise ValueError(
+                "sequence_parallel: expected tensor_parallel above 1, got 1; try tensor_parallel=2"
+            )
         if workload.dropout and ranks > 1:
-            raise ValueError("dropout and --ranks exclude each other: ranks would drop other elements; try --dropout 0")
+            raise ValueError(
+                "dropout and --ranks exclude each other: ranks would drop other elements; try --dropout 0"
+            )
         return ranks // (shared * stages)
 
     def _stage_bytes(self, part: Workload, stage: int, num_pipelines: int) -> dict[str, int]:
@@ -112,9 +131,11 @@ class MegatronLM(ReleasedMethod):
         stepped = -(-params // num_pipelines) if self.distributed_optimizer else params
         main = 0 if size == 4 else 4  # fp32 main weights
         optimizer, activations = (8 + main) * stepped, self._activation_bytes(part, stage)
-        if 4 * stepped > activations:  # torch's AdamW makes fp32 copies of all tensors, when activations are freed
+        if 4 * stepped > activations:
+            # torch's AdamW makes fp32 copies of all tensors, when activations are freed
             optimizer, activations = optimizer + 4 * stepped, 0
-        states = {"weights": size * params, "gradients": 4 * params, "optimizer": optimizer}  # fp32 sums of gradients
+        # fp32 sums of gradients
+        states = {"weights": size * params, "gradients": 4 * params, "optimizer": optimizer}
         return {**states, "activations": activations}
 
     def _exchanged(self, part: Workload, stage: int, num_pipelines: int) -> dict[str, float]:
@@ -125,7 +146,11 @@ class MegatronLM(ReleasedMethod):
         twice in the recompute and twice in the backward pass, and once at each end of the model. Stages pass
         activations up and their gradients down; the first and the last stage sum the gradients of a tied embedding.
         """
-        num_stages, shared, params = self.pipeline_parallel, self.tensor_parallel, self._stage_params(part, stage)
+        num_stages, shared, params = (
+            self.pipeline_parallel,
+            self.tensor_parallel,
+            self._stage_params(part, stage),
+        )
         gradients = 4 * params  # in fp32
         is_first, is_last = stage == 0, stage == num_stages - 1
         num_sums = 6 * _num_layers(self, part) + is_first + is_last
@@ -150,7 +175,8 @@ class MegatronLM(ReleasedMethod):
         ends = {
             name: ours
             for name, ours in megatron_names.end_tensors(workload).items()
-            if stage == _stage_of_end(self, name) or (stage == last and is_tied and name == megatron_names.EMBEDDING)
+            if stage == _stage_of_end(self, name)
+            or (stage == last and is_tied and name == megatron_names.EMBEDDING)
         }
         layer = megatron_names.rank_numel(megatron_names.layer_tensors(workload), anatomy.layer, num_ranks)
         return _num_layers(self, workload) * layer + megatron_names.rank_numel(ends, anatomy.ends, num_ranks)
@@ -168,17 +194,22 @@ class MegatronLM(ReleasedMethod):
         # At the end of the backward pass, a tied embedding has two gradients and their sum.
         num_embeddings = 3 if num_stages == 1 and megatron_names.sizes_of(part).is_tied else 1
         ends = num_embeddings * embedding + 2 * boundary if stage == 0 else 0
-        ahead = min(num_stages - stage, num_parts)  # number of micro-batches whose inputs a stage keeps at once
+        # number of micro-batches whose inputs a stage keeps at once
+        ahead = min(num_stages - stage, num_parts)
         kept = ahead * part.num_layers // num_stages * boundary
         kept = kept // (self.tensor_parallel if self.sequence_parallel else 1)
         messages = 2 * boundary if num_stages > 1 else 0
-        return messages + max(kept + max(head if stage == num_stages - 1 else 0, part.whole_layer_bytes), ends)
+        return messages + max(
+            kept + max(head if stage == num_stages - 1 else 0, part.whole_layer_bytes), ends
+        )
 
     def missing(self, device: str) -> str | None:
         return None if find_spec("megatron") else NEEDS_MEGATRON
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        row = describe(workload, self.implementation, "megatron-core's, over torch AdamW without Apex, device")
+        row = describe(
+            workload, self.implementation, "megatron-core's, over torch AdamW without Apex, device"
+        )
         recompute = "every layer, megatron-core's" if device == "cuda" else "every layer, torch checkpoint"
         return {**row, "model": "megatron.core GPTModel", "recompute": recompute}
 
@@ -203,7 +234,9 @@ class MegatronLM(ReleasedMethod):
                 with cuda_questions_answered(device):
                     model.zero_grad_buffer()
                     optimizer.zero_grad()
-                    mine = (tokens.chunk(num_pipelines)[pipeline].chunk(num_parts) for tokens in (inputs, targets))
+                    mine = (
+                        tokens.chunk(num_pipelines)[pipeline].chunk(num_parts) for tokens in (inputs, targets)
+                    )
                     scale = float(optimizer.get_loss_scale())
                     losses = forward_and_backward(model, list(zip(*mine, strict=True)))
                     for settings in optimizer.param_groups:
@@ -257,22 +290,40 @@ def _build(method: MegatronLM, workload: Workload, device: str):
     precision = {"bf16": workload.dtype == "bf16", "fp16": workload.dtype == "fp16", "params_dtype": dtype}
     tensor_parallel.model_parallel_cuda_manual_seed(workload.seed, inference_rng_tracker=not on_gpu)
     config = TransformerConfig(
-        num_layers=workload.num_layers, hidden_size=workload.hidden_size, num_attention_heads=workload.num_heads,
-        num_query_groups=sizes.num_groups, kv_channels=sizes.head_size, ffn_hidden_size=sizes.ffn_size,
-        hidden_dropout=workload.dropout, attention_dropout=workload.dropout,
-        normalization="LayerNorm" if is_gpt else "RMSNorm", layernorm_epsilon=sizes.epsilon,
-        qk_layernorm=sizes.norms_heads, add_qkv_bias=sizes.has_qkv_bias, add_bias_linear=is_gpt,
-        gated_linear_unit=not is_gpt, activation_func=F.gelu if is_gpt else F.silu, apply_rope_fusion=False,
-        use_cpu_initialization=True, perform_initialization=False, **precision,
+        num_layers=workload.num_layers,
+        hidden_size=workload.hidden_size,
+        num_attention_heads=workload.num_heads,
+        num_query_groups=sizes.num_groups,
+        kv_channels=sizes.head_size,
+        ffn_hidden_size=sizes.ffn_size,
+        hidden_dropout=workload.dropout,
+        attention_dropout=workload.dropout,
+        normalization="LayerNorm" if is_gpt else "RMSNorm",
+        layernorm_epsilon=sizes.epsilon,
+        qk_layernorm=sizes.norms_heads,
+        add_qkv_bias=sizes.has_qkv_bias,
+        add_bias_linear=is_gpt,
+        gated_linear_unit=not is_gpt,
+        activation_func=F.gelu if is_gpt else F.silu,
+        apply_rope_fusion=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        **precision,
         # These fused kernels are off: they need Apex or Transformer Engine, or compute another GELU than the harness's
         # model.
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, bias_activation_fusion=False,
-        bias_dropout_fusion=False, persist_layer_norm=False,
-        tensor_model_parallel_size=method.tensor_parallel, sequence_parallel=method.sequence_parallel,
-        pipeline_model_parallel_size=method.pipeline_parallel, pipeline_dtype=dtype, batch_p2p_comm=on_gpu,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=method.tensor_parallel,
+        sequence_parallel=method.sequence_parallel,
+        pipeline_model_parallel_size=method.pipeline_parallel,
+        pipeline_dtype=dtype,
+        batch_p2p_comm=on_gpu,
         deallocate_pipeline_outputs=method.pipeline_parallel > 1,
         **(RECOMPUTE if on_gpu else {}),
-    )  # fmt: skip
+    )
     spec = get_gpt_layer_local_spec()
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = megatron.FusedAttention
@@ -285,11 +336,16 @@ def _build(method: MegatronLM, workload: Workload, device: str):
             attention.q_layernorm = attention.k_layernorm = norm
         spec = TransformerBlockSubmodules([spec] * _num_layers(method, workload), layer_norm=norm)
     model = GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=workload.vocab_size,
-        max_sequence_length=workload.seq_len, position_embedding_type="learned_absolute" if is_gpt else "rope",
-        share_embeddings_and_output_weights=sizes.is_tied, parallel_output=True,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
-    )  # fmt: skip
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=workload.vocab_size,
+        max_sequence_length=workload.seq_len,
+        position_embedding_type="learned_absolute" if is_gpt else "rope",
+        share_embeddings_and_output_weights=sizes.is_tied,
+        parallel_output=True,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
     if not is_gpt:
         model.rotary_pos_emb.inv_freq = megatron.inverse_frequencies(workload)
     starts = {}
@@ -306,16 +362,25 @@ def _build(method: MegatronLM, workload: Workload, device: str):
     model.to(device)
     chunk = Float16Module(config, model) if is_mixed else model
     shares = {"use_distributed_optimizer": method.distributed_optimizer}
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, **shares), chunk)
+    model = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, **shares), chunk
+    )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            lr=workload.learning_rate, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
-            adam_eps=EPSILON, clip_grad=workload.clip_norm, **precision, hysteresis=1,
-            initial_loss_scale=INITIAL_LOSS_SCALE, loss_scale_window=workload.loss_scale_window or LOSS_SCALE_WINDOW,
+            lr=workload.learning_rate,
+            weight_decay=WEIGHT_DECAY,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            adam_eps=EPSILON,
+            clip_grad=workload.clip_norm,
+            **precision,
+            hysteresis=1,
+            initial_loss_scale=INITIAL_LOSS_SCALE,
+            loss_scale_window=workload.loss_scale_window or LOSS_SCALE_WINDOW,
             **shares,
         ),
         [model],
-    )  # fmt: skip
+    )
     for group in optimizer.param_groups:
         # Apply the multiplier (0 for biases and norms) here: Megatron's scheduler, which would apply it, is not used.
         group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
@@ -355,7 +420,10 @@ def _named(method: MegatronLM, workload: Workload, model):
     a stage numbers its layers from 0, and the head may be the tied embedding."""
     from methods.engines import megatron
 
-    first_layer, is_tied = megatron.stage() * _num_layers(method, workload), megatron_names.sizes_of(workload).is_tied
+    first_layer, is_tied = (
+        megatron.stage() * _num_layers(method, workload),
+        megatron_names.sizes_of(workload).is_tied,
+    )
     for wrapped, parameter in model.named_parameters():
         name = re.sub(r"^(module\.)+", "", wrapped)
         if name.startswith(megatron_names.LAYERS):
@@ -399,5 +467,7 @@ def _states(method: MegatronLM, workload: Workload, model, optimizer):
         if dist.get_rank() == 0:
             if method.world_size > 1:
                 states = [state.cpu() for state in states]
-            for each in zip(ours, *(megatron.apart(name, state, len(ours), sizes) for state in states), strict=True):
+            for each in zip(
+                ours, *(megatron.apart(name, state, len(ours), sizes) for state in states), strict=True
+            ):
                 yield TensorState(*each)

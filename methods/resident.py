@@ -63,7 +63,9 @@ class ReferenceModel:
         self.masters = list(self.weights)
         if self.is_mixed:
             self.masters = [torch.empty_like(weight, dtype=torch.float32) for weight in self.weights]
-        initialize(((name, master.data) for name, master in zip(self.names, self.masters, strict=True)), workload)
+        initialize(
+            ((name, master.data) for name, master in zip(self.names, self.masters, strict=True)), workload
+        )
         self._copy_to_weights()
         self.optimizer = adamw(self.masters)
         self.scale = LossScale(workload)
@@ -80,7 +82,9 @@ class ReferenceModel:
             loss = self._backward(inputs, targets, parts)
         _take_gradients(self.masters, self.weights, self.scale)
         # With micro-batches or a rounding, the norm is summed in blocks.
-        norm = global_norm(norms_of([p.grad for p in self.masters], in_blocks=parts > 1 or self.rounding is not None))
+        norm = global_norm(
+            norms_of([p.grad for p in self.masters], in_blocks=parts > 1 or self.rounding is not None)
+        )
         if self.workload.clip_norm:
             torch.nn.utils.clip_grads_with_norm_(self.masters, self.workload.clip_norm, norm)
         for group in self.optimizer.param_groups:
@@ -93,9 +97,12 @@ class ReferenceModel:
         return self.scale.step(loss, norm, is_skipped=is_skipped)
 
     def tensors(self) -> list[TensorState]:
-        columns = [(name, p, self.optimizer.state[p]) for name, p in zip(self.names, self.masters, strict=True)]
+        columns = [
+            (name, p, self.optimizer.state[p]) for name, p in zip(self.names, self.masters, strict=True)
+        ]
         return [
-            TensorState(name, p.detach(), state.get("exp_avg"), state.get("exp_avg_sq")) for name, p, state in columns
+            TensorState(name, p.detach(), state.get("exp_avg"), state.get("exp_avg_sq"))
+            for name, p, state in columns
         ]
 
     def _backward(self, inputs: Tensor, targets: Tensor, num_parts: int = 1) -> Tensor:

@@ -40,17 +40,21 @@ def __getattr__(name: str) -> object:
 class Stronghold(Method):
     window_size: int | None = None  # number of the window's slots; None: plan() chooses
     resident_layers: int | None = None  # bottom layers that never leave the device; None: as many as fit
-    placement: str | None = None  # kinds of the layers, as R2W5S1; None: resident_layers, then windowed layers
+    # kinds of the layers, as R2W5S1; None: resident_layers, then windowed layers
+    placement: str | None = None
     clipping: str | None = None  # deferred or speculate; None: deferred if gradients are clipped
-    ends: str | None = None  # home of embedding and head; None: the device, or the host if the device is too small
+    # home of embedding and head; None: the device, or the host if the device is too small
+    ends: str | None = None
     disk: str | None = None  # folder for states of layers of kind D; None: the system's temporary folder
-    activations: str | None = None  # memory of the boundaries; None: the device, or the host if the device is too small
+    # memory of the boundaries; None: the device, or the host if the device is too small
+    activations: str | None = None
     world_size: int = 1  # ranks
 
     label = "STRONGHOLD"
     color = "#A05CFF"
     paper = "Sun et al., SC 2022"
-    hides = ("copies", "updates", "gathers")  # read only for plans without step_seconds: plans for several ranks
+    # read only for plans without step_seconds: plans for several ranks
+    hides = ("copies", "updates", "gathers")
     can_rehearse = True
     takes_config = True
     accumulates = True
@@ -72,7 +76,8 @@ class Stronghold(Method):
         """Return this method. If it speculates, but most timed steps followed a clipped step, return it with deferred
         updates, because a step after a clipped one does not speculate."""
         limit = job.workload.clip_norm or math.inf
-        before = grad_norms[max(0, job.warmup - 1) : -1]  # the norms of the steps that come before each timed step
+        # the norms of the steps that come before each timed step
+        before = grad_norms[max(0, job.warmup - 1) : -1]
         clipped = [norm is None or not math.isfinite(norm) or norm > limit for norm in before]
         is_rare = 2 * sum(clipped) <= len(clipped)
         return self if self.clipping != "speculate" or is_rare else replace(self, clipping="deferred")
@@ -81,7 +86,11 @@ class Stronghold(Method):
         """Return the options for a twin, the same model with fewer layers. The twin has the same mixture of layer
         kinds, and its window slides if the model's window slides."""
         options, resident = asdict(self), self.resident_layers or 0
-        kinds = parse(self.placement, num_layers) if self.placement else "R" * resident + "W" * (num_layers - resident)
+        kinds = (
+            parse(self.placement, num_layers)
+            if self.placement
+            else "R" * resident + "W" * (num_layers - resident)
+        )
         twin = shrink(kinds, twin_layers)
         if self.placement is not None:
             options["placement"] = text_of(twin)
@@ -131,7 +140,8 @@ class Stronghold(Method):
                 rule.begin(published_settings(workload.learning_rate_at(step)))
                 for layer in reversed(layers):
                     dxs = layer.backward(dxs)  # recomputes
-                    rule.gradient_ready(layer)  # adds the gradient's norm, sends the gradient home, may update
+                    # adds the gradient's norm, sends the gradient home, may update
+                    rule.gradient_ready(layer)
                     window.slide_down(layer)  # the slot fetches the next layer below
                 ends.backward(dxs)
                 del dxs  # free this memory: a small device needs it for the next step

@@ -55,9 +55,11 @@ class VarunaMethod(Method):
     schedule: str = "varuna"  # or 1f1b, gpipe
     world_size: int = 1  # ranks
     peer_seconds: int = 1800  # most seconds to wait for another rank
-    checkpoint: str | None = None  # folder to write checkpoints to while training goes on; None: no checkpoints
+    # folder to write checkpoints to while training goes on; None: no checkpoints
+    checkpoint: str | None = None
     checkpoint_every: int = 10  # steps between two checkpoints
-    resume: str | None = None  # folder of checkpoints, of any stages and replicas, to resume from; None: begin anew
+    # folder of checkpoints, of any stages and replicas, to resume from; None: begin anew
+    resume: str | None = None
 
     label = "Varuna"
     verbs = "methods.verbs.varuna"
@@ -88,7 +90,11 @@ class VarunaMethod(Method):
         if not allowed:
             raise ValueError(refused)
         samples = {workload.batch_size * num_stages // self.world_size for num_stages in allowed}
-        sizes = [self.chunk_size] if self.chunk_size else sorted({size for each in samples for size in _divisors(each)})
+        sizes = (
+            [self.chunk_size]
+            if self.chunk_size
+            else sorted({size for each in samples for size in _divisors(each)})
+        )
         sizes = sizes[-1:] if workload.dropout else sizes
         rates = room.rates
         num_sharing = self.world_size if rates and rates.is_host else 1  # ranks that share the host's cores
@@ -97,15 +103,23 @@ class VarunaMethod(Method):
         costs = GptCosts(workload, rates, sizes, None, network, self.schedule, num_sharing, sums)
         capacity = room.host_bytes if room.device_bytes is None else room.device_bytes
         config = AutoConfig(
-            self.world_size, self.world_size, workload.batch_size, costs,
-            None if capacity is None else max(1, capacity), num_stages=allowed, schedule=self.schedule, takes_all=True,
-        )  # fmt: skip
+            self.world_size,
+            self.world_size,
+            workload.batch_size,
+            costs,
+            None if capacity is None else max(1, capacity),
+            num_stages=allowed,
+            schedule=self.schedule,
+            takes_all=True,
+        )
         return self._plan(workload, config.best() if config.fits else config.least())
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         most = min(self.num_stages or twin_layers, twin_layers)
         num_stages = max(count for count in _divisors(self.world_size) if count <= most)
-        return dataclasses.asdict(dataclasses.replace(self, num_stages=num_stages, checkpoint=None, resume=None))
+        return dataclasses.asdict(
+            dataclasses.replace(self, num_stages=num_stages, checkpoint=None, resume=None)
+        )
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         row = describe(workload, "this project", "torch AdamW, fused, device")
@@ -124,11 +138,20 @@ class VarunaMethod(Method):
         stages = gpt_stages(workload, self.num_stages)
         whole = CutModel(workload, recomputes=self.schedule != "varuna" and self.num_stages > 1)
         model = Varuna(
-            whole, str(RankMap.make(self.num_stages, self.world_size // self.num_stages)), whole.shapes,
-            workload.batch_size, self.chunk_size, workload.dtype == "fp16", device=device, shared_weights=whole.shared,
-            cuts=[stage.layers.stop - 1 for stage in stages[:-1]], bf16=workload.dtype == "bf16",
-            schedule=self.schedule, init_weights=whole.init_weights, limit_seconds=float(self.peer_seconds),
-        )  # fmt: skip
+            whole,
+            str(RankMap.make(self.num_stages, self.world_size // self.num_stages)),
+            whole.shapes,
+            workload.batch_size,
+            self.chunk_size,
+            workload.dtype == "fp16",
+            device=device,
+            shared_weights=whole.shared,
+            cuts=[stage.layers.stop - 1 for stage in stages[:-1]],
+            bf16=workload.dtype == "bf16",
+            schedule=self.schedule,
+            init_weights=whole.init_weights,
+            limit_seconds=float(self.peer_seconds),
+        )
         optimizer = adamw(model.parameters())
         model.set_optimizer(optimizer, LossScale(workload))
         # Only a checkpoint names the source, and to read all files takes as long as a small model's training.
@@ -144,7 +167,9 @@ class VarunaMethod(Method):
             if step <= num_before:
                 yield steps[step - 1]
                 continue
-            _, is_skipped = model.step({"inputs": inputs[mine], "targets": targets[mine]}, workload.clip_norm or None)
+            _, is_skipped = model.step(
+                {"inputs": inputs[mine], "targets": targets[mine]}, workload.clip_norm or None
+            )
             for group in optimizer.param_groups:
                 group["lr"] = workload.learning_rate_at(step)
             if not is_skipped:
@@ -154,7 +179,9 @@ class VarunaMethod(Method):
             if self.checkpoint and step % self.checkpoint_every == 0:
                 model.checkpoint(self.checkpoint, notes=GptProgress.notes(workload, steps, source))
             yield steps[-1]
-        return Trained(whole.of_model(model.leave()), schedule={"stages": [str(stage) for stage in stages], **before})
+        return Trained(
+            whole.of_model(model.leave()), schedule={"stages": [str(stage) for stage in stages], **before}
+        )
 
     def _begins_there(self) -> bool:
         """True if the job resumes from the folder to which it also writes, and this folder has no complete checkpoint
@@ -168,7 +195,9 @@ class VarunaMethod(Method):
         """Raise ValueError if the model cannot be cut into this many stages, or a replica's samples into micro-batches
         of chunk_size."""
         if num_stages > workload.num_layers:
-            raise ValueError(f"num_stages: expected 1 to {workload.num_layers}, the number of layers, got {num_stages}")
+            raise ValueError(
+                f"num_stages: expected 1 to {workload.num_layers}, the number of layers, got {num_stages}"
+            )
         samples = _samples(workload, num_stages, self.world_size)
         chunk_size = self.chunk_size or (samples if workload.dropout else 1)
         if samples % chunk_size:
@@ -190,7 +219,9 @@ class VarunaMethod(Method):
         """Plan the memory of the rank that needs most memory in this configuration."""
         stages = gpt_stages(workload, row.num_stages)
         needs = [
-            stage_bytes(workload, stage, (number, len(stages)), row.chunk_size, row.num_replicas, self.schedule)
+            stage_bytes(
+                workload, stage, (number, len(stages)), row.chunk_size, row.num_replicas, self.schedule
+            )
             for number, stage in enumerate(stages)
         ]
         # Make folders absolute, because a rank in a container has another working folder than this process.
@@ -199,11 +230,15 @@ class VarunaMethod(Method):
         chosen = dataclasses.replace(self, num_stages=row.num_stages, chunk_size=row.chunk_size, **folders)
         seconds = None if math.isnan(row.step_seconds) else row.step_seconds
         return Plan(
-            max(needs, key=lambda need: sum(need.values())), options=dataclasses.asdict(chosen), step_seconds=seconds,
+            max(needs, key=lambda need: sum(need.values())),
+            options=dataclasses.asdict(chosen),
+            step_seconds=seconds,
             binds=f"the pipeline's {row.binds}" if seconds else "",
-            stages={f"stage {number}, {stage}": sum(need.values())
-                    for number, (stage, need) in enumerate(zip(stages, needs, strict=True))},
-        )  # fmt: skip
+            stages={
+                f"stage {number}, {stage}": sum(need.values())
+                for number, (stage, need) in enumerate(zip(stages, needs, strict=True))
+            },
+        )
 
 
 def _samples(workload: Workload, num_stages: int, world_size: int) -> int:

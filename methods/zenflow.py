@@ -52,7 +52,8 @@ class ZenFlow(DeepSpeedMethod):
             "update_interval": self.update_interval,
             "select_strategy": "step",
             "select_interval": 2 * self.update_interval,
-            "overlap_step": False,  # no helper process, because its work would be outside of the measured time
+            # no helper process, because its work would be outside of the measured time
+            "overlap_step": False,
             "full_warm_up_rounds": 0,
         }
         return {**stage_2(workload, on_gpu), "zenflow": zenflow}

@@ -38,8 +38,10 @@ NUM_BUFFERS = 8  # buffers for parameters
 @dataclass(frozen=True)
 class ZeroInfinityNvme(DeepSpeedMethod):
     disk: str | None = None  # folder of weights and states; None: the system's temporary folder
-    pipelined: bool | None = None  # True: read and write during the update; None: True if buffers fit on the host
-    reentrant: bool = True  # True: recompute by torch's older way; the newer way is wrong with DeepSpeed 0.19.8
+    # True: read and write during the update; None: True if buffers fit on the host
+    pipelined: bool | None = None
+    # True: recompute by torch's older way; the newer way is wrong with DeepSpeed 0.19.8
+    reentrant: bool = True
     world_size: int = 1  # ranks
     release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
 
@@ -88,16 +90,22 @@ class ZeroInfinityNvme(DeepSpeedMethod):
                 "stage3_prefetch_bucket_size": 0,
                 "sub_group_size": sub_group_params(workload),
                 "offload_optimizer": {
-                    **nvme, "buffer_count": num_state_buffers(self.pipelined),
-                    "pipeline_read": self.pipelined, "pipeline_write": self.pipelined,
+                    **nvme,
+                    "buffer_count": num_state_buffers(self.pipelined),
+                    "pipeline_read": self.pipelined,
+                    "pipeline_write": self.pipelined,
                 },
                 "offload_param": {
-                    **nvme, "buffer_count": NUM_BUFFERS, "max_in_cpu": 0,
+                    **nvme,
+                    "buffer_count": NUM_BUFFERS,
+                    "max_in_cpu": 0,
                     "buffer_size": workload.anatomy.largest_numel,  # elements
                 },
-            }  # fmt: skip
+            }
             aio = {"block_size": 2**20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}
-            settings = EngineSettings(zero, self.adam, self.reentrant, self.world_size, self.beside, extra={"aio": aio})
+            settings = EngineSettings(
+                zero, self.adam, self.reentrant, self.world_size, self.beside, extra={"aio": aio}
+            )
             return (yield from deepspeed.train(workload, batches, device, settings, needed))
 
 

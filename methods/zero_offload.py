@@ -15,7 +15,8 @@ from methods.shared.data_parallel import rank_part
 
 @dataclass(frozen=True)
 class ZeroOffload(DeepSpeedMethod):
-    adam: str = "fused"  # the host's Adam: fused, deepspeed or published (methods/engines/deepspeed_config.py)
+    # the host's Adam: fused, deepspeed or published (methods/engines/deepspeed_config.py)
+    adam: str = "fused"
     world_size: int = 1  # ranks
     release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
 

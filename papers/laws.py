@@ -60,7 +60,8 @@ class Law(NamedTuple):
     published_layers: int  # the most layers of the method's published runs
     static_bytes: Callable[[Workload], int]  # bytes of state on the device
     transient_mib: float  # maximum allocated MiB less static bytes and layer inputs, at 32 layers
-    reserved_per_allocated: float  # maximum reserved bytes / maximum allocated bytes, from the log of the largest size
+    # maximum reserved bytes / maximum allocated bytes, from the log of the largest size
+    reserved_per_allocated: float
     host_bytes_per_param: float | None
     host_source: str = ""
     here: str = ""  # why this project's method of the same name needs other bytes than the published one
@@ -108,26 +109,51 @@ def window_bytes(workload: Workload, window: int) -> int:
 
 LAWS = (
     Law(
-        "Megatron-LM", 32, lambda w: 16 * w.num_params + EXTRA_BYTES, 2556.1, 29_928.0 / 29_775.2, None,
+        "Megatron-LM",
+        32,
+        lambda w: 16 * w.num_params + EXTRA_BYTES,
+        2556.1,
+        29_928.0 / 29_775.2,
+        None,
         here="20 bytes a parameter instead of 16: without Apex, torch's AdamW makes an fp32 copy of all while it steps",
     ),
     Law(
-        "L2L", 78, lambda w: 4 * w.num_params, 3213.3, 31_392.0 / 21_094.3, 12.0,
+        "L2L",
+        78,
+        lambda w: 4 * w.num_params,
+        3213.3,
+        31_392.0 / 21_094.3,
+        12.0,
         "weights and moments; a copy of the gradients stayed on the device",
     ),
     Law(
-        "ZeRO-Offload", 48, lambda w: 4 * w.num_params, 2787.6, 29_776.0 / 13_945.5, 16.65,
+        "ZeRO-Offload",
+        48,
+        lambda w: 4 * w.num_params,
+        2787.6,
+        29_776.0 / 13_945.5,
+        16.65,
         "logged: 16.6 to 16.7",
     ),
     Law(
-        "ZeRO-Infinity", 48, lambda w: 8 * w.end_params, 3145.7, 8_252.0 / 5_485.4, 35.0,
+        "ZeRO-Infinity",
+        48,
+        lambda w: 8 * w.end_params,
+        3145.7,
+        8_252.0 / 5_485.4,
+        35.0,
         "30 to 35 of DeepSpeed 0.19.8 with page-locked powers of two; 37 would just fill this host",
     ),
     Law(
-        "STRONGHOLD", 100, lambda w: window_bytes(w, 4), 2537.3, 14_302.0 / 12_178.0, 16.0,
+        "STRONGHOLD",
+        100,
+        lambda w: window_bytes(w, 4),
+        2537.3,
+        14_302.0 / 12_178.0,
+        16.0,
         "weights, gradients and moments; window 4",
     ),
-)  # fmt: skip
+)
 
 
 def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4) -> float:
@@ -142,7 +168,8 @@ def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4)
         "Megatron-LM": device_update_seconds(params, workload, rates),
         "L2L": on_host(params) + seconds_of("link inbound", 5 * 4 * workload.num_layers * layer, pageable),
         "ZeRO-Offload": on_host(params) + seconds_of("link inbound", 2 * 4 * params, rates),
-        "ZeRO-Infinity": on_host(params) + seconds_of("link inbound", 3 * 4 * workload.num_layers * layer, rates),
+        "ZeRO-Infinity": on_host(params)
+        + seconds_of("link inbound", 3 * 4 * workload.num_layers * layer, rates),
         "STRONGHOLD": max(0.0, on_host((workload.num_layers - window) * layer) - hidden)
         + device_update_seconds(window * layer + end, workload, rates),
     }

@@ -38,7 +38,8 @@ from places.shared import container_user
 from places.shared.container_user import CODE, Exchange
 
 PYTHON = "/harness/.venv/bin/python"  # as in docker/Dockerfile
-WATCHER_BYTES = 96 * 2**20  # bytes for the worker's parent process in the container, which took 60 MiB when measured
+# bytes for the worker's parent process in the container, which took 60 MiB when measured
+WATCHER_BYTES = 96 * 2**20
 # seconds that a container may take beyond the job's own time, to start, and to end after its worker has ended
 START_SECONDS = 120.0
 POLL_SECONDS = 0.5
@@ -52,7 +53,9 @@ SCRATCH = "/tmp"  # the only folder of the image that a job may write to; it is 
 CLOSED = Path("/root")
 MOST_PROCESSES = 4096
 LABEL, STEM, KEY = "harness.results", "harness.stem", "harness.key"
-NO_ENGINE = "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
+NO_ENGINE = (
+    "no container engine answers: apt-get install docker.io, start docker, or let DOCKER_HOST name one"
+)
 
 
 def default_image(device: str) -> str:
@@ -102,7 +105,9 @@ class Docker(Place):
         try:
             self.image = self.client.images.get(image)
         except ImageNotFound as error:
-            raise Unavailable(f"no image {image} here: try ./run.sh image build, or --image with another") from error
+            raise Unavailable(
+                f"no image {image} here: try ./run.sh image build, or --image with another"
+            ) from error
 
     def context(self) -> dict[str, str]:
         return {"image": self.image.id}
@@ -141,7 +146,9 @@ class Docker(Place):
         the records that the containers left."""
         from docker.errors import APIError
 
-        found = self.client.containers.list(all=True, filters={"label": f"{LABEL}={results}"}, ignore_removed=True)
+        found = self.client.containers.list(
+            all=True, filters={"label": f"{LABEL}={results}"}, ignore_removed=True
+        )
         of_stem = {each.labels.get(STEM): each for each in found}
         ended = [each for each in found if each.status == "exited"]
         for exchange in container_user.left(results):
@@ -171,24 +178,40 @@ class Docker(Place):
         shown = folders_shown(job, stem.parent, folders, self.image.short_id.removeprefix("sha256:"))
         if exchange:
             exchange.open()
-            shown = [(exchange.folder if there == stem.parent else here, there, fixed) for here, there, fixed in shown]
+            shown = [
+                (exchange.folder if there == stem.parent else here, there, fixed)
+                for here, there, fixed in shown
+            ]
             shown.append((exchange.path, exchange.path, False))
         is_closed = any(CLOSED in there.parents for _, there, _ in shown)
         user, group = container_user.ids()
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         limit, gpus = memory_limit(job), machine.gpu_uuids(job) if job.device == "cuda" else []
         return {
-            "image": self.image.id, "command": [PYTHON, "-m", "harness.run.place"], "working_dir": str(ROOT),
-            "mounts": [Mount(str(there), str(here), "bind", read_only=is_fixed) for here, there, is_fixed in shown],
-            "user": f"{user}:{group}", "network_mode": "none", "init": True, "stdin_open": True,
+            "image": self.image.id,
+            "command": [PYTHON, "-m", "harness.run.place"],
+            "working_dir": str(ROOT),
+            "mounts": [
+                Mount(str(there), str(here), "bind", read_only=is_fixed) for here, there, is_fixed in shown
+            ],
+            "user": f"{user}:{group}",
+            "network_mode": "none",
+            "init": True,
+            "stdin_open": True,
             "environment": {"PYTHONPATH": str(ROOT), "HOME": SCRATCH},
             "labels": {LABEL: str(stem.parent), STEM: stem.name, KEY: key},
-            "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "pids_limit": MOST_PROCESSES, "read_only": True,
-            "tmpfs": {SCRATCH: "exec,mode=1777"} | ({str(CLOSED): f"uid={user},gid={group}"} if is_closed else {}),
-            "mem_limit": limit, "memswap_limit": limit, "shm_size": limit or machine.host_bytes() // 2,
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges"],
+            "pids_limit": MOST_PROCESSES,
+            "read_only": True,
+            "tmpfs": {SCRATCH: "exec,mode=1777"}
+            | ({str(CLOSED): f"uid={user},gid={group}"} if is_closed else {}),
+            "mem_limit": limit,
+            "memswap_limit": limit,
+            "shm_size": limit or machine.host_bytes() // 2,
             "cpuset_cpus": ",".join(map(str, cores)) or None,
             "device_requests": [DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
-        }  # fmt: skip
+        }
 
     def _complete(self, running: Running, job: Job, key: str, stem: Path, exchange: Exchange | None) -> Path:
         """Add the engine's report on the container's end to the job's record; if the job left no record, write one that
@@ -199,10 +222,15 @@ class Docker(Place):
         told = {name: state.get(name) for name in ("OOMKilled", "ExitCode", "Error")}
         path, better = Path(f"{stem}.json"), None
         end = failures.End(
-            running.events.phase, state.get("ExitCode", 0), running.stopped, running.seconds,
-            oom_kills=int(bool(told["OOMKilled"])), owns_group=True, host_limit_bytes=memory_limit(job) or 0,
+            running.events.phase,
+            state.get("ExitCode", 0),
+            running.stopped,
+            running.seconds,
+            oom_kills=int(bool(told["OOMKilled"])),
+            owns_group=True,
+            host_limit_bytes=memory_limit(job) or 0,
             log_tail=running.errors[-4096:],
-        )  # fmt: skip
+        )
         if not path.exists():
             refused = exchange.refused if exchange else ""
             told_end = failures.ended("crash", "record", refused) if refused else None
@@ -215,7 +243,9 @@ class Docker(Place):
         return place_record(path, self._told(self.image.id), evidence, better)
 
 
-def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[tuple[Path, Path, bool]]:
+def folders_shown(
+    job: Job, results: Path, folders: tuple[Path, ...], image: str
+) -> list[tuple[Path, Path, bool]]:
     """Return the folders and files that a container of this job sees, each as (path here, path in the container, True
     if the container may only read it).
 
@@ -238,7 +268,11 @@ def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str
         raise Unavailable(
             f"--results: expected a folder of results alone, got {results}, which the job reads; try another folder"
         )
-    for path, patterns in {**dict.fromkeys(data, ("**/*",)), **dict.fromkeys(folders, ("*.py",)), ROOT: CODE}.items():
+    for path, patterns in {
+        **dict.fromkeys(data, ("**/*",)),
+        **dict.fromkeys(folders, ("*.py",)),
+        ROOT: CODE,
+    }.items():
         container_user.check_readable(path, patterns)
     compiled = ROOT / ".venv" / f"image-{image}-{container_user.ids()[0]}"
     for folder in (*written, compiled):
@@ -268,7 +302,9 @@ class Running:
         self.container: Any = None
         try:
             self.container = client.containers.create(**settings)
-            self.socket = self.container.attach_socket(params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+            self.socket = self.container.attach_socket(
+                params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+            )
             self.container.start()
         except APIError as error:
             if self.container:

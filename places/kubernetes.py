@@ -44,13 +44,15 @@ from places.shared.torchrun_node import PORT
 POLL_SECONDS = 0.5
 WAIT_SECONDS = 600  # seconds that a job waits for nodes before it ends as unavailable
 START_SECONDS = 600.0  # seconds that a pod may take beyond the job's own time, for imports and a compiler
-SILENCE_SECONDS = 600.0  # seconds without an answer from Kubernetes after which the call counts its jobs as lost
+# seconds without an answer from Kubernetes after which the call counts its jobs as lost
+SILENCE_SECONDS = 600.0
 CANCEL_SECONDS = 90.0
 GRACE_SECONDS = 60  # seconds from a pod's SIGTERM to its SIGKILL; torchrun gives the run 30 of these seconds
 KEPT_SECONDS = 3600  # seconds for which ended Jobs are kept if the call that made them was killed
 # ports of torchrun's store and of rank 0's agent; jobs may share them, because each pod has an address of its own
 PORTS = (29400, 29401)
-MOST_CODE_BYTES = 2**20 - 2**16  # most bytes of packed code: code and order share a ConfigMap of at most 1 MiB
+# most bytes of packed code: code and order share a ConfigMap of at most 1 MiB
+MOST_CODE_BYTES = 2**20 - 2**16
 JOB = {"apiVersion": "batch/v1", "kind": "Job"}
 ORDER, WORK = "/order", "/work"  # folders in a pod; the code is in WORK/harness
 CODE_FILE, ORDER_FILE = "code.tar.gz", "order.json"
@@ -87,7 +89,9 @@ def packed(folders: tuple[Path, ...]) -> tuple[bytes, list[str]]:
                 archive.add(path, name, recursive=False, filter=_plain)
     if len(found.getvalue()) > MOST_CODE_BYTES:
         size = len(found.getvalue())
-        raise ValueError(f"expected at most {MOST_CODE_BYTES} bytes of packed code, got {size}; try less in --methods")
+        raise ValueError(
+            f"expected at most {MOST_CODE_BYTES} bytes of packed code, got {size}; try less in --methods"
+        )
     return found.getvalue(), there
 
 
@@ -105,7 +109,9 @@ def import_client() -> None:
     if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
         raise Unavailable("--on kubernetes needs the package kubernetes: try pip install kubernetes")
     if not install_extra("kubernetes"):
-        raise Unavailable("--on kubernetes needs the package kubernetes, which could not be installed: see .venv.log")
+        raise Unavailable(
+            "--on kubernetes needs the package kubernetes, which could not be installed: see .venv.log"
+        )
 
 
 def files_named(job: Job) -> list[str]:
@@ -121,10 +127,14 @@ class Kubernetes(Place):
 
     is_parallel, uses_this_venv = True, False
     cli_options: ClassVar = {
-        "kubernetes": click.option("--kubernetes", multiple=True, metavar="NAME=VALUE|FILE",
-                                   help="Setting of --on kubernetes: namespace, image, nodes, gpus, cpus,"
-                                   " node_selector or wait (seconds); or a YAML file of settings."),
-    }  # fmt: skip
+        "kubernetes": click.option(
+            "--kubernetes",
+            multiple=True,
+            metavar="NAME=VALUE|FILE",
+            help="Setting of --on kubernetes: namespace, image, nodes, gpus, cpus,"
+            " node_selector or wait (seconds); or a YAML file of settings.",
+        ),
+    }
 
     @classmethod
     def of(cls, words: dict[str, Any], device: str) -> Kubernetes:
@@ -150,7 +160,11 @@ class Kubernetes(Place):
         machine that submits the job."""
         asked = {name: str(self.options.get(name)) for name in ("nodes", "gpus", "cpus", "node_selector")}
         here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
-        return {**here, "image": self.options["image"], **{f"kubernetes_{name}": asked[name] for name in asked}}
+        return {
+            **here,
+            "image": self.options["image"],
+            **{f"kubernetes_{name}": asked[name] for name in asked},
+        }
 
     def draft(self, jobs: KeyedJobs, folders: tuple[Path, ...]) -> str:
         """Return the manifests as YAML, without the packed code. If no cluster answers, the manifests are those of
@@ -185,7 +199,8 @@ class Kubernetes(Place):
         try:
             for job, key in jobs:
                 self._submit(job, key, new_stem(results.resolve(), job), code, call, running)
-            if len(running) == 1:  # events of several jobs would mix, so they are reported only for a single job
+            if len(running) == 1:
+                # events of several jobs would mix, so they are reported only for a single job
                 running[0].report_to(report)
             self._wait(running, call, report, math.inf)
         except KeyboardInterrupt:
@@ -236,7 +251,13 @@ class Kubernetes(Place):
         return num_nodes(job.world_size, self.options["nodes"], "--kubernetes nodes")
 
     def manifest(
-        self, job: Job, order: dict[str, Any], code: tuple[bytes, list[str]], name: str, call: str, has_jobsets: bool
+        self,
+        job: Job,
+        order: dict[str, Any],
+        code: tuple[bytes, list[str]],
+        name: str,
+        call: str,
+        has_jobsets: bool,
     ) -> list[dict[str, Any]]:
         """Return the documents of a job: the JobSet or Job, the ConfigMap with the order and the code and, for a Job
         with several pods, the Service by which the pods find one another."""
@@ -249,15 +270,23 @@ class Kubernetes(Place):
         spec |= {"backoffLimit": 0, "template": template}
         if has_jobsets:
             template = {"metadata": {"labels": labels}, "spec": spec}
-            spec = {"replicatedJobs": [{"name": "nodes", "replicas": 1, "template": template}],
-                    "failurePolicy": {"maxRestarts": 0}, "network": {"enableDNSHostnames": True}}  # fmt: skip
+            spec = {
+                "replicatedJobs": [{"name": "nodes", "replicas": 1, "template": template}],
+                "failurePolicy": {"maxRestarts": 0},
+                "network": {"enableDNSHostnames": True},
+            }
         kind = {"apiVersion": "/".join(JOBSET), "kind": "JobSet"} if has_jobsets else JOB
         main = {**kind, "metadata": metadata, "spec": {**spec, "ttlSecondsAfterFinished": KEPT_SECONDS}}
         archive, folders = code
         order = {**order, "stem": f"results/{Path(order['stem']).name}", "folders": folders}
-        files = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True,
-                 "data": {ORDER_FILE: json.dumps(order)},
-                 "binaryData": {CODE_FILE: base64.b64encode(archive).decode()}}  # fmt: skip
+        files = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": metadata,
+            "immutable": True,
+            "data": {ORDER_FILE: json.dumps(order)},
+            "binaryData": {CODE_FILE: base64.b64encode(archive).decode()},
+        }
         headless = {"clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True}
         service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": headless}
         return [main, files, *([service] if nodes > 1 and not has_jobsets else [])]
@@ -274,34 +303,71 @@ class Kubernetes(Place):
         asked_main = asked | ({"cpu": str(self.options["cpus"])} if "cpus" in self.options else {})
         asked_main |= {"nvidia.com/gpu": str(gpus)} if gpus else {}
         common = {
-            "image": self.options["image"], "imagePullPolicy": "IfNotPresent", "workingDir": WORK,
+            "image": self.options["image"],
+            "imagePullPolicy": "IfNotPresent",
+            "workingDir": WORK,
             "volumeMounts": [{"name": each, "mountPath": path} for each, path in mounts.items()],
-            "securityContext": {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
-                                "capabilities": {"drop": ["ALL"]}},
-        }  # fmt: skip
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
+        }
         variables = {
-            "PYTHONPATH": f"{WORK}/harness", "PYTHONSAFEPATH": "1", "HOME": "/tmp",
-            "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": first if nodes > 1 else "127.0.0.1",
-            "PET_MASTER_PORT": str(PORTS[0]), PORT: str(PORTS[1]), "PET_RDZV_ID": name,
-        }  # fmt: skip
+            "PYTHONPATH": f"{WORK}/harness",
+            "PYTHONSAFEPATH": "1",
+            "HOME": "/tmp",
+            "PET_NNODES": str(nodes),
+            "PET_NPROC_PER_NODE": "1",
+            "PET_MASTER_ADDR": first if nodes > 1 else "127.0.0.1",
+            "PET_MASTER_PORT": str(PORTS[0]),
+            PORT: str(PORTS[1]),
+            "PET_RDZV_ID": name,
+        }
         of_index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
-        environment: list[dict[str, Any]] = [{"name": each, "value": value} for each, value in variables.items()]
+        environment: list[dict[str, Any]] = [
+            {"name": each, "value": value} for each, value in variables.items()
+        ]
         environment.append({"name": "PET_NODE_RANK", "valueFrom": of_index})
         unpack = [PYTHON, "-m", "tarfile", "-e", f"{ORDER}/{CODE_FILE}", WORK]
         run = [PYTHON, "-m", "torch.distributed.run", "-m", "places.shared.torchrun_node"]
         spec: dict[str, Any] = {
-            "restartPolicy": "Never", "activeDeadlineSeconds": math.ceil(seconds),
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": math.ceil(seconds),
             "terminationGracePeriodSeconds": GRACE_SECONDS,
-            "automountServiceAccountToken": False, "enableServiceLinks": False,
-            "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
-                                "seccompProfile": {"type": "RuntimeDefault"}},
-            "initContainers": [{"name": "unpack", "command": unpack, **common,
-                                "resources": {"requests": asked, "limits": asked}}],
-            "containers": [{"name": MAIN, "command": [*run, f"{ORDER}/{ORDER_FILE}"], "env": environment, **common,
-                            "resources": {"requests": asked_main, "limits": asked_main}}],
-            "volumes": [{"name": "order", "configMap": {"name": name}}, {"name": "work", "emptyDir": {}},
-                        {"name": "tmp", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
-        }  # fmt: skip
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "initContainers": [
+                {
+                    "name": "unpack",
+                    "command": unpack,
+                    **common,
+                    "resources": {"requests": asked, "limits": asked},
+                }
+            ],
+            "containers": [
+                {
+                    "name": MAIN,
+                    "command": [*run, f"{ORDER}/{ORDER_FILE}"],
+                    "env": environment,
+                    **common,
+                    "resources": {"requests": asked_main, "limits": asked_main},
+                }
+            ],
+            "volumes": [
+                {"name": "order", "configMap": {"name": name}},
+                {"name": "work", "emptyDir": {}},
+                {"name": "tmp", "emptyDir": {}},
+                {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            ],
+        }
         if nodes > 1 and not has_jobsets:  # a JobSet makes its own Service, and sets this name for its pods
             spec["subdomain"] = name
         if selector := self.options.get("node_selector"):
@@ -324,7 +390,9 @@ class Kubernetes(Place):
                 time.sleep(POLL_SECONDS)
                 continue
             for each in left:
-                each.take(found.get(each.name, []), self.cluster.log, self.options["image"], self.options["wait"])
+                each.take(
+                    found.get(each.name, []), self.cluster.log, self.options["image"], self.options["wait"]
+                )
             phases = [pod.phase for each in jobs for pod in found.get(each.name, [])]
             text = ", ".join(f"{phases.count(name)} {name.lower()}" for name in sorted(set(phases)))
             if text and text != told:

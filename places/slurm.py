@@ -48,7 +48,17 @@ CANCEL_SECONDS = 60.0
 OOM_KILL = "oom-kill event"
 # For options of --slurm that sbatch names differently: sbatch's name.
 SBATCH_NAMES = {"gpus": "gpus_per_node", "cpus": "cpus_per_task"}
-RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT", "")
+RUNNING = (
+    "PENDING",
+    "RUNNING",
+    "CONFIGURING",
+    "COMPLETING",
+    "SUSPENDED",
+    "REQUEUED",
+    "RESIZING",
+    "STAGE_OUT",
+    "",
+)
 
 
 @dataclass(frozen=True)
@@ -90,11 +100,17 @@ def check_containers(image: str) -> None:
     """Raise Unavailable if Slurm here cannot run a container from this image."""
     if is_bundle(image):
         done = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
-        found = [line.partition("=")[2].strip() for line in done.stdout.splitlines() if line.startswith("SLURM_CONF ")]
+        found = [
+            line.partition("=")[2].strip()
+            for line in done.stdout.splitlines()
+            if line.startswith("SLURM_CONF ")
+        ]
         if not found or not Path(found[0]).with_name("oci.conf").exists():
             raise Unavailable("this Slurm cannot run OCI bundles without oci.conf: leave container_image out")
     elif "--container-image" not in subprocess.run(["srun", "--help"], capture_output=True, text=True).stdout:
-        raise Unavailable("this Slurm has no --container-image: have pyxis installed, or leave container_image out")
+        raise Unavailable(
+            "this Slurm has no --container-image: have pyxis installed, or leave container_image out"
+        )
 
 
 class Slurm(Place):
@@ -103,10 +119,14 @@ class Slurm(Place):
 
     is_parallel = True
     cli_options: ClassVar = {
-        "slurm": click.option("--slurm", multiple=True, metavar="NAME=VALUE|FILE",
-                              help="Setting of --on slurm: partition, account, qos, time (minutes), gpus, cpus, nodes,"
-                              " requeue or container_image; or a YAML file of settings."),
-    }  # fmt: skip
+        "slurm": click.option(
+            "--slurm",
+            multiple=True,
+            metavar="NAME=VALUE|FILE",
+            help="Setting of --on slurm: partition, account, qos, time (minutes), gpus, cpus, nodes,"
+            " requeue or container_image; or a YAML file of settings.",
+        ),
+    }
 
     @classmethod
     def of(cls, words: dict[str, Any], device: str) -> Slurm:
@@ -160,7 +180,10 @@ class Slurm(Place):
                 Path(f"{stem}.txt").unlink()
             states = states_of(ids)
             ended = zip(jobs, stems, ids, strict=False)
-            paths = [self._complete(job, key, stem, number, states[number], logs) for (job, key), stem, number in ended]
+            paths = [
+                self._complete(job, key, stem, number, states[number], logs)
+                for (job, key), stem, number in ended
+            ]
             shutil.rmtree(logs, ignore_errors=True)
         if is_interrupted:
             raise KeyboardInterrupt
@@ -171,8 +194,12 @@ class Slurm(Place):
         container."""
         seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
         found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
-        found |= {"gpus_per_node": machine.num_gpus(job) // self._num_nodes(job)} if job.device == "cuda" else {}
-        found |= {SBATCH_NAMES.get(name, name): value for name, value in self.options.items() if name != "requeue"}
+        found |= (
+            {"gpus_per_node": machine.num_gpus(job) // self._num_nodes(job)} if job.device == "cuda" else {}
+        )
+        found |= {
+            SBATCH_NAMES.get(name, name): value for name, value in self.options.items() if name != "requeue"
+        }
         if requeue := self.options.get("requeue"):
             found["additional_parameters"] = {"requeue" if requeue == "yes" else "no_requeue": True}
         found |= {"job_name": f"{job.method}-{job.workload.num_layers}", "nodes": self._num_nodes(job)}
@@ -193,7 +220,11 @@ class Slurm(Place):
             return [f"--container={Path(self.image).resolve()}"]
         shown = folders_shown(job, results, folders, hashlib.sha256(self.image.encode()).hexdigest()[:12])
         mounts = ",".join(f"{here}:{there}{':ro' * is_fixed}" for here, there, is_fixed in shown)
-        return [f"--container-image={self.image}", f"--container-mounts={mounts}", f"--container-workdir={ROOT}"]
+        return [
+            f"--container-image={self.image}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={ROOT}",
+        ]
 
     def _submit(self, job: Job, order: dict[str, Any], results: Path, logs: Path) -> str:
         from submitit import SlurmExecutor
@@ -210,14 +241,18 @@ class Slurm(Place):
             text = " ".join(str(getattr(error, "stderr", "") or error).split())
             if subprocess.run(["scontrol", "ping"], capture_output=True).returncode:
                 raise Unavailable(f"Slurm does not answer, try without --on slurm: {text}") from error
-            raise ValueError(f"Slurm refuses a job with {self.options or 'no options'}: {text}; see --slurm") from error
+            raise ValueError(
+                f"Slurm refuses a job with {self.options or 'no options'}: {text}; see --slurm"
+            ) from error
 
     def _wait(self, ids: list[str], report: Report, seconds: float) -> None:
         """Wait at most `seconds` until all jobs have ended. Report each change of a job's state."""
         told, deadline = "", time.monotonic() + seconds
         while True:
             names = [state.name for state in states_of(ids).values()]
-            text = ", ".join(f"{names.count(name)} {name.lower() or 'unknown'}" for name in sorted(set(names)))
+            text = ", ".join(
+                f"{names.count(name)} {name.lower() or 'unknown'}" for name in sorted(set(names))
+            )
             if text != told:
                 told = text
                 report({"event": "wait", "text": f"{counted(len(ids), 'job')} under Slurm: {text}"})
@@ -234,7 +269,9 @@ class Slurm(Place):
         stems = [stem, *(node_stem(logs, stem, index) for index in range(1, self._num_nodes(job)))]
         made = [Path(f"{each}.json") for each in stems if Path(f"{each}.json").exists()]
         record = of_nodes(list(map(Record.read, made))) if made else None
-        said = "".join(text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err")))
+        said = "".join(
+            text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err"))
+        )
         # FAILED says only that srun failed; its standard error says why
         if state.name == "FAILED" and OOM_KILL in said:
             state = state._replace(name="OUT_OF_MEMORY")
@@ -274,13 +311,16 @@ def states_of(ids: list[str]) -> dict[str, SlurmState]:
         done = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
         jobs = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines()]
         told = {job["JobId"]: {**job, "State": job["JobState"]} for job in jobs if "JobId" in job}
-        if done.returncode == 0:  # scontrol succeeded, so jobs that it does not list have ended and were forgotten
+        if done.returncode == 0:
+            # scontrol succeeded, so jobs that it does not list have ended and were forgotten
             forgotten = SlurmState("FORGOTTEN")
     found = {}
     for number in ids:
         job = told.get(number)
         # Keep only the first word: sacct writes "CANCELLED by 1000".
         found[number] = (
-            SlurmState(job["State"].split()[0], job["ExitCode"], job.get("NodeList", "")) if job else forgotten
+            SlurmState(job["State"].split()[0], job["ExitCode"], job.get("NodeList", ""))
+            if job
+            else forgotten
         )
     return found

@@ -33,7 +33,9 @@ from places.shared.torchrun_node import meet
 WAIT_SECONDS = 600.0  # seconds within which all nodes must connect
 HELLO_SECONDS = 10.0  # seconds within which a process that connects must send its node's number
 RETRY_SECONDS = 0.2
-NO_TORCHRUN = "no torchrun runs this call: try torchrun --nproc-per-node 1 ... -m harness, or leave --on torchrun out"
+NO_TORCHRUN = (
+    "no torchrun runs this call: try torchrun --nproc-per-node 1 ... -m harness, or leave --on torchrun out"
+)
 
 
 class Torchrun(Place):
@@ -65,7 +67,9 @@ class Torchrun(Place):
         return {"torchrun_nodes": str(1 + len(self.peers))}
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
-        return [self._launch(job, key, new_stem(results.resolve(), job), folders, report) for job, key in jobs]
+        return [
+            self._launch(job, key, new_stem(results.resolve(), job), folders, report) for job, key in jobs
+        ]
 
     def _launch(self, job: Job, key: str, stem: Path, folders: tuple[Path, ...], report: Report) -> Path:
         """Run the job; return the path of its record.
@@ -172,7 +176,11 @@ def follow(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
             asked = told["order"]
             is_same = told["source"] == method.source_hash(asked["job"]["method"], folders)
             first.tell(
-                {"refused": "" if is_same else "its sources differ from the first node's; try the same checkout"}
+                {
+                    "refused": ""
+                    if is_same
+                    else "its sources differ from the first node's; try the same checkout"
+                }
             )
             if not first.hear().get("begin"):
                 continue

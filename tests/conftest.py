@@ -44,12 +44,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Devices are taken in turns by locks in one folder: tests side by side have a device each.
     os.environ["TMPDIR"] = os.environ["HARNESS_LOCKS"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
     # After multiprocessing has removed its own folder in it.
-    multiprocessing.util.Finalize(None, shutil.rmtree, (tempfile.tempdir,), {"ignore_errors": True}, exitpriority=-200)
+    multiprocessing.util.Finalize(
+        None, shutil.rmtree, (tempfile.tempdir,), {"ignore_errors": True}, exitpriority=-200
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the heavy tests, too; install and compile what they need")
-    parser.addoption("--methods", action="append", default=[], help="another folder of methods to put to the contract")
+    parser.addoption(
+        "--all", action="store_true", help="run the heavy tests, too; install and compile what they need"
+    )
+    parser.addoption(
+        "--methods", action="append", default=[], help="another folder of methods to put to the contract"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -125,7 +131,11 @@ def forgotten_methods() -> Iterator[None]:
     """Two tests may write a method of the same name: a process imports each name once."""
     before = list(methods.__path__)
     yield
-    added = {folder for folder in methods.__path__ if folder not in before and not Path(folder).is_relative_to(ROOT)}
+    added = {
+        folder
+        for folder in methods.__path__
+        if folder not in before and not Path(folder).is_relative_to(ROOT)
+    }
     if added:
         methods.__path__[:] = [folder for folder in methods.__path__ if folder not in added]
         for name, module in list(sys.modules.items()):
@@ -153,7 +163,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, read_once: None) -> None:
 
     def launch(
         job: Job, key: Any, results: Path, folders: tuple[Path, ...], report: Any, recorded: Any, **turn: Any
-    ) -> Path:  # fmt: skip
+    ) -> Path:
         if existing := recorded(before := key()):
             return existing
         path = Path(f"{new_stem(results, job)}.json")

@@ -22,8 +22,22 @@ OF_JOBS = ("run", "sweep", "plan", "search")
 OF_RESULTS = ("report", "bundle", "compare", "fairness", "verify")
 # Taken by the door, and not run here: they build, install, serve, wait for machines, train or measure for minutes, or
 # need files that the reader has; each has tests of its own.
-ONLY_READ = ("setup", "demo", "notebook", "image", "varuna launch", "varuna profile", "varuna configure",
-             "check-method", "import", "add", "doctor --calibrate", "rates", "releases", "verify --cases")  # fmt: skip
+ONLY_READ = (
+    "setup",
+    "demo",
+    "notebook",
+    "image",
+    "varuna launch",
+    "varuna profile",
+    "varuna configure",
+    "check-method",
+    "import",
+    "add",
+    "doctor --calibrate",
+    "rates",
+    "releases",
+    "verify --cases",
+)
 # What a plan does not have, each with a value.
 OF_PLACES = {"--on", "--slurm", "--kubernetes", "--image", "--trace", "--save", "--out", "--repeats", "--of"}
 
@@ -40,21 +54,27 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def as_plan(words: list[str]) -> list[str]:
     """The plan of what the call would train."""
     rest = words[1:] if words[0] in ("run", "sweep", "plan") else words[2:] if words[0] == "search" else words
-    kept = [word for place, word in enumerate(rest) if not {word, *rest[max(0, place - 1) : place]} & OF_PLACES]
+    kept = [
+        word for place, word in enumerate(rest) if not {word, *rest[max(0, place - 1) : place]} & OF_PLACES
+    ]
     return ["plan", *kept]
 
 
 def test_calls_are_found_everywhere() -> None:
     assert len(CALLS) > 80
-    for each in ("./run.sh --as sc22 -m all -l 32", "./run.sh varuna configure --profile FOLDER --gpus N --batch B",
-                 "./run.sh plan -m l2l -l 2 -h 256 --machine v100-vm", "./run.sh case 3 --profile demo"):  # fmt: skip
+    for each in (
+        "./run.sh --as sc22 -m all -l 32",
+        "./run.sh varuna configure --profile FOLDER --gpus N --batch B",
+        "./run.sh plan -m l2l -l 2 -h 256 --machine v100-vm",
+        "./run.sh case 3 --profile demo",
+    ):
         assert each in CALLS
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_every_call_that_is_written_runs(
     call: str, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)  # where a call may write
     (tmp_path / "cluster.yaml").write_text("nodes: 2\n")  # a file that the reader has
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -68,7 +88,8 @@ def test_every_call_that_is_written_runs(
     if any(words[: len(each.split())] == each.split() for each in ONLY_READ):
         return
     if verb == "case":
-        assert words[1] in ("all", "overlap", "11", *case.numbers(), *map(str, case.numbers()))  # 11 is CONTRIBUTING's
+        # 11 is CONTRIBUTING's
+        assert words[1] in ("all", "overlap", "11", *case.numbers(), *map(str, case.numbers()))
     elif verb in OF_JOBS or verb.startswith("-"):
         for job in make_jobs({**told, "num_layers": [min(told["num_layers"][-1], 32)]}, ()):
             with contextlib.suppress(method.Unavailable):

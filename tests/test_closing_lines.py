@@ -29,8 +29,11 @@ def start(folder: Path, text: str, *options: str) -> subprocess.Popen[str]:
     plugins = ["-p", "tests.support.closing_lines", "-p", "no:cacheprovider", "-p", "no:kmock"]
     words = [sys.executable, "-m", "pytest", f"--rootdir={folder}", *plugins, *options, "test_it.py"]
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
-    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
-    return subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=default)
+    # a shell's background ignores it
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    return subprocess.Popen(
+        words, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=default
+    )
 
 
 def test_a_failed_test_s_last_line_is_the_call_that_runs_it_alone(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ def test_a_case_of_any_folder_is_a_table_and_a_figure(added: list[str]) -> None:
     assert sorted(path.suffix for path in Path(added[-1], "figures").iterdir()) == [".csv", ".pdf", ".png"]
 
 
-def test_a_claim_of_any_file_is_judged_and_the_next_call_knows_nothing_of_it(added: list[str], tmp_path: Path) -> None:
+def test_a_claim_of_any_file_is_judged_and_the_next_call_knows_nothing_of_it(
+    added: list[str], tmp_path: Path
+) -> None:
     done = run("verify", *added, "--claims", tmp_path / "ten.yaml")
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "SIMULATED: 1 of 1: 11.resident-first"
     assert 11 not in case.numbers() and "11.resident-first" not in {claim.id for claim in claims.load()}
@@ -74,7 +76,10 @@ def test_a_claim_of_any_file_is_judged_and_the_next_call_knows_nothing_of_it(add
         ("verify --claims /nowhere", "/nowhere is not a file of claims: "),
         ("verify --methods /nowhere", "expected a folder of methods, got /nowhere; try --methods FOLDER"),
         ("case 3 --methods /nowhere", "expected a folder of methods, got /nowhere; try --methods FOLDER"),
-        ("verify --machines /nowhere", "expected a file of machines, got /nowhere; try --machines FILE, with entries "),
+        (
+            "verify --machines /nowhere",
+            "expected a file of machines, got /nowhere; try --machines FILE, with entries ",
+        ),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, words: str, told: str) -> None:
@@ -88,7 +93,10 @@ def test_what_is_not_there_is_named(tmp_path: Path, words: str, told: str) -> No
         ("metric = 1", "must hold one class of papers.figures.case.Case with jobs(); see CONTRIBUTING.md"),
         (CASE.replace("def jobs", "def job"), "must hold one class of papers.figures.case.Case with jobs()"),
         ("1 +", "does not load: SyntaxError"),
-        (CASE.replace("samples_per_second", "speed"), "metric: expected one of params, samples_per_second, tokens"),
+        (
+            CASE.replace("samples_per_second", "speed"),
+            "metric: expected one of params, samples_per_second, tokens",
+        ),
         (CASE.replace('("resident", "l2l")', "()"), "methods: expected names of methods, got none"),
     ],
     ids=["lacking", "unfinished", "broken", "metric", "methods"],
@@ -119,7 +127,10 @@ def test_a_case_whose_jobs_fail_is_told_in_a_line(tmp_path: Path, right: str, wr
 
 def test_two_cases_of_one_number_are_refused(tmp_path: Path) -> None:
     (tmp_path / "case1.py").write_text(CASE)
-    assert "expected one file of case 1, got " in run("verify", "--cases", tmp_path, "--results", tmp_path).stderr
+    assert (
+        "expected one file of case 1, got "
+        in run("verify", "--cases", tmp_path, "--results", tmp_path).stderr
+    )
 
 
 def test_a_machine_is_an_entry(tmp_path: Path) -> None:
@@ -139,7 +150,10 @@ def test_a_machine_of_any_file_is_planned_for_and_the_next_call_knows_nothing_of
 
 @pytest.mark.parametrize(
     "words",
-    ["advise -l 2 -h 2048 --gpu workstation", "varuna configure -l 2 -h 256 --gpus 2 --batch 4 --machine workstation"],
+    [
+        "advise -l 2 -h 2048 --gpu workstation",
+        "varuna configure -l 2 -h 256 --gpus 2 --batch 4 --machine workstation",
+    ],
 )
 def test_verbs_that_take_a_machine_find_those_of_a_file(tmp_path: Path, words: str) -> None:
     (tmp_path / "mine.yaml").write_text(MACHINE)
@@ -149,7 +163,16 @@ def test_verbs_that_take_a_machine_find_those_of_a_file(tmp_path: Path, words: s
 
 def test_a_case_finds_a_machine_of_a_file_and_names_both(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(MACHINE)
-    words = ("case", "3", "--profile", "fit", "--machine", "workstation", "--machines", tmp_path / "mine.yaml")
+    words = (
+        "case",
+        "3",
+        "--profile",
+        "fit",
+        "--machine",
+        "workstation",
+        "--machines",
+        tmp_path / "mine.yaml",
+    )
     done = run(*words, "--extract", "--results", tmp_path)
     call = " ".join(map(str, ["./run.sh", *words]))
     assert done.stderr == f"error: no record of profile fit_workstation here; try {call} first\n"
@@ -178,13 +201,22 @@ def test_a_file_of_wrong_machines_is_told_in_a_line(tmp_path: Path, text: str, t
 def test_a_link_to_a_file_of_machines_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(MACHINE)
     (tmp_path / "link.yaml").symlink_to("mine.yaml")
-    assert "expected a regular file" in run("plan", "-m", "resident", "--machines", tmp_path / "link.yaml").stderr
+    assert (
+        "expected a regular file"
+        in run("plan", "-m", "resident", "--machines", tmp_path / "link.yaml").stderr
+    )
 
 
-@pytest.mark.parametrize(("number", "end"), [(12, "raise SystemExit(0)"), (13, "yield __import__('os')._exit(0)")])
-def test_a_case_whose_jobs_would_end_the_process_is_told_in_a_line(tmp_path: Path, number: int, end: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "end"), [(12, "raise SystemExit(0)"), (13, "yield __import__('os')._exit(0)")]
+)
+def test_a_case_whose_jobs_would_end_the_process_is_told_in_a_line(
+    tmp_path: Path, number: int, end: str
+) -> None:
     """Each of a number of its own: a process imports a name once."""
-    (file := tmp_path / f"case{number}.py").write_text(CASE.replace("        return", f"        {end}\n        return"))
+    (file := tmp_path / f"case{number}.py").write_text(
+        CASE.replace("        return", f"        {end}\n        return")
+    )
     done = run("case", number, "--cases", tmp_path, "--results", tmp_path)
     told = f"error: {file}'s jobs() ended the process: SystemExit"
     assert done.returncode == 2 and done.stderr.startswith(told) and len(done.stderr.splitlines()) == 1
@@ -194,18 +226,27 @@ def test_a_case_without_runs_tells_what_to_run_first(tmp_path: Path) -> None:
     (tmp_path / "case11.py").write_text(CASE)
     done = run("case", "11", "--extract", "--cases", tmp_path, "--results", tmp_path)
     told = "error: case 11: expected --profile, because this case draws only its own runs; try ./run.sh case 11 --cases"
-    assert done.returncode == 2 and done.stderr.startswith(f"{told} {tmp_path}") and len(done.stderr.splitlines()) == 1
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith(f"{told} {tmp_path}")
+        and len(done.stderr.splitlines()) == 1
+    )
 
 
 def test_a_case_that_picks_is_a_table_of_runs_made_by_hand(tmp_path: Path) -> None:
     (tmp_path / "case14.py").write_text(CASE.replace("    methods", "    picks = True\n    methods"))
     records.write(tmp_path / "results", records.record(Job("l2l", TINY)))
     done = run("case", "14", "--extract", "--cases", tmp_path, "--results", tmp_path / "results")
-    assert done.returncode == 0 and [line.split(",")[3] for line in done.stdout.splitlines()] == ["method", "l2l"]
+    assert done.returncode == 0 and [line.split(",")[3] for line in done.stdout.splitlines()] == [
+        "method",
+        "l2l",
+    ]
 
 
 @pytest.mark.heavy
-def test_a_place_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def test_a_place_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """On a machine whose ssh runs the command on this one."""
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\nshift; exec sh -c "$1"\n')
@@ -217,7 +258,9 @@ def test_a_place_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, re
     place_file.REGISTRY.add([tmp_path / "place"])
     request.addfinalizer(place_file.REGISTRY.forget)
     place = place_file.load("ssh").of({"host": "there"}, "cpu")
-    (record,) = Sweep(tmp_path / "results", place=place).run([resolve(Job("resident", TINY, steps=2, warmup=1))[0]])
+    (record,) = Sweep(tmp_path / "results", place=place).run(
+        [resolve(Job("resident", TINY, steps=2, warmup=1))[0]]
+    )
     assert isinstance(record, Record) and record.gate.passed and record.machine["on"] == "ssh"
     ssh.write_text("#!/bin/sh\nexit 7\n")
     (record,) = Sweep(tmp_path / "results", place=place, rerun=True).run([record.job])
@@ -232,5 +275,7 @@ def test_the_lock_has_what_the_project_asks_for(name: str) -> None:
     text = (ROOT / f"requirements/{name}.txt").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert {pin.lower() for pin in asked} <= {line.split()[0].lower() for line in lines}
-    assert all(re.search(r" --hash=sha256:[0-9a-f]{64}( --hash=sha256:[0-9a-f]{64})*$", line) for line in lines)
+    assert all(
+        re.search(r" --hash=sha256:[0-9a-f]{64}( --hash=sha256:[0-9a-f]{64})*$", line) for line in lines
+    )
     assert "://" not in text  # no index: whoever sets up has their own

@@ -43,16 +43,27 @@ def obey_rights() -> None:
     ctypes.CDLL(None).prctl(DROP_FROM_BOUNDING_SET, DAC_OVERRIDE)
 
 
-@pytest.mark.parametrize("says, cause", [
-    ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "no room on a disk"),
-    ("error: failed to write\n  cause: No space left on device (os error 28)", "no room on a disk"),
-    ("WARNING: Retrying (Retry(total=0, connect=None)) after connection broken\nERROR: No matching distribution found",
-     "an index cannot be reached"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "says, cause",
+    [
+        (
+            "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
+            "no room on a disk",
+        ),
+        ("error: failed to write\n  cause: No space left on device (os error 28)", "no room on a disk"),
+        (
+            "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken\n"
+            "ERROR: No matching distribution found",
+            "an index cannot be reached",
+        ),
+    ],
+)
 def test_a_known_cause_is_told_in_one_line(project: Path, says: str, cause: str) -> None:
     done = set_up(project, says)
     line = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and line.startswith(f"error: set-up failed while installing packages: {cause}")
+    assert done.returncode == 2 and line.startswith(
+        f"error: set-up failed while installing packages: {cause}"
+    )
     assert "try again" in line and line.endswith(f"the whole output is in {project}/.venv.log")
     assert done.stderr.count("error") == 1 and says.splitlines()[0] not in done.stderr
 
@@ -63,7 +74,9 @@ def test_of_an_unknown_cause_the_end_of_the_output_is_told(project: Path) -> Non
 
 
 def test_another_hash_is_no_fault_of_the_network(project: Path) -> None:
-    done = set_up(project, "Retry(total=0)\nERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")
+    done = set_up(
+        project, "Retry(total=0)\nERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE."
+    )
     assert "DO NOT MATCH THE HASHES" in done.stderr and "network" not in done.stderr
 
 
@@ -72,4 +85,7 @@ def test_a_checkout_that_cannot_be_written_to_is_told_in_one_line(project: Path)
     done = set_up(project, "")
     project.chmod(0o755)
     assert done.returncode == 2
-    assert done.stderr == f"error: set-up cannot write to {project}: Permission denied; try a copy of the checkout\n"
+    assert (
+        done.stderr
+        == f"error: set-up cannot write to {project}: Permission denied; try a copy of the checkout\n"
+    )

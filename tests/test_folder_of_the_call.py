@@ -25,7 +25,8 @@ def project(tmp_path: Path) -> Path:
     for name in ("run.sh", "venv.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "requirements", folder / "requirements")
-    (folder / "harness/__init__.py").touch()  # else a harness elsewhere on PYTHONPATH, a package, would go first
+    # else a harness elsewhere on PYTHONPATH, a package, would go first
+    (folder / "harness/__init__.py").touch()
     (folder / "harness/__main__.py").write_text("import click\nprint('ours')\n")
     python = folder / ".venv/bin/python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')

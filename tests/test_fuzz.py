@@ -82,12 +82,22 @@ def whole(folder: Path) -> dict[str, Any]:
         job = resolve(Job(name, TINY, steps=6, warmup=1, budget=Budget(host_bytes=2**33)))[0]
         evidence = {"reference": "key", "loss_difference": 0.0}
         made = records.record(
-            job, key=Sweep(folder).key(job), tensors={"w": TENSOR}, machine=MACHINE, software={"torch": "2"},
-            peaks={"host_anonymous": 2**20, "device_allocated": 2**10}, kernels=["flash"],
-            phase_seconds={"import": 1.0}, grad_norms=[1.0] * 6, description={"implementation": "torch"},
-            data_sha256="ab" * 32, clock="cpu",
-            gate=Gate("exact", "", "bit-equal", evidence), predicted={"device_bytes": 1}, limits={"host": "rlimit"},
-        )  # fmt: skip
+            job,
+            key=Sweep(folder).key(job),
+            tensors={"w": TENSOR},
+            machine=MACHINE,
+            software={"torch": "2"},
+            peaks={"host_anonymous": 2**20, "device_allocated": 2**10},
+            kernels=["flash"],
+            phase_seconds={"import": 1.0},
+            grad_norms=[1.0] * 6,
+            description={"implementation": "torch"},
+            data_sha256="ab" * 32,
+            clock="cpu",
+            gate=Gate("exact", "", "bit-equal", evidence),
+            predicted={"device_bytes": 1},
+            limits={"host": "rlimit"},
+        )
         made.write(folder / f"log_{name}.json")
         found.append(made.to_dict())
     return found[0]
@@ -95,7 +105,9 @@ def whole(folder: Path) -> dict[str, Any]:
 
 @fuzzed
 @given(choice=st.data())
-def test_a_record_of_anybody_is_used_or_named(choice: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_record_of_anybody_is_used_or_named(
+    choice: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.getbasetemp() / "records"
     folder.mkdir(exist_ok=True)
     for path in folder.iterdir():  # of the example before
@@ -195,16 +207,23 @@ VERBS = [
     for verb in (*JOB_VERBS, *RESULT_VERBS)
     if verb.name not in ("bundle", "report", "setup", "demo", "case", "verify")
 ]
-OPTIONS = sorted({word for verb in VERBS for each in verb.params for word in each.opts if word.startswith("-")})
-LEFT_OUT = {"--exact", "--results", "--help", "--on"}  # seconds of a rehearsal; a folder of one's own; other machines
+OPTIONS = sorted(
+    {word for verb in VERBS for each in verb.params for word in each.opts if word.startswith("-")}
+)
+# seconds of a rehearsal; a folder of one's own; other machines
+LEFT_OUT = {"--exact", "--results", "--help", "--on"}
 
 
 @st.composite
 def calls(draw: st.DrawFn, folder: Path) -> list[str]:
     """A verb or none, options with values that they may have or not, in any order."""
     values = st.sampled_from(TEXTS).map(lambda text: text.replace("\0", "")) | st.just(str(folder))
-    words = [draw(st.sampled_from(["run", "sweep", "plan", "fairness", "compare", "import", "search", "", "case"]))]
-    words += draw(st.sampled_from([["largest"], ["-m", "stronghold"], ["-m", "all"], WORDS, ["1", "--extract"], []]))
+    words = [
+        draw(st.sampled_from(["run", "sweep", "plan", "fairness", "compare", "import", "search", "", "case"]))
+    ]
+    words += draw(
+        st.sampled_from([["largest"], ["-m", "stronghold"], ["-m", "all"], WORDS, ["1", "--extract"], []])
+    )
     for _ in range(draw(st.integers(0, 3))):
         words.append(draw(st.sampled_from([each for each in OPTIONS if each not in LEFT_OUT])))
         words += draw(st.lists(values, max_size=2))

@@ -114,7 +114,9 @@ def test_a_class_name_is_defined_once() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(module)
-    of_product = {name: [each for each in modules if not each.startswith("tests.")] for name, modules in found.items()}
+    of_product = {
+        name: [each for each in modules if not each.startswith("tests.")] for name, modules in found.items()
+    }
     assert {name: found[name] for name, own in of_product.items() if own and len(found[name]) > 1} == {}
 
 
@@ -132,7 +134,9 @@ def test_the_harness_names_no_method() -> None:
             continue
         tree = ast.parse(path.read_text())
         texts = {
-            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         assert not texts & names, f"{path.name} names {texts & names}"
 

@@ -14,7 +14,11 @@ from tests.support import plain, seconds
 
 def test_each_main_fact_is_shown_by_a_test() -> None:
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
-    shown = [fact for text in texts for fact in re.findall(r'^@pytest\.mark\.shows\("([^"]+)"\)', text, re.MULTILINE)]
+    shown = [
+        fact
+        for text in texts
+        for fact in re.findall(r'^@pytest\.mark\.shows\("([^"]+)"\)', text, re.MULTILINE)
+    ]
     assert {*shown} == {*plain.FACTS}
 
 

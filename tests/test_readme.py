@@ -52,7 +52,9 @@ def test_every_path_of_the_tree_exists() -> None:
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "results" / "LOG.md"], ids=lambda path: path.name)
 def test_every_path_in_a_page_exists(path: Path) -> None:
     named = set(re.findall(rf"`((?:{FOLDERS})/[\w./]+|results/[\w-]+\.(?:json|md))`", path.read_text()))
-    assert not [name for name in sorted(named - NOT_THERE_YET) if "caseN" not in name and not (ROOT / name).exists()]
+    assert not [
+        name for name in sorted(named - NOT_THERE_YET) if "caseN" not in name and not (ROOT / name).exists()
+    ]
 
 
 def test_every_file_begins_with_what_it_is() -> None:
@@ -75,10 +77,13 @@ def test_every_link_leads_somewhere(path: Path) -> None:
 
 def test_the_page_of_records_is_made_from_their_types() -> None:
     made = record_schema.page()
-    assert PAGES[ROOT / "docs" / "records.md"] == made, "python -m papers.report.record_schema > docs/records.md"
+    assert PAGES[ROOT / "docs" / "records.md"] == made, (
+        "python -m papers.report.record_schema > docs/records.md"
+    )
     assert "| `grad_norms` |" in made and "| `sha256` |" in made
     rows = [line for line in made.splitlines() if line.startswith("| `")]
-    assert [row for row in rows if row.split(" | ")[-1].strip(" |") in ("", "required")] == []  # each has a meaning
+    # each has a meaning
+    assert [row for row in rows if row.split(" | ")[-1].strip(" |") in ("", "required")] == []
     assert not re.search(r"\| (Not)?Required\[", made)
 
 
@@ -95,7 +100,9 @@ def test_every_method_has_its_row() -> None:
 def test_the_import_order_is_the_one_that_is_checked() -> None:
     text = section("Imports")
     shown = [
-        name for line in re.findall(r"^    (.*)$", text, flags=re.MULTILINE) for name in re.findall(r"[\w/]+", line)
+        name
+        for line in re.findall(r"^    (.*)$", text, flags=re.MULTILINE)
+        for name in re.findall(r"[\w/]+", line)
     ]
     assert shown == [name for name in ORDER if name not in ("harness", "bench", "tests")]
     prose = text.rsplit("\n\n", 1)[1]
@@ -114,7 +121,9 @@ def test_what_a_method_may_import_is_there_and_allowed() -> None:
 
 
 def test_the_afternoon_path_is_read_in_an_afternoon() -> None:
-    steps = re.split(r"^\d+\. ", section("The afternoon path").split("\n\nLeft for")[0], flags=re.MULTILINE)[1:]
+    steps = re.split(r"^\d+\. ", section("The afternoon path").split("\n\nLeft for")[0], flags=re.MULTILINE)[
+        1:
+    ]
     sources = {}
     for step in steps:
         own = {name: (ROOT / name).read_text() for name in re.findall(r"`([\w/]+\.py)`", step)}

@@ -22,11 +22,36 @@ from tests.test_packages import HOUSES
 
 # Names whose call can run what a file or another process holds, and the files that may say them, each for a reason.
 RUNNERS = {
-    "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "read_pickle", "eval", "exec",
-    "unsafe_load", "full_load", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
-    "send_object_list", "recv_object_list", "allow_pickle", "runpy", "exec_module", "torch.load", "torch.jit",
-    "torch.hub", "torch.package", "torch.serialization", "torch.distributed.checkpoint", "torch.distributed.rpc",
-}  # fmt: skip
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "read_pickle",
+    "eval",
+    "exec",
+    "unsafe_load",
+    "full_load",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+    "allow_pickle",
+    "runpy",
+    "exec_module",
+    "torch.load",
+    "torch.jit",
+    "torch.hub",
+    "torch.package",
+    "torch.serialization",
+    "torch.distributed.checkpoint",
+    "torch.distributed.rpc",
+}
 ALLOWED = {
     "cases/_paced_gpt.py": {"exec_module"},  # an example of this project
     "methods/pipeline/checkpoint.py": {"torch.distributed.checkpoint"},  # the classes of a table of contents
@@ -58,7 +83,9 @@ PROMISES = {
     "Code that a model's config.json names": [
         "models/test_hub_model.py::test_code_that_a_configuration_names_is_not_run"
     ],
-    "**Methods.** The gate finds mistakes.": ["bench/test_gate_power.py::test_a_planted_fault_is_seen_and_named"],
+    "**Methods.** The gate finds mistakes.": [
+        "bench/test_gate_power.py::test_a_planted_fault_is_seen_and_named"
+    ],
     "A method's file runs as you": [],
     "Read what you run.": [],
     "Code that a run's processes load is in its identity": [
@@ -128,7 +155,9 @@ PROMISES = {
         "places/test_docker.py::test_a_job_has_no_rights_beyond_its_folders",
         "places/test_docker.py::test_of_a_corpus_folder_a_container_sees_the_corpus_alone",
     ],
-    "They run as the caller.": ["places/test_docker.py::test_a_job_of_a_caller_other_than_root_runs_as_that_caller"],
+    "They run as the caller.": [
+        "places/test_docker.py::test_a_job_of_a_caller_other_than_root_runs_as_that_caller"
+    ],
     "Where root calls, they run as user 1000": [
         "places/test_docker.py::test_a_job_has_no_rights_beyond_its_folders",
         "places/test_docker.py::test_of_what_a_job_plants_beside_its_record_nothing_reaches_the_results",
@@ -152,7 +181,9 @@ PROMISES = {
         "papers/report/test_add.py::test_an_archive_with_code_in_it_leaves_nothing",
         "papers/report/test_add.py::test_a_link_among_the_records_leaves_nothing",
     ],
-    "It takes over records and logs of runs": ["papers/report/test_add.py::test_code_in_a_folder_stays_there"],
+    "It takes over records and logs of runs": [
+        "papers/report/test_add.py::test_code_in_a_folder_stays_there"
+    ],
     "Each verdict is judged anew": [
         "papers/report/test_add.py::test_a_verdict_is_what_the_records_give_not_what_they_say",
         "papers/report/test_add.py::test_no_run_is_judged_better_than_it_was_sent",
@@ -174,7 +205,9 @@ PROMISES = {
 
 def sentences() -> list[str]:
     """Of the bullets of SECURITY.md, each on one line."""
-    bullets = re.findall(r"^- (.*?)(?=^- |\n\n|\Z)", (ROOT / "SECURITY.md").read_text(), re.MULTILINE | re.DOTALL)
+    bullets = re.findall(
+        r"^- (.*?)(?=^- |\n\n|\Z)", (ROOT / "SECURITY.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     return [part for bullet in bullets for part in re.split(r"(?<=\.) (?=[A-Z`])", " ".join(bullet.split()))]
 
 
@@ -207,15 +240,20 @@ def said(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("import torch as t\nt.load(f)", {"torch.load"}), ("from torch import load as read", {"torch.load"}),
+        ("import torch as t\nt.load(f)", {"torch.load"}),
+        ("from torch import load as read", {"torch.load"}),
         ("import torch.distributed.checkpoint as dcp", {"torch.distributed.checkpoint"}),
         ("from torch.distributed.checkpoint import FileSystemReader", {"torch.distributed.checkpoint"}),
-        ("from torch import jit", {"torch.jit"}), ("import torch\ntorch.hub.load('a')", {"torch.hub"}),
-        ("import pickle as p", {"pickle"}), ("from pickle import loads", {"pickle"}), ("model.eval()", set()),
-        ("import numpy as np\nnp.load(f, allow_pickle=True)", {"allow_pickle"}), ("eval(text)", {"eval"}),
+        ("from torch import jit", {"torch.jit"}),
+        ("import torch\ntorch.hub.load('a')", {"torch.hub"}),
+        ("import pickle as p", {"pickle"}),
+        ("from pickle import loads", {"pickle"}),
+        ("model.eval()", set()),
+        ("import numpy as np\nnp.load(f, allow_pickle=True)", {"allow_pickle"}),
+        ("eval(text)", {"eval"}),
         ("import torch.distributed as dist\ndist.gather_object(a)", {"gather_object"}),
     ],
-)  # fmt: skip
+)
 def test_a_loader_is_seen_under_any_name(tmp_path: Path, text: str, names: set[str]) -> None:
     (tmp_path / "a.py").write_text(text)
     assert said(tmp_path / "a.py") == names
@@ -230,7 +268,11 @@ def test_no_file_has_a_loader_that_can_run_code_but_those_with_a_reason() -> Non
 def test_torch_loads_plain_values_only_and_yaml_makes_no_objects() -> None:
     for path in sources(*HOUSES, "bench"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "load"
+            ):
                 told = ast.unparse(node)
                 if told.startswith("torch.load"):
                     assert "weights_only=True" in told, path
@@ -240,16 +282,25 @@ def test_torch_loads_plain_values_only_and_yaml_makes_no_objects() -> None:
 
 def test_no_text_goes_through_a_shell() -> None:
     """A shell reads no text but set-up's own line, which is written in the source."""
-    shells = [path for path in sources(*HOUSES) for node in ast.walk(ast.parse(path.read_text()))
-              if (isinstance(node, ast.keyword) and node.arg == "shell")
-              or (isinstance(node, ast.Attribute) and node.attr in ("system", "popen", "create_subprocess_shell")
-              and isinstance(node.value, ast.Name) and node.value.id in ("os", "asyncio"))]  # fmt: skip
+    shells = [
+        path
+        for path in sources(*HOUSES)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.keyword) and node.arg == "shell")
+        or (
+            isinstance(node, ast.Attribute)
+            and node.attr in ("system", "popen", "create_subprocess_shell")
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("os", "asyncio")
+        )
+    ]
     assert shells == []
     lines = [
         ast.unparse(node.elts[2])
         for path in sources(*HOUSES)
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.List | ast.Tuple) and [ast.unparse(part) for part in node.elts[1:2]] == ["'-c'"]
+        if isinstance(node, ast.List | ast.Tuple)
+        and [ast.unparse(part) for part in node.elts[1:2]] == ["'-c'"]
     ]
     assert lines == ["""'. "$0/venv.sh" "$1"'"""]
 
@@ -265,13 +316,22 @@ def test_the_image_installs_what_set_up_installs_on_a_base_of_one_digest() -> No
 def test_no_rank_loads_a_class_that_another_one_names(tmp_path: Path) -> None:
     """A checkpoint's table names classes that its reader allows; nothing else does, whatever torch gathers."""
     folder = str(tmp_path / "checkpoints")
-    jobs = [("varuna", {"num_stages": 2, "schedule": schedule}, 2) for schedule in ("varuna", "1f1b", "gpipe")]
+    jobs = [
+        ("varuna", {"num_stages": 2, "schedule": schedule}, 2) for schedule in ("varuna", "1f1b", "gpipe")
+    ]
     jobs += [("varuna", {"num_stages": 1, "checkpoint": folder, "checkpoint_every": 2}, 2)]
     jobs += [("varuna", {"num_stages": 2, "resume": folder}, 4), ("fsdp2-offload", {}, 2)]
     trainings = [
-        {"kind": "unpickled", "ranks": 2, "method": name, "steps": steps, "options": {"world_size": 2, **options},
-         "workload": asdict(TINY)} for name, options, steps in jobs
-    ]  # fmt: skip
+        {
+            "kind": "unpickled",
+            "ranks": 2,
+            "method": name,
+            "steps": steps,
+            "options": {"world_size": 2, **options},
+            "workload": asdict(TINY),
+        }
+        for name, options, steps in jobs
+    ]
     allowed = {".".join(names) for names in checkpoint_reader.ALLOWED}
     for of_rank in on_ranks(2, "tests.methods.pipeline.trainings:on_this_rank", trainings):
         assert [set(heard) - allowed for heard in of_rank] == [set()] * len(jobs)
@@ -297,11 +357,40 @@ class Touches:
 
 
 LOG = "log_l2l_l-1_hs-32_bs-2_ws-0_2022-07-02.1656730240.txt"
-SMALL = ("-l", "1", "-h", "32", "--heads", "2", "--seq", "16", "--vocab", "64", "-b", "2", "--steps", "3", "--no-probe")
+SMALL = (
+    "-l",
+    "1",
+    "-h",
+    "32",
+    "--heads",
+    "2",
+    "--seq",
+    "16",
+    "--vocab",
+    "64",
+    "-b",
+    "2",
+    "--steps",
+    "3",
+    "--no-probe",
+)
 
 
-JOB = ("varuna", "launch", "--machine-list", "list.txt", "--folder", "job", "--batch-size", "4", "--nstages", "1",
-       "--chunk-size", "2", "a.py")  # fmt: skip
+JOB = (
+    "varuna",
+    "launch",
+    "--machine-list",
+    "list.txt",
+    "--folder",
+    "job",
+    "--batch-size",
+    "4",
+    "--nstages",
+    "1",
+    "--chunk-size",
+    "2",
+    "a.py",
+)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +411,10 @@ JOB = ("varuna", "launch", "--machine-list", "list.txt", "--folder", "job", "--b
         ([LOG], ["import", LOG, "--results", "."]),
         (["machines.yaml"], ["plan", "-m", "l2l", "--machine", "h200", "--machines", "machines.yaml"]),
         (["text.idx"], ["-m", "resident", *SMALL, "--data", "text", "--results", "."]),
-        (["slurm.yaml"], ["-m", "resident", *SMALL, "--on", "slurm", "--slurm", "slurm.yaml", "--results", "."]),
+        (
+            ["slurm.yaml"],
+            ["-m", "resident", *SMALL, "--on", "slurm", "--slurm", "slurm.yaml", "--results", "."],
+        ),
         (["ck/step_00000003/.metadata"], ["-m", "varuna", *SMALL, "--resume", "ck", "--results", "."]),
         (["profile.json"], ["varuna", "configure", "--profile", ".", "--gpus", "2", "--batch", "4"]),
         (["case3_demo.csv"], ["case", "3", "--profile", "demo", "--draw", "--out", ".", "--results", "."]),
@@ -344,7 +436,8 @@ def test_a_pickle_is_run_by_no_entry_point(
     OPENED.clear()
     done = cli.run(*words)
     unopened = [name for name in names if not any(f"/{each}".endswith(f"/{name}") for each in OPENED)]
-    assert not [name for name in unopened if not name.startswith("ck/")], "the call does not read it"  # a worker does
+    # a worker does
+    assert not [name for name in unopened if not name.startswith("ck/")], "the call does not read it"
     assert not (tmp_path / "touched").exists()
     assert "Traceback" not in done.stderr and done.returncode in (0, 1, 2, 3), done.stderr
 

@@ -58,7 +58,8 @@ def change_pins(folder: Path, text: str = "# changed") -> None:
         pins.write(f"\n{text}\n")
 
 
-@pytest.mark.parametrize("phase", ["Collecting", "Resolved"])  # pip's word, while it fetches uv; uv's, as it installs
+# pip's word, while it fetches uv; uv's, as it installs
+@pytest.mark.parametrize("phase", ["Collecting", "Resolved"])
 def test_an_interrupted_set_up_heals_itself_and_says_a_line_a_phase(copy: Path, phase: str) -> None:
     interrupt(copy, phase)
     while (copy / ".venv" / ".stamp").exists():  # it was done before the signal came
@@ -66,7 +67,8 @@ def test_an_interrupted_set_up_heals_itself_and_says_a_line_a_phase(copy: Path, 
     done = call(copy)
     assert done.returncode == 0 and "Methods" in done.stdout
     told = done.stderr.splitlines()
-    told = told[told[0].startswith("Waiting for another set-up") :]  # until those killed have let go of the lock
+    # until those killed have let go of the lock
+    told = told[told[0].startswith("Waiting for another set-up") :]
     assert len(told) == 3 and "with uv" in told[1] and told[2] == "Set-up is done.", done.stderr
 
 
@@ -75,7 +77,9 @@ def interrupt(copy: Path, phase: str) -> None:
     shutil.rmtree(copy / ".venv", ignore_errors=True)
     log = copy / ".venv.log"
     log.unlink(missing_ok=True)
-    first = subprocess.Popen([str(copy / "run.sh"), "--help"], stderr=subprocess.DEVNULL, start_new_session=True)
+    first = subprocess.Popen(
+        [str(copy / "run.sh"), "--help"], stderr=subprocess.DEVNULL, start_new_session=True
+    )
     until(lambda: (log.exists() and phase in log.read_text()) or first.poll() is not None)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(first.pid, signal.SIGKILL)
@@ -108,9 +112,14 @@ def test_changed_pins_are_installed(copy: Path) -> None:
 def test_an_extra_is_added_and_stays(copy: Path) -> None:
     """As ./run.sh notebook adds Jupyter, here a small package: the next call lacks nothing."""
     pins = copy / "pyproject.toml"
-    pins.write_text(re.sub(r"^notebook = .*", 'notebook = ["json5==0.17.3"]', pins.read_text(), flags=re.MULTILINE))
+    pins.write_text(
+        re.sub(r"^notebook = .*", 'notebook = ["json5==0.17.3"]', pins.read_text(), flags=re.MULTILINE)
+    )
     keep_lines(copy / "requirements/notebook.txt", r"(?!json5==).*==.*")
-    assert subprocess.run(["bash", "-c", '. "$0/venv.sh" notebook', str(copy)], capture_output=True).returncode == 0
+    assert (
+        subprocess.run(["bash", "-c", '. "$0/venv.sh" notebook', str(copy)], capture_output=True).returncode
+        == 0
+    )
     assert subprocess.run([str(copy / ".venv/bin/python"), "-c", "import json5, click"]).returncode == 0
     assert call(copy).stderr == ""
 
@@ -119,7 +128,10 @@ def test_two_calls_at_once_set_up_once(copy: Path) -> None:
     call(copy)
     change_pins(copy)
     words = [str(copy / "run.sh"), "--help"]
-    both = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     told = sorted(each.communicate()[1] for each in both)
     assert [each.returncode for each in both] == [0, 0]
     assert told[0].startswith("Installing ") and told[1] in ("", "Waiting for another set-up of .venv ...\n")
@@ -128,7 +140,9 @@ def test_two_calls_at_once_set_up_once(copy: Path) -> None:
 def test_the_project_is_importable_from_any_folder(copy: Path, tmp_path: Path) -> None:
     call(copy)
     words = [str(copy / ".venv/bin/python"), "-c", "import harness.core, methods; print(harness.__file__)"]
-    assert subprocess.run(words, cwd=tmp_path, capture_output=True, text=True).stdout.startswith(str(copy / "harness"))
+    assert subprocess.run(words, cwd=tmp_path, capture_output=True, text=True).stdout.startswith(
+        str(copy / "harness")
+    )
 
 
 def test_code_that_comes_after_the_set_up_is_importable(copy: Path, tmp_path: Path) -> None:
@@ -156,7 +170,9 @@ def test_pip_installs_the_lock_where_uv_cannot(copy: Path, monkeypatch: pytest.M
     lock.write_text(listed)
     assert done.returncode == 0 and "Methods" in done.stdout
     told = done.stderr.splitlines()
-    assert ("uv failed" if why == "uv fails" else "uv cannot be had") in told[-3] and "with pip" in told[-2], told
+    assert ("uv failed" if why == "uv fails" else "uv cannot be had") in told[-3] and "with pip" in told[
+        -2
+    ], told
 
 
 def test_a_file_of_another_hash_is_refused_by_name(copy: Path) -> None:
@@ -175,8 +191,22 @@ def test_the_lock_serves_every_python_and_platform_with_cuda(copy: Path, tmp_pat
     call(copy)
     lock = ROOT / "requirements"
     locked = "".join(path.read_text() for path in lock.glob("*.txt"))
-    words = [str(copy / ".venv/bin/uv"), "pip", "install", "--no-config", "--dry-run", "--target", str(tmp_path)]
-    words += ["--verify-hashes", "--default-index", "https://pypi.org/simple", "-r", str(ROOT / "pyproject.toml")]
+    words = [
+        str(copy / ".venv/bin/uv"),
+        "pip",
+        "install",
+        "--no-config",
+        "--dry-run",
+        "--target",
+        str(tmp_path),
+    ]
+    words += [
+        "--verify-hashes",
+        "--default-index",
+        "https://pypi.org/simple",
+        "-r",
+        str(ROOT / "pyproject.toml"),
+    ]
     words += ["--extra", "test", "--extra", "notebook", "--extra", "kubernetes"]
     lists = ("run", "test", "notebook", "kubernetes", "cuda")
     words += [word for name in lists for word in ("-c", str(lock / f"{name}.txt"))]
@@ -190,7 +220,9 @@ def test_the_lock_serves_every_python_and_platform_with_cuda(copy: Path, tmp_pat
 
 
 @pytest.mark.parametrize("by", ["environment", "file"])
-def test_uv_is_told_what_pips_configuration_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+def test_uv_is_told_what_pips_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
     """Of four packages one lies in the index and three in folders of find-links; pip takes a folder that is missing."""
     folders = {"one": tmp_path / "with spaces", "two": tmp_path / "wheels", "three": tmp_path / "home/wheels"}
     project = make_project(tmp_path, "beside", *folders)
@@ -208,7 +240,8 @@ def test_uv_is_told_what_pips_configuration_says(tmp_path: Path, monkeypatch: py
         if name.startswith(("PIP_FIND", "PIP_INDEX", "PIP_EXTRA", "UV_")):
             monkeypatch.delenv(name)
     (tmp_path / "pip.conf").write_text(
-        "[global]\n" + "".join(f"{name} = {text.replace(' ', chr(10) + '    ')}\n" for name, text in says.items())
+        "[global]\n"
+        + "".join(f"{name} = {text.replace(' ', chr(10) + '    ')}\n" for name, text in says.items())
     )
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf") if by == "file" else os.devnull)
     if by == "environment":
@@ -216,7 +249,9 @@ def test_uv_is_told_what_pips_configuration_says(tmp_path: Path, monkeypatch: py
             monkeypatch.setenv(f"PIP_{name.replace('-', '_').upper()}", text)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     done = call_python(project, "import beside, one, two, three")
-    assert done.returncode == 0 and "with pip" not in done.stderr, done.stderr + (project / ".venv.log").read_text()
+    assert done.returncode == 0 and "with pip" not in done.stderr, (
+        done.stderr + (project / ".venv.log").read_text()
+    )
 
 
 def test_a_package_that_the_lock_does_not_list_is_not_installed(
@@ -292,12 +327,16 @@ def make_wheel(folder: Path, name: str, needs: str = "") -> Path:
     """A wheel of one empty module."""
     folder.mkdir(parents=True, exist_ok=True)
     wheel, info = folder / f"{name}-1-py3-none-any.whl", f"{name}-1.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n" + (f"Requires-Dist: {needs}\n" if needs else "")
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n" + (
+        f"Requires-Dist: {needs}\n" if needs else ""
+    )
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(f"{name}.py", "")
         archive.writestr(f"{info}/METADATA", metadata)
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "".join(f"{each},,\n" for each in (*archive.namelist(), f"{info}/RECORD")))
+        archive.writestr(
+            f"{info}/RECORD", "".join(f"{each},,\n" for each in (*archive.namelist(), f"{info}/RECORD"))
+        )
     return wheel
 
 
@@ -318,7 +357,10 @@ def test_a_failed_set_up_names_the_file_of_its_output_and_is_done_again(copy: Pa
     for path, pin in files.items():
         path.write_text(
             before[path].replace(
-                pin, f'    "no-such-package==1.0",\n{pin}' if '"' in pin else f"no-such-package==1.0 {NO_HASH}\n{pin}"
+                pin,
+                f'    "no-such-package==1.0",\n{pin}'
+                if '"' in pin
+                else f"no-such-package==1.0 {NO_HASH}\n{pin}",
             )
         )
     for _ in range(2):

@@ -100,15 +100,21 @@ def _decayed_copy(loop: Loop) -> None:
 
 
 def _without_master(of: Callable[[Loop, str], bool], every: int = 1) -> Callable[[Loop], None]:
-    return _rounded(lambda loop: [p for name, p in loop.masters.items() if of(loop, name) and loop.step % every == 0])
+    return _rounded(
+        lambda loop: [p for name, p in loop.masters.items() if of(loop, name) and loop.step % every == 0]
+    )
 
 
 BF16_FAULTS["masters from the weights every tenth step"] = _without_master(lambda loop, name: True, TEN)
 BF16_FAULTS["no fp32 master of norms"] = _without_master(lambda loop, name: _is_of_norm(name))
 BF16_FAULTS["no fp32 master of biases"] = _without_master(lambda loop, name: is_bias(name))
 BF16_FAULTS["no fp32 master of a layer"] = _without_master(lambda loop, name: name.startswith(loop.layer))
-BF16_FAULTS["first moment in fp16"] = _rounded(lambda loop: [s[MOMENTS[0]] for s in loop.states().values()], "fp16")
-BF16_FAULTS["second moment in fp16"] = _rounded(lambda loop: [s[MOMENTS[1]] for s in loop.states().values()], "fp16")
+BF16_FAULTS["first moment in fp16"] = _rounded(
+    lambda loop: [s[MOMENTS[0]] for s in loop.states().values()], "fp16"
+)
+BF16_FAULTS["second moment in fp16"] = _rounded(
+    lambda loop: [s[MOMENTS[1]] for s in loop.states().values()], "fp16"
+)
 
 
 @_bf16_fault("updates rounded to bf16")
@@ -185,7 +191,9 @@ def _as_tensor(number: float) -> Tensor:
 def _peak_decay(loop: Loop) -> None:
     def before() -> None:
         for group in loop.optimizer.param_groups:
-            group["weight_decay"] = Loop.decay(loop, group["name"]) * loop.workload.learning_rate / group["lr"]
+            group["weight_decay"] = (
+                Loop.decay(loop, group["name"]) * loop.workload.learning_rate / group["lr"]
+            )
 
     loop.before_update = before  # type: ignore[method-assign]
 
@@ -200,7 +208,10 @@ def _by_plain_adamw(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[
                 return inner.sqrt() + outer
 
         loop.make_optimizer = lambda: Changed(  # type: ignore[method-assign]
-            [{"params": [p], "weight_decay": loop.decay(name), "name": name} for name, p in loop.masters.items()],
+            [
+                {"params": [p], "weight_decay": loop.decay(name), "name": name}
+                for name, p in loop.masters.items()
+            ],
             {"lr": 0.0, "betas": loop.betas, "eps": loop.epsilon},
         )
 
@@ -273,7 +284,9 @@ def _by_cross_entropy(change: Callable[[Tensor], Tensor], is_wide: bool = True) 
 
         whole = gpt.cross_entropy
 
-        def cross_entropy(logits: Tensor, targets: Tensor, num_tokens: int, *others: Any) -> tuple[Tensor, Tensor]:
+        def cross_entropy(
+            logits: Tensor, targets: Tensor, num_tokens: int, *others: Any
+        ) -> tuple[Tensor, Tensor]:
             if is_wide:
                 loss, dlogits = whole(logits, targets, num_tokens, *others)
                 return loss, change(dlogits)
@@ -287,7 +300,9 @@ def _by_cross_entropy(change: Callable[[Tensor], Tensor], is_wide: bool = True) 
     return plant
 
 
-BF16_FAULTS["softmax and loss in bf16, not shifted"] = _by_cross_entropy(lambda dlogits: dlogits, is_wide=False)
+BF16_FAULTS["softmax and loss in bf16, not shifted"] = _by_cross_entropy(
+    lambda dlogits: dlogits, is_wide=False
+)
 BF16_FAULTS["logits' gradient in 8 bits"] = _by_cross_entropy(lambda dlogits: _in_fp8(dlogits, 2**10))
 BF16_FAULTS["logits' gradient lost for half the words"] = _by_cross_entropy(
     lambda dlogits: dlogits.where(dlogits.new_ones(dlogits.shape[1]).cumsum(0) <= dlogits.shape[1] / 2, 0.0)

@@ -36,9 +36,11 @@ class Planted(Method):
     # a name in FAULTS, PATH_FAULTS, HIDDEN_FAULTS, DROPOUT_FAULTS, in _bf16_faults.py beside this file or in
     # bench/convention_faults.py, or empty
     fault: str = ""
-    only: str = ""  # the dtype in which the fault is planted, as in the path of one dtype alone; empty: in all
+    # the dtype in which the fault is planted, as in the path of one dtype alone; empty: in all
+    only: str = ""
     rounding: str = ""  # one of methods/shared/roundings.py
-    adam: str = "fused"  # torch's "fused", "foreach" or "loop"; "plain": class Plain below; "double": Plain in fp64
+    # torch's "fused", "foreach" or "loop"; "plain": class Plain below; "double": Plain in fp64
+    adam: str = "fused"
     threads: int = 0  # torch's threads; 0: unchanged
     dropout_seed: int = 0  # seed of dropout; 0: the reference's seed
     promises: bool = False  # True: promises the reference's bits
@@ -82,7 +84,9 @@ class Loop:
         self.is_mixed = workload.dtype != "fp32"
         self.masters: dict[str, Any] = dict(self.weights)
         if self.is_mixed:
-            self.masters = {name: torch.empty_like(one, dtype=torch.float32) for name, one in self.weights.items()}
+            self.masters = {
+                name: torch.empty_like(one, dtype=torch.float32) for name, one in self.weights.items()
+            }
         initialize(((name, master.data) for name, master in self.masters.items()), workload)
         self.betas, self.epsilon, self.max_norm = BETAS, EPSILON, workload.clip_norm
         self.step = 0
@@ -134,9 +138,9 @@ class Loop:
                 self.copy_to_weights()
             yield self.scale.step(loss, norm, is_skipped=is_skipped)
         state = self.optimizer.state
-        return Trained([
-            TensorState(name, p.detach(), *map(state[p].get, MOMENTS)) for name, p in self.masters.items()
-        ])  # fmt: skip
+        return Trained(
+            [TensorState(name, p.detach(), *map(state[p].get, MOMENTS)) for name, p in self.masters.items()]
+        )
 
     def batch(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return inputs, targets
@@ -240,7 +244,9 @@ def _plain_adamw() -> Any:
                 state |= {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             state["step"] += 1
             mean = state["exp_avg"].mul_(beta1).add_((1 - beta1) * p.grad) / (1 - beta1 ** state["step"])
-            square = state["exp_avg_sq"].mul_(beta2).add_((1 - beta2) * p.grad**2) / (1 - beta2 ** state["step"])
+            square = state["exp_avg_sq"].mul_(beta2).add_((1 - beta2) * p.grad**2) / (
+                1 - beta2 ** state["step"]
+            )
             p.sub_(group["lr"] * (mean / self.divisor(square, group) + group["weight_decay"] * p))
 
         def divisor(self, square: Any, group: Any) -> Any:
@@ -267,7 +273,9 @@ def DoubleAdamW(groups: Any, defaults: Any) -> Any:
             super().move(wide, group)
             p.copy_(wide)
             moved = self.state.pop(wide)
-            narrow |= {name: value.float() if torch.is_tensor(value) else value for name, value in moved.items()}
+            narrow |= {
+                name: value.float() if torch.is_tensor(value) else value for name, value in moved.items()
+            }
 
     return Double(groups, defaults)
 
@@ -310,7 +318,9 @@ def _never(loop: Loop, is_left_out: Callable[[str], bool]) -> None:
 FAULTS["a layer's update skipped once"] = lambda loop: _never(
     loop, lambda name: loop.step == STRIKES and name.startswith(loop.layer)
 )
-FAULTS["a layer's update skipped always"] = lambda loop: _never(loop, lambda name: name.startswith(loop.layer))
+FAULTS["a layer's update skipped always"] = lambda loop: _never(
+    loop, lambda name: name.startswith(loop.layer)
+)
 FAULTS["a layer's update skipped every other step"] = lambda loop: _never(
     loop, lambda name: loop.step % 2 == 0 and name.startswith(loop.layer)
 )
@@ -474,7 +484,9 @@ def _noise(loop: Loop) -> None:
     loop.change_gradients = change  # type: ignore[method-assign]
 
 
-FAULTS["a sample dropped"] = lambda loop: vars(loop).update(batch=lambda inputs, targets: (inputs[:-1], targets[:-1]))
+FAULTS["a sample dropped"] = lambda loop: vars(loop).update(
+    batch=lambda inputs, targets: (inputs[:-1], targets[:-1])
+)
 
 
 @_fault("a batch twice")

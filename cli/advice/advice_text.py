@@ -28,7 +28,11 @@ def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None
     training time the sentence tells."""
     load, row = made.workload, made.chosen
     size = f"{params_text(load.num_params)} parameters"
-    what = f"{model} ({size})" if model else f"{size} ({counted(load.num_layers, 'layer')} of {load.hidden_size})"
+    what = (
+        f"{model} ({size})"
+        if model
+        else f"{size} ({counted(load.num_layers, 'layer')} of {load.hidden_size})"
+    )
     sizes = {"device": place.asked.device_bytes, "host": room.host_bytes}
     told = " and ".join(f"{gib(size)} of {memory}" for memory, size in sizes.items() if size)
     memories = f" with {told} memory" if told else ""
@@ -36,7 +40,11 @@ def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None
     if row:
         speed = row["tokens_per_second"]
         disk = sum(row["disk"].values())
-        parts = [name for name in (row["dtype"], f"batch {settings_text(row)}", disk and f"disk {gib(disk)}") if name]
+        parts = [
+            name
+            for name in (row["dtype"], f"batch {settings_text(row)}", disk and f"disk {gib(disk)}")
+            if name
+        ]
         off = abs(row["error_of_forecast"]["worst"])
         foretold = f"{_digits(speed)} tokens/s (foretold; tested forecasts were up to {off:.0%} off)"
         time = f"{_count(tokens)} tokens in {_duration(tokens / speed)}"
@@ -62,7 +70,9 @@ def next_calls(place: TrainingPlace, made: Decision) -> dict[str, str]:
 def _chosen_job(place: TrainingPlace, made: Decision) -> Job:
     row = made.chosen
     assert row
-    options = row["asked"] | ({"disk": row["options"]["disk"]} if row["disk"] and "disk" in row["options"] else {})
+    options = row["asked"] | (
+        {"disk": row["options"]["disk"]} if row["disk"] and "disk" in row["options"] else {}
+    )
     load = replace(made.workload, batch_size=row["batch_size"], micro_batches=row["micro_batches"])
     return Job(row["method"], load, options, place.asked, usual_device(place.asked))
 
@@ -98,8 +108,11 @@ def _calls_without(place: TrainingPlace, made: Decision) -> dict[str, str]:
     deepest = max(usable, key=lambda row: row["largest_layers"], default=None)
     if not deepest or not deepest["largest_layers"]:
         return {}
-    least = replace(load.at_depth(deepest["largest_layers"]), batch_size=deepest["batch_size"],
-                    micro_batches=deepest["micro_batches"])  # fmt: skip
+    least = replace(
+        load.at_depth(deepest["largest_layers"]),
+        batch_size=deepest["batch_size"],
+        micro_batches=deepest["micro_batches"],
+    )
     job = Job(deepest["method"], least, deepest["asked"], place.asked, usual_device(place.asked))
     call = command(job, is_short=True)
     return {HERE: call} if place.name is None else {f"on {place.name}": call, HERE: _plan(place, call)}
@@ -112,7 +125,9 @@ def reasons(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> 
     if row is None:
         return []
     usual = vars(method.create(row["method"], {}, folders))
-    options = ", ".join(f"{name} {value}" for name, value in row["options"].items() if usual.get(name) != value)
+    options = ", ".join(
+        f"{name} {value}" for name, value in row["options"].items() if usual.get(name) != value
+    )
     sizes = ", ".join(f"{gib(sum(row[memory].values()))} of {memory}" for memory in MEMORIES if row[memory])
     others = [other for other in made.rows if other is not row and "times" in other["reason"]]
     told = [f"a step takes {row['step_seconds']:.3g} s, bound by {row['binds']}", f"it needs {sizes}"]
@@ -153,8 +168,15 @@ def show_rows(made: Decision, tokens: float | None) -> None:
     columns = ["method", "batch", *numbers, "binds", "beside it", "measured here"]
     told = [row for row in made.rows if "error" not in row]
     title = f"Every method at its best, {made.workload.dtype}"
-    print_table(columns, [[cells[column] for column in columns] for cells in map(_cells, told)], title, numbers=NUMBERS)
-    print("s a step: foretold by rates, not measured. deepest: the largest -l that fits. Energy is not known.")
+    print_table(
+        columns,
+        [[cells[column] for column in columns] for cells in map(_cells, told)],
+        title,
+        numbers=NUMBERS,
+    )
+    print(
+        "s a step: foretold by rates, not measured. deepest: the largest -l that fits. Energy is not known."
+    )
     for row in made.rows:
         if "error" in row:
             print(f"left out: {row['method']}: {row['error']}")
@@ -168,14 +190,17 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         measured.append(f"off by {off}")
     shown = row["fits"] and row["step_seconds"]
     return {
-        "method": name_text(row), "batch": settings_text(row), "beside it": row["reason"],
+        "method": name_text(row),
+        "batch": settings_text(row),
+        "beside it": row["reason"],
         "s a step": f"{row['step_seconds']:.3g}" if shown else "-",
         "tokens/s": _digits(row["tokens_per_second"]) if shown else "-",
         "hours": _digits(row["hours"]) if shown and row["hours"] else "-",
-        "MFU": f"{row['mfu']:.0%}" if shown and row["mfu"] else "-", "deepest": f"-l {row['largest_layers']}",
+        "MFU": f"{row['mfu']:.0%}" if shown and row["mfu"] else "-",
+        "deepest": f"-l {row['largest_layers']}",
         "binds": (row["binds"] or "-") if shown else "memory" if not row["fits"] else "-",
         "measured here": "; ".join(measured) or "no run",
-    }  # fmt: skip
+    }
 
 
 def _digits(number: float) -> str:
@@ -194,5 +219,9 @@ def _count(number: float) -> str:
 def _duration(seconds: float) -> str:
     for word, factor in (("years", 365 * 86400.0), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * factor:
-            return f"{seconds / factor:.2g} {word}" if seconds < 100 * factor else f"{seconds / factor:,.0f} {word}"
+            return (
+                f"{seconds / factor:.2g} {word}"
+                if seconds < 100 * factor
+                else f"{seconds / factor:,.0f} {word}"
+            )
     return f"{seconds:.2g} seconds"

@@ -30,13 +30,20 @@ CHOSEN = {  # by option whose value `advise` chooses: the text that --help shows
     "dtype": "bf16; fp16 on GPUs without it, fp32 on a CPU",
     "disk": "where it helps",
 }
-DISK = "Folder for states that are kept on the disk, the disk's size, such as 1TB, or both: FOLDER:SIZE."  # fmt: skip
+DISK = "Folder for states that are kept on the disk, the disk's size, such as 1TB, or both: FOLDER:SIZE."
 
 
 @click.command()
-@click.option("--gpu", "--machine", "name", type=options.MachineName(),
-              help="GPU or machine of machines.yaml; default: this machine.")  # fmt: skip
-@click.option("-m", "asked_methods", default="all", metavar="METHOD", help="One method, several (a,b), or all.")
+@click.option(
+    "--gpu",
+    "--machine",
+    "name",
+    type=options.MachineName(),
+    help="GPU or machine of machines.yaml; default: this machine.",
+)
+@click.option(
+    "-m", "asked_methods", default="all", metavar="METHOD", help="One method, several (a,b), or all."
+)
 @workload_options
 @size_options
 @click.option(
@@ -46,14 +53,25 @@ DISK = "Folder for states that are kept on the disk, the disk's size, such as 1T
     metavar="NAME=VALUE",
     help="Set a fact of the GPU that --gpu names, such as gpu_tflops=80; it replaces the value in machines.yaml.",
 )
-@click.option("--tokens", type=Amount(), help="Tokens to train on, such as 10B; adds the hours of the whole training.")
+@click.option(
+    "--tokens", type=Amount(), help="Tokens to train on, such as 10B; adds the hours of the whole training."
+)
 @options.results
 @options.methods
 @options.machines
 @options.as_json
 @click.pass_context
-def advise(context: click.Context, name: str | None, asked_methods: str, tokens: float | None, results: Path,
-           facts: tuple[str, ...], methods_folder: tuple[Path, ...], as_json: bool, **words: Any) -> None:  # fmt: skip
+def advise(
+    context: click.Context,
+    name: str | None,
+    asked_methods: str,
+    tokens: float | None,
+    results: Path,
+    facts: tuple[str, ...],
+    methods_folder: tuple[Path, ...],
+    as_json: bool,
+    **words: Any,
+) -> None:
     """Decide how to train a model on a GPU: method, batch, micro-batches, sequence length, disk. Print the call that
     does it.
 
@@ -65,10 +83,15 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
     asked = Budget(words["device_memory"], words["host_memory"], disk_bytes)
     given_facts = dict(map(parse_option, facts))
     if given_facts and not name:
-        raise ValueError("--fact: expected --gpu NAME, the GPU that has these facts, got none; try --gpu NAME")
+        raise ValueError(
+            "--fact: expected --gpu NAME, the GPU that has these facts, got none; try --gpu NAME"
+        )
     place = named_place(name, asked, given_facts) if name else this_place(asked)
-    given = {each.name for each in context.command.params
-             if context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE}  # fmt: skip
+    given = {
+        each.name
+        for each in context.command.params
+        if context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE
+    }
     dtype = words["dtype"] if "dtype" in given else place.dtype
     found = workloads({**words, "dtype": dtype})
     if len(found) > 1 or len(words["window_size"] or []) > 1:
@@ -101,7 +124,9 @@ def advise(context: click.Context, name: str | None, asked_methods: str, tokens:
     show(decided)
     show_rows(made, tokens)
     if place.name is None:
-        print(f"this was about this machine; --gpu NAME asks about {', '.join(map(_named, named_machines.names()))}")
+        print(
+            f"this was about this machine; --gpu NAME asks about {', '.join(map(_named, named_machines.names()))}"
+        )
 
 
 def _disk(text: str | None, disk_bytes: int | None) -> tuple[str | None, int | None]:
@@ -115,7 +140,9 @@ def _disk(text: str | None, disk_bytes: int | None) -> tuple[str | None, int | N
     except ValueError:
         folder, num_bytes = text, None
     if num_bytes and disk_bytes and num_bytes != disk_bytes:
-        raise ValueError(f"--disk: expected one size, got {size} and another by --disk-memory; leave one of them out")
+        raise ValueError(
+            f"--disk: expected one size, got {size} and another by --disk-memory; leave one of them out"
+        )
     is_folder = Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
     if not is_folder and (folder or num_bytes is None):
         raise ValueError(

@@ -19,8 +19,13 @@ from harness.plan.fit import largest, resolve
 from harness.plan.step import least_seconds
 from papers import laws as published_laws
 
-SIZES = {"model_name": "model", "num_layers": "layers", "hidden_size": "hidden", "batch_size": "batch",
-         "seq_len": "tokens"}  # fmt: skip
+SIZES = {
+    "model_name": "model",
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "batch_size": "batch",
+    "seq_len": "tokens",
+}
 
 
 def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = False) -> dict[str, Any]:
@@ -65,7 +70,9 @@ def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
     """Return the result of a memory rehearsal, which is exact: its peaks as {device_bytes, host_bytes, seconds}, or
     {unavailable: reason}."""
     try:
-        return ask("harness.devices.memory_rehearsal", {"job": job.to_dict(), "folders": list(map(str, folders))})
+        return ask(
+            "harness.devices.memory_rehearsal", {"job": job.to_dict(), "folders": list(map(str, folders))}
+        )
     except ValueError as error:
         return {"unavailable": f"{job.method}: {error}"}
 
@@ -80,12 +87,19 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
         limits = law.limits(room.device_bytes, room.host_bytes - published_laws.HOST_TAKEN_BYTES)
         deepest = published_laws.PUBLISHED.at_depth(law.published_layers)
         seconds = room.rates and published_laws.step_seconds(law.method, deepest, room.rates)
-        found.append({
-            "method": law.method, "published_layers": law.published_layers, "step_seconds": seconds,
-            **limits._asdict(), "binding": limits.binding,
-            "was_the_limit": limits.largest == law.published_layers, "verdict": law.verdict(limits),
-            "host_source": law.host_source, "here": law.here,
-        })  # fmt: skip
+        found.append(
+            {
+                "method": law.method,
+                "published_layers": law.published_layers,
+                "step_seconds": seconds,
+                **limits._asdict(),
+                "binding": limits.binding,
+                "was_the_limit": limits.largest == law.published_layers,
+                "verdict": law.verdict(limits),
+                "host_source": law.host_source,
+                "here": law.here,
+            }
+        )
     return found
 
 
@@ -102,7 +116,9 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
     print_table(columns, needs, "What training needs, by arithmetic", numbers=numbers)
     print_table(["method", *ends], [_end(row, shown) for row in planned], "What comes of it", numbers=ends)
     for row in planned:
-        options = ", ".join(f"{name}={value}" for name, value in row["options"].items() if value not in (None, False))
+        options = ", ".join(
+            f"{name}={value}" for name, value in row["options"].items() if value not in (None, False)
+        )
         if row["time_binds"]:
             options += f"; {row['least_step_seconds']:.3g} s a step, bound by {row['time_binds']}"
         if options:
@@ -110,11 +126,17 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
         for name, size in row["stages"].items():
             print(f"{_title(row, sizes)}, {name}: {gib(size)}")
     if any(row["options"].get("world_size", 1) > 1 for row in planned):
-        print("world_size: bytes are one rank's, which has a device of its own and its part of the host's budget.")
+        print(
+            "world_size: bytes are one rank's, which has a device of its own and its part of the host's budget."
+        )
     print("binds: the memory that one layer more than the largest would pass.")
-    print("seconds, at least: a bound by the machine's rates (machines.yaml, or doctor --calibrate), if all overlaps.")
+    print(
+        "seconds, at least: a bound by the machine's rates (machines.yaml, or doctor --calibrate), if all overlaps."
+    )
     if foretold := dict.fromkeys(row["method"] for row in planned if row["time_binds"]):
-        print(f"seconds of {' and '.join(foretold)}: no bound, but foretold by the order of passes that the plan has.")
+        print(
+            f"seconds of {' and '.join(foretold)}: no bound, but foretold by the order of passes that the plan has."
+        )
     for caution in dict.fromkeys(row["caution"] for row in planned if row["caution"]):
         print(caution)
     for row in found:
@@ -146,9 +168,14 @@ def _needs(row: dict[str, Any], title: list[str], exact: bool) -> Iterator[list[
 def _end(row: dict[str, Any], sizes: list[str]) -> list[str]:
     seconds = row["least_step_seconds"]
     return [
-        row["method"], *(str(row[name]) for name in sizes), "yes" if row["fits"] else "no", row["binding"] or "-",
-        f"-l {row['largest_layers']}", _size(row["moved_bytes"]), f"{seconds:.3g}" if seconds else "-",
-    ]  # fmt: skip
+        row["method"],
+        *(str(row[name]) for name in sizes),
+        "yes" if row["fits"] else "no",
+        row["binding"] or "-",
+        f"-l {row['largest_layers']}",
+        _size(row["moved_bytes"]),
+        f"{seconds:.3g}" if seconds else "-",
+    ]
 
 
 def show_published(found: list[dict[str, Any]]) -> None:
@@ -156,7 +183,13 @@ def show_published(found: list[dict[str, Any]]) -> None:
     rows = []
     for row in found:
         seconds = f"{row['step_seconds']:.3g}" if row["step_seconds"] else "-"
-        depths = (row["published_layers"], seconds, row["device"], row["device_as_reserved"], row["host"] or "-")
+        depths = (
+            row["published_layers"],
+            seconds,
+            row["device"],
+            row["device_as_reserved"],
+            row["host"] or "-",
+        )
         rows.append((row["method"], *depths, row["verdict"]))
     title = "What bound the published runs, by laws recovered from their logs (largest depths)"
     print_table(("method", *numbers, "verdict"), rows, title, numbers=numbers)

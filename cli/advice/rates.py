@@ -34,7 +34,9 @@ def rates(name: str | None, results: Path, **sizes: Any) -> None:
     known yet are measured, in under a minute."""
     place = this_place(Budget())
     if place.device != "cuda":
-        raise ValueError("expected a GPU, got none; for this CPU try ./run.sh doctor --calibrate, then ./run.sh advise")
+        raise ValueError(
+            "expected a GPU, got none; for this CPU try ./run.sh doctor --calibrate, then ./run.sh advise"
+        )
     workload = Workload(**sizes, dtype=place.dtype)
     if machine.rates(place.device, workload) is None:
         with contextlib.redirect_stdout(sys.stderr):  # only the entry goes to standard output

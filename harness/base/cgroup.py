@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
-WITH_SWAP = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}  # v1 limits memory plus swap, v2 swap alone
+# v1 limits memory plus swap, v2 swap alone
+WITH_SWAP = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}
 ANONYMOUS = {1: "total_rss", 2: "anon"}  # names in memory.stat
 KILLS = {1: "memory.oom_control", 2: "memory.events"}
 REMOVAL_SECONDS = 5.0
@@ -84,7 +85,9 @@ def current(process: Path = Path("/proc/self"), controller: str = "memory") -> G
     for version, path in own:
         for mount in mounts:
             kind, _, options = mount[mount.index("-") + 1 :][:3]
-            if (kind, version) != ("cgroup2", 2) and not (kind == "cgroup" and controller in options.split(",")):
+            if (kind, version) != ("cgroup2", 2) and not (
+                kind == "cgroup" and controller in options.split(",")
+            ):
                 continue
             root, top = Path(mount[3]), Path(mount[4])
             folder = top / Path(path).relative_to(root) if Path(path).is_relative_to(root) else top
@@ -119,7 +122,9 @@ def make(limit_bytes: int) -> Group | None:
             group.folder.mkdir()
             (group.folder / LIMIT[here.version]).write_text(str(limit_bytes))
             with contextlib.suppress(OSError):  # some kernels do not count swap
-                (group.folder / WITH_SWAP[here.version]).write_text(str(limit_bytes if here.version == 1 else 0))
+                (group.folder / WITH_SWAP[here.version]).write_text(
+                    str(limit_bytes if here.version == 1 else 0)
+                )
             return group
         except OSError:
             with contextlib.suppress(OSError):
@@ -145,5 +150,6 @@ def _read(file: Path) -> str:
 def _remove_groups_of_the_dead(parent: Path) -> None:
     for folder in parent.glob("harness-*"):
         if not Path(f"/proc/{folder.name.split('-')[1]}").exists():
-            with contextlib.suppress(OSError):  # if the group still has a process, a later run removes the group
+            with contextlib.suppress(OSError):
+                # if the group still has a process, a later run removes the group
                 folder.rmdir()

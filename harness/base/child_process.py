@@ -42,7 +42,8 @@ def when_closed(descriptor: int, then: Callable[[], Any]) -> None:
     """
 
     def wait() -> None:
-        with contextlib.suppress(ConnectionError):  # the other process ended before it read all that this process sent
+        with contextlib.suppress(ConnectionError):
+            # the other process ended before it read all that this process sent
             while os.read(descriptor, 4096):
                 pass
         then()
@@ -71,8 +72,11 @@ def ask(module: str, arguments: Any) -> Any:
         raise ValueError(f"{module} failed: {(errors.strip().splitlines() or ['no error output'])[-1]}")
     try:
         return json.loads(output.strip().splitlines()[-1])
-    except (IndexError, json.JSONDecodeError) as error:  # a method's code may have ended the process with code 0
-        raise ValueError(f"{module} failed: no answer; its code must not call sys.exit() or os._exit()") from error
+    except (IndexError, json.JSONDecodeError) as error:
+        # a method's code may have ended the process with code 0
+        raise ValueError(
+            f"{module} failed: no answer; its code must not call sys.exit() or os._exit()"
+        ) from error
 
 
 def run_logged(module: str, arguments: Any, log: Path) -> None:
@@ -85,9 +89,14 @@ def _run(module: str, arguments: Any, output: int | IO[str], errors: int | IO[st
     """Run the module in a session of its own; return its exit code and the texts of its two output streams (a text is
     empty if the stream is no pipe). At the end kill the session, so no compiler outlives an interrupted call."""
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", module], stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True,
-        env=GPU_ORDER | child_environment(), start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=errors,
+        text=True,
+        env=GPU_ORDER | child_environment(),
+        start_new_session=True,
+    )
     try:
         told = process.communicate(json.dumps(arguments))
     finally:

@@ -13,7 +13,9 @@ WIDTH = 200  # width of a table in characters if output goes to a file or a pipe
 # Pattern of characters that must not reach a terminal or a page. Control characters (except tab and line end) and marks
 # that change the direction of writing control the terminal; line separators break a line in two. Surrogates stand for
 # bytes of a file name that are not UTF-8, and no stream can write surrogates.
-COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+COMMANDS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def readable(text: str) -> str:
@@ -62,9 +64,14 @@ def is_notebook() -> bool:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None, *, numbers: Iterable[str] = (),
-    widths: Mapping[str, int] | None = None, has_lines: bool = False,
-) -> None:  # fmt: skip
+    columns: Sequence[str],
+    rows: Iterable[Iterable[object]],
+    title: str | None = None,
+    *,
+    numbers: Iterable[str] = (),
+    widths: Mapping[str, int] | None = None,
+    has_lines: bool = False,
+) -> None:
     """Print a table of rows under the names of its columns. The table is as wide as the terminal; without a terminal it
     is WIDTH characters wide.
 
@@ -77,14 +84,21 @@ def print_table(
     from rich.table import Table
 
     table = Table(
-        title=title, title_justify="left", show_lines=has_lines, box=HEAVY_HEAD if has_lines else SIMPLE_HEAD,
-        pad_edge=has_lines, padding=(0, 1) if has_lines else (0, 1, 0, 0),
-    )  # fmt: skip
+        title=title,
+        title_justify="left",
+        show_lines=has_lines,
+        box=HEAVY_HEAD if has_lines else SIMPLE_HEAD,
+        pad_edge=has_lines,
+        padding=(0, 1) if has_lines else (0, 1, 0, 0),
+    )
     for place, name in enumerate(columns):
         table.add_column(
-            name, justify="right" if name in numbers else "left", overflow="fold",
-            max_width=(widths or {}).get(name), no_wrap=not (place or has_lines),
-        )  # fmt: skip
+            name,
+            justify="right" if name in numbers else "left",
+            overflow="fold",
+            max_width=(widths or {}).get(name),
+            no_wrap=not (place or has_lines),
+        )
     for row in rows:
         table.add_row(*(readable(str(cell)) for cell in row))
     Console(file=terminal(), width=None if sys.stdout.isatty() else WIDTH, markup=False).print(table)

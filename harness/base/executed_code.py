@@ -31,7 +31,14 @@ STANDARD = tuple(
 )
 HARNESS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Modules of the standard library that execute texts which they make from a class or an annotation.
-MAKE_TEXTS = ("dataclasses.py", "collections/__init__.py", "typing.py", "inspect.py", "enum.py", "annotationlib.py")
+MAKE_TEXTS = (
+    "dataclasses.py",
+    "collections/__init__.py",
+    "typing.py",
+    "inspect.py",
+    "enum.py",
+    "annotationlib.py",
+)
 # Events of programs that start, each with the position of the program's words in the event's arguments.
 STARTS = {"subprocess.Popen": 1, "os.exec": 1, "os.posix_spawn": 1, "os.system": 0, "pty.spawn": 0}
 # Modules by which a process starts another Python without an event.
@@ -43,7 +50,8 @@ class Executed(NamedTuple):
     """What was executed: a file, or a description for people if no file stands for it."""
 
     text: str
-    modified_ns: int | None  # the file's time of modification when it was executed; None: `text` is a description
+    # the file's time of modification when it was executed; None: `text` is a description
+    modified_ns: int | None
 
 
 def site_folder(file: str) -> str:
@@ -97,7 +105,9 @@ def _executed(code: CodeType, frame: FrameType | None) -> None:
         _loaded(_origin(values) or code.co_filename, frame)
     elif caller == "<frozen runpy>" or caller.endswith("/runpy.py"):
         _loaded(str(values.get("fname") or code.co_filename), frame)
-    elif not (is_standard(caller) and caller.endswith(MAKE_TEXTS)) and not _is_versioned(place := _place(frame)):
+    elif not (is_standard(caller) and caller.endswith(MAKE_TEXTS)) and not _is_versioned(
+        place := _place(frame)
+    ):
         _note(f"a text in {place}")
 
 
@@ -165,6 +175,7 @@ def _note(text: str, modified_ns: int | None = None) -> None:
     line = json.dumps([text, modified_ns]) + "\n"
     handle = os.open(_watching["path"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.write(handle, line.encode(errors="surrogateescape"))  # whole, because the file is opened for appending
+        # whole, because the file is opened for appending
+        os.write(handle, line.encode(errors="surrogateescape"))
     finally:
         os.close(handle)

@@ -33,7 +33,9 @@ def read_archive(path: Path, folder: str, manifest: str, endings: Collection[str
         told = getattr(error, "strerror", None) or error
         raise ValueError(f"{path}: expected a whole archive written by ./run.sh bundle: {told}") from error
     if manifest not in files:
-        raise ValueError(f"{path}: expected an archive written by ./run.sh bundle, got one without {folder}/{manifest}")
+        raise ValueError(
+            f"{path}: expected an archive written by ./run.sh bundle, got one without {folder}/{manifest}"
+        )
     listed = files.pop(manifest).decode(errors="replace").splitlines()
     told = {hashlib.sha256(data).hexdigest() + f"  {name}" for name, data in files.items()}
     if wrong := sorted(told.symmetric_difference(listed)):
@@ -56,7 +58,9 @@ def _members(path: Path, folder: str, endings: Collection[str]) -> dict[str, byt
             if not member.isreg() or member.issparse():
                 raise ValueError(f"{path}: expected regular files, got another kind at {member.name!r:.200}")
             if top != folder or not _is_inside(name) or name in files:
-                raise ValueError(f"{path}: expected each file once and inside {folder}/, got {member.name!r:.200}")
+                raise ValueError(
+                    f"{path}: expected each file once and inside {folder}/, got {member.name!r:.200}"
+                )
             if not name.endswith((*endings, ".sha256")):
                 kinds = " ".join(endings)
                 raise ValueError(f"{path}: expected only data files ({kinds}), got {member.name!r:.200}")

@@ -21,7 +21,8 @@ MOST_DEPTH = 40
 MOST_PARTS = 100_000  # most values in a YAML file; a value counts again at each use of an alias for it
 TOO_MUCH_YAML = f"expected YAML of at most {MOST_DEPTH} nested levels and {MOST_PARTS} values, got more"
 MOST_DIGITS = 19  # most digits of an integer, so that it fits 64 bits
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # start of JSON's escape of a surrogate, which is half of a character
+# start of JSON's escape of a surrogate, which is half of a character
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: Path) -> str:
@@ -96,7 +97,8 @@ def _parsed_yaml(text: str, as_text: bool) -> Any:
     try:
         _check_events(yaml.parse(text, Loader=yaml.SafeLoader))
         data = yaml.load(text, Loader=yaml.BaseLoader if as_text else yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # impossible dates or numbers
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
+        # impossible dates or numbers
         raise ValueError(" ".join(str(error).split())) from error
     if not _is_limited(data, MOST_PARTS):
         raise ValueError(TOO_MUCH_YAML)
@@ -109,7 +111,8 @@ def _check_events(events: Iterable[Any]) -> None:
     import yaml
 
     sizes: dict[str, int] = {}  # number of nodes by anchor; without anchors that are still open
-    open_nodes: list[list[Any]] = [["", 0]]  # anchor and number of nodes of each collection that is not complete
+    # anchor and number of nodes of each collection that is not complete
+    open_nodes: list[list[Any]] = [["", 0]]
     for event in events:
         anchor, size = getattr(event, "anchor", None), 1
         if isinstance(event, yaml.CollectionStartEvent):

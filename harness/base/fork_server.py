@@ -32,16 +32,19 @@ from harness.base import executed_code
 # its first call, and pydantic's two modules because a worker needs them to make its record.
 IMPORTS = ("torch", "torch._dynamo", "pydantic.dataclasses", "pydantic.type_adapter")
 OF_A_RUN = ("TMPDIR", executed_code.VARIABLE)  # environment variables of which each worker has its own values
-MASKED = (signal.SIGINT, signal.SIGTERM)  # signals that a fork blocks until it has set a new process's handlers
+# signals that a fork blocks until it has set a new process's handlers
+MASKED = (signal.SIGINT, signal.SIGTERM)
 MESSAGE_BYTES, MOST_DESCRIPTORS = 2**20, 16
 END = b"end "  # begins the message of a fork's exit code; the message before it is the fork's process number
 LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
-START_SECONDS = 120.0  # most seconds to wait until a fork starts; the import of torch takes 2 s on an idle core
+# most seconds to wait until a fork starts; the import of torch takes 2 s on an idle core
+START_SECONDS = 120.0
 
 
 class Server(NamedTuple):
     owner: int  # number of the process that started the server; its forks must not use the server
-    inherited: tuple[Sequence[str], dict[str, str], list[tuple[int, int]]]  # the server's imports, environment, limits
+    # the server's imports, environment, limits
+    inherited: tuple[Sequence[str], dict[str, str], list[tuple[int, int]]]
     process: subprocess.Popen[bytes]
     connection: socket.socket
 
@@ -64,7 +67,9 @@ class Forked:
             self._control.settimeout(START_SECONDS)
             try:
                 if not (told := self._control.recv(MESSAGE_BYTES)) or told.startswith(END):
-                    raise ConnectionError("the process that forks others has ended, or its fork before it could start")
+                    raise ConnectionError(
+                        "the process that forks others has ended, or its fork before it could start"
+                    )
             except OSError:
                 self.stdin.close()
                 self._control.close()
@@ -81,15 +86,20 @@ class Forked:
     def wait(self) -> int:
         if self.returncode is None:
             told = self.started()._control.recv(MESSAGE_BYTES)
-            self.returncode = int(told.removeprefix(END)) if told else -signal.SIGKILL  # empty: the server was killed
+            # empty: the server was killed
+            self.returncode = int(told.removeprefix(END)) if told else -signal.SIGKILL
             self._control.close()
         return self.returncode
 
 
 def start(
-    module: str, output: int, errors: int, environment: dict[str, str], kept: Iterable[int] = (),
+    module: str,
+    output: int,
+    errors: int,
+    environment: dict[str, str],
+    kept: Iterable[int] = (),
     imports: Sequence[str] = IMPORTS,
-) -> Forked:  # fmt: skip
+) -> Forked:
     """Run the module's main() in a new fork, which has a session of its own; return without waiting for the fork.
 
     `output`, `errors`: descriptors that become the fork's standard output and standard error. `environment`: all of the
@@ -99,8 +109,12 @@ def start(
     reader, writer = os.pipe()
     here = os.open(".", os.O_PATH)
     control, theirs = _pair()
-    order = {"module": module, "environment": environment, "cores": [*os.sched_getaffinity(0)],
-             "numbers": [0, 1, 2, *kept]}  # fmt: skip
+    order = {
+        "module": module,
+        "environment": environment,
+        "cores": [*os.sched_getaffinity(0)],
+        "numbers": [0, 1, 2, *kept],
+    }
     try:
         with theirs, open(reader, "rb") as stdin:
             given = [theirs.fileno(), here, stdin.fileno(), output, errors, *kept]
@@ -153,9 +167,13 @@ def _connection(environment: dict[str, str], imports: Sequence[str]) -> socket.s
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", "harness.base.fork_server", str(theirs.fileno()), *imports],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()], start_new_session=True, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            env=environment,
+        )
     _server = Server(os.getpid(), inherited, process, ours)
     return ours
 
@@ -190,7 +208,8 @@ class Forks:
             if not (pid := os.fork()):
                 self._forget()
                 _work(json.loads(message), asked, *given)
-        except OSError:  # the system allows no more processes; the caller notices that the connection is closed
+        except OSError:
+            # the system allows no more processes; the caller notices that the connection is closed
             asked.close()
         else:
             end = os.pidfd_open(pid)

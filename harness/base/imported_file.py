@@ -39,7 +39,10 @@ def drop_stale_bytecode(file: Path) -> None:
 
 
 def guard(
-    cls: type, passed: tuple[type[Exception], ...], returned: Mapping[str, type] | None = None, but: Sequence[str] = ()
+    cls: type,
+    passed: tuple[type[Exception], ...],
+    returned: Mapping[str, type] | None = None,
+    but: Sequence[str] = (),
 ) -> None:
     """Replace each public function and property of a class by a Called, except the names in `but`. `passed`: types of
     exceptions that go through unchanged. `returned`: the type that a function must return, by the function's name."""
@@ -56,11 +59,17 @@ class Called:
     def __init__(
         self, function: Any, name: str, file: Path, passed: tuple[type[Exception], ...], returned: type | None
     ) -> None:
-        self.function, self.told, self.returned = function, functools.partial(told, f"{name}()", file, passed), returned
+        self.function, self.told, self.returned = (
+            function,
+            functools.partial(told, f"{name}()", file, passed),
+            returned,
+        )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         with self.told():
-            found = self.function.__get__(instance, owner) if hasattr(self.function, "__get__") else self.function
+            found = (
+                self.function.__get__(instance, owner) if hasattr(self.function, "__get__") else self.function
+            )
         if not callable(found):
             return found
 
@@ -69,7 +78,9 @@ class Called:
             with self.told():
                 answer = found(*words, **options)
                 if self.returned and not isinstance(answer, self.returned):
-                    raise TypeError(f"expected a {self.returned.__name__} as the result, got {type(answer).__name__}")
+                    raise TypeError(
+                        f"expected a {self.returned.__name__} as the result, got {type(answer).__name__}"
+                    )
             return self.each(answer) if isinstance(answer, GeneratorType) else answer
 
         return call
@@ -103,7 +114,9 @@ def _text(error: BaseException) -> str:
 def line_in(folder: Path | None, error: BaseException) -> str:
     """Return, as text, the innermost line of the error's traceback that lies in a file directly in `folder`; empty if
     there is no such line."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).parent == folder]
+    frames = [
+        each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).parent == folder
+    ]
     if not frames:
         return ""
     text = " ".join((frames[-1].line or "").split())

@@ -18,7 +18,11 @@ def mark(folder: Path) -> None:
 def is_marked(folder: Path | int) -> bool:
     """True if this user's call of mark() has marked the folder. `folder`: a path or an open descriptor."""
     with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) if isinstance(folder, Path) else folder
+        handle = (
+            os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            if isinstance(folder, Path)
+            else folder
+        )
         try:
             status = os.stat(MARK, dir_fd=handle, follow_symlinks=False)
         finally:

@@ -24,7 +24,9 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
     between hyphens. If there are no such names, the hint is empty. Capital and small letters count as equal."""
     small = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), small, n=most, cutoff=0.4)
-    near = [small[each] for each in near] or [small[each] for each in small if name.lower() in each.split("-")]
+    near = [small[each] for each in near] or [
+        small[each] for each in small if name.lower() in each.split("-")
+    ]
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
@@ -58,7 +60,10 @@ def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: s
     found = places(files, example)
     if name not in found:
         if len(found) > FEW:
-            near, told = did_you_mean(name, found, 3), f"{files[-1]} lists all {len(found)}: choose one, or add it"
+            near, told = (
+                did_you_mean(name, found, 3),
+                f"{files[-1]} lists all {len(found)}: choose one, or add it",
+            )
         else:
             told = f"choose one of {', '.join(sorted(found))}, or add it to {files[-1]}"
             near = did_you_mean(name, found)

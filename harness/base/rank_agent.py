@@ -28,8 +28,10 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 # Seconds from the first failure that the agent sees until the other ranks are killed. In this time another rank may
 # report an earlier failure.
 GRACE_SECONDS = 1.5
-INTERRUPT_SECONDS = 15.0  # seconds that ranks have to end by themselves after an interrupt, before they are killed
-Work = Callable[[int], int]  # gets the descriptor of the rank's pipe to the agent, returns the rank's exit code
+# seconds that ranks have to end by themselves after an interrupt, before they are killed
+INTERRUPT_SECONDS = 15.0
+# gets the descriptor of the rank's pipe to the agent, returns the rank's exit code
+Work = Callable[[int], int]
 
 
 class Rendezvous(NamedTuple):
@@ -45,12 +47,20 @@ class Rendezvous(NamedTuple):
         """Return the environment variables that torchrun would set for this rank. If all ranks are on one machine, they
         use only the loopback network device, unless the caller's environment names another device."""
         found = {
-            "RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size,
-            "GROUP_RANK": self.node, "MASTER_ADDR": self.address, "MASTER_PORT": self.port,
-            "TORCHELASTIC_RUN_ID": self.run_id, "TORCHELASTIC_USE_AGENT_STORE": True,
-        }  # fmt: skip
+            "RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": local_world_size,
+            "GROUP_RANK": self.node,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
         libraries = ("GLOO", "NCCL") if self.is_one_machine else ()
-        devices = {name: os.environ.get(name, "lo") for name in (f"{each}_SOCKET_IFNAME" for each in libraries)}
+        devices = {
+            name: os.environ.get(name, "lo") for name in (f"{each}_SOCKET_IFNAME" for each in libraries)
+        }
         return {name: str(value) for name, value in found.items()} | devices
 
 
@@ -78,7 +88,8 @@ class RankAgent:
         self.private = list(private)
         self.ranks: dict[int, Rank] = {}
         self.listener: socket.socket | None = None  # socket at which the next round's ranks will meet
-        self.store: Any = None  # torch's store, through which ranks find each other; the store runs a thread here
+        # torch's store, through which ranks find each other; the store runs a thread here
+        self.store: Any = None
         self.waiting = selectors.DefaultSelector()
         noticed, noticing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.private += [noticed, noticing]
@@ -139,7 +150,9 @@ class RankAgent:
 
             address, port = self.listener.getsockname()[:2]
             handle, self.listener = self.listener.detach(), None
-            self.store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
+            self.store = TCPStore(
+                address, port, is_master=True, wait_for_workers=False, master_listen_fd=handle
+            )
 
     def kill(self) -> None:
         """End the round: kill the remaining ranks and the processes that they have started, and close the store."""
@@ -161,7 +174,8 @@ class RankAgent:
             rank.told = -1
 
     def _ended(self, rank: Rank) -> None:
-        rank.signal(signal.SIGKILL)  # also kills the rank's children; until waitpid() no other process gets its number
+        # also kills the rank's children; until waitpid() no other process gets its number
+        rank.signal(signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
         while rank.told >= 0:
             self._relay(rank)
@@ -174,7 +188,8 @@ class RankAgent:
         """Do a rank's work in this process, which is a new fork, and end this process with the rank's exit code.
         `tells`: the rank's end of its pipe; `others`: descriptors to close."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.set_wakeup_fd(-1)  # ranks go on ignoring SIGTERM, which may reach all processes; the agent handles it
+        # ranks go on ignoring SIGTERM, which may reach all processes; the agent handles it
+        signal.set_wakeup_fd(-1)
         self.waiting.close()
         if self.listener:
             self.listener.close()
@@ -219,9 +234,12 @@ class OneRound(RankAgent):
             address, port = self.listen(there.address, there.port)
             there = there._replace(address=address, port=port)
         locals_ = {there.node * num_local + local: local for local in range(num_local)}
-        return self.run({
-            rank: partial(work, there.variables(rank, local, world_size, num_local)) for rank, local in locals_.items()
-        })  # fmt: skip
+        return self.run(
+            {
+                rank: partial(work, there.variables(rank, local, world_size, num_local))
+                for rank, local in locals_.items()
+            }
+        )
 
     def run(self, works: Mapping[int, Work]) -> dict[int, int]:
         """Run the ranks until the round ends. Return the exit codes of the ranks that failed by themselves, before this

@@ -71,7 +71,11 @@ class FileRegistry(Registry, Generic[Name]):
         """Return the subclass of `base` that the file defines; None if the file does not define exactly one, or if this
         subclass lacks a function that `base` requires. Raises ValueError, one line, if the import fails."""
         module = self.module(file)
-        own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
+        own = [
+            item
+            for item in vars(module).values()
+            if isinstance(item, type) and item.__module__ == module.__name__
+        ]
         found = [item for item in own if issubclass(item, base)]
         return found[0] if len(found) == 1 and not inspect.isabstract(found[0]) else None
 
@@ -85,6 +89,9 @@ def _files(registry: FileRegistry[Any], folders: tuple[Path, ...]) -> dict[Any, 
             raise ValueError(f"expected a folder of {kind}s, got {folder}; try --{kind}s FOLDER")
         for path in sorted(folder.resolve().glob("[!_]*.py")):
             name = registry.name_of(path.stem)
-            if name is not None and found.setdefault(name, path) != path:  # two files have the same entry's name
-                raise ValueError(f"expected one file of {kind} {name}, got {found[name]} and {path}; try another name")
+            if name is not None and found.setdefault(name, path) != path:
+                # two files have the same entry's name
+                raise ValueError(
+                    f"expected one file of {kind} {name}, got {found[name]} and {path}; try another name"
+                )
     return found

@@ -30,7 +30,8 @@ def write_whole(path: Path, data: str | bytes) -> None:
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with open(temporary, "xb") as file:
-            with contextlib.suppress(OSError):  # a file system may have no locks; then _remove_left() removes nothing
+            with contextlib.suppress(OSError):
+                # a file system may have no locks; then _remove_left() removes nothing
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
             file.flush()
@@ -107,8 +108,14 @@ def own_folder(folder: Path) -> Path:
 
 def check_new(folder: Path) -> None:
     """Raise ValueError if `folder` exists, unless it is an empty folder."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
-        raise ValueError(f"{folder}: expected a new or empty folder, got a file, a link or a full folder; try another")
+    if (
+        folder.is_symlink()
+        or (folder.exists() and not folder.is_dir())
+        or (folder.is_dir() and any(folder.iterdir()))
+    ):
+        raise ValueError(
+            f"{folder}: expected a new or empty folder, got a file, a link or a full folder; try another"
+        )
 
 
 def check_replaceable(path: Path, head: bytes = b"") -> None:
@@ -117,8 +124,16 @@ def check_replaceable(path: Path, head: bytes = b"") -> None:
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
-            kind = "a folder" if stat.S_ISDIR(mode) else "a symbolic link" if stat.S_ISLNK(mode) else "a device or pipe"
-            raise ValueError(f"{path}: expected a new file, or a file to replace, got {kind}; try another name")
+            kind = (
+                "a folder"
+                if stat.S_ISDIR(mode)
+                else "a symbolic link"
+                if stat.S_ISLNK(mode)
+                else "a device or pipe"
+            )
+            raise ValueError(
+                f"{path}: expected a new file, or a file to replace, got {kind}; try another name"
+            )
         with open(path, "rb") as file:
             begins = file.read(len(head))
         if begins and begins != head:

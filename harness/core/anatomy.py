@@ -33,11 +33,13 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 INIT_STD = 0.02
-SKETCHES = ROOT / ".venv" / "sketches"  # folder with the kept answers of harness/plan/sketch.py and block_sketch.py
+# folder with the kept answers of harness/plan/sketch.py and block_sketch.py
+SKETCHES = ROOT / ".venv" / "sketches"
 FORMAT = 5  # format number of the cached files; raise it when the fields or the numbers of a sketch change
 MOST_SEEN = 8  # most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
 PARTS = ("embedding", "layer", "head")
-_refusals: dict[str, dict[str, Any]] = {}  # answers of this process that were refusals, by hash of the question
+# answers of this process that were refusals, by hash of the question
+_refusals: dict[str, dict[str, Any]] = {}
 NEEDS = "models by their config.json need transformers: pip install transformers==5.23.0"
 
 
@@ -61,15 +63,19 @@ class Anatomy:
     embedding: Shapes
     layer: Shapes
     head: Shapes
-    layer_prefix: str  # prefix of a layer's tensors in the model, before the layer's number, such as "layers."
-    ends_prefix: str  # prefix of the ends' tensors in the model, such as "ends."; the module of the ends leaves it out
+    # prefix of a layer's tensors in the model, before the layer's number, such as "layers."
+    layer_prefix: str
+    # prefix of the ends' tensors in the model, such as "ends."; the module of the ends leaves it out
+    ends_prefix: str
     token_flops: int  # FLOPs of one token's matrix products in a layer's forward pass
     # FLOPs of attention for each pair of tokens in a layer's forward pass. Causal attention takes half of the FLOPs of
     # full attention; eager attention takes all of them, because it computes all scores.
     pair_flops: int
-    boundaries: float  # most memory of a layer's recompute and backward pass, in multiples of the layer's input
+    # most memory of a layer's recompute and backward pass, in multiples of the layer's input
+    boundaries: float
     starts: dict[str, tuple[float, float]]  # mean and standard deviation of each tensor's starting values
-    head_boundaries: float = 0.0  # memory that the norm before the head keeps, in multiples of the norm's input
+    # memory that the norm before the head keeps, in multiples of the norm's input
+    head_boundaries: float = 0.0
     given_bytes: int = 0  # bytes of a layer's arguments beside its input, for each token of a sample
     # Memory that grows with the square of T. pair_boundaries: memory of attention scores for each token of a sample, in
     # multiples of the layer's input. pair_given_bytes: bytes of masks for each pair of tokens.
@@ -81,7 +87,8 @@ class Anatomy:
     blocks: TokenBlocks | None = None  # None: a layer computes all tokens at once
     # The configuration's fields with transformers' values for those that are left out; empty for the published GPT.
     fields: dict[str, Any] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()  # patterns of names in files of weights that transformers ignores for this model
+    # patterns of names in files of weights that transformers ignores for this model
+    ignored: tuple[str, ...] = ()
 
     @cached_property
     def ends(self) -> Shapes:
@@ -169,7 +176,9 @@ def sized(path: Path, record: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _of_config(text: str, widths: tuple[int, int], model: str, *, is_half: bool, block_tokens: int) -> Anatomy:
+def _of_config(
+    text: str, widths: tuple[int, int], model: str, *, is_half: bool, block_tokens: int
+) -> Anatomy:
     """Return the parts of a model described by a config.json. harness/plan/sketch.py imports torch, so it finds the
     parts in a process of its own. If a layer computes in blocks of tokens, block_sketch.py finds the memory of these
     blocks in another process. Each answer is kept in a file in SKETCHES, which later calls read. One sketch, of the
@@ -189,27 +198,37 @@ def _of_config(text: str, widths: tuple[int, int], model: str, *, is_half: bool,
         blocks = _kept("harness.plan.block_sketch", asked, [library, FORMAT])["blocks"]
     parts = {part: {name: tuple(shape) for name, shape in found[part].items()} for part in PARTS}
     return Anatomy(
-        **parts, layer_prefix=found["layer_prefix"], ends_prefix="",
-        token_flops=found["token_flops"], pair_flops=found["pair_flops"],
+        **parts,
+        layer_prefix=found["layer_prefix"],
+        ends_prefix="",
+        token_flops=found["token_flops"],
+        pair_flops=found["pair_flops"],
         boundaries=found["boundaries"][dtype],
         # A norm that computes in blocks keeps nothing for its backward pass, but its backward pass holds two copies of
         # the gradient of its input.
         head_boundaries=1.0 if blocks else found["head_boundaries"][dtype],
-        given_bytes=found["given_bytes"][dtype], pair_given_bytes=found["pair_given_bytes"][dtype],
-        pair_boundaries=found["pair_boundaries"][dtype], slopes=found["slopes"],
+        given_bytes=found["given_bytes"][dtype],
+        pair_given_bytes=found["pair_given_bytes"][dtype],
+        pair_boundaries=found["pair_boundaries"][dtype],
+        slopes=found["slopes"],
         starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
-        ignored=tuple(found["ignored"]), fields=found["fields"],
+        ignored=tuple(found["ignored"]),
+        fields=found["fields"],
         # The bias of the keys adds nearly the same number to every score of a query, even with rotary positions, which
         # hardly turn a head's slow pairs. So the gradient of this bias is little more than rounding error. In GPT-2's
         # c_attn.bias the bias of the keys is the second of three equal parts.
         noise={
             name: (0, size) if name.endswith("k_proj.bias") else (size // 3, 2 * size // 3)
-            for name, (size, *_) in parts["layer"].items() if name.endswith(("k_proj.bias", "c_attn.bias"))
+            for name, (size, *_) in parts["layer"].items()
+            if name.endswith(("k_proj.bias", "c_attn.bias"))
         },
-        blocks=blocks and TokenBlocks(
-            tuple(blocks["parts"]), blocks["token_flops"], tuple((inputs, fixed) for inputs, fixed in blocks["lines"])
+        blocks=blocks
+        and TokenBlocks(
+            tuple(blocks["parts"]),
+            blocks["token_flops"],
+            tuple((inputs, fixed) for inputs, fixed in blocks["lines"]),
         ),
-    )  # fmt: skip
+    )
 
 
 def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
@@ -224,12 +243,16 @@ def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
         return read_json(file)
     except (OSError, ValueError):
         if sys.stderr.isatty():  # a person waits
-            print("reading the model's tensors, FLOPs and memory off its config.json, once: seconds", file=sys.stderr)
+            print(
+                "reading the model's tensors, FLOPs and memory off its config.json, once: seconds",
+                file=sys.stderr,
+            )
         found = ask(module, asked)
     if found.get("refused"):
         _refusals[digest] = found
     else:
-        with contextlib.suppress(OSError):  # if the file cannot be written, the next process sketches the model again
+        with contextlib.suppress(OSError):
+            # if the file cannot be written, the next process sketches the model again
             SKETCHES.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(found))
     return found
@@ -241,13 +264,19 @@ def _gpt(workload: Any) -> Anatomy:
     learned positions, tied head, biases everywhere."""
     size, vocab = workload.hidden_size, workload.vocab_size
     layer: Shapes = {
-        "ln1.weight": (size,), "ln1.bias": (size,),
-        "qkv.weight": (3 * size, size), "qkv.bias": (3 * size,),
-        "proj.weight": (size, size), "proj.bias": (size,),
-        "ln2.weight": (size,), "ln2.bias": (size,),
-        "fc1.weight": (4 * size, size), "fc1.bias": (4 * size,),
-        "fc2.weight": (size, 4 * size), "fc2.bias": (size,),
-    }  # fmt: skip
+        "ln1.weight": (size,),
+        "ln1.bias": (size,),
+        "qkv.weight": (3 * size, size),
+        "qkv.bias": (3 * size,),
+        "proj.weight": (size, size),
+        "proj.bias": (size,),
+        "ln2.weight": (size,),
+        "ln2.bias": (size,),
+        "fc1.weight": (4 * size, size),
+        "fc1.bias": (4 * size,),
+        "fc2.weight": (size, 4 * size),
+        "fc2.bias": (size,),
+    }
     tokens: Shapes = {"ends.wte.weight": (vocab, size)}
     positions: Shapes = {"ends.wpe.weight": (workload.seq_len, size)}
     norm: Shapes = {"ends.lnf.weight": (size,), "ends.lnf.bias": (size,)}
@@ -261,11 +290,16 @@ def _gpt(workload: Any) -> Anatomy:
         for name, shape in (tokens | positions | norm | layer).items()
     }
     return Anatomy(
-        embedding=tokens | positions, layer=layer, head=tokens | norm, layer_prefix="layers.", ends_prefix="ends.",
-        token_flops=24 * size**2, pair_flops=2 * size,
+        embedding=tokens | positions,
+        layer=layer,
+        head=tokens | norm,
+        layer_prefix="layers.",
+        ends_prefix="ends.",
+        token_flops=24 * size**2,
+        pair_flops=2 * size,
         # 22 times the layer's input: the activations of the layer, and the gradients of the MLP's inner tensors.
         boundaries=22,
         starts=starts,
         # The keys' bias adds the same number to every score of a query, and the softmax cancels this number.
         noise={"qkv.bias": (size, 2 * size)},
-    )  # fmt: skip
+    )

@@ -112,7 +112,9 @@ def _open_tokens(prefix: str) -> np.ndarray:
         with open(f"{prefix}.idx", "rb") as index:
             head = index.read(len(INDEX_MAGIC) + 17)
         if len(head) < len(INDEX_MAGIC) + 17 or not head.startswith(INDEX_MAGIC):
-            raise ValueError(f"{prefix}.idx: expected a Megatron index; try --data with the prefix of a .bin/.idx pair")
+            raise ValueError(
+                f"{prefix}.idx: expected a Megatron index; try --data with the prefix of a .bin/.idx pair"
+            )
         version, code, count = struct.unpack("<QBQ", head[len(INDEX_MAGIC) :])
         if version != 1 or code not in INDEX_DTYPES:
             raise ValueError(
@@ -124,18 +126,27 @@ def _open_tokens(prefix: str) -> np.ndarray:
         if not size:
             raise ValueError(f"{prefix}.bin: expected tokens, got an empty file")
         if size % dtype.itemsize:
-            raise ValueError(f"{prefix}.bin: expected a multiple of {dtype.itemsize} bytes (one token), got {size}")
+            raise ValueError(
+                f"{prefix}.bin: expected a multiple of {dtype.itemsize} bytes (one token), got {size}"
+            )
         tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
-        listed = (Path(f"{prefix}.idx").stat().st_size - len(INDEX_MAGIC) - 25) // 4  # lengths that the file holds
-        lengths = np.fromfile(f"{prefix}.idx", "<i4", min(count, max(0, listed)), offset=len(INDEX_MAGIC) + 25)
+        # lengths that the file holds
+        listed = (Path(f"{prefix}.idx").stat().st_size - len(INDEX_MAGIC) - 25) // 4
+        lengths = np.fromfile(
+            f"{prefix}.idx", "<i4", min(count, max(0, listed)), offset=len(INDEX_MAGIC) + 25
+        )
         if lengths.size and lengths.min() < 0:
-            raise ValueError(f"{prefix}.idx: expected lengths of at least 0, got {lengths.min()}; make the index again")
+            raise ValueError(
+                f"{prefix}.idx: expected lengths of at least 0, got {lengths.min()}; make the index again"
+            )
         if lengths.sum(dtype=np.int64) != len(tokens):
             told = f"expected {lengths.sum(dtype=np.int64)} tokens, as {prefix}.idx says, got {len(tokens)}"
             raise ValueError(f"{prefix}.bin: {told}")
         return tokens
     except OSError as error:
-        raise ValueError(f"cannot read the corpus {error.filename}: {error.strerror}; try another --data") from error
+        raise ValueError(
+            f"cannot read the corpus {error.filename}: {error.strerror}; try another --data"
+        ) from error
 
 
 def _check_kind(path: Path) -> None:

@@ -43,17 +43,23 @@ MESSAGES = (
     (r"page-lock|cudaHost(Alloc|Register)|mlock", Kind("oom-host", "pinned", "allocator")),
     (r"CUDA error: out of memory", Kind("oom-device", "device", "ambiguous")),
     (r"allocate shared memory|shared memory(?s:.)*No space left", Kind("oom-host", "shm", "allocator")),
-    (r"DefaultCPUAllocator: (can't|not enough)|std::bad_alloc|Caught \S*MemoryError|Memory allocation still failed",
-     Kind("oom-host", "host", "allocator")),
-    (r"annot allocate memory|failed to map segment|[Uu]nable to (mmap|allocate) ",
-     Kind("oom-host", "host", "allocator")),
+    (
+        r"DefaultCPUAllocator: (can't|not enough)|std::bad_alloc|Caught \S*MemoryError|Memory allocation still failed",
+        Kind("oom-host", "host", "allocator"),
+    ),
+    (
+        r"annot allocate memory|failed to map segment|[Uu]nable to (mmap|allocate) ",
+        Kind("oom-host", "host", "allocator"),
+    ),
     (r"No space left on device", Kind("does-not-fit", "disk", "file system")),
-)  # fmt: skip
+)
 # Pattern of the last log lines of a native library that aborts because it gets no memory.
 LAST_WORDS = re.compile(r"what\(\):.*bad_alloc|Memory allocation still failed|MemoryError$", re.MULTILINE)
 CHILD_KILLED = re.compile(r"killed by signal|exited unexpectedly|terminated abruptly|\bSIGKILL\b")
 # Pattern of the messages of a rank that lost its connection to another rank.
-LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted")
+LOST_RANK = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted"
+)
 NOT_FINITE = re.compile(r"\b(nan|infs?|infinite|non-?finite|not finite)\b", re.IGNORECASE)
 # Pairs: a size's name in the evidence, and a pattern that finds the size in a message. If several patterns of one name
 # match, the first pattern counts.
@@ -63,12 +69,17 @@ SIZES = (
     ("limit_bytes", r"\d+ of (\d+) (bytes) in use|([\d.]+) (\w+) allowed"),
     ("limit_bytes", r"total capacity of ([\d.]+) (\w+)"),
 )
-UNITS = {unit: 2 ** (10 * power) for power, unit in enumerate(("bytes", "kib", "mib", "gib", "tib", "pib", "eib"))}
+UNITS = {
+    unit: 2 ** (10 * power) for power, unit in enumerate(("bytes", "kib", "mib", "gib", "tib", "pib", "eib"))
+}
 
 MEMORIES = {
     "device": ("device memory", "lower -l, -b, --seq or -w, or raise --device-memory"),
     "host": ("host memory", "lower -l or -b, or raise --host-memory"),
-    "pinned": ("pinned host memory", "lower -l or raise --host-memory: pinned blocks are rounded up to powers of two"),
+    "pinned": (
+        "pinned host memory",
+        "lower -l or raise --host-memory: pinned blocks are rounded up to powers of two",
+    ),
     "shm": ("shared memory", "enlarge /dev/shm (in docker: --shm-size) or pass less through it"),
     "disk": ("room on the disk", "free some, or name another folder with --disk or --results"),
 }
@@ -88,7 +99,9 @@ class Failure:
         return {"status": self.status, "reason": self.reason, "evidence": {**evidence, **self.evidence}}
 
 
-def of_exception(error: BaseException, phase: str, memory: dict[str, int], folder: Path | None = None) -> Failure:
+def of_exception(
+    error: BaseException, phase: str, memory: dict[str, int], folder: Path | None = None
+) -> Failure:
     """Classify an exception that training raised.
 
     `memory`: bytes in use and bytes allowed when training ended, as budgets.lift() returns them; these sizes are used
@@ -104,9 +117,14 @@ def of_exception(error: BaseException, phase: str, memory: dict[str, int], folde
     # If only a package is missing, the outermost error is shown, because this error may name the command that installs
     # the package.
     cause, kind = next((pair for pair in told if pair[1].status != "unavailable"), told[-1])
-    evidence: dict[str, Any] = {"class": "rlimit"} if kind.resource == "host" and "host_limit_bytes" in memory else {}
+    evidence: dict[str, Any] = (
+        {"class": "rlimit"} if kind.resource == "host" and "host_limit_bytes" in memory else {}
+    )
     if cause is not error:
-        evidence = {"class": "swallowed" if kind.resource in MEMORIES else kind.name, "wrapped_in": _text(error)}
+        evidence = {
+            "class": "swallowed" if kind.resource in MEMORIES else kind.name,
+            "wrapped_in": _text(error),
+        }
     return _failure(kind, phase, _text(cause), **evidence, **_sizes(str(cause), kind, memory))
 
 
@@ -127,7 +145,8 @@ class End:
 
     phase: str
     code: int = 0  # exit code of the process; -N: signal N ended it
-    stopped: str = ""  # the parent's reason to stop the worker: "deadline", "silence", "interrupt"; "": not stopped
+    # the parent's reason to stop the worker: "deadline", "silence", "interrupt"; "": not stopped
+    stopped: str = ""
     seconds: float = 0.0  # time limit of the run
     oom_kills: int = 0  # processes that the kernel killed in the worker's memory group during the run
     owns_group: bool = False  # True: the memory group held this worker alone
@@ -158,7 +177,9 @@ def of_process(end: End) -> Failure:
     if words and (number == signal.SIGABRT or end.code > 0):
         return _failure(Kind("oom-host", "host", "log"), end.phase, words[0], **seen, text=words[0])
     name = "signal" if number in set(signal.Signals) else "exit"
-    told = f"ended by {signal.Signals(number).name}" if name == "signal" else f"exit {end.code} without a result"
+    told = (
+        f"ended by {signal.Signals(number).name}" if name == "signal" else f"exit {end.code} without a result"
+    )
     advice = "its log has what it printed last"
     if not end.code:  # exit code 0, but no record: the method's code has ended the process
         advice = f"look for sys.exit() and os._exit() in the method's file; {advice}"
@@ -167,7 +188,9 @@ def of_process(end: End) -> Failure:
 
 def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
     """Return this failure with the number of the rank that failed, one of `world_size`, in its line and evidence."""
-    return Failure(failure.status, f"rank {rank} of {world_size}: {failure.reason}", {**failure.evidence, "rank": rank})
+    return Failure(
+        failure.status, f"rank {rank} of {world_size}: {failure.reason}", {**failure.evidence, "rank": rank}
+    )
 
 
 def of_stop(end: End) -> Failure:
@@ -175,7 +198,10 @@ def of_stop(end: End) -> Failure:
     if end.stopped == "interrupt":
         return ended("interrupted", "interrupt", f"interrupted at {end.phase}")
     if end.stopped == "silence":
-        name, text = "hang", f"hangs at {end.phase}: nothing heard for {end.seconds:g} seconds; --timeout sets a limit"
+        name, text = (
+            "hang",
+            f"hangs at {end.phase}: nothing heard for {end.seconds:g} seconds; --timeout sets a limit",
+        )
     else:
         name, advice = "deadline", "lower -l or --steps, or raise --timeout"
         text = f"ran longer than its {end.seconds:g} seconds, at {end.phase}: {advice}"
@@ -219,14 +245,18 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
     text = str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         in_shm = str(error.filename or "").startswith("/dev/shm") or "shared memory" in text
-        return Kind("oom-host", "shm", "file system") if in_shm else Kind("does-not-fit", "disk", "file system")
+        return (
+            Kind("oom-host", "shm", "file system") if in_shm else Kind("does-not-fit", "disk", "file system")
+        )
     if isinstance(error, (Exception, MemoryError)) and not isinstance(error, Unavailable):
         for pattern, kind in MESSAGES:
             if re.search(pattern, text):
                 # CUDA gives the same "out of memory" for device memory and for pinned host memory. If more than a
                 # twentieth of the device's memory is free, pinned host memory has run out.
                 is_hosts = memory.get("device_free_bytes", 0) * 20 > memory.get("device_total_bytes", 2**63)
-                return Kind("oom-host", "pinned", "ambiguous") if kind.name == "ambiguous" and is_hosts else kind
+                return (
+                    Kind("oom-host", "pinned", "ambiguous") if kind.name == "ambiguous" and is_hosts else kind
+                )
     left = memory.get("host_limit_bytes", 2**63) - memory.get("host_bytes", 0)
     if NO_THREAD in text and left < THREAD_BYTES:
         return Kind("oom-host", "host", "thread")
@@ -268,5 +298,6 @@ def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
 
 
 def _text(error: BaseException) -> str:
-    kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "  # the status already says unavailable
+    # the status already says unavailable
+    kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "
     return f"{kind}{' '.join(str(error).split())}"[:TEXT_LENGTH]

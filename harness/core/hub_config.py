@@ -18,22 +18,39 @@ from harness.core.refused_model import RefusedModel
 
 FILE = "config.json"
 # For each size of a Workload: the name of its field in a configuration.
-SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
-         "vocab_size": "vocab_size"}  # fmt: skip
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
 # For each field that some families of models name differently in their files: the usual name. transformers accepts
 # both names.
-USUAL = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
-         "n_positions": "max_position_embeddings"}  # fmt: skip
+USUAL = {
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
 WIDTHS = ("intermediate_size", "head_dim", "n_inner")  # fields of widths, which shrink with the hidden size
 # Other fields of whole numbers that this project reads; each may be missing.
 NUMBERS = (*WIDTHS, "num_key_value_heads", "sliding_window", "max_position_embeddings")
 MOST = 10**9  # upper bound of every count, as in harness/core/job.py
-OF_LAYERS = ("layer_types", "no_rope_layers")  # fields that are lists with an entry for each layer, of any length
+# fields that are lists with an entry for each layer, of any length
+OF_LAYERS = ("layer_types", "no_rope_layers")
 # For a type of model: the values that transformers assumes for sizes that a file leaves out. Gemma 3's models of texts
 # and images leave out most sizes of their part for texts.
-UNSAID = {"gemma3_text": {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-                          "max_position_embeddings": 131072}}  # fmt: skip
-TEXT_PART = "text_config"  # field with the part for texts, in the configuration of a model of texts and images
+UNSAID = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    }
+}
+# field with the part for texts, in the configuration of a model of texts and images
+TEXT_PART = "text_config"
 TIES = "tie_word_embeddings"
 # Types of models of texts and images that tie their head to their embedding unless their file says otherwise.
 TIED_WHOLES = """
@@ -50,14 +67,21 @@ DROPOUTS = {
     "gpt-sw3": GPT2_DROPOUTS,
     "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},
 }
-OF_OTHER_HEADS = ("classifier_", "summary_")  # begin dropout fields of heads that a causal model does not have
+# begin dropout fields of heads that a causal model does not have
+OF_OTHER_HEADS = ("classifier_", "summary_")
 PER_LAYER = "per_layer_config"  # field with settings of single layers, by the layer's number
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LEAST_WIDTH = 8  # smallest width of a narrowed model; widths are multiples of 8, as kernels need
 # Fields of a configuration that the text in a Workload leaves out, because training does not depend on them.
 LEFT_OUT = {
-    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
-}  # fmt: skip
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
 # Rotary positions whose angles do not depend on the sample, and those whose angles do.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 ROPE_TYPES_OF_SAMPLES = ("dynamic", "longrope")
@@ -77,7 +101,8 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
     the text is empty. Raises RefusedModel if the file cannot be read, or as checked_config() does."""
     file = path / FILE if path.is_dir() else path
     try:
-        whole = read_json(file.resolve())  # files in the Hub's cache are symbolic links, which read_json() refuses
+        # files in the Hub's cache are symbolic links, which read_json() refuses
+        whole = read_json(file.resolve())
     except (OSError, ValueError) as error:
         raise RefusedModel("unreadable", str(file), why=getattr(error, "strerror", None) or error) from error
     config = checked_config(whole, str(file))
@@ -147,7 +172,9 @@ def _check_values(config: dict[str, Any]) -> None:
         if name in WIDTHS and isinstance(value, list):
             raise RefusedModel("list-of-widths", field=name)
         if value is not None and not _is_count(value) and (name, value) != ("sliding_window", 0):
-            raise RefusedModel("value", field=name, expected=f"a whole number from 1 to {MOST}", value=f"{value!r:.40}")
+            raise RefusedModel(
+                "value", field=name, expected=f"a whole number from 1 to {MOST}", value=f"{value!r:.40}"
+            )
     for name in TOKENS:
         ids = config.get(name)
         if not all(_is_id(number) for number in (ids if isinstance(ids, list) else [ids])):
@@ -206,8 +233,10 @@ def check_samples(config: dict[str, Any], seq_len: int) -> None:
     learned positions bounds a sample otherwise (Anatomy.most_tokens)."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is not None and window < seq_len:
-        raise ValueError(f"--seq: expected at most {window}, the tokens of the model's sliding window, got {seq_len};"
-                         f" try --seq {window}")  # fmt: skip
+        raise ValueError(
+            f"--seq: expected at most {window}, the tokens of the model's sliding window, got {seq_len};"
+            f" try --seq {window}"
+        )
 
 
 def dropouts(config: dict[str, Any]) -> dict[str, float]:
@@ -218,7 +247,9 @@ def dropouts(config: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_dropout(field: str) -> bool:
-    return field.endswith(("dropout", "_pdrop", "_dropout_prob", "layerdrop")) and not field.startswith(OF_OTHER_HEADS)
+    return field.endswith(("dropout", "_pdrop", "_dropout_prob", "layerdrop")) and not field.startswith(
+        OF_OTHER_HEADS
+    )
 
 
 def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
@@ -229,11 +260,16 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> d
     share = hidden_size / config["hidden_size"]
     for name in WIDTHS:
         if isinstance(config.get(name), int):
-            config[name] = config[name] if share == 1 else max(LEAST_WIDTH, int(config[name] * share) // 8 * 8)
-    of_layers = [name for name, value in config.items() if _is_of_layers(name, value, config["num_hidden_layers"])]
+            config[name] = (
+                config[name] if share == 1 else max(LEAST_WIDTH, int(config[name] * share) // 8 * 8)
+            )
+    of_layers = [
+        name for name, value in config.items() if _is_of_layers(name, value, config["num_hidden_layers"])
+    ]
     for name in of_layers:
         kinds = config[name]
-        config[name] = [kinds[index % len(kinds)] for index in range(num_layers)]  # more layers repeat the list
+        # more layers repeat the list
+        config[name] = [kinds[index % len(kinds)] for index in range(num_layers)]
     if isinstance(tables := config.get(PER_LAYER), dict):
         config[PER_LAYER] = {index: table for index, table in tables.items() if _is_below(index, num_layers)}
     if vocab_size < config["vocab_size"]:
@@ -279,5 +315,7 @@ def _rope_tables(config: dict[str, Any]) -> list[Any]:
 def rotary_share(config: dict[str, Any]) -> float:
     """Return the share of a head's columns that rotary positions turn, 1 if the configuration does not tell it."""
     shares = [config, *(table for table in _rope_tables(config) if isinstance(table, dict))]
-    given = [share for table in shares if isinstance(share := table.get("partial_rotary_factor"), int | float)]
+    given = [
+        share for table in shares if isinstance(share := table.get("partial_rotary_factor"), int | float)
+    ]
     return given[-1] if given else 1.0

@@ -21,7 +21,8 @@ from harness.core.rates import Rates
 GIB = 2**30
 MOST = 10**9  # upper bound of every count, so that products of counts are finite as floats
 MOST_LAYERS = 2**20  # upper bound of num_layers, because a plan takes time for each layer
-MOST_PLANNED = 1e100  # upper bound of a plan's bytes: above any product of counts, far below the largest float
+# upper bound of a plan's bytes: above any product of counts, far below the largest float
+MOST_PLANNED = 1e100
 # The memories of a plan, and the kinds of bytes that a plan counts in each memory.
 MEMORIES = ("device", "host", "disk")
 STATE_KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
@@ -38,7 +39,8 @@ INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000  # the loss scale doubles after this many steps in a row without overflow
 # Options of methods that train several models: the number of models and the number of batch sizes.
 OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
-NUM_RATES = 6  # most learning rates among several models: the first is the workload's, each next is half as high
+# most learning rates among several models: the first is the workload's, each next is half as high
+NUM_RATES = 6
 # A workload's JSON leaves out fields that have these values. So jobs from before a field existed keep their keys.
 UNSAID: dict[str, Any] = dict.fromkeys(("model", "config", "weights", "loss_scale_window"))
 UNSAID |= {"micro_batches": 1, "lr_warmup_steps": LR_WARMUP_STEPS, "lr_decay_steps": LR_DECAY_STEPS}
@@ -64,28 +66,42 @@ class Workload:
     batch_size: int = 4  # samples of a step
     micro_batches: int = 1  # equal parts of a batch, trained one after the other; their gradients are summed
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128
-    dtype: str = "fp32"  # dtype of weights and gradients: fp32, bf16 or fp16; master weights and moments are fp32
-    dropout: float = 0.0  # dropout probability; the published runs used 0.1; 0 allows comparison to the last bit
+    # dtype of weights and gradients: fp32, bf16 or fp16; master weights and moments are fp32
+    dtype: str = "fp32"
+    # dropout probability; the published runs used 0.1; 0 allows comparison to the last bit
+    dropout: float = 0.0
     clip_norm: float = 1.0  # limit of the global gradient norm; 0: no clipping
-    learning_rate: float = 1.5e-4  # the highest learning rate, reached at the end of the warm-up (learning_rate_at)
+    # the highest learning rate, reached at the end of the warm-up (learning_rate_at)
+    learning_rate: float = 1.5e-4
     seed: int = 1234  # seed of starting weights, data and dropout
     corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None: the synthetic stream
     model: str | None = None  # name of the model in `config`, for people
     config: str | None = None  # a model's config.json (harness/core/hub_config.py); None: the published GPT
-    weights: str | None = None  # folder of safetensors with starting weights, if config is set; None: seeded values
+    # folder of safetensors with starting weights, if config is set; None: seeded values
+    weights: str | None = None
     lr_warmup_steps: int = LR_WARMUP_STEPS  # step at which learning_rate is reached
     lr_decay_steps: int = LR_DECAY_STEPS  # step from which on the learning rate is at its lowest
     loss_scale_window: int | None = None  # fp16's steps without overflow before the scale doubles; None: 1000
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "seq_len",
+            "batch_size",
+            "micro_batches",
+            "vocab_size",
+        ):
             check_count(name, getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed: expected 0 to 2**63 - 1, got {self.seed}")
         if self.config is not None:
             self._check_config(self.config)
         elif self.weights is not None:
-            raise ValueError("--weights: expected a model with a config.json, got a GPT: try --model with that folder")
+            raise ValueError(
+                "--weights: expected a model with a config.json, got a GPT: try --model with that folder"
+            )
         elif self.hidden_size % self.num_heads:
             below = self.hidden_size // self.num_heads * self.num_heads
             nearest = " or ".join(str(size) for size in (below, below + self.num_heads) if size)
@@ -126,7 +142,9 @@ class Workload:
         config = hub_config.parsed(text)
         hub_config.check_samples(config, self.seq_len)
         if (heads := hub_config.sizes_of(config)["num_heads"]) != self.num_heads:
-            raise ValueError(f"--heads: expected {heads}, as the model has, got {self.num_heads}; leave --heads out")
+            raise ValueError(
+                f"--heads: expected {heads}, as the model has, got {self.num_heads}; leave --heads out"
+            )
         if self.dropout:
             raise ValueError("--dropout: expected 0 for a model with a config.json: leave --dropout out")
 
@@ -142,7 +160,9 @@ class Workload:
             return counted(self.num_layers, "layer")
         whole = hub_config.sizes_of(hub_config.parsed(self.config))["num_layers"]
         layers = counted(whole, "layer")
-        return f"{self.model_name}, {layers if whole == self.num_layers else f'{self.num_layers} of {layers}'}"
+        return (
+            f"{self.model_name}, {layers if whole == self.num_layers else f'{self.num_layers} of {layers}'}"
+        )
 
     @property
     def model_name(self) -> str:
@@ -213,7 +233,8 @@ class Workload:
         """Most bytes that a micro-batch's loss and its gradients take at one time: a block of logits in fp32, the
         block's gradient in the weights' dtype, and, after the first block, the gradient of the head's matrix."""
         size, tokens = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len
-        first = min(tokens, max(1, NUM_LOGITS // self.vocab_size))  # tokens of the first block, which is the largest
+        # tokens of the first block, which is the largest
+        first = min(tokens, max(1, NUM_LOGITS // self.vocab_size))
         logits, later = first * self.vocab_size, min(first, tokens - first) * self.vocab_size
         matrix = size * self.vocab_size * self.hidden_size
         both = (4 if size == 4 else 4 + size) + size * self.anatomy.slopes
@@ -258,7 +279,8 @@ class Workload:
     @property
     def working_bytes(self) -> int:
         """Most bytes that a step takes at one time, without the data kept for every layer; rehearsals test this."""
-        waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches  # of other micro-batches
+        # of other micro-batches
+        waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches
         return max(self.head_bytes, self.layer_bytes + waiting) + self.given_bytes
 
     @property
@@ -337,10 +359,12 @@ class Plan:
     )  # bytes that a rank sends in a step, by kind: gathers, sums, messages
     options: dict[str, Any] = field(default_factory=dict)
     tried: str = ""  # if the plan does not fit: text that names other options that do not fit either
-    step_seconds: float | None = None  # seconds of a step by the machine's rates, or a lower bound; None: not computed
+    # seconds of a step by the machine's rates, or a lower bound; None: not computed
+    step_seconds: float | None = None
     binds: str = ""  # name of the resource that sets step_seconds
     updates_on_host: bool = True  # True: the host updates the parameters whose optimizer state it keeps
-    stages: dict[str, int] = field(default_factory=dict)  # device bytes by pipeline stage; `device`: the largest stage
+    # device bytes by pipeline stage; `device`: the largest stage
+    stages: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for memory in (self.device, self.host, self.disk):
@@ -350,7 +374,14 @@ class Plan:
         if not isinstance(self.stages, dict):
             raise ValueError(f"expected a plan's stages as bytes by name, got {self.stages!r:.80}")
         moved = {"moved_bytes": self.moved_bytes}
-        sized: list[Mapping[str, float]] = [self.device, self.host, self.disk, self.exchanged, self.stages, moved]
+        sized: list[Mapping[str, float]] = [
+            self.device,
+            self.host,
+            self.disk,
+            self.exchanged,
+            self.stages,
+            moved,
+        ]
         for each in sized:
             for kind, size in each.items():
                 if not isinstance(size, int | float) or not 0 <= size <= MOST_PLANNED:
@@ -413,8 +444,10 @@ class Job:
     device: str = "cpu"  # cpu, cuda, or sim: a CPU with a second memory (harness/devices/sim.py)
     steps: int = 20  # number of steps, warm-up included
     warmup: int = 5  # number of steps at the start that are not timed
-    trace: str | None = field(default=None, compare=False)  # file for a timeline of the last steps; no part of the key
-    save: str | None = field(default=None, compare=False)  # folder for the trained weights; no part of the key
+    # file for a timeline of the last steps; no part of the key
+    trace: str | None = field(default=None, compare=False)
+    # folder for the trained weights; no part of the key
+    save: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
@@ -466,7 +499,9 @@ def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[W
     """Return the workloads of several models, each with its own pair of learning rate and batch size. There are
     `num_batch_sizes` sizes and NUM_RATES rates, each half of the one before; after the last rate the rates repeat."""
     rows = [divmod(number, num_batch_sizes) for number in range(num_models)]
-    sizes = [(workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows]
+    sizes = [
+        (workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows
+    ]
     return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]
 
 

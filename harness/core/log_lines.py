@@ -44,7 +44,7 @@ def interval_steps(job: Job) -> int:
 
 def interval_lines(
     job: Job, measured: dict[str, Any], peaks: dict[str, int], dialect: str = "megatron"
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Return the published metric lines if the latest step ends an interval, and an empty list if not.
 
     Times and losses are means over the interval, warm-up included, as in the published logs. Tera Flops are computed

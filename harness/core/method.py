@@ -29,7 +29,8 @@ class Step(NamedTuple):
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None = None  # global norm of the gradient, before clipping
-    shares: list[float] | None = None  # if several models train: each model's share of the devices' busy time so far
+    # if several models train: each model's share of the devices' busy time so far
+    shares: list[float] | None = None
     loss_scale: float | None = None  # set in fp16 only
     is_skipped: bool = False  # True in fp16 if a gradient was not finite
 
@@ -65,11 +66,13 @@ class OtherModel(NamedTuple):
     @classmethod
     def of(cls, changes: dict[str, Any], steps: Sequence[Step], tensors: Iterable[TensorState]) -> OtherModel:
         return cls(
-            changes, [float(step.loss) for step in steps],
-            [float(step.grad_norm) for step in steps if step.grad_norm is not None], tensors,
+            changes,
+            [float(step.loss) for step in steps],
+            [float(step.grad_norm) for step in steps if step.grad_norm is not None],
+            tensors,
             [step.loss_scale for step in steps if step.loss_scale is not None],
             [number for number, step in enumerate(steps, start=1) if step.is_skipped],
-        )  # fmt: skip
+        )
 
 
 class Trained(NamedTuple):
@@ -85,7 +88,8 @@ class Trained(NamedTuple):
 Training = Generator[Step, None, Trained]
 
 
-RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}  # types that these functions of a method must return
+# types that these functions of a method must return
+RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}
 
 
 class Method(ABC):
@@ -102,10 +106,12 @@ class Method(ABC):
     color: ClassVar[str] = "#888888"  # in figures of the runs
     paper: ClassVar[str] = ""
     bit_exact: ClassVar[bool] = False  # True: promises results bit-equal to the reference's on a CPU in fp32
-    bit_exact_in_half: ClassVar[bool] = False  # True: promises bit-equal results on a CPU in bf16 and fp16, too
+    # True: promises bit-equal results on a CPU in bf16 and fp16, too
+    bit_exact_in_half: ClassVar[bool] = False
     is_exact: ClassVar[bool] = True  # False: trains differently by design
     is_reference: ClassVar[bool] = False  # True for exactly one method
-    can_rehearse: ClassVar[bool] = False  # True: runs on tensors without memory (harness/devices/memory_rehearsal.py)
+    # True: runs on tensors without memory (harness/devices/memory_rehearsal.py)
+    can_rehearse: ClassVar[bool] = False
     accumulates: ClassVar[bool] = False  # True: trains on micro-batches
     log_dialect: ClassVar[str] = "megatron"  # dialect of its logs, one of log_lines.DIALECTS
     build_seconds: ClassVar[int] = 0  # rough duration of build()
@@ -118,7 +124,8 @@ class Method(ABC):
     # checkout's .venv; until then identity() is empty. None: the method has no such option.
     release_option: ClassVar[str | None] = None
 
-    forecast_test: ClassVar[ForecastTest | None] = None  # how forecasts of the method's step times were tested
+    # how forecasts of the method's step times were tested
+    forecast_test: ClassVar[ForecastTest | None] = None
 
     # Kinds of work that run during the device's compute: "copies" to and from the host, "updates" on the host,
     # "gathers" and "sums" between ranks. If a plan has no step_seconds, forecasts of a step's time read these kinds.
@@ -145,7 +152,9 @@ class Method(ABC):
         return self
 
     @abstractmethod
-    def train(self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str) -> Training:
+    def train(
+        self, workload: Workload, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: str
+    ) -> Training:
         """Train with settled options on each (inputs, targets) batch, (B, T) token ids on the device.
 
         Yield each step before taking the next batch, because the step's time ends at the yield. Return when every
@@ -212,7 +221,9 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     """Return the method's class. Raises ValueError if there is no method of this name or its file holds no method."""
     files = REGISTRY.files(folders)
     if name not in files:
-        raise ValueError(f"no method {name!r}: {did_you_mean(name, files)}choose one of {', '.join(sorted(files))}")
+        raise ValueError(
+            f"no method {name!r}: {did_you_mean(name, files)}choose one of {', '.join(sorted(files))}"
+        )
     found: type[Method] | None = REGISTRY.class_in(files[name], Method)
     if found is None or not dataclasses.is_dataclass(found):
         raise ValueError(
@@ -249,7 +260,9 @@ def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -
 
     if workload.config is not None and not trained.takes_config:
         others = able("takes_config")
-        raise ValueError(f"{trained.label} trains only the published GPT, not {workload.model}: try -m {others}")
+        raise ValueError(
+            f"{trained.label} trains only the published GPT, not {workload.model}: try -m {others}"
+        )
     if workload.micro_batches > 1 and not trained.accumulates:
         others = able("accumulates")
         raise ValueError(
@@ -258,7 +271,9 @@ def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -
     if workload.clip_norm and not trained.clips:
         raise ValueError(f"{trained.label} does not clip gradients: try --clip 0, or -m {able('clips')}")
     if workload.dtype == "fp16" and not trained.scales_loss:
-        raise ValueError(f"{trained.label} has no loss scale for fp16: try --dtype bf16, or -m {able('scales_loss')}")
+        raise ValueError(
+            f"{trained.label} has no loss scale for fp16: try --dtype bf16, or -m {able('scales_loss')}"
+        )
 
 
 def option_names(cls: type[Method]) -> list[str]:
@@ -274,7 +289,9 @@ def reference(folders: tuple[Path, ...] = ()) -> str:
     """Return the name of the reference method. Raises ValueError unless exactly one method has is_reference = True."""
     marked = [name for name, cls in loadable(folders).items() if cls.is_reference]
     if len(marked) != 1:
-        raise ValueError(f"expected one method with is_reference = True, got {len(marked)}: {', '.join(marked)}")
+        raise ValueError(
+            f"expected one method with is_reference = True, got {len(marked)}: {', '.join(marked)}"
+        )
     return marked[0]
 
 

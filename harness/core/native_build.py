@@ -29,7 +29,9 @@ def has_header(name: str) -> bool:
     variable adds to them."""
     told = (os.environ.get(word, "") for word in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"))
     prefixes = ("/usr/local", "/usr", os.environ.get("CONDA_PREFIX", "/usr"))
-    folders = [f"{prefix}/include" for prefix in prefixes] + [f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}"]
+    folders = [f"{prefix}/include" for prefix in prefixes] + [
+        f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}"
+    ]
     given = [folder for paths in told for folder in paths.split(os.pathsep) if folder]
     return any(Path(folder, name).exists() for folder in (*given, sysconfig.get_path("include"), *folders))
 
@@ -65,7 +67,9 @@ class Library:
         Unavailable if there is no compiler or compiling fails."""
         compiler, path = find(), self.path
         if not compiler:
-            raise Unavailable(f"{self.what} needs a C++ compiler ({', '.join(COMPILERS)}): try apt-get install g++")
+            raise Unavailable(
+                f"{self.what} needs a C++ compiler ({', '.join(COMPILERS)}): try apt-get install g++"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob("*.building"):
             if not Path(f"/proc/{left.name.split('.')[0]}").exists():

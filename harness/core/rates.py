@@ -29,8 +29,10 @@ FACTS = (
     ("disk_write_gb_per_second", "disk_write_bytes_per_second", 1e9),
     ("disk_duplex_share", "disk_duplex_share", 1),
 )
-TOLD = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")  # facts for people; they set no rate
-LIMITS, SHARES = (1.0, 1e30), (1e-6, 1e6)  # allowed ranges of rates and of shares, which keep plans' numbers finite
+# facts for people; they set no rate
+TOLD = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")
+# allowed ranges of rates and of shares, which keep plans' numbers finite
+LIMITS, SHARES = (1.0, 1e30), (1e-6, 1e6)
 NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 
 
@@ -38,16 +40,21 @@ NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 class Rates:
     """The rates that a machine achieves, not those of its data sheet. inf: the rate is not known and slows no plan."""
 
-    device_flops_per_second: float  # rate of the device's compute; FLOPs are counted as in Workload.flops_per_step
-    forward_share: float = 0.25  # share of the forward pass in a step's compute time, if every layer is recomputed
+    # rate of the device's compute; FLOPs are counted as in Workload.flops_per_step
+    device_flops_per_second: float
+    # share of the forward pass in a step's compute time, if every layer is recomputed
+    forward_share: float = 0.25
     device_bytes_per_second: float = math.inf  # rate at which Adam reads and writes the device's memory
     inbound_bytes_per_second: float = math.inf  # rate of copies from page-locked host memory to the device
     outbound_bytes_per_second: float = math.inf  # rate of copies from the device to page-locked host memory
     duplex_share: float = 1.0  # total rate of copies in both directions at once / sum of both rates alone
     host_bytes_per_second: float = math.inf  # rate of the host's memory, which Adam and copies share
-    host_adam_params_per_second: float = math.inf  # rate of the host's Adam, if its memory's rate were no limit
-    ahead_cost: float = 1.0  # time of an update that writes a new copy of the state, relative to an update in place
-    streamed_cost: float = 1.0  # time of a streamed layer's update on the device, relative to a resident one's
+    # rate of the host's Adam, if its memory's rate were no limit
+    host_adam_params_per_second: float = math.inf
+    # time of an update that writes a new copy of the state, relative to an update in place
+    ahead_cost: float = 1.0
+    # time of a streamed layer's update on the device, relative to a resident one's
+    streamed_cost: float = 1.0
     disk_read_bytes_per_second: float = math.inf  # rate of reading the files that hold state
     disk_write_bytes_per_second: float = math.inf  # rate of writing the files that hold state
     disk_duplex_share: float = 1.0  # total rate of reading and writing at once / sum of both rates alone
@@ -66,7 +73,9 @@ class Rates:
             if not least <= value <= most:
                 raise ValueError(f"a machine's {item.name}: expected {least:g} to {most:g}, got {value:g}")
         if not (self.forward_share < 1 and max(self.duplex_share, self.disk_duplex_share) <= 1):
-            raise ValueError("expected forward_share below 1, duplex_share and disk_duplex_share at most 1, got more")
+            raise ValueError(
+                "expected forward_share below 1, duplex_share and disk_duplex_share at most 1, got more"
+            )
 
     @property
     def duplex_bytes_per_second(self) -> float:
@@ -84,9 +93,13 @@ def of_facts(facts: dict[str, Any]) -> Rates | None:
     known = (*dict.fromkeys(fact for fact, *_ in FACTS), *TOLD)
     for name in facts:
         if name not in known:
-            raise ValueError(f"unknown fact {name!r}: {did_you_mean(name, known)}choose one of {', '.join(known)}")
+            raise ValueError(
+                f"unknown fact {name!r}: {did_you_mean(name, known)}choose one of {', '.join(known)}"
+            )
     try:
-        found: dict[str, Any] = {rate: float(facts[fact]) * factor for fact, rate, factor in FACTS if fact in facts}
+        found: dict[str, Any] = {
+            rate: float(facts[fact]) * factor for fact, rate, factor in FACTS if fact in facts
+        }
     except (TypeError, ValueError):
         return None
     if any(name not in facts for name in NEEDED):

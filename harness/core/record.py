@@ -32,7 +32,8 @@ DEVICES = ("cpu", "cuda", "sim")
 LATEST = 253_402_300_800.0  # Unix time of the year 10000
 PASSING = ("exact", "tolerance", "twin")
 VERDICTS = (*PASSING, "failed", "untested")
-PRODUCTS_IN = "products in "  # how a text in a record's `kernels` begins that names the dtype of matrix products
+# how a text in a record's `kernels` begins that names the dtype of matrix products
+PRODUCTS_IN = "products in "
 ADDED = "added"  # name of the subfolder of a results folder that holds the records that others sent in
 if TYPE_CHECKING:
     Values = list[float]
@@ -43,7 +44,15 @@ if TYPE_CHECKING:
     SoftwareFacts: TypeAlias = Evidence
     Tensor: TypeAlias = Evidence
 else:
-    from harness.core.record_parts import Evidence, MachineFacts, Other, ScheduleFacts, SoftwareFacts, Tensor, Values
+    from harness.core.record_parts import (
+        Evidence,
+        MachineFacts,
+        Other,
+        ScheduleFacts,
+        SoftwareFacts,
+        Tensor,
+        Values,
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ class Record:
     job: Job  # what was run
     key: str  # hash of the job and its context: records with equal keys measure the same thing
     status: str  # how the run ended: one of STATUSES (harness/core/record.py)
-    phase: str = ""  # the phase in which the run ended: start, import, data, build, step N, drain, inspect, done
+    # the phase in which the run ended: start, import, data, build, step N, drain, inspect, done
+    phase: str = ""
     reason: str = ""  # one line for people, if status is not ok
     evidence: Evidence = field(default_factory=dict)  # facts behind the status; if imported, facts of the log
     origin: str = "run"  # run, or imported: read from a log that another harness, or this one, printed
@@ -83,25 +93,35 @@ class Record:
     software: SoftwareFacts = field(default_factory=dict)  # versions and source of the code that ran
     started: float = 0.0  # Unix time of the start
     losses: Values = field(default_factory=list)  # the loss of each step, before its update
-    grad_norms: Values = field(default_factory=list)  # the global norm of each step's gradient, before clipping
+    # the global norm of each step's gradient, before clipping
+    grad_norms: Values = field(default_factory=list)
     loss_scales: list[float] = field(default_factory=list)  # the loss scale of each step in fp16
-    skipped_steps: list[int] = field(default_factory=list)  # numbers, from 1, of steps whose gradient was not finite
+    # numbers, from 1, of steps whose gradient was not finite
+    skipped_steps: list[int] = field(default_factory=list)
     step_seconds: Values = field(default_factory=list)  # seconds of each step
-    phase_seconds: dict[str, float] = field(default_factory=dict)  # seconds of each phase: start, import, data, ...
+    # seconds of each phase: start, import, data, ...
+    phase_seconds: dict[str, float] = field(default_factory=dict)
     # Bytes: device_allocated, device_reserved, host_anonymous, host_shared
     peaks: dict[str, int] = field(default_factory=dict)  # most bytes in use of each memory
-    num_alloc_retries: int = 0  # how often torch's CUDA allocator had to empty its cache, which waits for the device
-    predicted: dict[str, Any] = field(default_factory=dict)  # the plan: bytes by memory and kind, least step_seconds
-    limits: dict[str, str] = field(default_factory=dict)  # the mechanism that enforces each limit of the budget
+    # how often torch's CUDA allocator had to empty its cache, which waits for the device
+    num_alloc_retries: int = 0
+    # the plan: bytes by memory and kind, least step_seconds
+    predicted: dict[str, Any] = field(default_factory=dict)
+    # the mechanism that enforces each limit of the budget
+    limits: dict[str, str] = field(default_factory=dict)
     moved_bytes: int = 0  # bytes moved between device and host in all steps, both directions together
-    schedule: ScheduleFacts = field(default_factory=dict)  # facts of a run of several models or after a checkpoint
+    # facts of a run of several models or after a checkpoint
+    schedule: ScheduleFacts = field(default_factory=dict)
     data_sha256: str = ""  # hash of the samples that the run trained on
-    kernels: list[str] = field(default_factory=list)  # attention and optimizer kernels, dtypes of products: step 2
+    # attention and optimizer kernels, dtypes of products: step 2
+    kernels: list[str] = field(default_factory=list)
     description: dict[str, str] = field(default_factory=dict)  # the method's row in the fairness table
     bit_exact: bool = False  # True: the method promises the reference's bits on a CPU in this dtype
     is_exact: bool = True  # False: by design the method trains differently from the reference
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # changes of each trained tensor, by the tensor's name
-    others: list[Other] = field(default_factory=list)  # if several models trained: results of all models but the first
+    # changes of each trained tensor, by the tensor's name
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    # if several models trained: results of all models but the first
+    others: list[Other] = field(default_factory=list)
     gate: Gate = Gate()  # whether the method trained as the reference does
 
     @property
@@ -123,7 +143,9 @@ class Record:
     def is_lasting(self) -> bool:
         """False if the same call would run the job again: the record is no result, the run ended by a full disk or by a
         memory limit of a cluster or shell, or its code or data changed meanwhile."""
-        is_of_elsewhere = (self.status == "does-not-fit" and self.phase != "plan") or "limit_of" in self.evidence
+        is_of_elsewhere = (
+            self.status == "does-not-fit" and self.phase != "plan"
+        ) or "limit_of" in self.evidence
         return self.is_result and not is_of_elsewhere and "changed" not in self.software
 
     @property
@@ -156,7 +178,9 @@ class Record:
         for other in self.others:
             workload = dataclasses.replace(self.job.workload, **other["workload"])
             steps = self.job.steps * self.job.workload.batch_size // workload.batch_size  # the same samples
-            job = dataclasses.replace(self.job, workload=workload, steps=steps, warmup=min(self.job.warmup, steps - 1))
+            job = dataclasses.replace(
+                self.job, workload=workload, steps=steps, warmup=min(self.job.warmup, steps - 1)
+            )
             kept = {name: value for name, value in other.items() if name != "workload"}
             found.append(dataclasses.replace(self, job=job, others=[], **kept))
         return found
@@ -166,7 +190,9 @@ class Record:
         """Samples per second in a step of median duration. None if the run did not end ok, has no timed steps, or did
         not pass the gate: a method that does not train as the reference does has no throughput."""
         seconds = self.median_step_seconds
-        return self.samples_per_step / seconds if self.status == "ok" and self.gate.passed and seconds else None
+        return (
+            self.samples_per_step / seconds if self.status == "ok" and self.gate.passed and seconds else None
+        )
 
     @property
     def slowed_by(self) -> str:
@@ -204,7 +230,9 @@ class Record:
         if isinstance(verdict := fields.get("gate"), dict):  # the speed is derived anew
             fields["gate"] = {name: value for name, value in verdict.items() if name != SPEED}
         with suppress(KeyError, TypeError, AttributeError):  # older budgets have the fields ONCE_IN_BUDGETS
-            budget = {name: value for name, value in fields["job"]["budget"].items() if name not in ONCE_IN_BUDGETS}
+            budget = {
+                name: value for name, value in fields["job"]["budget"].items() if name not in ONCE_IN_BUDGETS
+            }
             fields["job"] = {**fields["job"], "budget": budget}
         record = checked(Record, fields)
         if wrong := record._contradiction():
@@ -263,7 +291,9 @@ def wrong_num_models(schedule: Mapping[str, Any], others: Sequence[Any]) -> str:
     would falsify samples_per_step."""
     num_models = 1 + len(others)
     told = schedule.get("num_models", num_models)
-    return "" if told == num_models else f"expected num_models {num_models}, one more than `others`, got {told}"
+    return (
+        "" if told == num_models else f"expected num_models {num_models}, one more than `others`, got {told}"
+    )
 
 
 def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
@@ -291,7 +321,8 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
 
 def marks(record: Record) -> list[Any]:
     """Return values that no two measurements share: one from the run's start time, one from its steps' durations."""
-    if record.origin != "run":  # a log's file name tells the start only in whole seconds, so losses must differ, too
+    if record.origin != "run":
+        # a log's file name tells the start only in whole seconds, so losses must differ, too
         return [(record.key, record.started, *record.losses, *record.step_seconds)]
     starts = [(record.key, record.started)] if record.started else []
     seconds = tuple(record.step_seconds)
@@ -308,7 +339,9 @@ def records_of(folder: Path) -> list[Record]:
 
 def added_folders(results: Path) -> list[Path]:
     """Return the folders with results that others sent in. There is one folder for each machine in each archive."""
-    return [path for path in sorted((results / ADDED).glob("[!.]*")) if path.is_dir() and not path.is_symlink()]
+    return [
+        path for path in sorted((results / ADDED).glob("[!.]*")) if path.is_dir() and not path.is_symlink()
+    ]
 
 
 def _age(record: Record, now: float) -> float:

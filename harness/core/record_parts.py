@@ -18,12 +18,14 @@ class Tensor(TypedDict, total=False):
     changed: Required[float]  # share of the tensor's elements that differ from their starting values
     moved: Required[float]  # Euclidean distance of the tensor from its starting values
     size: float  # Euclidean norm of the tensor at the end
-    sketch: list[float] | None  # sums of the changes with random signs, from which tensors' distances are estimated
+    # sums of the changes with random signs, from which tensors' distances are estimated
+    sketch: list[float] | None
     exp_avg: float | None  # norm of Adam's first moment
     exp_avg_sq: float | None  # norm of Adam's second moment
     with_gradient: float | None  # share of the elements whose second moment is not zero
     sha256: str  # hash of the final values in fp32, its first 16 hexadecimal digits
-    left_out: str  # elements that `moved`, `sketch` and the moments' facts leave out: only rounding changes them
+    # elements that `moved`, `sketch` and the moments' facts leave out: only rounding changes them
+    left_out: str
 
 
 class Other(TypedDict):
@@ -69,7 +71,8 @@ class SoftwareFacts(TypedDict, total=False):
     are allowed."""
 
     source: str  # the hash of the code that decides how the method trains
-    unlisted: list[str]  # code that the run executed, and programs that it started, which `source` does not cover
+    # code that the run executed, and programs that it started, which `source` does not cover
+    unlisted: list[str]
     changed: list[str]  # what of the run's identity changed while the run went on
 
 
@@ -80,8 +83,10 @@ class ScheduleFacts(TypedDict, total=False):
     num_models: int  # number of models that took turns
     resumed_steps: int  # number of steps that an earlier run had done and that the checkpoint held
     resumed_source: str  # hash of the code that trained the resumed steps
-    turns: list[list[Any]]  # for each turn: model, shard, kind, device, and the turn's start and end in seconds
+    # for each turn: model, shard, kind, device, and the turn's start and end in seconds
+    turns: list[list[Any]]
 
 
-for kind in (Evidence, MachineFacts, ScheduleFacts, SoftwareFacts):  # a TypedDict's body must not hold this statement
+for kind in (Evidence, MachineFacts, ScheduleFacts, SoftwareFacts):
+    # a TypedDict's body must not hold this statement
     kind.__pydantic_config__ = OTHER_FIELDS  # type: ignore[union-attr]

@@ -76,10 +76,12 @@ REASONS = {
         + OWN_SCRIPT
     ),
     "head-bias": (
-        "expected a head without bias, got one with {part}: the loss is computed from the matrix alone; " + OWN_SCRIPT
+        "expected a head without bias, got one with {part}: the loss is computed from the matrix alone; "
+        + OWN_SCRIPT
     ),
     "scaled-logits": "expected logits that {known} alone may change, got {field} {value}; " + OWN_SCRIPT,
-    "no-checkpoints": "expected layers that transformers recomputes, got a model without checkpoints; " + OWN_SCRIPT,
+    "no-checkpoints": "expected layers that transformers recomputes, got a model without checkpoints; "
+    + OWN_SCRIPT,
     "other-logits": (
         "its embedding, layers, norm and head, run one after the other, give other logits than the whole model; "
         + OWN_SCRIPT

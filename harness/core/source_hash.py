@@ -39,7 +39,8 @@ SHARED = (
     ROOT / "harness/gate/inspect_training.py",
 )
 OWN = {"harness", "places", "methods", "papers", "cli", "bench"}  # packages of this project
-COVERED = [ROOT / house for house in ("harness", "places", "papers", "cli")]  # may be executed beside a method
+# may be executed beside a method
+COVERED = [ROOT / house for house in ("harness", "places", "papers", "cli")]
 STARTED = ("sitecustomize", "usercustomize")  # modules that Python imports by itself, if it has them
 NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py|json|ya?ml|toml|ini|csv|txt)")
 LOADERS = {"import_module", "__import__"}
@@ -101,7 +102,9 @@ class Listed(NamedTuple):
             above = {file, *file.parents}
             if note.modified_ns is None:
                 lacking.add(note.text.replace(f"{self.beside}{os.sep}", ""))
-            elif not (above & self.places or is_standard(note.text) or above & {*COVERED} or _is_versioned(file)):
+            elif not (
+                above & self.places or is_standard(note.text) or above & {*COVERED} or _is_versioned(file)
+            ):
                 base = next((base for base in (self.beside, ROOT) if base in above), None)
                 lacking.add(str(file.relative_to(base) if base else file))
         return sorted(lacking)
@@ -197,7 +200,11 @@ def _drop_docstrings(nodes: Iterable[ast.AST]) -> None:
     for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and type(first.value.value) is str:
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and type(first.value.value) is str
+            ):
                 node.body = node.body[1:]
 
 
@@ -228,7 +235,8 @@ def _package(name: str) -> str:
     digest, places = hashlib.sha256(), _places(name)
     for file in _code(name):
         place = next((place for place in places if file.is_relative_to(place)), file.parent)
-        data = file.read_bytes() if file.suffix in SHORT else sampled_hash(file).encode()  # a library may have GBs
+        # a library may have GBs
+        data = file.read_bytes() if file.suffix in SHORT else sampled_hash(file).encode()
         digest.update(f"{file.relative_to(place)} {len(data)} ".encode(errors="replace") + data)
     return digest.hexdigest() if places else "missing"
 
@@ -239,7 +247,9 @@ def _code(name: str) -> list[Path]:
     files = set[Path]()
     for place in [] if _installed(name) else map(_existing, _places(name)):
         if place.is_dir():
-            inside = (file for file in place.rglob("*") if file.suffix in CODE and file.parent.name != "__pycache__")
+            inside = (
+                file for file in place.rglob("*") if file.suffix in CODE and file.parent.name != "__pycache__"
+            )
             files.update(file for file in inside if file.is_file())
         elif place.is_file():
             files.add(place)

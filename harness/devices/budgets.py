@@ -28,7 +28,8 @@ from harness.core.job import Budget, Job, Room, gib
 from harness.devices import cuda_budget, machine, sim
 
 MIB = 2**20
-BASELINES = ROOT / ".venv" / "baselines.json"  # file that caches baseline_bytes() by device, machine and packages
+# file that caches baseline_bytes() by device, machine and packages
+BASELINES = ROOT / ".venv" / "baselines.json"
 PROCESSES = Path("/proc")
 LEAST_ROOM_BYTES = 64 * MIB
 # The reserve of a CPU's host budget, for fragments of the C library's heap, in which all tensors of a CPU below 32 MiB
@@ -56,7 +57,9 @@ def check(budget: Budget, device: str, world_size: int = 1) -> None:
     for name, option in (("device_bytes", "--device-memory"), ("host_bytes", "--host-memory")):
         asked, most = getattr(budget, name), getattr(there, name)
         if asked and most and asked > most:
-            raise ValueError(f"expected {option} of at most {most // MIB}MiB on this machine, got {gib(asked)}")
+            raise ValueError(
+                f"expected {option} of at most {most // MIB}MiB on this machine, got {gib(asked)}"
+            )
     if budget.host_bytes and device in ("cpu", "cuda"):
         least = (baseline_bytes(device) + LEAST_ROOM_BYTES) * world_size
         if budget.host_bytes < least:
@@ -90,7 +93,8 @@ def baseline_bytes(device: str) -> int:
     if about not in kept:
         with contextlib.suppress(ValueError):  # torch is missing; the run's record will tell that
             kept[about] = ask("harness.devices.budgets", device)
-            with contextlib.suppress(OSError):  # .venv may belong to another user; then the next process measures again
+            with contextlib.suppress(OSError):
+                # .venv may belong to another user; then the next process measures again
                 BASELINES.parent.mkdir(exist_ok=True)
                 write_whole(BASELINES, json.dumps(kept, indent=1))
     return kept.get(about, CUDA_BASELINE_BYTES if device == "cuda" else 0)
@@ -110,7 +114,9 @@ def less_reserve(room: Room, asked: Budget, device: str, num_devices: int = 1) -
         return room
     times = 1 if num_devices == 1 else 2 if device == "cpu" else 1 + num_devices
     left = room.host_bytes - baseline_bytes(device) * times
-    return dataclasses.replace(room, host_bytes=max(1, left - left // HEAP_PARTS if device == "cpu" else left))
+    return dataclasses.replace(
+        room, host_bytes=max(1, left - left // HEAP_PARTS if device == "cpu" else left)
+    )
 
 
 def reserve_text(asked: Budget, device: str) -> str:
@@ -326,7 +332,11 @@ def process_bytes(pid: int | None = None) -> dict[str, int]:
     process; None: this process. Names that the kernel does not tell are left out."""
     with contextlib.suppress(OSError):
         lines = (PROCESSES / str(pid or os.getpid()) / "status").read_text().splitlines()
-        return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmData"))}
+        return {
+            line.split(":")[0]: int(line.split()[1]) * 1024
+            for line in lines
+            if line.startswith(("Rss", "VmData"))
+        }
     return {}
 
 

@@ -32,7 +32,8 @@ from harness.core.record import LATEST
 from harness.devices import machine
 
 Report = Callable[[dict[str, Any]], None]
-MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000  # most holders in a .holders file; most characters of a job's text there
+# most holders in a .holders file; most characters of a job's text there
+MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000
 
 
 @dataclass
@@ -85,13 +86,18 @@ def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: floa
     calls wait for each other.
     """
     with contextlib.ExitStack() as stack:
-        yield Turn([
-            stack.enter_context(_held(path, job, report, is_timed, foreseen_seconds)) for path in _paths(job)
-        ])  # fmt: skip
+        yield Turn(
+            [
+                stack.enter_context(_held(path, job, report, is_timed, foreseen_seconds))
+                for path in _paths(job)
+            ]
+        )
 
 
 @contextlib.contextmanager
-def _held(path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds: float) -> Iterator[HeldDevice]:
+def _held(
+    path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds: float
+) -> Iterator[HeldDevice]:
     """Hold the lock of the device whose `.lock` is `path`, within this context; see turn()."""
     handle = _open(path)
     shares = not is_timed and job.device != "cuda" and _can_write(_list(path))
@@ -180,8 +186,13 @@ def _takes(handle: int, kind: int) -> bool:
 
 
 def _sign(number: int, told: str, foreseen_seconds: float) -> dict[str, Any]:
-    return {"number": number, "pid": os.getpid(), "job": told, "since": time.time(),
-            "foreseen_seconds": foreseen_seconds}  # fmt: skip
+    return {
+        "number": number,
+        "pid": os.getpid(),
+        "job": told,
+        "since": time.time(),
+        "foreseen_seconds": foreseen_seconds,
+    }
 
 
 def _list(path: Path) -> Path:
@@ -194,7 +205,8 @@ def _changed(path: Path) -> Iterator[dict[str, Any]]:
     that another user owns stays as it is."""
     handle = _open(_list(path))
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # the wait is short: every process holds this lock only for a moment
+        # the wait is short: every process holds this lock only for a moment
+        fcntl.flock(handle, fcntl.LOCK_EX)
         listed = _read(path)
         yield listed
         with contextlib.suppress(OSError):
@@ -259,4 +271,6 @@ def _checked(handle: int, path: Path) -> int:
 
 
 def _no_lock(path: Path, got: str) -> ValueError:
-    return ValueError(f"{path}: expected a regular file for a lock, got {got}; remove it, or set HARNESS_LOCKS=FOLDER")
+    return ValueError(
+        f"{path}: expected a regular file for a lock, got {got}; remove it, or set HARNESS_LOCKS=FOLDER"
+    )

@@ -26,22 +26,64 @@ from harness.core.job import Budget, Job, Room, Workload, gib
 from harness.core.rates import Rates
 from harness.devices import cuda_budget
 
-CALIBRATION = ROOT / "results" / "calibration.json"  # this machine's measured rates, written by `doctor --calibrate`
+# this machine's measured rates, written by `doctor --calibrate`
+CALIBRATION = ROOT / "results" / "calibration.json"
 # Environment variables that change which kernels the same code runs, or how fast they are.
 KERNEL_VARIABLES = (
-    "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES",
-    "OMP_SCHEDULE", "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT", "KMP_AFFINITY", "KMP_BLOCKTIME", "KMP_HW_SUBSET",
-    "KMP_LIBRARY", "MKL_NUM_THREADS", "MKL_DOMAIN_NUM_THREADS", "MKL_DYNAMIC", "MKL_THREADING_LAYER", "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "THP_MEM_ALLOC_ENABLE",
-    "LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_CONF", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
-    "CUBLASLT_WORKSPACE_SIZE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT",
-    "TORCH_LINALG_PREFER_CUSOLVER", "DISABLE_ADDMM_CUDA_LT", "TORCH_CUDNN_V8_API_DISABLED",
-    "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_TUNABLEOP_TUNING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_LAUNCH_BLOCKING",
-    "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE",
-    "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS",
-)  # fmt: skip
+    "OMP_NUM_THREADS",
+    "OMP_THREAD_LIMIT",
+    "OMP_DYNAMIC",
+    "OMP_WAIT_POLICY",
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "OMP_SCHEDULE",
+    "GOMP_CPU_AFFINITY",
+    "GOMP_SPINCOUNT",
+    "KMP_AFFINITY",
+    "KMP_BLOCKTIME",
+    "KMP_HW_SUBSET",
+    "KMP_LIBRARY",
+    "MKL_NUM_THREADS",
+    "MKL_DOMAIN_NUM_THREADS",
+    "MKL_DYNAMIC",
+    "MKL_THREADING_LAYER",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "OPENBLAS_NUM_THREADS",
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "THP_MEM_ALLOC_ENABLE",
+    "LD_PRELOAD",
+    "GLIBC_TUNABLES",
+    "MALLOC_ARENA_MAX",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_CONF",
+    "TORCH_COMPILE_DISABLE",
+    "TORCHDYNAMO_DISABLE",
+    "NVIDIA_TF32_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_LINALG_PREFER_CUSOLVER",
+    "DISABLE_ADDMM_CUDA_LT",
+    "TORCH_CUDNN_V8_API_DISABLED",
+    "PYTORCH_TUNABLEOP_ENABLED",
+    "PYTORCH_TUNABLEOP_TUNING",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+)
 # If a layer's forward pass on one sample takes fewer FLOPs than this, only one thread computes. For so little work a
 # second thread gains nothing; beside other work, two threads, which wait busily for each other, took up to 25 times as
 # long (results/LOG.md). The number is for a sample, not for a batch, so that the batch's size does not change results.
@@ -69,7 +111,11 @@ def affinity() -> dict[str, str]:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if not cores or len(cores) == os.cpu_count():
         return {}
-    runs = zip(sorted(cores - {core + 1 for core in cores}), sorted(cores - {core - 1 for core in cores}), strict=True)
+    runs = zip(
+        sorted(cores - {core + 1 for core in cores}),
+        sorted(cores - {core - 1 for core in cores}),
+        strict=True,
+    )
     return {"affinity": ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)}
 
 
@@ -91,7 +137,10 @@ def software() -> dict[str, Any]:
 def checked() -> dict[str, str]:
     """Return the facts that must be equal for two measurements to be comparable. A job's key contains these facts."""
     names = ("cpu", "cores", "gpu")
-    found = {**{name: str(facts().get(name)) for name in names}, **{name: str(software()[name]) for name in PACKAGES}}
+    found = {
+        **{name: str(facts().get(name)) for name in names},
+        **{name: str(software()[name]) for name in PACKAGES},
+    }
     found["python"] = software()["python"].rpartition(".")[0]
     found |= affinity() | kernel_environment()
     # Settings of the GPU's allocator change fragmentation, and so the largest model that fits.
@@ -115,9 +164,11 @@ def gpu() -> dict[str, Any]:
     with contextlib.suppress(pynvml.NVMLError):
         handle = _gpu_handle()
         return {
-            "gpu": pynvml.nvmlDeviceGetName(handle), "gpu_bytes": _total_bytes(handle),
-            "gpu_uuid": pynvml.nvmlDeviceGetUUID(handle), "driver": pynvml.nvmlSystemGetDriverVersion(),
-        }  # fmt: skip
+            "gpu": pynvml.nvmlDeviceGetName(handle),
+            "gpu_bytes": _total_bytes(handle),
+            "gpu_uuid": pynvml.nvmlDeviceGetUUID(handle),
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+        }
     return {}
 
 
@@ -308,7 +359,9 @@ def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks
     if known and asked.link_bytes_per_second:
         link = asked.link_bytes_per_second
         known = dataclasses.replace(known, inbound_bytes_per_second=link, outbound_bytes_per_second=link)
-    return Room(device_bytes, most and most // num_ranks, asked.disk_bytes, known, page_locks=device == "cuda")
+    return Room(
+        device_bytes, most and most // num_ranks, asked.disk_bytes, known, page_locks=device == "cuda"
+    )
 
 
 def device_limit_bytes(job: Job) -> int | None:
@@ -317,7 +370,9 @@ def device_limit_bytes(job: Job) -> int | None:
     asked = job.budget.device_bytes
     if job.device != "cuda":
         return asked
-    return cuda_budget.allocator_bytes(asked, context_bytes(job.world_size)) if asked else gpu().get("gpu_bytes")
+    return (
+        cuda_budget.allocator_bytes(asked, context_bytes(job.world_size)) if asked else gpu().get("gpu_bytes")
+    )
 
 
 def dropout_bytes(workload: Workload) -> int:
@@ -341,7 +396,9 @@ def rank_room(job: Job) -> Room:
     """Return the room that the plan of each of the job's ranks has if all ranks are on this machine. Raises ValueError
     if the job asks for several ranks or devices on sim."""
     if job.world_size > 1 and job.device == "sim":
-        raise ValueError("--ranks: expected 1 on sim (--device-memory on a CPU); leave --ranks or --device-memory out")
+        raise ValueError(
+            "--ranks: expected 1 on sim (--device-memory on a CPU); leave --ranks or --device-memory out"
+        )
     if job.options.get("num_devices", 1) > 1 and job.device == "sim":
         raise ValueError(
             "sim (--device-memory on a CPU) is one device: leave --devices out, or add --device cpu, whose devices are"
@@ -378,7 +435,9 @@ def was_busy(entry: dict[str, Any]) -> bool:
 def _calibration(device: str, workload: Workload) -> dict[str, Any] | None:
     kind = "cuda" if device == "cuda" else "cpu"
     found = [entry for entry in calibrations() if (entry["device"], entry["dtype"]) == (kind, workload.dtype)]
-    return min(found, key=lambda entry: abs(math.log(entry["forward_flops"] / workload.layer_flops)), default=None)
+    return min(
+        found, key=lambda entry: abs(math.log(entry["forward_flops"] / workload.layer_flops)), default=None
+    )
 
 
 def calibrations() -> list[dict[str, Any]]:

@@ -32,7 +32,8 @@ from torch.utils._pytree import tree_leaves
 from harness.devices.streams import STREAMS, CpuStreams
 
 NAME = "sim"
-ROUNDING = {"device": 512, "host": 1}  # bytes are rounded up to multiples of these; CUDA's allocator takes 512
+# bytes are rounded up to multiples of these; CUDA's allocator takes 512
+ROUNDING = {"device": 512, "host": 1}
 CPU = torch.device("cpu")
 
 
@@ -59,7 +60,8 @@ class Tracker:
         # here until _bury() subtracts the entry's bytes.
         self._dead: deque[Booked] = deque()
         self._lock = threading.Lock()
-        self.thread = threading.local()  # `inside`: True during an operation; `to_host`: True if results go to the host
+        # `inside`: True during an operation; `to_host`: True if results go to the host
+        self.thread = threading.local()
         self._entered = ExitStack()
 
     def __enter__(self) -> Tracker:
@@ -113,7 +115,9 @@ class Tracker:
         # The argument device="cpu" is ignored, because autograd also passes device="cpu" for tensors that are booked
         # on the device.
         to_host = getattr(self.thread, "to_host", False)
-        on_device = to_device or (not to_host and any(self._memory_of(storage) == "device" for storage in inputs))
+        on_device = to_device or (
+            not to_host and any(self._memory_of(storage) == "device" for storage in inputs)
+        )
         self.thread.inside = True
         try:
             result = func(*args, **kwargs)
@@ -185,7 +189,9 @@ class Tracker:
             self._book(storage, {storage._cdata}, "host")
             return result
 
-        def submit_in_mode(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        def submit_in_mode(
+            pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any
+        ) -> Any:
             def booked() -> Any:
                 with self.in_thread():
                     return work(*args, **kwargs)
@@ -233,7 +239,8 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return torch.stack(inner)
         device, requires_grad = kwargs.pop("device", None), kwargs.pop("requires_grad", False)
         made_here = tensor(data, **kwargs)
-        if device is not None and torch.device(device).type != "cpu":  # "sim" and "sim:0" name the same device
+        if device is not None and torch.device(device).type != "cpu":
+            # "sim" and "sim:0" name the same device
             made_here = made_here.to(NAME)
         return made_here.requires_grad_(requires_grad)
 

@@ -28,7 +28,8 @@ from harness.core.job import Job, Room, Workload
 from harness.core.method import Method, Unavailable, create
 from harness.devices.memory_account import NAME, Tracker
 
-STEPS = 2  # steps of a rehearsal: the first makes the optimizer's state, the second has the state from its start
+# steps of a rehearsal: the first makes the optimizer's state, the second has the state from its start
+STEPS = 2
 
 
 class Prediction(NamedTuple):
@@ -43,7 +44,9 @@ def predict(method: Method, workload: Workload, steps: int = STEPS) -> Predictio
     """Rehearse the training of this workload and return its peaks. `steps`: number of steps whose batches the device
     holds. Raises Unavailable if the method's engine cannot run on tensors without memory."""
     if not method.can_rehearse:
-        raise Unavailable(f"{method.label} has no memory rehearsal: its engine does not run on tensors without memory")
+        raise Unavailable(
+            f"{method.label} has no memory rehearsal: its engine does not run on tensors without memory"
+        )
     started = time.perf_counter()
     with without_memory() as tracker:
         size = (steps, workload.batch_size, workload.seq_len + 1)
@@ -70,7 +73,11 @@ def without_memory() -> Iterator[Tracker]:
             (nn.Module, "_apply", _apply),
             # Makes torch's optimizers update several FakeTensors at once, as they update real tensors on a GPU. Updates
             # one by one would take other buffers.
-            (import_module("torch.optim.optimizer"), "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
+            (
+                import_module("torch.optim.optimizer"),
+                "_foreach_supported_types",
+                [Tensor, nn.Parameter, FakeTensor],
+            ),
             (dist, "all_reduce", lambda *args, **kwargs: None),
             (dist, "all_gather_object", lambda gathered, item, **kwargs: gathered.__setitem__(0, item)),
         ):

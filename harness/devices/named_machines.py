@@ -23,8 +23,18 @@ FILE = ROOT / "machines.yaml"
 PUBLISHED = "v100-vm"  # the machine of the published runs
 EXAMPLE = "v100-vm: {device_memory: 32GiB}"
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9 ._-]{0,59}")
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-LEAST_END = 4  # an ending of a name, such as 4090, may stand for the whole name if it has at least this many characters
+UNITS = {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": GIB,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+# an ending of a name, such as 4090, may stand for the whole name if it has at least this many characters
+LEAST_END = 4
 
 
 # Shares of a datasheet's rates that a step is assumed to achieve. The published runs on a V100 achieved 0.70 of the
@@ -62,7 +72,9 @@ class Datasheet:
         nvlink = self.nvlink_gb_per_second
         return {
             **({"exchange_gb_per_second": ACHIEVED_NVLINK * nvlink} if nvlink else {}),
-            "gpu_tflops": ACHIEVED_FLOPS.get(dtype, 0.0) * (self.peak_flops(dtype) or 1e12 * self.fp32_tflops) / 1e12,
+            "gpu_tflops": ACHIEVED_FLOPS.get(dtype, 0.0)
+            * (self.peak_flops(dtype) or 1e12 * self.fp32_tflops)
+            / 1e12,
             "device_memory_gb_per_second": ACHIEVED_MEMORY * self.memory_gb_per_second,
             "link_gb_per_second": ACHIEVED_LINK * self.link_gb_per_second,
         }
@@ -102,7 +114,9 @@ class Machine:
         out the reserve for memory that plans do not count. The rates are those for the dtype in the fact `precision`
         or, without this fact, for fp32. Raises ValueError if a size is wrong."""
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("host", "disk")}
-        given: dict[str, Any] = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
+        given: dict[str, Any] = {
+            name: size_bytes(str(size)) for name, size in sizes.items() if size is not None
+        }
         if self.device_bytes is not None:
             least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context_bytes=0)
             if self.device_bytes < least:
@@ -156,7 +170,9 @@ def names(*files: Path) -> list[str]:
     found = sorted(places(files or REGISTRY.places, EXAMPLE))
     for name in found:
         if not NAME.fullmatch(name):  # names become parts of figures' file names
-            raise ValueError(f"expected a name of letters, digits, ._- and spaces, got {name!r:.80}; try my-machine")
+            raise ValueError(
+                f"expected a name of letters, digits, ._- and spaces, got {name!r:.80}; try my-machine"
+            )
     return found
 
 

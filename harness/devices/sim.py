@@ -60,7 +60,10 @@ class Compiled:
 
         torch.utils.rename_privateuse1_backend("sim")
         self.library = ctypes.CDLL(str(library().path))
-        limits = (ctypes.c_size_t(size or UNLIMITED) for size in (budget.device_bytes, budget.host_bytes, pinned_bytes))
+        limits = (
+            ctypes.c_size_t(size or UNLIMITED)
+            for size in (budget.device_bytes, budget.host_bytes, pinned_bytes)
+        )
         self.library.sim_start(*limits, ctypes.c_double(budget.link_bytes_per_second or 0.0))
         self.reset_peaks, self.lift = self.library.sim_reset_peaks, self.library.sim_lift
         torch._register_device_module("sim", _module(self))
@@ -104,11 +107,16 @@ def _module(sim: Compiled) -> types.ModuleType:
     import torch
 
     module: Any = types.ModuleType("torch.sim")
-    module.Stream, module.Event = functools.partial(torch.Stream, device="sim"), functools.partial(torch.Event, "sim")
+    module.Stream, module.Event = (
+        functools.partial(torch.Stream, device="sim"),
+        functools.partial(torch.Event, "sim"),
+    )
     module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
     module.is_initialized, module.set_device = lambda: True, lambda device: None
     computes = torch._C._autograd.DeviceType.PrivateUse1.value
-    module.default_stream = lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=computes)
+    module.default_stream = lambda device=None: torch.Stream(
+        stream_id=0, device_index=0, device_type=computes
+    )
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.stream = lambda stream: stream  # a stream is its own context manager
     module.synchronize = lambda device=None: torch.accelerator.synchronize()

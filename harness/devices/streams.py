@@ -78,7 +78,9 @@ class CudaStreams(CpuStreams):
 
     def pool(self, num_threads: int) -> Any:
         """Make a pool whose threads use the caller's current device; by default a new thread uses device 0."""
-        return ThreadPoolExecutor(num_threads, initializer=_start_thread, initargs=(torch.cuda.current_device(),))
+        return ThreadPoolExecutor(
+            num_threads, initializer=_start_thread, initargs=(torch.cuda.current_device(),)
+        )
 
 
 def _start_thread(device_index: int) -> None:
@@ -118,9 +120,11 @@ class Device:
         # updates, so the thread `copier` does them.
         self.copier, self.returner = self.streams.pool(1), self.streams.pool(1)
         self.workers, self.num_workers = self.streams.workers(num_workers), num_workers
-        self._threads: list[Any] = [self.workers, self.returner, self.copier]  # a pool may wait for pools before it
+        # a pool may wait for pools before it
+        self._threads: list[Any] = [self.workers, self.returner, self.copier]
         self.moved_bytes = 0
-        self.next_place = itertools.count().__next__  # numbers the layers' homes in the order of the forward pass
+        # numbers the layers' homes in the order of the forward pass
+        self.next_place = itertools.count().__next__
         self._page_locked: list[torch.UntypedStorage] = []
         # Memory must be unlocked before it is unmapped, or the machine keeps it and cannot lock its address again. So
         # the list keeps locked memory mapped, and a device that is dropped without __exit__ unlocks the memory, too.
@@ -154,7 +158,8 @@ class Device:
             return torch.zeros(numel, dtype=dtype, device=self.name)
         with self.streams.taking(numel * dtype.itemsize):
             if self.name.type == "sim":
-                return torch.zeros(numel, dtype=dtype)  # torch's allocator makes this memory, so sim counts it
+                # torch's allocator makes this memory, so sim counts it
+                return torch.zeros(numel, dtype=dtype)
             return self._pages(numel, dtype)
 
     def _pages(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -162,7 +167,11 @@ class Device:
         # All cores touch the new pages now; otherwise one core would touch all of them in the first step.
         whole = slab.view(torch.uint8).numpy()
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)))
+            list(
+                pool.map(
+                    lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)
+                )
+            )
         if self.name.type == "cuda":
             self.page_lock(slab.untyped_storage())
         return slab
@@ -175,16 +184,22 @@ class Device:
             with suppress(RuntimeError):  # CUDA raises the error again at the next call, which is this one
                 torch.zeros((), device=self.name)
         if code == NO_MEMORY:
-            raise torch.OutOfMemoryError(f"cannot page-lock {memory.nbytes()} bytes of host memory: CUDA error {code}")
+            raise torch.OutOfMemoryError(
+                f"cannot page-lock {memory.nbytes()} bytes of host memory: CUDA error {code}"
+            )
         if code:  # such as 801 (not supported) or 712 (locked already): a smaller model would fail, too
-            raise RuntimeError(f"expected CUDA to lock {memory.nbytes()} bytes of the host, got CUDA error {code}")
+            raise RuntimeError(
+                f"expected CUDA to lock {memory.nbytes()} bytes of the host, got CUDA error {code}"
+            )
         self._page_locked.append(memory)
 
     def unlock_room(self, slab: Tensor) -> None:
         """Wait for all work queued on the device, then unlock a slab that room() made on the host. Afterwards the slab
         may be dropped."""
         found = [memory for memory in self._page_locked if memory.data_ptr() == slab.data_ptr()]
-        self._page_locked[:] = [memory for memory in self._page_locked if memory.data_ptr() != slab.data_ptr()]
+        self._page_locked[:] = [
+            memory for memory in self._page_locked if memory.data_ptr() != slab.data_ptr()
+        ]
         unlock(found, self.name)
 
     def synchronize(self, *pending: Future) -> None:
@@ -229,4 +244,6 @@ def num_update_threads(device: str) -> int:
 def require_device(device: str, engine: str) -> None:
     """Raise Unavailable if the device is sim and sim is not compiled: an engine needs a real device of torch."""
     if device == "sim" and not torch.get_device_module(device).is_available():
-        raise Unavailable(f"{engine} needs the compiled device sim: try apt-get install g++, then the same call")
+        raise Unavailable(
+            f"{engine} needs the compiled device sim: try apt-get install g++, then the same call"
+        )

@@ -37,7 +37,9 @@ class Workers:
         self._asked = itertools.count()
         self._waiting: list[Update] = []  # updates that have chunks left, sorted by deadline
 
-    def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Future[None]:
+    def update(
+        self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]
+    ) -> Future[None]:
         """Let the threads call work(first, last) on ranges of chunks [first, last), so that each chunk is done once.
         Return at once, with a future that ends with the update. Among updates whose gradient has landed, the update
         with the earliest deadline comes first."""

@@ -14,8 +14,10 @@ from harness.gate import evidence
 from harness.gate.evidence import LEAST
 from harness.gate.limits import FEW, NAMING, as_different, median_of
 
-SHARES = {"changed": "changed in", "with_gradient": "got a gradient in"}  # for each fact that is a share: its verb
-OUTSTANDING = 3.0  # a group of tensors is named if its error is this many times the error of all other tensors
+# for each fact that is a share: its verb
+SHARES = {"changed": "changed in", "with_gradient": "got a gradient in"}
+# a group of tensors is named if its error is this many times the error of all other tensors
+OUTSTANDING = 3.0
 
 
 def partly_trained(record: Record, reference: Record, others: Sequence[Record]) -> str:
@@ -77,7 +79,9 @@ def outstanding(record: Record, reference: Record) -> str:
     for name in distances:
         groups.setdefault(".".join(name.split(".")[:2]), []).append(name)
         is_norm = ".ln" in name
-        groups.setdefault("norms" if is_norm else "biases" if name.endswith("bias") else "matrices", []).append(name)
+        groups.setdefault(
+            "norms" if is_norm else "biases" if name.endswith("bias") else "matrices", []
+        ).append(name)
     ratios = {}
     for group, names in groups.items():
         others = [far for name, far in distances.items() if name not in names]

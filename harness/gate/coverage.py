@@ -32,7 +32,10 @@ def smaller(probed: Workload, whole: Workload) -> str:
         "words": "vocab_size",
     }
     pairs = {noun: (getattr(probed, name), getattr(whole, name)) for noun, name in sizes.items()}
-    pairs["columns of a head"] = (probed.hidden_size // probed.num_heads, whole.hidden_size // whole.num_heads)
+    pairs["columns of a head"] = (
+        probed.hidden_size // probed.num_heads,
+        whole.hidden_size // whole.num_heads,
+    )
     parts = [f"{part} of {most} {noun}" for noun, (part, most) in pairs.items() if part < most]
     return f" at {', '.join(parts)}" if parts else ""
 

@@ -34,7 +34,8 @@ SIZE_TOLERANCE = 0.1
 # Largest allowed shortfall of the number of a tensor's changed elements, as a share of the reference's number.
 CHANGED_TOLERANCE = 0.1
 ROUNDED_AWAY = 1e-3  # rounding error of sqrt(size**2 - moved**2) in fp32, relative to `moved`
-TELLING = 100.0  # if a norm's error is this many times the loss's error, the gradient is wrong, not the weights
+# if a norm's error is this many times the loss's error, the gradient is wrong, not the weights
+TELLING = 100.0
 FORWARD = "the forward pass, the batch or the starting weights are not the reference's"
 GRADIENT = "the gradients, or the norm of them, are not the reference's"
 UPDATE = "the first update, or when it takes effect, is not the reference's"
@@ -76,7 +77,9 @@ def of_run(record: Record, reference: Record) -> Departure | None:
     if found and found.reason in ("update", "later"):
         # At the published rate, a fault grows so slowly that it exceeds the tolerance late: it may have begun at any
         # step before, so name no step as its cause.
-        found = _partial_update(record, reference) or (found if must_be_exact else Departure("loss", found.seen))
+        found = _partial_update(record, reference) or (
+            found if must_be_exact else Departure("loss", found.seen)
+        )
     found = found or _partial_update(record, reference) or _update_size(record, reference)
     return found or in_tensors(record, reference, limits) or _grown_keys(record)
 
@@ -182,7 +185,12 @@ def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | N
             # Wrong weights change the loss, too. So if only the norm is wrong, the gradient is.
             if step == 1 or not norms[at] <= TELLING * max(losses[at], limits.losses[at]):
                 is_in_parts = record.job.workload.micro_batches > 1
-                cause = GRADIENT + SUMMED_PARTS * is_in_parts + STALE.format(step) * (step > 1) + AS_FAINT * is_faint
+                cause = (
+                    GRADIENT
+                    + SUMMED_PARTS * is_in_parts
+                    + STALE.format(step) * (step > 1)
+                    + AS_FAINT * is_faint
+                )
                 return Departure("gradient", f"{told}, where the loss still agrees", cause, step)
             return _of_update(step, told, is_faint)
     return None
@@ -210,7 +218,9 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
         worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
         if not beyond[worst] <= 1:
             far, limit = as_different(found[worst], most[worst])
-            return Departure(reason, f"losses agree, but {worst} {text.format(far)} ({limits.told.format(limit)})")
+            return Departure(
+                reason, f"losses agree, but {worst} {text.format(far)} ({limits.told.format(limit)})"
+            )
         if not (median := median_of(found.values())) <= limits.medians[part]:
             far, limit = as_different(median, limits.medians[part])
             message = f"losses agree, but the median tensor {text.format(far)} ({limits.told.format(limit)})"
@@ -226,7 +236,9 @@ def _partial_update(record: Record, reference: Record) -> Departure | None:
     }
     if short and not short[worst := max(short, key=lambda name: short[name])] <= CHANGED_TOLERANCE:
         mine, other = as_different(record.tensors[worst]["changed"], reference.tensors[worst]["changed"], "%")
-        return Departure("partial-update", f"{worst} changed in {mine} of its elements, {other} in the reference")
+        return Departure(
+            "partial-update", f"{worst} changed in {mine} of its elements, {other} in the reference"
+        )
     return None
 
 
@@ -264,7 +276,11 @@ def _grown_keys(record: Record) -> Departure | None:
 
 
 def _told(
-    what: str, step: int, pair: tuple[float | None, float | None], differences: tuple[float, float], limit: str
+    what: str,
+    step: int,
+    pair: tuple[float | None, float | None],
+    differences: tuple[float, float],
+    limit: str,
 ) -> str:
     """Return a step's difference as text. `pair`: the value and the reference's value. `differences`: their relative
     difference and its limit. `limit`: the text of a limit, with room for its number."""

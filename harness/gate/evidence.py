@@ -65,9 +65,14 @@ def flaw(record: Record) -> Flaw | None:
         )
         if not all(number is None or math.isfinite(float(number)) for number in numbers):
             return Flaw("not-finite", f"{name} or a moment of it is not finite after the last step")
-    dtype, products = record.job.workload.dtype, [name for name in record.kernels if name.startswith(PRODUCTS_IN)]
+    dtype, products = (
+        record.job.workload.dtype,
+        [name for name in record.kernels if name.startswith(PRODUCTS_IN)],
+    )
     if dtype != "fp32" and products and PRODUCTS_IN + dtype not in products:
-        return Flaw("dtype", f"it trained otherwise than in {dtype}: its second step had {some(products)} alone")
+        return Flaw(
+            "dtype", f"it trained otherwise than in {dtype}: its second step had {some(products)} alone"
+        )
     last_rate = record.job.workload.learning_rate_at(record.job.steps)
     unchanged = [
         name
@@ -97,7 +102,10 @@ def unasked(record: Record) -> Flaw | None:
     asked, trained = record.job.options.get("num_models", 1), 1 + len(record.others)
     if trained != asked:
         return Flaw("models", f"{counted(trained, 'model')} trained, the job asks for {asked}")
-    first, expected = dataclasses.asdict(record.job.workload), record.job.workloads()[1:] if record.others else []
+    first, expected = (
+        dataclasses.asdict(record.job.workload),
+        record.job.workloads()[1:] if record.others else [],
+    )
     for number, (mine, other) in enumerate(zip(expected, record.others, strict=True), start=2):
         if {**first, **other["workload"]} != dataclasses.asdict(mine):
             told = f"learning rate {mine.learning_rate:g} and batch size {mine.batch_size}, else as the first"
@@ -115,7 +123,9 @@ def elsewhere(record: Record) -> Flaw | None:
     if steps >= record.job.steps:
         return Flaw("no-step", f"all of its {steps} steps are the checkpoint's: none was trained here")
     if steps and source != record.software.get("source", source):
-        return Flaw("other-source", f"other source trained its first {counted(steps, 'step')}: {source or 'unknown'}")
+        return Flaw(
+            "other-source", f"other source trained its first {counted(steps, 'step')}: {source or 'unknown'}"
+        )
     peak, least = record.peaks.get("device_allocated"), least_device_bytes(record.job)
     if peak is not None and peak < least and record.origin == "run":
         told = f"expected at least {least} bytes of the device in use, for the tokens and one sample's product with the"
@@ -123,10 +133,11 @@ def elsewhere(record: Record) -> Flaw | None:
     if (accounted := record.peaks.get("host_accounted")) is not None and not record.job.options.get("disk"):
         held, least = (peak or 0) + accounted, least_state_bytes(record.job)
         if held < least:
-            told = (
-                f"expected at least {least} bytes of device and host in use, for weights and both moments, got {held}"
+            told = f"expected at least {least} bytes of device and host in use, for weights and both moments,"
+            told += f" got {held}"
+            return Flaw(
+                "host", f"{told}: the rest lay where no budget counts, as in numpy; try tensors of torch"
             )
-            return Flaw("host", f"{told}: the rest lay where no budget counts, as in numpy; try tensors of torch")
     return None
 
 
@@ -136,7 +147,8 @@ def least_device_bytes(job: Job) -> int:
     and output of its product with one sample. Several ranks may each take a part of the product. A method that cuts a
     matrix or a sample needs less than this bound."""
     load = job.workload
-    tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)  # int64 tokens; inputs and targets are copies
+    # int64 tokens; inputs and targets are copies
+    tokens = 8 * job.steps * load.batch_size * (3 * load.seq_len + 1)
     matrix = load.anatomy.layer_matrix
     product = load.weight_bytes * (math.prod(matrix) + load.seq_len * sum(matrix))
     return tokens + product // job.world_size

@@ -20,7 +20,8 @@ from harness.core.record import PRODUCTS_IN
 from harness.models.gpt import DTYPES, drawn_blocks
 
 SKETCH_BUCKETS = 8
-SKETCH_ROWS = 65_537  # number of rows of signs, a prime: the signs repeat with a period that no tensor's structure has
+# number of rows of signs, a prime: the signs repeat with a period that no tensor's structure has
+SKETCH_ROWS = 65_537
 NORM_BLOCK = 2**16  # number of a host tensor's elements whose squares torch sums at once
 BLOCK = 2 * SKETCH_ROWS * SKETCH_BUCKETS  # number of elements that are read at once
 TELLING = ("attention", "adam")  # parts of the names of ops that have several kernels
@@ -92,7 +93,11 @@ def look(state: TensorState, workload: Workload) -> dict[str, Any]:
 
 def moment_without(moment: torch.Tensor | None, noise: range) -> torch.Tensor | None:
     """Return a moment with zeros for the elements in `noise`; the moment itself if there are none."""
-    return without_noise(moment.detach().reshape(-1).clone(), 0, noise) if noise and moment is not None else moment
+    return (
+        without_noise(moment.detach().reshape(-1).clone(), 0, noise)
+        if noise and moment is not None
+        else moment
+    )
 
 
 def size_of(moment: torch.Tensor | None) -> float | None:
@@ -120,7 +125,9 @@ def norm(values: torch.Tensor, dtype: torch.dtype = torch.float32) -> float:
     there loses digits in long tensors (1e-3 of 16 million elements); on a GPU it sums pairs of sums."""
     flat = values.reshape(-1)
     blocks = flat.split(NORM_BLOCK) if flat.device.type == "cpu" else (flat,)
-    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(block.to(dtype)) for block in blocks])))
+    return float(
+        torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(block.to(dtype)) for block in blocks]))
+    )
 
 
 def sketch(parts: list[torch.Tensor]) -> list[float]:

@@ -41,9 +41,14 @@ def judge_anew(record: Record, beside: Beside) -> Gate:
     if record.status != "ok":
         return Gate()
     try:
-        verdict = unasked(record) or together([_verdict(record, n, beside) for n in range(1 + len(record.others))])
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # some fields may hold any JSON value
-        raise ValueError(f"expected a record that can be judged, got {type(error).__name__}: {error}") from error
+        verdict = unasked(record) or together(
+            [_verdict(record, n, beside) for n in range(1 + len(record.others))]
+        )
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # some fields may hold any JSON value
+        raise ValueError(
+            f"expected a record that can be judged, got {type(error).__name__}: {error}"
+        ) from error
     if not record.is_judged:
         return dataclasses.replace(verdict, text=f"{verdict.text}; {JUDGED_HERE}")
     if ASCENDING.index(verdict.verdict) <= ASCENDING.index(record.gate.verdict):
@@ -82,9 +87,10 @@ def _reference(record: Record, among: Sequence[Record]) -> Record | None:
     job, device = record.job, evidence.kernels(record)[0]
     wanted = (method.reference(), job.workload, job.steps, device)
     return _newest(
-        other for other in among
+        other
+        for other in among
         if (other.job.method, other.job.workload, other.job.steps, other.job.device) == wanted
-    )  # fmt: skip
+    )
 
 
 def _newest(records: Iterator[Record]) -> Record | None:
@@ -110,10 +116,13 @@ def _by_twin(record: Record, beside: Beside) -> Gate:
         return Gate("untested", "no-reference", "no record of the reference came with it")
     same = ("workload", "steps", "device")
     peers = [
-        other for other in beside.runs
-        if other.job.method != record.job.method and other.status == "ok" and other.gate.passed
+        other
+        for other in beside.runs
+        if other.job.method != record.job.method
+        and other.status == "ok"
+        and other.gate.passed
         and all(getattr(other.job, name) == getattr(record.job, name) for name in same)
-    ]  # fmt: skip
+    ]
     return judge(record, twins=(twin, reference), peers=peers)
 
 
@@ -121,7 +130,9 @@ def _trials(whole: Record, number: int, probes: Sequence[Record]) -> Iterator[Tr
     """Yield the trials of the run's probe, fp32 first, each with all trainings that it is compared with. A probe counts
     only if it was trained by the same source code as the run."""
     named = whole.gate.evidence.get("probe")
-    for dtype, key in sorted(named.items(), key=lambda pair: pair[0] != "fp32") if isinstance(named, dict) else ():
+    for dtype, key in (
+        sorted(named.items(), key=lambda pair: pair[0] != "fp32") if isinstance(named, dict) else ()
+    ):
         trained = _newest(each for each in probes if each.key == key and _is_probe_of(whole, each, dtype))
         if trained is None:
             continue
@@ -133,11 +144,13 @@ def _trials(whole: Record, number: int, probes: Sequence[Record]) -> Iterator[Tr
             yield Trial(record, reference)
             continue
         others = tuple(
-            model for each in probes
-            if each.job.method == ROUNDED and (each.job.workload, each.job.steps, each.job.device)
+            model
+            for each in probes
+            if each.job.method == ROUNDED
+            and (each.job.workload, each.job.steps, each.job.device)
             == (reference.job.workload, reference.job.steps, reference.job.device)
             for model in each.models()
-        )  # fmt: skip
+        )
         if others:
             yield Trial(record, reference, others)
 

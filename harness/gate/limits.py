@@ -23,15 +23,23 @@ from harness.gate.evidence import COMPARED, LEAST
 # about 1e-6 in fp32 after 20 steps. bf16 has 8 bits of mantissa, fp16 has 11. On CUDA, atomics and fused attention add
 # rounding.
 LOSS_TOLERANCE = {
-    ("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 5e-3, ("cpu", "fp16"): 5e-4,
-    ("cuda", "fp32"): 1e-4, ("cuda", "bf16"): 1e-2, ("cuda", "fp16"): 1e-3,
-}  # fmt: skip
+    ("cpu", "fp32"): 1e-5,
+    ("cpu", "bf16"): 5e-3,
+    ("cpu", "fp16"): 5e-4,
+    ("cuda", "fp32"): 1e-4,
+    ("cuda", "bf16"): 1e-2,
+    ("cuda", "fp16"): 1e-3,
+}
 # By device and dtype: largest allowed relative difference of a gradient norm. In a model of 4 layers of hidden size 64,
 # differences were 2e-7 in fp32, 1e-3 in bf16 and 2e-4 in fp16; between engines, 5e-7 in fp32.
 NORM_TOLERANCE = {
-    ("cpu", "fp32"): 1e-4, ("cpu", "bf16"): 5e-2, ("cpu", "fp16"): 1e-2,
-    ("cuda", "fp32"): 1e-3, ("cuda", "bf16"): 1e-1, ("cuda", "fp16"): 2e-2,
-}  # fmt: skip
+    ("cpu", "fp32"): 1e-4,
+    ("cpu", "bf16"): 5e-2,
+    ("cpu", "fp16"): 1e-2,
+    ("cuda", "fp32"): 1e-3,
+    ("cuda", "bf16"): 1e-1,
+    ("cuda", "fp16"): 2e-2,
+}
 # By dtype: largest allowed relative difference between a tensor's first moment and the reference's, in size. The second
 # moment, a square, may differ twice as much. In bf16 the gradient of one bias, that of the norm before attention, is a
 # sum that nearly cancels: its moments had a ratio of 0.88 in a run whose losses agree to 4e-5.
@@ -43,9 +51,13 @@ MEDIAN_TOLERANCE = 0.05
 # the latter. In half precision, a step's direction is noise if its gradient is only rounding. On a CPU in fp32, runs
 # differ by at most 1e-3.
 DISTANCE_TOLERANCE = {
-    ("cpu", "fp32"): 2e-3, ("cpu", "bf16"): 0.3, ("cpu", "fp16"): 0.3,
-    ("cuda", "fp32"): 5e-2, ("cuda", "bf16"): 0.3, ("cuda", "fp16"): 0.3,
-}  # fmt: skip
+    ("cpu", "fp32"): 2e-3,
+    ("cpu", "bf16"): 0.3,
+    ("cpu", "fp16"): 0.3,
+    ("cuda", "fp32"): 5e-2,
+    ("cuda", "bf16"): 0.3,
+    ("cuda", "fp16"): 0.3,
+}
 # Largest allowed distance of the median tensor: rounding moves few tensors, a stale or missing update moves all.
 MEDIAN_DISTANCE_TOLERANCE = 0.05
 # From this number of steps on, the limits of the distance hold as they are; for fewer steps they are widened. AdamW's
@@ -94,14 +106,16 @@ class Limits(NamedTuple):
     tensors: dict[str, dict[str, float]]  # by compared fact, then by the tensor's name
     medians: dict[str, float]
     told: str = "{} allowed"  # a limit as text
-    faint: float = 0.0  # a factor: a departure below `faint` times its limit may have its cause in an earlier step
+    # a factor: a departure below `faint` times its limit may have its cause in an earlier step
+    faint: float = 0.0
 
     def times(self, factor: float) -> Limits:
         return Limits(
-            [factor * each for each in self.losses], [factor * each for each in self.norms],
+            [factor * each for each in self.losses],
+            [factor * each for each in self.norms],
             {part: {name: factor * each for name, each in own.items()} for part, own in self.tensors.items()},
             {part: factor * each for part, each in self.medians.items()},
-        )  # fmt: skip
+        )
 
     def of_norms_summed_by(self, reference: Record) -> Limits:
         """Return these limits, but with each gradient norm's limit raised to at least the rounding error of the sum of
@@ -120,17 +134,23 @@ class Limits(NamedTuple):
     def alike(self) -> Limits:
         """Return limits in which every tensor has the largest limit that any tensor has."""
         largest = {part: max(own.values(), default=0.0) for part, own in self.tensors.items()}
-        return self._replace(tensors={part: dict.fromkeys(own, largest[part]) for part, own in self.tensors.items()})
+        return self._replace(
+            tensors={part: dict.fromkeys(own, largest[part]) for part, own in self.tensors.items()}
+        )
 
 
 def of_probe(rounding: Limits, reference: Record) -> Limits:
     """Return the limits of a probe: multiples of its floor, `rounding`."""
     load = reference.job.workload
     deeper = max(1.0, load.num_layers / DEPTH)
-    limits = rounding.times((ALLOWED if load.dtype == "fp32" else ALLOWED_IN_HALF) * deeper).of_rounded_betas()
+    limits = rounding.times(
+        (ALLOWED if load.dtype == "fp32" else ALLOWED_IN_HALF) * deeper
+    ).of_rounded_betas()
     if load.dtype != "bf16":
         return limits
-    return limits._replace(medians=limits.medians | {"way": ALLOWED_MEDIAN_WAY * deeper * rounding.medians["way"]})
+    return limits._replace(
+        medians=limits.medians | {"way": ALLOWED_MEDIAN_WAY * deeper * rounding.medians["way"]}
+    )
 
 
 def published(record: Record, reference: Record) -> Limits:
@@ -140,8 +160,11 @@ def published(record: Record, reference: Record) -> Limits:
     unsettled = max(1.0, math.sqrt(SETTLED_STEPS / steps))
     moment = MOMENT_TOLERANCE[where[1]]
     each = {"way": unsettled * DISTANCE_TOLERANCE[where], "exp_avg": moment, "exp_avg_sq": 2 * moment}
-    medians = {"way": unsettled * MEDIAN_DISTANCE_TOLERANCE, "exp_avg": MEDIAN_TOLERANCE,
-               "exp_avg_sq": 2 * MEDIAN_TOLERANCE}  # fmt: skip
+    medians = {
+        "way": unsettled * MEDIAN_DISTANCE_TOLERANCE,
+        "exp_avg": MEDIAN_TOLERANCE,
+        "exp_avg_sq": 2 * MEDIAN_TOLERANCE,
+    }
     tensors = {part: dict.fromkeys(names, limit) for part, limit in each.items()}
     tensors["way"] = {name: each["way"] + rounded_share(reference, name) for name in names}
     limits = Limits([LOSS_TOLERANCE[where]] * steps, [NORM_TOLERANCE[where]] * steps, tensors, medians)
@@ -172,7 +195,9 @@ def floor(reference: Record, others: Sequence[Record]) -> Limits:
     for part, compare in COMPARED.items():
         found = [compare(other, reference) for other in alike]
         medians[part] = max([LEAST, *(median_of(far.values()) for far in found)])
-        tensors[part] = {name: max(medians[part], *(far.get(name, 0.0) for far in found)) for name in found[0]}
+        tensors[part] = {
+            name: max(medians[part], *(far.get(name, 0.0) for far in found)) for name in found[0]
+        }
     return Limits(_largest_so_far(losses, num), _largest_so_far(norms, num), tensors, medians)
 
 

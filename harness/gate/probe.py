@@ -41,7 +41,8 @@ LEARNING_RATE = 3.75e-3
 # moves an element by about the product of both, divided by EPSILON.
 CLIPPED_LEARNING_RATE, CLIPPED_ELEMENT = 50 * LEARNING_RATE, 3e-3 * EPSILON
 RATES = (LEARNING_RATE, CLIPPED_LEARNING_RATE)
-OVERFLOWING_WINDOW = 2  # in fp16 the loss scale doubles after this many steps: it overflows within a probe's 20 steps
+# in fp16 the loss scale doubles after this many steps: it overflows within a probe's 20 steps
+OVERFLOWING_WINDOW = 2
 LAYERS, STEPS = 4, 20
 MOST_STEPS = 60  # largest number of steps for which a probe's limits are known to hold
 # The roundings of methods/shared/roundings.py with which the reference is trained for the floor. In fp32 those in the
@@ -193,7 +194,9 @@ def _skips_differ(trial: Trial) -> bool:
 def _budget(job: Job, extent: Extent) -> Budget:
     """Return a budget that gives each step of the probe as much time as a step of the job has. A simulated slow link is
     left out, because it does not change the training."""
-    budget = dataclasses.replace(job.budget, link_bytes_per_second=None) if job.device == "sim" else job.budget
+    budget = (
+        dataclasses.replace(job.budget, link_bytes_per_second=None) if job.device == "sim" else job.budget
+    )
     if budget.seconds and job.steps < extent.steps:
         return dataclasses.replace(budget, seconds=math.ceil(budget.seconds * extent.steps / job.steps))
     return budget
@@ -248,10 +251,15 @@ def sized(job: Job, extent: Extent) -> Workload:
     load, small = job.workload, capped(job.workload)
     if extent.is_full:
         return dataclasses.replace(load, corpus=None, weights=None)
-    layers, num_trainings = min(extent.layers, load.num_layers), TRAININGS["fp32" if load.dtype == "fp32" else "half"]
+    layers, num_trainings = (
+        min(extent.layers, load.num_layers),
+        TRAININGS["fp32" if load.dtype == "fp32" else "half"],
+    )
     most = COST * job.steps * load.flops_per_step / (num_trainings * extent.steps)
     head_size, most_heads = load.hidden_size // load.num_heads, load.num_heads
-    counts = [most_heads >> shift for shift in range(most_heads.bit_length()) if most_heads >> shift >= FEWEST_HEADS]
+    counts = [
+        most_heads >> shift for shift in range(most_heads.bit_length()) if most_heads >> shift >= FEWEST_HEADS
+    ]
     wide = [
         dataclasses.replace(small, hidden_size=num_heads * head_size, num_heads=num_heads)
         for num_heads in (counts[:1] if load.config is not None else counts) or [most_heads]
@@ -274,6 +282,10 @@ def capped(load: Workload) -> Workload:
     head_size = min(load.hidden_size // load.num_heads, max(HEAD_SIZE, HIDDEN_SIZE // load.num_heads))
     tokens = min(TOKENS, max(FEWEST_TOKENS, BATCH_TOKENS // load.batch_size))
     return dataclasses.replace(
-        load, hidden_size=head_size * load.num_heads, seq_len=min(load.seq_len, tokens),
-        vocab_size=min(load.vocab_size, WORDS), corpus=None, weights=None,
-    )  # fmt: skip
+        load,
+        hidden_size=head_size * load.num_heads,
+        seq_len=min(load.seq_len, tokens),
+        vocab_size=min(load.vocab_size, WORDS),
+        corpus=None,
+        weights=None,
+    )

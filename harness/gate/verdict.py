@@ -29,9 +29,12 @@ SEVERITY = [*(word for word in VERDICTS if word != "failed"), "failed"]
 
 
 def judge(
-    record: Record, reference: Record | None = None, twins: tuple[Record, Record] | None = None,
-    peers: Sequence[Record] = (), undropped: Record | None = None,
-) -> Gate:  # fmt: skip
+    record: Record,
+    reference: Record | None = None,
+    twins: tuple[Record, Record] | None = None,
+    peers: Sequence[Record] = (),
+    undropped: Record | None = None,
+) -> Gate:
     """Return the verdict on a run, without its probe, which with_probe() adds.
 
     `reference`: the record of the same workload trained by the reference; for a run by the reference, `record` itself.
@@ -47,7 +50,9 @@ def judge(
     if flaw := evidence.elsewhere(record):
         return Gate("untested", flaw.reason, flaw.text)
     if reference is record:
-        return Gate("exact", "", f"is the reference: every loss of {_steps(record)} finite, every tensor changed")
+        return Gate(
+            "exact", "", f"is the reference: every loss of {_steps(record)} finite, every tensor changed"
+        )
     if reference is not None:
         return _compare(record, reference, undropped)
     if twins is not None:
@@ -71,7 +76,9 @@ def together(verdicts: list[Gate]) -> Gate:
 
 
 def _compare(record: Record, reference: Record, undropped: Record | None) -> Gate:
-    largest = max((difference for *_, difference in evidence.loss_differences(record, reference)), default=math.nan)
+    largest = max(
+        (difference for *_, difference in evidence.loss_differences(record, reference)), default=math.nan
+    )
     rests: dict[str, Any] = {"reference": reference.key, "loss_difference": largest}
     if why := evidence.untrained(reference):
         rests["reference_ended"] = reference.status
@@ -84,7 +91,9 @@ def _compare(record: Record, reference: Record, undropped: Record | None) -> Gat
     if told := evidence.other_scales(record, reference):
         return _failed("loss-scale", told, rests)
     if evidence.is_same(record, reference):
-        return Gate("exact", "", f"{_steps(record)} and all weights bit-equal to {reference.job.method}", rests)
+        return Gate(
+            "exact", "", f"{_steps(record)} and all weights bit-equal to {reference.job.method}", rests
+        )
     if undropped is not None:
         return _within_dropout(record, reference, undropped, rests)
     must_be_exact = evidence.promises_bits(record)
@@ -173,7 +182,9 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     untested += missing
     if tested:
         size = coverage.smaller(probe.trials[0].record.job.workload, record.job.workload)
-        untested.insert(0, f"probe: {counted(steps, 'step')}{size} in {' and '.join(tested)}, {', '.join(parts)}")
+        untested.insert(
+            0, f"probe: {counted(steps, 'step')}{size} in {' and '.join(tested)}, {', '.join(parts)}"
+        )
     elif steps_untested := coverage.untested_steps(record):
         untested.append(steps_untested)
     return dataclasses.replace(verdict, text="; ".join([verdict.text, *untested]), evidence=rests)

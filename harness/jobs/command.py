@@ -22,11 +22,25 @@ def command(job: Job, is_short: bool = False) -> str:
     """
     defaults, load, budget = Workload(), job.workload, job.budget
     names = {"num_layers": "-l", "hidden_size": "-h", "batch_size": "-b"}
-    others = {"num_heads": "--heads", "seq_len": "--seq", "vocab_size": "--vocab", "dtype": "--dtype",
-              "dropout": "--dropout", "clip_norm": "--clip", "learning_rate": "--lr", "seed": "--seed",
-              "corpus": "--data", "weights": "--weights", "micro_batches": "--micro-batches"}  # fmt: skip
-    budgets = {"device_bytes": "--device-memory", "host_bytes": "--host-memory", "disk_bytes": "--disk-memory",
-               "link_bytes_per_second": "--link"}  # fmt: skip
+    others = {
+        "num_heads": "--heads",
+        "seq_len": "--seq",
+        "vocab_size": "--vocab",
+        "dtype": "--dtype",
+        "dropout": "--dropout",
+        "clip_norm": "--clip",
+        "learning_rate": "--lr",
+        "seed": "--seed",
+        "corpus": "--data",
+        "weights": "--weights",
+        "micro_batches": "--micro-batches",
+    }
+    budgets = {
+        "device_bytes": "--device-memory",
+        "host_bytes": "--host-memory",
+        "disk_bytes": "--disk-memory",
+        "link_bytes_per_second": "--link",
+    }
     words: list[Any] = ["-m", job.method, *(["--model", load.model] if load.model else [])]
     for name, word in {**names, **others}.items():
         is_said = name == "num_layers" or (name in names and not is_short)

@@ -26,7 +26,8 @@ from harness.plan.fit import next_planned
 BEYOND_PLAN = 4  # the search tries sizes up to this many times the guess, and at least up to FEWEST_BEYOND
 FEWEST_BEYOND = 64
 BUDGETED = {"pinned": "host", "shm": "host"}  # by kind of memory: the kind whose budget also counts it
-FEWEST_STEPS = 5  # fewest steps of a probe: by then the optimizer's state exists, and memory use no longer grows
+# fewest steps of a probe: by then the optimizer's state exists, and memory use no longer grows
+FEWEST_STEPS = 5
 
 
 class Probes:
@@ -202,7 +203,9 @@ def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
     answer = search(probes, guess, least=probes.least, most=most, repeats=repeats, refine=probes.refine)
     passed = [trial.outcome.evidence for trial in answer.trials if trial.size == answer.largest]
     best: Record | None = passed[-1] if passed else None
-    stop = probes.records[-1] if answer.stopped and probes.records and not probes.records[-1].is_result else None
+    stop = (
+        probes.records[-1] if answer.stopped and probes.records and not probes.records[-1].is_result else None
+    )
     axis, load = probes.axis, best.job.workload if best else None
     above = answer.failed_above and _amount(axis, answer.failed_above)
     return {
@@ -241,7 +244,9 @@ def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
     memory, evidence = above[0].memory, above[0].evidence
     asked, used, limit = (evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
     if used and limit:
-        return f"{memory}: {gib(used)} of {gib(limit)} in use" + (f", {gib(asked)} more asked for" if asked else "")
+        return f"{memory}: {gib(used)} of {gib(limit)} in use" + (
+            f", {gib(asked)} more asked for" if asked else ""
+        )
     limits = dataclasses.replace(probes.room, device_bytes=machine.device_limit_bytes(probes.job))
     peak, have = measured(best).get(memory) if best else 0, getattr(limits, f"{memory}_bytes", None)
     return f"{memory}: the largest takes {gib(peak)} of {gib(have)}" if peak and have else memory
@@ -249,7 +254,11 @@ def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
 
 def texts(result: dict[str, Any]) -> dict[str, str]:
     """Return a row of the table as text, by the heads of its columns."""
-    mixed = f" (both passes and failures from {result['mixed'][0]} to {result['mixed'][-1]})" if result["mixed"] else ""
+    mixed = (
+        f" (both passes and failures from {result['mixed'][0]} to {result['mixed'][-1]})"
+        if result["mixed"]
+        else ""
+    )
     is_deep = result["of"] == LAYERS
     found = params_text(result["num_params"]) if is_deep else str(result["tokens"])
     return {

@@ -36,12 +36,17 @@ def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterat
     with contextlib.suppress(ValueError):  # the placement is fixed, or no factor divides the sizes
         if seconds := _seconds_of_all([to_fit(job, folders)[0] for job in jobs], folders):
             yield f"{command(all_of_them, is_short=True)} --scale fit", f"scaled down, {_about(seconds)}"
-    depth = min(largest(method.create(job.method, job.options, folders), job, budgets.plan_room(job)) for job in jobs)
+    depth = min(
+        largest(method.create(job.method, job.options, folders), job, budgets.plan_room(job)) for job in jobs
+    )
     with contextlib.suppress(ValueError):  # no layer fits, or fewer layers fit than the given window has
         load = told.workload.at_depth(depth)
         if seconds := _seconds_of_all([dataclasses.replace(job, workload=load) for job in jobs], folders):
             smaller = dataclasses.replace(all_of_them, workload=load)
-            yield command(smaller, is_short=True), f"the largest depth that fits all of them, {_about(seconds)}"
+            yield (
+                command(smaller, is_short=True),
+                f"the largest depth that fits all of them, {_about(seconds)}",
+            )
 
 
 def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
@@ -54,7 +59,10 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
             layers = counted(load.num_layers, "layer")
             sizes = f"{layers} x {load.hidden_size}, {load.seq_len} tokens, {load.vocab_size} words"
             memories = f"{gib(scaled.budget.device_bytes or 0)} of device, {gib(scaled.budget.host_bytes or 0)} of host"
-            yield f"{command(job, is_short=True)} --scale fit", f"scaled by {factor}: {sizes}, {memories}; {told}"
+            yield (
+                f"{command(job, is_short=True)} --scale fit",
+                f"scaled by {factor}: {sizes}, {memories}; {told}",
+            )
     yield from _on_disk(job, folders)
     trained = method.create(job.method, job.options, folders)
     depth = largest(trained, job, budgets.plan_room(job))
@@ -64,7 +72,11 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
             yield command(smaller, is_short=True), f"the largest depth that fits as it is; {told}"
     # True if the call gave no budget, so that this machine's memory is the limit
     is_of_here = job.budget.device_bytes is None and job.budget.host_bytes is None
-    for name in sorted(named_machines.names(), key=lambda name: name != named_machines.PUBLISHED) if is_of_here else ():
+    for name in (
+        sorted(named_machines.names(), key=lambda name: name != named_machines.PUBLISHED)
+        if is_of_here
+        else ()
+    ):
         room = named_machines.load(name).room
         if room.device_bytes and room.host_bytes and _fits(job, room, folders):
             bare = dataclasses.replace(job, budget=Budget(), device=machine.devices()[0])
@@ -85,7 +97,9 @@ def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
     disk_bytes = job.budget.disk_bytes or shutil.disk_usage(folder).free
     asked = dataclasses.replace(job, options={**job.options, "disk": folder})
     room = dataclasses.replace(budgets.plan_room(asked), disk_bytes=disk_bytes)
-    depth = min(largest(method.create(job.method, asked.options, folders), asked, room), job.workload.num_layers)
+    depth = min(
+        largest(method.create(job.method, asked.options, folders), asked, room), job.workload.num_layers
+    )
     deeper = dataclasses.replace(asked, workload=job.workload.at_depth(depth)) if depth else asked
     without = largest(method.create(job.method, job.options, folders), job, budgets.plan_room(job))
     if depth > without and (told := minutes(deeper, folders)):
@@ -94,7 +108,9 @@ def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
 
 def _fits(job: Job, room: Room, folders: tuple[Path, ...]) -> bool:
     with contextlib.suppress(ValueError):
-        return method.create(job.method, job.options, folders).plan(job.workload, room).shortfall(room) is None
+        return (
+            method.create(job.method, job.options, folders).plan(job.workload, room).shortfall(room) is None
+        )
     return False
 
 

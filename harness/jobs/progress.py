@@ -31,7 +31,9 @@ def reporter(as_json: bool) -> Iterator[Report]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        text, numbers = (TextColumn(what, markup=False) for what in ("{task.description}", "{task.fields[numbers]}"))
+        text, numbers = (
+            TextColumn(what, markup=False) for what in ("{task.description}", "{task.fields[numbers]}")
+        )
         columns = (text, BarColumn(), MofNCompleteColumn(), numbers, TimeRemainingColumn())
         with Progress(*columns, console=Console(file=terminal()), transient=True) as progress:
             yield _Bar(progress).report
@@ -78,7 +80,11 @@ class _Lines:
         if kind == "start":
             plan, job = event["plan"], event["job"]
             self.told = job if event.get("total", 1) > 1 else None
-            self.steps, self.host_bytes, self.has_reference = job.steps, plan.host_bytes, event.get("has_reference")
+            self.steps, self.host_bytes, self.has_reference = (
+                job.steps,
+                plan.host_bytes,
+                event.get("has_reference"),
+            )
             self.probe_runs = event.get("probe_runs", 0.0)
             if (foreseen := event.get("foreseen_seconds", 0.0)) > run_time.LONG_SECONDS:
                 told = f"about {run_time.text(foreseen)}{self._included()}"
@@ -99,14 +105,17 @@ class _Lines:
             self.foretell(event)
             told = f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s"
             if "skipped_at_scale" in event:
-                self.write(f"{told}  skipped: a gradient is not finite at loss scale {event['skipped_at_scale']:g}")
+                self.write(
+                    f"{told}  skipped: a gradient is not finite at loss scale {event['skipped_at_scale']:g}"
+                )
             elif event["step"] % max(1, self.steps // 10) == 0 or event["step"] == self.steps:
                 self.write(told + shares_text(event))
         elif kind == "memory":
             done, rate = event["bytes"], event["bytes"] / event["seconds"]
             self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
         elif kind == "end":
-            is_told = event["record"].job == self.told  # the line at the job's start has already named its options
+            # the line at the job's start has already named its options
+            is_told = event["record"].job == self.told
             told = closing_line(event["record"], has_options=not is_told)
             if event["record"].status in UNEXPLAINED:
                 told += f" ({event['path'].removesuffix('.json')}.txt)"
@@ -179,7 +188,13 @@ def summary(record: Record) -> dict[str, Any]:
     load = job.workload
     sizes = {"num_layers": load.num_layers, "options": job.options, "num_params": load.num_params}
     sizes |= {"model": load.model} if load.model else {}
-    return {"method": job.method, **sizes, **found, "gate": record.gate.verdict, "gate_text": record.gate.text}
+    return {
+        "method": job.method,
+        **sizes,
+        **found,
+        "gate": record.gate.verdict,
+        "gate_text": record.gate.text,
+    }
 
 
 def print_results(records: Sequence[Record]) -> None:
@@ -196,7 +211,13 @@ def print_results(records: Sequence[Record]) -> None:
         result = f"gate {record.gate.verdict}" if record.status == "ok" else record.status
         sizes = [row["num_layers"], *(row.get(name, "-") for name in names)]
         lines.append(
-            [record.job.method, *sizes, speed, *(gib(size) if size else "-" for size in (device, host)), result]
+            [
+                record.job.method,
+                *sizes,
+                speed,
+                *(gib(size) if size else "-" for size in (device, host)),
+                result,
+            ]
         )
     print_table(columns, lines, numbers=columns[1:-1])
 
@@ -210,7 +231,10 @@ def closing_line(record: Record, has_options: bool = True) -> str:
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
     speed += "".join(f" ({told})" for told in (record.slowed_by, few_steps(record)) if told)
-    host_limit, device_limit = machine.room(job.budget, job.device).host_bytes, machine.device_limit_bytes(job)
+    host_limit, device_limit = (
+        machine.room(job.budget, job.device).host_bytes,
+        machine.device_limit_bytes(job),
+    )
     host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), host_limit)}"
     taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
     device = f"device peak {_of(taken, device_limit)}, " if taken else ""

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-GALLOP = 0.03  # first stride as a share of the guess; if the guess is 10 % off, a search takes 5 trials on average
-REFINED_FROM = 8  # smallest guess that is refined; for a smaller guess the search is shorter without refinement
+# first stride as a share of the guess; if the guess is 10 % off, a search takes 5 trials on average
+GALLOP = 0.03
+# smallest guess that is refined; for a smaller guess the search is shorter without refinement
+REFINED_FROM = 8
 MAX_TRIALS = 40
 
 
@@ -27,7 +29,8 @@ class SizeOutcome(NamedTuple):
 
     passed: bool
     memory: str = ""  # the memory that was too small, such as device; empty if the probe passed
-    stop: str = ""  # why the search must stop, if the probe failed for a reason other than its size; empty otherwise
+    # why the search must stop, if the probe failed for a reason other than its size; empty otherwise
+    stop: str = ""
     evidence: Any = None
 
 
@@ -90,9 +93,15 @@ class SizeAnswer:
 
 
 def search(
-    probe: Callable[[int], SizeOutcome], guess: int, *, least: int = 1, most: int = 2**20, repeats: int = 1,
-    refine: Callable[[], int] | None = None, max_trials: int = MAX_TRIALS,
-) -> SizeAnswer:  # fmt: skip
+    probe: Callable[[int], SizeOutcome],
+    guess: int,
+    *,
+    least: int = 1,
+    most: int = 2**20,
+    repeats: int = 1,
+    refine: Callable[[], int] | None = None,
+    max_trials: int = MAX_TRIALS,
+) -> SizeAnswer:
     """Find the largest size from `least` to `most` that trains.
 
     `repeats`: number of probes on each side of the edge. If it is above 1, the size after the first failing one is

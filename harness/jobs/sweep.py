@@ -44,9 +44,15 @@ class Sweep:
     """Runs jobs and adds their records to a folder of results."""
 
     def __init__(
-        self, results: Path, folders: tuple[Path, ...] = (), report: Report | None = None, rerun: bool = False,
-        place: Place | None = None, probe: Extent | None = None, is_timed: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        results: Path,
+        folders: tuple[Path, ...] = (),
+        report: Report | None = None,
+        rerun: bool = False,
+        place: Place | None = None,
+        probe: Extent | None = None,
+        is_timed: bool = True,
+    ) -> None:
         """`probe`: extent of the gate's probe; None: PROBES. `is_timed`: False if the caller does not need the speed of
         the jobs, so they may share the device with other runs."""
         self.results, self.rerun, self.place = results, rerun, place
@@ -139,7 +145,11 @@ class Sweep:
         fresh = key in self.measured_now
         if self.rerun and not fresh:
             return []
-        return [path for path, record in self.records.items() if record.key == key and (record.is_lasting or fresh)]
+        return [
+            path
+            for path, record in self.records.items()
+            if record.key == key and (record.is_lasting or fresh)
+        ]
 
     def _answers(self, record: Record, job: Job) -> bool:
         return record.answers(job) and (record.is_timed or record.key not in self.timed_keys)
@@ -171,8 +181,11 @@ class Sweep:
         probe = self.probe_seconds(job, run)
         seconds = device_lock.wait_seconds(job) + runs * run + probe
         return {
-            "run_seconds": run, "foreseen_seconds": seconds, "has_reference": runs == 2, "probe_runs": probe / run,
-        }  # fmt: skip
+            "run_seconds": run,
+            "foreseen_seconds": seconds,
+            "has_reference": runs == 2,
+            "probe_runs": probe / run,
+        }
 
     def probe_seconds(self, job: Job, run: float) -> float:
         """Return the seconds of the probe that the verdict still needs, or 0. `run`: seconds of the job's run."""
@@ -180,7 +193,9 @@ class Sweep:
         for record in self.records.values():
             known = (record.job.method, record.job.workload.dtype, record.job.device)
             layers = min(self.extent.layers, job.workload.num_layers)
-            if known == there and _probed(record) == _probed(record).or_more(self.extent._replace(layers=layers)):
+            if known == there and _probed(record) == _probed(record).or_more(
+                self.extent._replace(layers=layers)
+            ):
                 return 0.0
         return probe_seconds(job, run, method.load(job.method, self.folders), self.extent)
 
@@ -188,16 +203,23 @@ class Sweep:
         self.measured_now.add(key)
         if self.place:
             keyed = [(job, key)]
-            (path,) = marked(self.place.launch(keyed, self.results, self.folders, self.report), keyed, self.key)
+            (path,) = marked(
+                self.place.launch(keyed, self.results, self.folders, self.report), keyed, self.key
+            )
         else:
             prepare(job, self.results, self.folders, self.report)
             needed = plan.device_bytes + plan.host_bytes
             is_timed = key in self.timed_keys or needed > machine.host_bytes() / SHARERS
             path = launch(
-                job, partial(self.key, job), self.results, self.folders, self.report,
-                lambda now: self._made_meanwhile(job, now), is_timed=is_timed,
+                job,
+                partial(self.key, job),
+                self.results,
+                self.folders,
+                self.report,
+                lambda now: self._made_meanwhile(job, now),
+                is_timed=is_timed,
                 foreseen_seconds=run_seconds(job, plan, machine.rank_room(job).rates),
-            )  # fmt: skip
+            )
         self.records[path] = record = Record.read(path)
         self.measured_now.add(record.key)  # the key that the job had when it was its turn
         return path
@@ -228,7 +250,9 @@ class Sweep:
         record = self.records[path]
         if record.status != "ok":
             return record
-        verdict = unasked(record) or together([self._verdict(record, n) for n in range(1 + len(record.others))])
+        verdict = unasked(record) or together(
+            [self._verdict(record, n) for n in range(1 + len(record.others))]
+        )
         record = dataclasses.replace(record, gate=verdict)
         record.write(path)
         self.records[path] = record
@@ -245,7 +269,8 @@ class Sweep:
             return self._judge_by_twin(whole, number, other)
         judged_by = self._judge(self._measure(other, {"role": "reference"}))
         depth = record.job.workload.num_layers
-        if judged_by.status.startswith("oom") and depth > 1:  # the reference did not fit, although its plan did
+        if judged_by.status.startswith("oom") and depth > 1:
+            # the reference did not fit, although its plan did
             return self._judge_by_twin(whole, number, other, most=depth // 2)
         undropped = None
         if record.job.workload.dropout and not method.load(record.job.method, self.folders).drops_alike:
@@ -256,7 +281,9 @@ class Sweep:
 
     def _reference(self, job: Job) -> Job:
         """Return the job of the reference method whose training this job's training is compared with."""
-        other = dataclasses.replace(job, method=method.reference(self.folders), options={}, trace=None, save=None)
+        other = dataclasses.replace(
+            job, method=method.reference(self.folders), options={}, trace=None, save=None
+        )
         if job.device == "sim":  # sim uses the CPU's kernels, so the reference trains on the CPU
             return dataclasses.replace(other, device="cpu", budget=Budget())
         return other
@@ -279,8 +306,12 @@ class Sweep:
 
     def _twin(self, job: Job, depth: int) -> Job:
         """Return the same job with `depth` layers, so that the same code trains it."""
-        options = method.create(job.method, job.options, self.folders).twin_options(job.workload.num_layers, depth)
-        return dataclasses.replace(job, workload=job.workload.at_depth(depth), options=options, trace=None, save=None)
+        options = method.create(job.method, job.options, self.folders).twin_options(
+            job.workload.num_layers, depth
+        )
+        return dataclasses.replace(
+            job, workload=job.workload.at_depth(depth), options=options, trace=None, save=None
+        )
 
     def _most_layers(self, reference: Job) -> int:
         trained = method.create(reference.method, {}, self.folders)
@@ -306,12 +337,16 @@ class Sweep:
             folder, folders = own_folder(self.results / probe.FOLDER), (*self.folders, probe.METHODS)
             self._probe_records = Sweep(
                 folder, folders, self._report_probe, place=self.place, probe=NONE, is_timed=False
-            )  # fmt: skip
+            )
         records = self._probe_records
 
         def measure(job: Job) -> Record:
             resolved, role = resolve(job, records.folders)[0], {"role": "probe"}
-            path = records._tried(resolved, 1, role) if job.method == beyond else records._measure(resolved, role)
+            path = (
+                records._tried(resolved, 1, role)
+                if job.method == beyond
+                else records._measure(resolved, role)
+            )
             return records.records[path]
 
         def why_not(job: Job) -> str | None:

@@ -53,7 +53,12 @@ def verdict(outcome: Outcome) -> str:
 
 
 def write_markdown(
-    path: Path, title: str, command: str, heads: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
+    path: Path,
+    title: str,
+    command: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    notes: Iterable[str] = (),
 ) -> None:
     """Write a file with a title, the command that made the table, this machine's CPU, the table, and notes below it."""
     about = f"By `{command}` on {machine.facts()['cpu']}, {counted(machine.facts()['cores'], 'core')}."

@@ -26,7 +26,8 @@ from harness.models import weight_files
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # A function that a model applies to each logit. It returns the new logits, and the function's slope at each logit.
 Bend = Callable[[Tensor], tuple[Tensor, Tensor | float]]
-DRAWN_AT_ONCE = 2**18  # elements in a block of starting values; a multiple of 16, because torch draws 16 at once
+# elements in a block of starting values; a multiple of 16, because torch draws 16 at once
+DRAWN_AT_ONCE = 2**18
 
 
 class Layer(nn.Module):
@@ -133,7 +134,8 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dloss: Tensor) -> Any:
-        (dx, dweight), ctx.gradients = ctx.gradients, None  # ctx keeps no reference, so autograd copies nothing
+        # ctx keeps no reference, so autograd copies nothing
+        (dx, dweight), ctx.gradients = ctx.gradients, None
         return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None, None, None
 
 
@@ -252,7 +254,9 @@ def is_decayed(shape: Sequence[int]) -> bool:
     return len(shape) > 1
 
 
-def adamw_groups(parameters: Iterable[nn.Parameter], shape_of: Callable[[Any], Any] = Tensor.size) -> list[dict]:
+def adamw_groups(
+    parameters: Iterable[nn.Parameter], shape_of: Callable[[Any], Any] = Tensor.size
+) -> list[dict]:
     """Return the parameters in groups for torch's AdamW: those with weight decay, and those without."""
     groups: dict[float, list] = {WEIGHT_DECAY: [], 0.0: []}
     for parameter in parameters:

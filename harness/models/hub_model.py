@@ -40,7 +40,8 @@ from harness.models.gpt import DTYPES, Bend, HeadLoss
 from harness.models.grouped_heads import takes_groups
 
 FLOAT = "__float__"  # key with which transformers writes numbers that JSON does not have
-NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # names of the norm after the last layer
+# names of the norm after the last layer
+NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
 
 
 class KeepsBuffers(nn.Module):
@@ -114,7 +115,8 @@ class HubEnds(KeepsBuffers):
         """Map (B, T) token ids to (B, T, D). If the ids are a meta tensor, only the embedding table is applied; its
         output has the right shape."""
         base = _base(self)
-        if inputs.is_meta:  # the model's loop might read the ids to choose a mask, but meta tensors have no values
+        if inputs.is_meta:
+            # the model's loop might read the ids to choose a mask, but meta tensors have no values
             shaped: Tensor = base.get_input_embeddings()(inputs)
             return shaped
         with _replaced(base._modules, norm_name(base), nn.Identity()):
@@ -156,7 +158,8 @@ class HubHead(HubEnds):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
         base = _base(self)
-        own = None if "lm_head" in self._modules else base.get_input_embeddings()  # a tied head uses this table
+        # a tied head uses this table
+        own = None if "lm_head" in self._modules else base.get_input_embeddings()
         for name, table in _tables(base):
             if table is not own:
                 del base._modules[name]
@@ -180,7 +183,8 @@ class HubParts:
     input."""
 
     def __init__(self, text: str, dtype: torch.dtype) -> None:
-        with unset_fake_temporarily():  # the parts are cached, so they must hold no fake tensors of a rehearsal
+        with unset_fake_temporarily():
+            # the parts are cached, so they must hold no fake tensors of a rehearsal
             causal = made(text, dtype)
         self.layers = _take_out(causal)
         self.base = causal.base_model
@@ -190,11 +194,14 @@ class HubParts:
                 self.base._modules[name] = NoPositions(table)
         self.given: dict[Any, list[dict[str, Any]]] = {}
 
-    def give(self, index: int, layer: nn.Module, args: Any, words: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def give(
+        self, index: int, layer: nn.Module, args: Any, words: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         """Hook before the forward pass of layer `index`: add the arguments that the model's loop passes to the layer.
         The arguments are kept for each shape, dtype and device of the layer's input."""
         x = args[0].detach()
-        if x.is_meta or isinstance(x, FakeTensor):  # x has no values, which the loop may read to choose a mask
+        if x.is_meta or isinstance(x, FakeTensor):
+            # x has no values, which the loop may read to choose a mask
             with unset_fake_temporarily():
                 heard = self.heard(torch.zeros((), dtype=x.dtype).expand(x.shape))[index]
             return args, {**tree_map_only(Tensor, functools.partial(_like, x.device), heard), **words}
@@ -231,7 +238,8 @@ class StandIn(nn.Module):
         return getattr(self.__dict__["layer"], name) if name not in self._modules else self._modules[name]
 
     def forward(self, x: Tensor, *others: Any, **given: Any) -> Any:
-        names = [*inspect.signature(self.layer.forward).parameters][1:]  # the first argument is the layer's input
+        # the first argument is the layer's input
+        names = [*inspect.signature(self.layer.forward).parameters][1:]
         self.heard.append(dict(zip(names, others, strict=False)) | given)
         return x
 
@@ -279,7 +287,9 @@ def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
     version, kind = transformers.__version__, config["model_type"]
     # The part for texts of some models has a type of its own, such as emu3_text_model, but the causal class of the
     # whole model's type.
-    named = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == name or kind.startswith(f"{name}_")]
+    named = [
+        name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == name or kind.startswith(f"{name}_")
+    ]
     if not named or kind not in transformers.CONFIG_MAPPING:
         raise RefusedModel("unknown-type", version=version, kind=f"{kind:.40}")
     causal_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[max(named, key=len)])
@@ -288,7 +298,8 @@ def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
     try:
         configuration = transformers.AutoConfig.for_model(**_with_floats(config))
         return causal_class._from_config(configuration, dtype=dtype)
-    except Exception as error:  # transformers raises errors of many kinds for configurations that it cannot use
+    except Exception as error:
+        # transformers raises errors of many kinds for configurations that it cannot use
         if is_out_of_memory(error):
             raise
         raise _unmade(error, config, version) from error
@@ -297,7 +308,11 @@ def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
 def _with_floats(value: Any) -> Any:
     """Return a value of a configuration with the numbers that transformers writes as {"__float__": "Infinity"}."""
     if isinstance(value, dict):
-        return float(value[FLOAT]) if value.keys() == {FLOAT} else {name: _with_floats(value[name]) for name in value}
+        return (
+            float(value[FLOAT])
+            if value.keys() == {FLOAT}
+            else {name: _with_floats(value[name]) for name in value}
+        )
     return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
@@ -343,7 +358,8 @@ def library() -> Any:
     """Import the module transformers and return it. From then on its attention groups heads only where torch should get
     them so (grouped_heads.py). If transformers is missing, raises Unavailable, whose text names the command that
     installs it."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # configurations are local files, so transformers need not ask a server
+    # configurations are local files, so transformers need not ask a server
+    os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import transformers
         from transformers.integrations import sdpa_attention
@@ -443,7 +459,9 @@ def list_name(base: nn.Module) -> str:
         if len(child) in (0, config.num_hidden_layers):
             return name
     lengths = ", ".join(f"{name} of {len(child)}" for name, child in lists) or "none"
-    raise RefusedModel("no-layers", num_layers=config.num_hidden_layers, base=type(base).__name__, lists=lengths)
+    raise RefusedModel(
+        "no-layers", num_layers=config.num_hidden_layers, base=type(base).__name__, lists=lengths
+    )
 
 
 def norm_name(base: nn.Module) -> str:

@@ -53,7 +53,8 @@ class ConfiguredModel:
     config: dict[str, Any]
     about: str = ""
     name: str = ""
-    ids: tuple[str, ...] = ()  # models of the Hub, OWNER/NAME, whose config.json is the same in all that training needs
+    # models of the Hub, OWNER/NAME, whose config.json is the same in all that training needs
+    ids: tuple[str, ...] = ()
     part_of: str = ""  # type of the whole model, if the configuration is only its part for texts
 
     @property
@@ -67,7 +68,11 @@ class ConfiguredModel:
     @property
     def sizes(self) -> dict[str, Any]:
         """The model's sizes, name and configuration, as fields of a Workload."""
-        return {**hub_config.sizes_of(self.config), "model": self.name, "config": hub_config.text_of(self.config)}
+        return {
+            **hub_config.sizes_of(self.config),
+            "model": self.name,
+            "config": hub_config.text_of(self.config),
+        }
 
 
 def names(file: Path = FILE) -> list[str]:
@@ -96,7 +101,9 @@ def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:
         if "config" not in models[known]:
             return entry(NamedModel, "model", known, (file,), EXAMPLE)
         model = entry(ConfiguredModel, "model", known, (file,), EXAMPLE)
-        return dataclasses.replace(model, config=hub_config.checked_config(model.config, str(file)), name=known)
+        return dataclasses.replace(
+            model, config=hub_config.checked_config(model.config, str(file)), name=known
+        )
     if Path(name).exists() or name.endswith(hub_config.FILE):
         config, whole = hub_config.read(Path(name))
         return ConfiguredModel(config, name=name, part_of=whole)
@@ -110,6 +117,8 @@ def _known(name: str, models: dict[str, Any]) -> str:
     if short not in models:
         for known, fields in models.items():
             ids = fields.get("ids") if isinstance(fields, dict) else None
-            if isinstance(ids, list) and any(name in (spelled, str(spelled).rpartition("/")[2]) for spelled in ids):
+            if isinstance(ids, list) and any(
+                name in (spelled, str(spelled).rpartition("/")[2]) for spelled in ids
+            ):
                 return known
     return short

@@ -66,12 +66,19 @@ class SavedWeights:
         """Give the files their final names, which contain the number of files. Then write the index, if there are
         several files, and config.json."""
         number = len(self.files)
-        names = [ALONE] if number == 1 else [f"model-{n + 1:05}-of-{number:05}.safetensors" for n in range(number)]
+        names = (
+            [ALONE]
+            if number == 1
+            else [f"model-{n + 1:05}-of-{number:05}.safetensors" for n in range(number)]
+        )
         for index, name in enumerate(names):
             (self.path / str(index)).rename(self.path / name)
         if number > 1:
             weight_map = {name: file for file, held in zip(names, self.files, strict=True) for name in held}
-            told = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            told = {
+                "metadata": {"total_size": self.num_bytes},
+                "weight_map": dict(sorted(weight_map.items())),
+            }
             (self.path / INDEX).write_text(json.dumps(told, indent=2) + "\n")
         config_to_save(self.workload).save_pretrained(self.path)
 

@@ -111,7 +111,9 @@ def _others(workload: Workload, files: dict[str, str], read: set[str]) -> set[st
     out, the other parts of a model of texts and images, and what transformers ignores for this model."""
     anatomy, num_layers = workload.anatomy, workload.num_layers
     whole = hub_config.sizes_of(hub_config.parsed(str(workload.config)))["num_layers"]
-    left_out = {f"{anatomy.layer_name(index)}{name}" for index in range(num_layers, whole) for name in anatomy.layer}
+    left_out = {
+        f"{anatomy.layer_name(index)}{name}" for index in range(num_layers, whole) for name in anatomy.layer
+    }
     others = files.keys() - read - {own for name in left_out for own in _names(name)}
     if any(TEXT_PART in own.split(".") for own in read):
         others = {own for own in others if TEXT_PART in own.split(".")}
@@ -202,9 +204,13 @@ def _files(folder: Path) -> dict[str, str]:
     pickles = sorted(path.name for path in folder.glob(PICKLES)) if folder.is_dir() else []
     if pickles:
         told = f"{pickles[0]}, which only unpickling reads: try from_pretrained({str(folder)!r}) and save_pretrained of"
-        raise ValueError(f"--weights {folder}: expected {ALONE} or {INDEX}, got {told} transformers, into a new folder")
+        raise ValueError(
+            f"--weights {folder}: expected {ALONE} or {INDEX}, got {told} transformers, into a new folder"
+        )
     kind = "a folder without either" if folder.is_dir() else "no such folder"
-    raise ValueError(f"--weights {folder}: expected a folder with {ALONE} or {INDEX}, as Hugging Face has, got {kind}")
+    raise ValueError(
+        f"--weights {folder}: expected a folder with {ALONE} or {INDEX}, as Hugging Face has, got {kind}"
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -217,9 +223,13 @@ def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
     try:
         found = read_json((folder / INDEX).resolve())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / INDEX}: expected a weight_map, got {error!s:.80}; fetch it again") from error
+        raise ValueError(
+            f"{folder / INDEX}: expected a weight_map, got {error!s:.80}; fetch it again"
+        ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{folder / INDEX}: expected an object as weight_map, got {found!r:.80}; fetch it again")
+        raise ValueError(
+            f"{folder / INDEX}: expected an object as weight_map, got {found!r:.80}; fetch it again"
+        )
     for name, file in found.items():
         if not isinstance(file, str) or Path(file).name != file:
             told = f"tensor {name}: expected a file name without a folder, got {file!r:.80}"
@@ -235,7 +245,9 @@ def _opened(files: dict[str, str], folder: Path, name: str, framework: str) -> I
         if own in files:
             with _file(folder, files[own], framework) as file:
                 if own not in file.keys():  # noqa: SIM118 a file of tensors is no dictionary
-                    raise ValueError(f"{folder / files[own]}: expected {own}, as the index says; fetch it again")
+                    raise ValueError(
+                        f"{folder / files[own]}: expected {own}, as the index says; fetch it again"
+                    )
                 yield file, own
             return
     if longer := next((own for own in files if own.endswith(f".{name}")), None):
@@ -260,7 +272,9 @@ def _file(folder: Path, name: str, framework: str) -> Iterator[Any]:
     try:
         opened = safe_open(folder / name, framework=framework)
     except FileNotFoundError as error:
-        raise ValueError(f"{folder / name}: expected this file of weights, got none; fetch it again") from error
+        raise ValueError(
+            f"{folder / name}: expected this file of weights, got none; fetch it again"
+        ) from error
     except (OSError, SafetensorError) as error:
         told = f"expected a file of safetensors, got {error!s:.80}"
         raise ValueError(f"{folder / name}: {told}; fetch it again") from error

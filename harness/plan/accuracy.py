@@ -50,12 +50,20 @@ def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...]
         return Error(own.worst, f"its {counted(own.num_runs, 'run')} there {told(own.worst)}")
     if there:
         worst = max((each.worst for each in there.values()), key=abs)
-        return Error(worst, f"no run of {name} has tested that; runs of {' and '.join(there)} there {told(worst)}")
+        return Error(
+            worst, f"no run of {name} has tested that; runs of {' and '.join(there)} there {told(worst)}"
+        )
     if test := method.load(name, folders).forecast_test:
-        return Error(test.worst, f"{counted(test.num_runs, 'run')} elsewhere {told(test.worst)} ({test.source})")
-    tested = {other: cls.forecast_test for other, cls in method.loadable(folders).items() if cls.forecast_test}
+        return Error(
+            test.worst, f"{counted(test.num_runs, 'run')} elsewhere {told(test.worst)} ({test.source})"
+        )
+    tested = {
+        other: cls.forecast_test for other, cls in method.loadable(folders).items() if cls.forecast_test
+    }
     worst = max((each.worst for each in tested.values()), key=abs)
-    return Error(worst, f"no run of {name} has tested that; runs of {' and '.join(tested)} elsewhere {told(worst)}")
+    return Error(
+        worst, f"no run of {name} has tested that; runs of {' and '.join(tested)} elsewhere {told(worst)}"
+    )
 
 
 def rates_of(record: Record) -> Rates | None:
@@ -115,7 +123,10 @@ def accuracy(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[
         foretold, measured = of_record(record, folders), record.median_step_seconds
         if foretold and measured:
             ratios.setdefault(record.job.method, []).append(measured / foretold.seconds - 1)
-    return {name: Accuracy(len(found), statistics.median(found), max(found, key=abs)) for name, found in ratios.items()}
+    return {
+        name: Accuracy(len(found), statistics.median(found), max(found, key=abs))
+        for name, found in ratios.items()
+    }
 
 
 def has_disk(record: Record) -> bool:
@@ -134,5 +145,7 @@ def measured_for(
 
     asked = (name, workload, on_disk)
     same = [each for each in records if (each.job.method, each.job.workload, has_disk(each)) == asked]
-    found: list[Any] = [record.median_step_seconds for record in same if record.samples_per_second and is_there(record)]
+    found: list[Any] = [
+        record.median_step_seconds for record in same if record.samples_per_second and is_there(record)
+    ]
     return found

@@ -155,29 +155,41 @@ class Advice:
         job = Job(name, load, device=self.place.device)
         sizes = ("num_params", "num_layers", "batch_size", "micro_batches", "seq_len", "dtype")
         return {
-            "method": name, "is_exact": cls.is_exact, "missing": self._missing(name),
+            "method": name,
+            "is_exact": cls.is_exact,
+            "missing": self._missing(name),
             **{size: getattr(load, size) for size in sizes},
-            "fits": not found.lacks, "lacks_bytes": found.lacks, "shortfall": found.plan.shortfall(found.room),
+            "fits": not found.lacks,
+            "lacks_bytes": found.lacks,
+            "shortfall": found.plan.shortfall(found.room),
             **{memory: getattr(plan, memory) for memory in MEMORIES},
-            "options": found.plan.options, "asked": options, "largest_layers": largest(trained, job, unrated),
+            "options": found.plan.options,
+            "asked": options,
+            "largest_layers": largest(trained, job, unrated),
             **self._speeds(found),
             "measured_step_seconds": measured_for(self.records, name, load, self.place.name, bool(plan.disk)),
-        }  # fmt: skip
+        }
 
     def _missing(self, name: str) -> str | None:
         """Return, as text, what the method lacks to run on this machine, and how to get it. None if it lacks nothing,
         or if the place is another machine."""
-        return method.create(name, {}, self.folders).missing(self.place.device) if self.place.name is None else None
+        return (
+            method.create(name, {}, self.folders).missing(self.place.device)
+            if self.place.name is None
+            else None
+        )
 
     def _fastest(
         self, name: str, place: TrainingPlace, workload: Workload, options: dict[str, Any], least: int = 1
-    ) -> Try:  # fmt: skip
+    ) -> Try:
         """Return the fastest Try of a method. `least`: the batch with which the search begins."""
         trained = method.create(name, options, self.folders)
         searched = self.searched if trained.accumulates else self.searched - {"micro_batches"}
         return best(partial(self._try, trained, place, options), workload, searched, least)
 
-    def _try(self, trained: method.Method, place: TrainingPlace, options: dict[str, Any], workload: Workload) -> Try:
+    def _try(
+        self, trained: method.Method, place: TrainingPlace, options: dict[str, Any], workload: Workload
+    ) -> Try:
         method.check(trained, workload, self.folders)
         num_ranks = options.get("world_size", 1)
         room = place.room_for(workload, num_ranks)
@@ -205,7 +217,8 @@ class Advice:
         found = helps(f"+{most} GiB of host memory", place.with_host(host + most * GIB), load)
         if found.method:  # host memory helps: find the smallest addition that does
             more = (
-                helps(f"+{size} GiB of host memory", place.with_host(host + size * GIB), load) for size in MORE_HOST_GIB
+                helps(f"+{size} GiB of host memory", place.with_host(host + size * GIB), load)
+                for size in MORE_HOST_GIB
             )
             found = next((each for each in more if each.method), found)
         yield found if found.method else Remedy("more host memory")
@@ -221,7 +234,9 @@ class Advice:
     def _first_gpu(self, rows: list[dict[str, Any]], load: Workload) -> Remedy:
         """Return the remedy of another GPU in the same host. The GPUs in machines.yaml with more memory than this one
         are tried, the smallest first; the first on which a method fits is taken."""
-        asked = Budget(host_bytes=self.place.room_for(load).host_bytes, disk_bytes=self.place.asked.disk_bytes)
+        asked = Budget(
+            host_bytes=self.place.room_for(load).host_bytes, disk_bytes=self.place.asked.disk_bytes
+        )
         sizes = {name: named_machines.load(name).room.device_bytes or 0 for name in named_machines.names()}
         here = self.place.room_for(load).device_bytes or 0
         larger = sorted((name for name, size in sizes.items() if size > here), key=lambda name: sizes[name])
@@ -237,9 +252,14 @@ class Advice:
         return Remedy("no disk", rows[0]["method"], speed, times, settings_text(rows[0]))
 
     def _remedy(
-        self, chosen: dict[str, Any] | None, rows: list[dict[str, Any]], change: str, place: TrainingPlace,
-        workload: Workload, options: dict[str, Any] | None = None,
-    ) -> Remedy:  # fmt: skip
+        self,
+        chosen: dict[str, Any] | None,
+        rows: list[dict[str, Any]],
+        change: str,
+        place: TrainingPlace,
+        workload: Workload,
+        options: dict[str, Any] | None = None,
+    ) -> Remedy:
         """Return the remedy of a change. If the change helps, the remedy has the fastest method of these rows after the
         change. For each row, the search for a batch begins at the row's own batch."""
         found: list[tuple[dict[str, Any], Try]] = []
@@ -258,7 +278,9 @@ class Advice:
         speed = then.tokens_per_second or 0.0
         ranks = " --ranks 2" if then.options.get("world_size") else ""
         sizes = {name: getattr(then.workload, name) for name in ("batch_size", "seq_len", "micro_batches")}
-        return Remedy(change, row["method"] + ranks, speed, speed / now if now else None, settings_text(sizes))
+        return Remedy(
+            change, row["method"] + ranks, speed, speed / now if now else None, settings_text(sizes)
+        )
 
 
 def of_records(records: Sequence[Record]) -> Advice | None:
@@ -267,7 +289,9 @@ def of_records(records: Sequence[Record]) -> Advice | None:
     trained = [record for record in records if record.samples_per_second and record.job.world_size == 1]
     if not trained:
         return None
-    (workload, budget), _ = Counter((record.job.workload, record.job.budget) for record in trained).most_common(1)[0]
+    (workload, budget), _ = Counter(
+        (record.job.workload, record.job.budget) for record in trained
+    ).most_common(1)[0]
     if is_here(trained[-1]):
         place = this_place(budget)
     elif name := entry_of(trained[-1]):
@@ -300,7 +324,11 @@ def fits_text(row: dict[str, Any]) -> str:
 def off_text(row: dict[str, Any]) -> str:
     """Return, as text, the errors of predictions for this row's method; empty if no run measured them."""
     found = row["accuracy"]
-    return f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({counted(found['num_runs'], 'run')})" if found else ""
+    return (
+        f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({counted(found['num_runs'], 'run')})"
+        if found
+        else ""
+    )
 
 
 def _reason(row: dict[str, Any], chosen: dict[str, Any] | None) -> str:

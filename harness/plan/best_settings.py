@@ -40,10 +40,16 @@ class Try(NamedTuple):
         """Return the share of the step's seconds that arithmetic on the device takes: 1 if arithmetic alone limits the
         speed, 0 if the rates are not known."""
         rates, num_ranks = self.room.rates, self.options.get("world_size", 1)
-        return sum(compute_seconds(self.workload, rates)) / num_ranks / self.step.seconds if self.step and rates else 0
+        return (
+            sum(compute_seconds(self.workload, rates)) / num_ranks / self.step.seconds
+            if self.step and rates
+            else 0
+        )
 
 
-def best(attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str], least: int = 1) -> Try:
+def best(
+    attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str], least: int = 1
+) -> Try:
     """Return the best Try: of those nearly as fast as the fastest (NEAR), the one with the smallest batch. If no batch
     fits, return the Try with the smallest batch.
 
@@ -57,7 +63,11 @@ def best(attempt: Callable[[Workload], Try], workload: Workload, searched: froze
         tries = [_in_parts(attempt, replace(workload, batch_size=size), searched) for size in WITHOUT_RATES]
         return next((each for each in tries if not each.lacks), tries[-1])
     found = [now]
-    while not now.lacks and now.of_bound < NEAR and 2 * now.workload.batch_size * workload.seq_len <= MOST_TOKENS:
+    while (
+        not now.lacks
+        and now.of_bound < NEAR
+        and 2 * now.workload.batch_size * workload.seq_len <= MOST_TOKENS
+    ):
         size, parts = 2 * now.workload.batch_size, now.workload.micro_batches
         now = _in_parts(attempt, replace(workload, batch_size=size, micro_batches=parts), searched)
         # this batch does not fit, so try three quarters of it, which is 1.5 times the last batch that fit
@@ -89,7 +99,9 @@ def _in_parts(attempt: Callable[[Workload], Try], workload: Workload, searched: 
         and workload.batch_size % (2 * now.workload.micro_batches) == 0
     ):
         more = attempt(replace(workload, micro_batches=2 * now.workload.micro_batches))
-        is_better = _speed(more) > MORE * _speed(now) if not (more.lacks or now.lacks) else _lacks(more) < _lacks(now)
+        is_better = (
+            _speed(more) > MORE * _speed(now) if not (more.lacks or now.lacks) else _lacks(more) < _lacks(now)
+        )
         if not is_better:
             break
         now = more

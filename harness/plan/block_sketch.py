@@ -47,9 +47,10 @@ def sketch(workload: Workload, block_tokens: int) -> dict[str, Any] | None:
         return None
     weights = [weight for name in parts for weight in layer.get_submodule(name).parameters()]
     return {
-        "parts": parts, "token_flops": 2 * sum(weight.numel() for weight in weights if weight.ndim > 1),
+        "parts": parts,
+        "token_flops": 2 * sum(weight.numel() for weight in weights if weight.ndim > 1),
         "lines": lines(workload, parts, block_tokens),
-    }  # fmt: skip
+    }
 
 
 def computes_alike(workload: Workload, parts: list[str]) -> bool:

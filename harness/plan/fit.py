@@ -17,7 +17,9 @@ from harness.devices import budgets, cuda_budget, machine
 T = TypeVar("T")
 
 
-def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) -> tuple[Job, Plan, str | None]:
+def resolve(
+    job: Job, folders: tuple[Path, ...] = (), room: Room | None = None
+) -> tuple[Job, Plan, str | None]:
     """Return the job with the options that its plan chose, the plan, and a text on the memory that the job lacks. If
     the job fits, the text is None.
 
@@ -33,7 +35,9 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
     for name in OF_SEVERAL_MODELS:
         if (told := options.get(name, 1)) != (asked := job.options.get(name, 1)):
-            raise ValueError(f"{job.method}: expected a plan with {name} {asked}, as the job asks, got {told}")
+            raise ValueError(
+                f"{job.method}: expected a plan with {name} {asked}, as the job asks, got {told}"
+            )
     resolved = dataclasses.replace(job, options=options)
     shortfall = plan.shortfall(room)
     if shortfall is None:
@@ -49,13 +53,20 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
     shortfall += f" (--host-memory {less})" if less and next(iter(plan.lacks(room))) == "host" else ""
     told = f"{shortfall}; tried, too: {tried}" if tried else shortfall
-    return resolved, plan, f"{job.method} with {counted(job.workload.num_layers, 'layer')}{each} {told}; {hint}"
+    return (
+        resolved,
+        plan,
+        f"{job.method} with {counted(job.workload.num_layers, 'layer')}{each} {told}; {hint}",
+    )
 
 
 def _hint(job: Job, asked: dict[str, Any], room: Room, folders: tuple[Path, ...]) -> str:
     """Return a text on the largest number of layers that fits with the given options. If none fits with --placement,
     the text gives the largest number without --placement."""
-    depth, placement = largest(method.create(job.method, asked, folders), job, room), asked.pop("placement", None)
+    depth, placement = (
+        largest(method.create(job.method, asked, folders), job, room),
+        asked.pop("placement", None),
+    )
     if not depth and placement:
         depth = largest(method.create(job.method, asked, folders), job, room)
         if depth:
@@ -95,7 +106,9 @@ def largest(trained: method.Method, job: Job, room: Room) -> int:
     """Return the largest number of layers for which the method's plan fits the room; 0 if no number does."""
 
     def fits(num_layers: int, unplanned: bool) -> bool:
-        found = next_planned(lambda depth: trained.plan(job.workload.at_depth(depth), room), num_layers, job.world_size)
+        found = next_planned(
+            lambda depth: trained.plan(job.workload.at_depth(depth), room), num_layers, job.world_size
+        )
         return found[1].shortfall(room) is None if found else unplanned
 
     def may_fit(num_layers: int) -> bool:

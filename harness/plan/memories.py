@@ -5,7 +5,8 @@ from __future__ import annotations
 from harness.core.job import GIB, Budget, Room, gib
 from harness.devices import budgets, named_machines
 
-ASSUMED_HOST_BYTES = 64 * GIB  # host memory of a named machine whose entry in machines.yaml has no host_memory
+# host memory of a named machine whose entry in machines.yaml has no host_memory
+ASSUMED_HOST_BYTES = 64 * GIB
 
 
 def host_bytes(name: str, asked: Budget) -> int:
@@ -30,7 +31,11 @@ def told(name: str | None, asked: Budget, fills: Room, device: str) -> str:
 def device_of(name: str) -> str:
     """Return, as text, the size of a named machine's device memory, and where this number comes from."""
     size = named_machines.load(name).device_memory
-    return f"{named_machines.source(name)}: {size}, less a reserve" if size else f"{named_machines.source(name)}: none"
+    return (
+        f"{named_machines.source(name)}: {size}, less a reserve"
+        if size
+        else f"{named_machines.source(name)}: none"
+    )
 
 
 def _device(name: str | None, asked: Budget, fills: Room, device: str) -> str:

@@ -13,7 +13,8 @@ from harness.plan.step import least_seconds
 
 LONG_SECONDS = 600.0  # if a run should take longer than this, the estimate is printed before the run
 SHORTER = "for a shorter run try fewer --steps, smaller -l, -h, -b or --seq, or --scale fit"
-PROCESS_SECONDS = {"cpu": 4.0, "sim": 4.0, "cuda": 12.0}  # seconds that any process takes for imports and the gate
+# seconds that any process takes for imports and the gate
+PROCESS_SECONDS = {"cpu": 4.0, "sim": 4.0, "cuda": 12.0}
 # guessed fp32 operations per second of the device; on a CPU, of each core
 OPERATIONS_PER_SECOND = {"cpu": 2e10, "sim": 2e10, "cuda": 2e13}
 BUILT_BYTES_PER_SECOND = 2e9  # guessed rate at which a model's state is built and inspected
@@ -21,7 +22,8 @@ BUILT_BYTES_PER_SECOND = 2e9  # guessed rate at which a model's state is built a
 MOVED_BYTES_PER_SECOND = {"cpu": 2e9, "sim": 2e9, "cuda": 1.5e10}
 # Rates for deadlines, below those of any run that works: even a busy machine with two cores is well above these rates.
 SLOWEST_OPERATIONS_PER_SECOND, SLOWEST_BYTES_PER_SECOND = {"cpu": 2e8, "sim": 2e8, "cuda": 5e11}, 1e8
-STATE_BYTES_PER_PARAM = 64  # bytes moved in a step for each parameter, if all states go to a slow disk and back
+# bytes moved in a step for each parameter, if all states go to a slow disk and back
+STATE_BYTES_PER_PARAM = 64
 FLOOR_SECONDS, SILENCE_SECONDS = 3600.0, 900.0
 
 
@@ -43,7 +45,9 @@ def probe_seconds(job: Job, run: float, trained: type[Method], extent: Extent) -
     if trained.is_reference or not trained.is_exact or not extent:
         return 0.0
     load, keeps_bits = job.workload, job.device != "cuda"
-    kept = {load.dtype: keeps_bits and (trained.bit_exact if load.dtype == "fp32" else trained.bit_exact_in_half)}
+    kept = {
+        load.dtype: keeps_bits and (trained.bit_exact if load.dtype == "fp32" else trained.bit_exact_in_half)
+    }
     if load.dtype != "fp32" and not kept[load.dtype]:
         kept["fp32"] = keeps_bits and trained.bit_exact  # half precision is probed in fp32, too
     # The method and the reference train once each. Unless the method promises the reference's very bits, the reference

@@ -88,12 +88,18 @@ def sketch(workload: Workload) -> dict[str, Any]:
     token_flops, pair_flops = work(workload)
     fp32, half = measured(workload), measured(replace(workload, dtype="bf16"))
     return {
-        "embedding": embedding, "layer": layers[0], "head": head,
-        "layer_prefix": prefix_of(whole), "token_flops": token_flops, "pair_flops": pair_flops,
+        "embedding": embedding,
+        "layer": layers[0],
+        "head": head,
+        "layer_prefix": prefix_of(whole),
+        "token_flops": token_flops,
+        "pair_flops": pair_flops,
         **{name: {"fp32": fp32[name], "half": half[name]} for name in fp32},
-        "slopes": keeps_slopes(workload), "starts": starts, "ignored": ignored_names(causal),
+        "slopes": keeps_slopes(workload),
+        "starts": starts,
+        "ignored": ignored_names(causal),
         "fields": fields_of(causal.config),
-    }  # fmt: skip
+    }
 
 
 def shapes_of(module: nn.Module) -> dict[str, list[int]]:
@@ -217,11 +223,17 @@ def narrow(workload: Workload) -> Workload:
     HEAD_SIZE, of which rotary positions turn whole pairs."""
     share = hub_config.rotary_share(hub_config.parsed(str(workload.config)))
     sizes = (HEAD_SIZE * count for count in range(1, MOST_HEADS_SIZES))
-    head_size = next((size for size in sizes if int(size * share) >= 2 and int(size * share) % 2 == 0), HEAD_SIZE)
+    head_size = next(
+        (size for size in sizes if int(size * share) >= 2 and int(size * share) % 2 == 0), HEAD_SIZE
+    )
     return replace(
-        workload, hidden_size=head_size * workload.num_heads, vocab_size=min(WORDS, workload.vocab_size),
-        seq_len=TOKENS, batch_size=SAMPLES, dtype="fp32",
-    )  # fmt: skip
+        workload,
+        hidden_size=head_size * workload.num_heads,
+        vocab_size=min(WORDS, workload.vocab_size),
+        seq_len=TOKENS,
+        batch_size=SAMPLES,
+        dtype="fp32",
+    )
 
 
 def within(name: str, prefix: str) -> str:
@@ -271,9 +283,12 @@ def measured(workload: Workload) -> dict[str, float]:
         pair = (at_all - boundaries(workload, tokens // 2)) / (tokens - tokens // 2)
     given, given_pair = given_bytes(workload)
     return {
-        "boundaries": at_all - pair * tokens, "pair_boundaries": pair, "head_boundaries": head_boundaries(workload),
-        "given_bytes": given, "pair_given_bytes": given_pair,
-    }  # fmt: skip
+        "boundaries": at_all - pair * tokens,
+        "pair_boundaries": pair,
+        "head_boundaries": head_boundaries(workload),
+        "given_bytes": given,
+        "pair_given_bytes": given_pair,
+    }
 
 
 def sample_tokens(workload: Workload) -> int:
@@ -323,12 +338,18 @@ def head_boundaries(workload: Workload) -> float:
             if weight.ndim == 1:
                 owner, _, leaf = name.rpartition(".")
                 setattr(
-                    ends.get_submodule(owner), leaf, nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=NAME))
+                    ends.get_submodule(owner),
+                    leaf,
+                    nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=NAME)),
                 )
         before = tracker.stats()["device_allocated"]
         x = torch.empty((MEASURED, workload.hidden_size), dtype=dtype, device=NAME, requires_grad=True)
         y = ends.normalized(x)
-        return max(0.0, (tracker.stats()["device_allocated"] - before) / (x.nbytes) - 2) if y.requires_grad else 0.0
+        return (
+            max(0.0, (tracker.stats()["device_allocated"] - before) / (x.nbytes) - 2)
+            if y.requires_grad
+            else 0.0
+        )
 
 
 def given_bytes(workload: Workload) -> tuple[int, int]:

@@ -55,7 +55,14 @@ def shared(rates: Rates, num_ranks: int) -> Rates:
     the host itself (a CPU), they share the device's rates, too."""
     of_host = ["host_bytes", "host_adam_params", "disk_read_bytes", "disk_write_bytes"]
     if rates.is_host:
-        of_host += ["device_flops", "head_flops", "device_bytes", "inbound_bytes", "outbound_bytes", "exchange_bytes"]
+        of_host += [
+            "device_flops",
+            "head_flops",
+            "device_bytes",
+            "inbound_bytes",
+            "outbound_bytes",
+            "exchange_bytes",
+        ]
     named = {f"{name}_per_second": getattr(rates, f"{name}_per_second") for name in of_host}
     return replace(rates, **{name: rate / num_ranks for name, rate in named.items() if rate})
 

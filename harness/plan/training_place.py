@@ -38,12 +38,16 @@ class TrainingPlace:
         whose host memory neither the call nor the entry states, the plan takes ASSUMED_HOST_BYTES."""
         asked, entry = self.asked, self.entry
         if self.name is None:
-            room = budgets.less_reserve(machine.room(asked, self.device, workload, num_ranks), asked, self.device)
+            room = budgets.less_reserve(
+                machine.room(asked, self.device, workload, num_ranks), asked, self.device
+            )
             disk_bytes = room.disk_bytes or shutil.disk_usage(tempfile.gettempdir()).free
             rates = room.rates or (entry.rates(workload.dtype) if entry else None)
             return replace(room, disk_bytes=disk_bytes, rates=rates)
         assert entry
-        device = cuda_budget.tensor_bytes(asked.device_bytes) if asked.device_bytes else entry.room.device_bytes
+        device = (
+            cuda_budget.tensor_bytes(asked.device_bytes) if asked.device_bytes else entry.room.device_bytes
+        )
         if device and num_ranks > 1:
             device = max(1, device - cuda_budget.COMMUNICATORS_BYTES)
         disk, rates = asked.disk_bytes or entry.room.disk_bytes, entry.rates(workload.dtype)

@@ -15,7 +15,9 @@ from harness.core.record import Record
 from harness.core.source_hash import Listed
 
 
-def code_facts(before: Listed, executed: Sequence[Executed], identify: Callable[[], Listed]) -> dict[str, Any]:
+def code_facts(
+    before: Listed, executed: Sequence[Executed], identify: Callable[[], Listed]
+) -> dict[str, Any]:
     """Return the facts of a record's `software` about the code that the run executed.
 
     `before`: the code's identity when the run began; `executed`: the notes of all its processes; `identify`: returns
@@ -34,7 +36,9 @@ def code_facts(before: Listed, executed: Sequence[Executed], identify: Callable[
     return code
 
 
-def marked(paths: Sequence[Path], jobs: Sequence[tuple[Job, str]], key: Callable[[Job], str]) -> Sequence[Path]:
+def marked(
+    paths: Sequence[Path], jobs: Sequence[tuple[Job, str]], key: Callable[[Job], str]
+) -> Sequence[Path]:
     """Let the records of jobs that ran at another place say so if a job's key has changed meanwhile: the place ran the
     code of this checkout. `jobs`: the jobs with the keys that they had before."""
     for path, (job, _) in zip(paths, jobs, strict=True):
@@ -51,4 +55,6 @@ def unless_changed(record: Record, key: Callable[[], str]) -> Record:
         after = str(error)
     if after == record.key or "changed" in record.software:
         return record
-    return dataclasses.replace(record, software={**record.software, "changed": [f"its key, {record.key} to {after}"]})
+    return dataclasses.replace(
+        record, software={**record.software, "changed": [f"its key, {record.key} to {after}"]}
+    )

@@ -47,10 +47,16 @@ Report = Callable[[dict[str, Any]], None]
 
 
 def launch(
-    job: Job, key: Callable[[], str], results: Path, folders: tuple[Path, ...] = (),
-    report: Report = lambda event: None, recorded: Callable[[str], Path | None] = lambda key: None,
-    stem: Path | None = None, is_timed: bool = True, foreseen_seconds: float = 0.0,
-) -> Path:  # fmt: skip
+    job: Job,
+    key: Callable[[], str],
+    results: Path,
+    folders: tuple[Path, ...] = (),
+    report: Report = lambda event: None,
+    recorded: Callable[[str], Path | None] = lambda key: None,
+    stem: Path | None = None,
+    is_timed: bool = True,
+    foreseen_seconds: float = 0.0,
+) -> Path:
     """Run the job in a process of its own; return the record's path, `stem`.json. If `stem` is None, choose a new name.
 
     An untimed job may share the device with other untimed jobs; then its seconds do not count. `key` returns the job's
@@ -71,7 +77,9 @@ def launch(
             finally:
                 watch.close()
                 is_alone = is_timed or not held.is_shared()
-                record = dataclasses.replace(watch.complete(watch.record or watch.obituary()), is_timed=is_alone)
+                record = dataclasses.replace(
+                    watch.complete(watch.record or watch.obituary()), is_timed=is_alone
+                )
                 record = unless_changed(record, key)
                 record.write(path)
                 told = record.status, record.phase, len(record.losses), record.reason
@@ -128,22 +136,32 @@ class Watch:
     """Starts one worker process, follows its events and memory, and ends it."""
 
     def __init__(
-        self, job: Job, key: str, path: Path, folders: tuple[Path, ...], log: Any, report: Report,
+        self,
+        job: Job,
+        key: str,
+        path: Path,
+        folders: tuple[Path, ...],
+        log: Any,
+        report: Report,
         locks: tuple[int, ...],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.job, self.key, self.path, self.log, self.report = job, key, path, Path(log.name), report
         self.peaks = {"host_anonymous": 0, "host_shared": 0}
         self.sampled = dict(self.peaks)
-        self.processes: list[psutil.Process] = []  # the worker and its children, or the ranks and their children
+        # the worker and its children, or the ranks and their children
+        self.processes: list[psutil.Process] = []
         self.trainers: list[psutil.Process] = []  # the members of `processes` whose memory counts
         self.listed = 0.0  # time at which `processes` was last listed
         self.events = Events("start", self._take)
-        self.rank: dict[str, Any] = {}  # if a rank failed without a record: the event that tells its exit code
+        # if a rank failed without a record: the event that tells its exit code
+        self.rank: dict[str, Any] = {}
         self.executed: list[Executed] = []  # what the processes of the run executed
-        self.record: Record | None = None  # the worker's record, to which complete() adds this process's facts
+        # the worker's record, to which complete() adds this process's facts
+        self.record: Record | None = None
         self.started = time.time()
         self.began = self.last_event = self.signalled = time.monotonic()  # nobody can set this clock
-        self.stopped = ""  # why this process stopped the worker, a word of failures.End.stopped; "": not stopped
+        # why this process stopped the worker, a word of failures.End.stopped; "": not stopped
+        self.stopped = ""
         self.interrupted = False
         self.broken: BrokenPipeError | None = None  # `report` raises it if its reader is gone
         self.shm_free_bytes: int | None = None
@@ -169,8 +187,14 @@ class Watch:
             raise
         os.close(writer)
         self.pipe = os.fdopen(reader, "rb", buffering=0)
-        order = {"job": job.to_dict(), "key": key, "record": str(path), "events": writer, "locks": locks,
-                 "folders": list(map(str, folders))}  # fmt: skip
+        order = {
+            "job": job.to_dict(),
+            "key": key,
+            "record": str(path),
+            "events": writer,
+            "locks": locks,
+            "folders": list(map(str, folders)),
+        }
         assert self.process.stdin
         # Writing fails if the worker has ended already, which follow() then notices.
         with contextlib.suppress(OSError):
@@ -179,18 +203,29 @@ class Watch:
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
 
-    def _start(self, log: IO[str], descriptors: tuple[int, ...]) -> subprocess.Popen[str] | fork_server.Forked:
+    def _start(
+        self, log: IO[str], descriptors: tuple[int, ...]
+    ) -> subprocess.Popen[str] | fork_server.Forked:
         module = "harness.run.ranks" if self.job.world_size > 1 else "harness.run.worker"
-        of_worker = environment(self.job) | {"TMPDIR": str(self.scratch), executed_code.VARIABLE: str(self.notes)}
+        of_worker = environment(self.job) | {
+            "TMPDIR": str(self.scratch),
+            executed_code.VARIABLE: str(self.notes),
+        }
         # A memory group counts only memory that is taken inside the group, but a fork brings memory that the server
         # took before. So a worker in a group is a new process, not a fork.
         if self.job.device != "cuda" and not self.wall:
             with contextlib.suppress(OSError):
                 return fork_server.start(module, log.fileno(), log.fileno(), of_worker, descriptors).started()
         return subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=descriptors,
-            start_new_session=True, text=True, env=of_worker,
-        )  # fmt: skip
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=descriptors,
+            start_new_session=True,
+            text=True,
+            env=of_worker,
+        )
 
     def follow(self) -> None:
         """Read the worker's events and sample its memory until the worker has ended. A Ctrl-C or BrokenPipeError that
@@ -252,9 +287,15 @@ class Watch:
         if self.rank:
             failure = failures.of_rank(failure, self.rank["rank"], self.job.world_size)
         return Record(
-            job=self.job, key=self.key, clock=self.job.device, started=self.started, machine=machine.facts(),
-            software=machine.software(), **self.events.fields(), **failure.changes({}),
-        )  # fmt: skip
+            job=self.job,
+            key=self.key,
+            clock=self.job.device,
+            started=self.started,
+            machine=machine.facts(),
+            software=machine.software(),
+            **self.events.fields(),
+            **failure.changes({}),
+        )
 
     def complete(self, record: Record) -> Record:
         """Return the record with the facts that only this process knows added: peaks, limits, why the worker ended."""
@@ -281,12 +322,18 @@ class Watch:
         limit = machine.room(self.job.budget, self.job.device).host_bytes or 0
         allowed_seconds = run_time.silence_seconds if self.stopped == "silence" else run_time.deadline_seconds
         return failures.End(
-            phase=self.events.phase, code=self.rank["code"] if self.rank else self.process.wait(),
-            stopped=self.stopped, seconds=self.job.budget.seconds or allowed_seconds(self.job),
-            oom_kills=kills, owns_group=bool(self.wall), system_oom_kills=cgroup.oom_kills() - self.kills[1],
-            host_peak_bytes=sum(self.peaks.values()), host_limit_bytes=limit, shm_free_bytes=self.shm_free_bytes,
+            phase=self.events.phase,
+            code=self.rank["code"] if self.rank else self.process.wait(),
+            stopped=self.stopped,
+            seconds=self.job.budget.seconds or allowed_seconds(self.job),
+            oom_kills=kills,
+            owns_group=bool(self.wall),
+            system_oom_kills=cgroup.oom_kills() - self.kills[1],
+            host_peak_bytes=sum(self.peaks.values()),
+            host_limit_bytes=limit,
+            shm_free_bytes=self.shm_free_bytes,
             log_tail=self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace"),
-        )  # fmt: skip
+        )
 
     def _take(self, event: dict[str, Any]) -> None:
         self.last_event = time.monotonic()

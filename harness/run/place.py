@@ -70,8 +70,10 @@ class Place(ABC):
             return
         option = f"--option {trained.release_option}"
         if not self.uses_this_venv:
-            raise ValueError(f"--on: expected a place that uses this .venv for {option}, got one with an image's"
-                             f" packages; leave out --on, or {option}")  # fmt: skip
+            raise ValueError(
+                f"--on: expected a place that uses this .venv for {option}, got one with an image's"
+                f" packages; leave out --on, or {option}"
+            )
         if not trained.identity():
             raise Unavailable(f"{option}={release} is not installed: run once without --on")
 
@@ -118,7 +120,9 @@ def no_draft() -> str:
 def order(job: Job, key: str, stem: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
     """Return the order for a job, as plain data that perform() takes."""
     # Leave out LD_PRELOAD: it names a library of this machine that the place may lack.
-    environment = {name: os.environ[name] for name in FORWARDED if name in os.environ and name != "LD_PRELOAD"}
+    environment = {
+        name: os.environ[name] for name in FORWARDED if name in os.environ and name != "LD_PRELOAD"
+    }
     where = {"stem": str(stem), "folders": list(map(str, folders))}
     return {"job": job.to_dict(), "key": key, **where, "environment": environment}
 
@@ -136,7 +140,9 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
     launch(job, lambda: str(order["key"]), stem.parent, folders, report, stem=stem)
 
 
-def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[str, Any] | None = None) -> Path:
+def write_end(
+    job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[str, Any] | None = None
+) -> Path:
     """Write a record for a job that left no record, and the closing line of the job's log. Return the record's path.
     `seen`: fields of the record that are known."""
     path = Path(f"{stem}.json")
@@ -148,7 +154,9 @@ def write_end(job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[
     return path
 
 
-def place_record(path: Path, place: dict[str, Any], evidence: dict[str, Any], end: failures.Failure | None) -> Path:
+def place_record(
+    path: Path, place: dict[str, Any], evidence: dict[str, Any], end: failures.Failure | None
+) -> Path:
     """Add the facts of the place and its evidence of the job's end to the record in the file `path`; return `path`.
     `end`: the end that replaces the record's end; None: the record's end stays."""
     record = Record.read(path)

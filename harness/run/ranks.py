@@ -66,7 +66,9 @@ class JobAgent(OneRound):
         fork_server.import_all(fork_server.IMPORTS)
         num_local = num_local_ranks(self.job)
         if self.job.device == "cuda" and len(machine.visible_gpus()) < num_local:
-            reason = f"{num_local} ranks need a GPU each, {len(machine.visible_gpus())} seen here: lower --ranks"
+            reason = (
+                f"{num_local} ranks need a GPU each, {len(machine.visible_gpus())} seen here: lower --ranks"
+            )
             record = Record(self.job, self.order["key"], "unavailable", reason=reason, started=time.time())
             record.write(self.folder / "0.json")
             return {0: 1}
@@ -86,7 +88,9 @@ class JobAgent(OneRound):
         ended = {int(path.stem): dataclasses.replace(Record.read(path), job=self.job) for path in paths}
         first = first_to_fail(failed, ended) if failed else None
         if first is not None and first not in ended:
-            self._pass_on(first, (json.dumps({"event": "rank", "rank": first, "code": failed[first]}) + "\n").encode())
+            self._pass_on(
+                first, (json.dumps({"event": "rank", "rank": first, "code": failed[first]}) + "\n").encode()
+            )
         elif ended:
             hand_over(self._record(ended, first), self.order)
 
@@ -98,7 +102,8 @@ class JobAgent(OneRound):
             end = failures.of_rank(failures.Failure(record.status, record.reason), first, self.job.world_size)
             return dataclasses.replace(record, **end.changes(record.evidence))
         record = together([ended[rank] for rank in sorted(ended)])
-        if self.is_interrupted and record.status != "ok":  # a rank may have failed because its peer was interrupted
+        if self.is_interrupted and record.status != "ok":
+            # a rank may have failed because its peer was interrupted
             end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
             return dataclasses.replace(record, **end.changes({}))
         return record
@@ -163,7 +168,9 @@ def together(records: list[Record]) -> Record:
         told["peak_rank"] = max(stated, key=_peak_bytes)["rank"]
     retries = max(record.num_alloc_retries for record in records)
     software = {**records[0].software, **_other_code(records)}
-    return dataclasses.replace(records[0], peaks=peaks, num_alloc_retries=retries, machine=told, software=software)
+    return dataclasses.replace(
+        records[0], peaks=peaks, num_alloc_retries=retries, machine=told, software=software
+    )
 
 
 def _other_code(records: list[Record]) -> dict[str, list[str]]:
@@ -211,7 +218,9 @@ def rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
     rank still finishes its record."""
     os.environ |= environment
     signal.signal(signal.SIGINT, interrupt_once)
-    number, local, local_ranks = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    number, local, local_ranks = (
+        int(environment[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
     job = Job.from_dict(order["job"])
     if job.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = machine.visible_gpus()[local]

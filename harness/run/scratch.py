@@ -21,7 +21,8 @@ def make() -> tuple[Path, int]:
     remove_left()
     while True:
         new = Path(tempfile.mkdtemp(prefix=PREFIX))
-        with contextlib.suppress(FileNotFoundError):  # another run may remove the folder before this run locks it
+        with contextlib.suppress(FileNotFoundError):
+            # another run may remove the folder before this run locks it
             mark(new)
             handle = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(handle, fcntl.LOCK_EX)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from harness.base.foreign_file import read_json
 from harness.base.whole_file import write_whole
 
-TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")  # rows of a timeline, from top to bottom
+# rows of a timeline, from top to bottom
+TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")
 # The kinds of work that may be hidden behind compute, and the tracks of each kind.
 KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}
 HEAD = '{"displayTimeUnit"'  # how the file begins
@@ -61,18 +62,34 @@ def write(timeline: Timeline, path: Path) -> None:
     """Write the timeline to one JSON file, whole or not at all. The file's times count from the start of the first
     step."""
     spans = sorted((*timeline.steps, *timeline.spans), key=lambda span: span.start)
-    threads = {name: number for number, name in enumerate(sorted({span.track for span in spans}, key=_rank), 1)}
+    threads = {
+        name: number for number, name in enumerate(sorted({span.track for span in spans}, key=_rank), 1)
+    }
     zero = min((span.start for span in timeline.steps), default=0.0)
-    told: list[tuple[int, str, dict[str, Any]]] = [(0, "process_name", {"name": timeline.about.get("title", "")})]
+    told: list[tuple[int, str, dict[str, Any]]] = [
+        (0, "process_name", {"name": timeline.about.get("title", "")})
+    ]
     for name, number in threads.items():
-        told += [(number, "thread_name", {"name": name}), (number, "thread_sort_index", {"sort_index": number})]
-    events = [{"ph": "M", "pid": 1, "tid": number, "name": name, "args": facts} for number, name, facts in told]
+        told += [
+            (number, "thread_name", {"name": name}),
+            (number, "thread_sort_index", {"sort_index": number}),
+        ]
+    events = [
+        {"ph": "M", "pid": 1, "tid": number, "name": name, "args": facts} for number, name, facts in told
+    ]
     events += [
-        {"ph": "X", "pid": 1, "tid": threads[span.track], "ts": (span.start - zero) * US,
-         "dur": (span.end - span.start) * US, "name": f"{span.work} {span.of}".strip(), "cat": span.work,
-         "args": {"of": span.of}}
+        {
+            "ph": "X",
+            "pid": 1,
+            "tid": threads[span.track],
+            "ts": (span.start - zero) * US,
+            "dur": (span.end - span.start) * US,
+            "name": f"{span.work} {span.of}".strip(),
+            "cat": span.work,
+            "args": {"of": span.of},
+        }
         for span in spans
-    ]  # fmt: skip
+    ]
     lines = ",\n".join(map(json.dumps, events))
     about = json.dumps(timeline.about)
     write_whole(path, f'{HEAD}: "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')

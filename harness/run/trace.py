@@ -24,7 +24,8 @@ from harness.devices.streams import STREAMS, UNNOTED
 from harness.run.timeline import Span, Timeline, steps, write
 
 FIRST_SECONDS = 1.0  # total seconds of allocations of host memory at which the first report comes
-STEPS = 3  # number of a run's last steps that are traced; work queued before them may end in the first traced step
+# number of a run's last steps that are traced; work queued before them may end in the first traced step
+STEPS = 3
 
 
 class Trace:
@@ -33,7 +34,8 @@ class Trace:
     def __init__(self, job: Job) -> None:
         self.job, self.first_step = job, max(1, job.steps + 1 - STEPS)
         self.streams = STREAMS[job.device]
-        self.has_events = hasattr(self.streams.current(), "wait_stream")  # True for torch's streams, False for a CPU's
+        # True for torch's streams, False for a CPU's
+        self.has_events = hasattr(self.streams.current(), "wait_stream")
         self.is_on = False
         self.notes: list[tuple[str, int, str, str, Any, Any]] = []  # (track, thread, work, part, start, end)
         self.streams.span = self.span
@@ -95,7 +97,8 @@ class Trace:
         options = "".join(f" {name}={value}" for name, value in self.job.options.items() if value is not None)
         title = f"{self.job.method}{options}, {counted(self.job.workload.num_layers, 'layer')}"
         about: dict[str, Any] = {"title": title, "clock": self.job.device, "job": self.job.to_dict()}
-        if self.job.world_size > 1:  # of_ranks() needs the time on the clock from which the file's times count
+        if self.job.world_size > 1:
+            # of_ranks() needs the time on the clock from which the file's times count
             about["zero_seconds"] = seconds(marks[0])
         return Timeline(spans, steps([seconds(mark) for mark in marks], self.first_step), about)
 

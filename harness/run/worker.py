@@ -92,7 +92,8 @@ class Run:
         self.phase, self._since = "start", time.perf_counter()
         self._waiting: list[Step] = []  # steps whose loss and norm are on their way to the host
         self._num_taken = 0  # number of batches taken
-        self._ahead: set[int] = set()  # at each yielded step: number of batches taken beyond this step's batch
+        # at each yielded step: number of batches taken beyond this step's batch
+        self._ahead: set[int] = set()
 
     def enter(self, phase: str) -> None:
         now = time.perf_counter()
@@ -143,7 +144,9 @@ class Run:
 
         training = method.train(job.workload, Counted(feed(), job.steps), job.device)
         if not hasattr(training, "close"):  # not a generator
-            raise TypeError(f"expected train() to yield a Step for each batch, got {type(training).__name__} from it")
+            raise TypeError(
+                f"expected train() to yield a Step for each batch, got {type(training).__name__} from it"
+            )
         try:
             trained = self._drive(training)
         finally:
@@ -167,11 +170,16 @@ class Run:
             tensors = SavedWeights(job.workload, Path(job.save)).passing(tensors)
         self.measured["tensors"] = inspect(tensors, job)
         self.measured["others"] = [
-            {"workload": other.changes, "losses": other.losses, "grad_norms": other.grad_norms,
-             "loss_scales": other.loss_scales, "skipped_steps": other.skipped_steps,
-             "tensors": inspect(other.tensors, job)}
+            {
+                "workload": other.changes,
+                "losses": other.losses,
+                "grad_norms": other.grad_norms,
+                "loss_scales": other.loss_scales,
+                "skipped_steps": other.skipped_steps,
+                "tensors": inspect(other.tensors, job),
+            }
             for other in trained.others
-        ]  # fmt: skip
+        ]
         self.enter("done")
 
     def _drive(self, training: Any) -> Trained:
@@ -188,16 +196,22 @@ class Run:
                 else:
                     step = next(training)
                 if len(self.clock.marks) > self._num_taken:
-                    raise ValueError(f"expected one Step for each batch, got another after batch {self._num_taken}")
+                    raise ValueError(
+                        f"expected one Step for each batch, got another after batch {self._num_taken}"
+                    )
                 if len(self.clock.marks) == 1 and (wrong := trains_alone(self.job)):
                     raise ValueError(wrong)
                 for told in (step.loss, step.grad_norm):
                     if (
                         told is not None and type(told) is not self.clock.torch.Tensor
                     ):  # another type might compute only when its value is read, after the step has ended
-                        raise TypeError(f"expected a torch.Tensor as a step's loss or norm, got {type(told).__name__}")
+                        raise TypeError(
+                            f"expected a torch.Tensor as a step's loss or norm, got {type(told).__name__}"
+                        )
                 self._ahead.add(self._num_taken - len(self.clock.marks))
-                self._waiting.append(step._replace(loss=_to_host(step.loss), grad_norm=_to_host(step.grad_norm)))
+                self._waiting.append(
+                    step._replace(loss=_to_host(step.loss), grad_norm=_to_host(step.grad_norm))
+                )
                 if len(self.clock.marks) == self.job.warmup:
                     self.clock.synchronize()
                 self.clock.mark()
@@ -272,12 +286,20 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     if "peaks" not in run.measured:
         run.measured |= memory_of_training(job.device)
     record = Record(
-        job=job, key=key, phase=run.phase, clock=job.device, machine=facts, software=machine.software(),
-        started=started, limits=enforced, **end.changes(evidence),
+        job=job,
+        key=key,
+        phase=run.phase,
+        clock=job.device,
+        machine=facts,
+        software=machine.software(),
+        started=started,
+        limits=enforced,
+        **end.changes(evidence),
         description=method.describe(job.workload, job.device),
         bit_exact=method.bit_exact if job.workload.dtype == "fp32" else method.bit_exact_in_half,
-        is_exact=method.is_exact, **run.measured,
-    )  # fmt: skip
+        is_exact=method.is_exact,
+        **run.measured,
+    )
     return _readable(record)
 
 
@@ -288,12 +310,20 @@ def _readable(record: Record) -> Record:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         told = " ".join(str(error).split())
         reason = (
-            f"expected of {record.job.method} a plan, steps, Trained and describe() that a record can hold, got {told}"
+            f"expected of {record.job.method} a plan, steps, Trained and describe() that a record can hold,"
         )
+        reason += f" got {told}"
         return dataclasses.replace(
-            record, **failures.Failure("crash", reason, {"class": "exception"}).changes(record.evidence), moved_bytes=0,
-            schedule={}, tensors={}, others=[], loss_scales=[], description={}, predicted={},
-        )  # fmt: skip
+            record,
+            **failures.Failure("crash", reason, {"class": "exception"}).changes(record.evidence),
+            moved_bytes=0,
+            schedule={},
+            tensors={},
+            others=[],
+            loss_scales=[],
+            description={},
+            predicted={},
+        )
     return record
 
 
@@ -307,7 +337,13 @@ def memory_of_training(device: str) -> dict[str, Any]:
 
 
 def _predicted(plan: Plan) -> dict[str, Any]:
-    names = ["device", "host", "disk", "moved_bytes", *(("step_seconds", "binds") if plan.step_seconds else ())]
+    names = [
+        "device",
+        "host",
+        "disk",
+        "moved_bytes",
+        *(("step_seconds", "binds") if plan.step_seconds else ()),
+    ]
     names += ["stages"] if plan.stages else []
     return {name: getattr(plan, name) for name in names}
 
@@ -340,7 +376,8 @@ def _to_host(value: Any) -> Any:
 def _end_orphan() -> None:
     """Interrupt this run, because its parent has ended; kill the run if it does not end within ORPHAN_SECONDS."""
     interrupt_here()
-    time.sleep(ORPHAN_SECONDS)  # meanwhile main() ends the process, unless main() hangs where Python handles no signal
+    # meanwhile main() ends the process, unless main() hangs where Python handles no signal
+    time.sleep(ORPHAN_SECONDS)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
 
@@ -357,7 +394,8 @@ def hand_over(record: Record, order: dict[str, Any]) -> None:
     If the parent has ended, write the record here with the status interrupted, so that the job is run again."""
     line = json.dumps({"event": "record", "record": record.to_dict()}) + "\n"
     try:
-        with open(order["events"], "wb", closefd=False) as events:  # buffered, so that the whole line is written
+        with open(order["events"], "wb", closefd=False) as events:
+            # buffered, so that the whole line is written
             events.write(line.encode())
     except BrokenPipeError:
         end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))

@@ -48,7 +48,9 @@ def run_pool(
     """
     left = [float(sum(chain)) for chain in chains]
     next_unit = [0] * len(chains)
-    waiting = [(key(left[number], number, draw()), number, number) for number, chain in enumerate(chains) if chain]
+    waiting = [
+        (key(left[number], number, draw()), number, number) for number, chain in enumerate(chains) if chain
+    ]
     arrival, now = len(waiting), 0.0
     heapify(waiting)
     running: list[tuple[float, int, int]] = []  # a heap of tuples (end, worker, chain)
@@ -83,7 +85,8 @@ class Line:
     # for each worker but the last, the seconds of a message between it and the next worker
     send_seconds: Sequence[float]
     recompute_waits: bool  # True: R begins only after the message that B needs has arrived
-    is_opportunistic: bool  # True: if R is next, and the message for B has not arrived, the next F may run first
+    # True: if R is next, and the message for B has not arrived, the next F may run first
+    is_opportunistic: bool
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,12 @@ class LineRun:
 
 
 def run_lines(
-    lines: Sequence[Line], *, sends_at_once: int | None = None, noise: Callable[[Array, bool], Array] | None = None,
+    lines: Sequence[Line],
+    *,
+    sends_at_once: int | None = None,
+    noise: Callable[[Array, bool], Array] | None = None,
     keeps_units: bool = False,
-) -> list[LineRun]:  # fmt: skip
+) -> list[LineRun]:
     """Run all lines at the same time, each by itself.
 
     `sends_at_once`: number of messages that a link carries at a time in each direction, while further messages wait;
@@ -165,7 +171,8 @@ def run_lines(
 
     while True:
         kind = orders[rows, place]
-        while (again := (kind == F) & (ahead > 0)).any():  # skip forward units that ran earlier than their turn
+        while (again := (kind == F) & (ahead > 0)).any():
+            # skip forward units that ran earlier than their turn
             place += again
             ahead -= again
             kind = orders[rows, place]
@@ -214,7 +221,10 @@ def run_lines(
     parts = [slice(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
     return [
         LineRun(
-            free[part], busy[part], None if starts is None else starts[:, part], None if ends is None else ends[:, part]
+            free[part],
+            busy[part],
+            None if starts is None else starts[:, part],
+            None if ends is None else ends[:, part],
         )
         for part in parts
     ]

@@ -106,7 +106,9 @@ class Pool:
 
     def __init__(self, streams: FakeStreams, name: str, num_threads: int) -> None:
         self.streams = streams
-        self.threads = [HostThread(f"{name} {i}", streams.clock.zero, streams.compute) for i in range(num_threads)]
+        self.threads = [
+            HostThread(f"{name} {i}", streams.clock.zero, streams.compute) for i in range(num_threads)
+        ]
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Event:
         streams, thread = self.streams, min(self.threads, key=self.streams.clock.load)

@@ -50,9 +50,14 @@ def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[Mac
 
 
 def through(
-    trace: Sequence[MachineChange], end: float, speed: Callable[[int], float], *, checkpoint_seconds: float,
-    pause_seconds: float, tells: bool,
-) -> list[MachineSpan]:  # fmt: skip
+    trace: Sequence[MachineChange],
+    end: float,
+    speed: Callable[[int], float],
+    *,
+    checkpoint_seconds: float,
+    pause_seconds: float,
+    tells: bool,
+) -> list[MachineSpan]:
     """Return the spans of time in which a job trains on the machines of a trace, up to the time `end`.
 
     `speed`: returns the samples per second on a number of machines. `pause_seconds`: time from a change of machines
@@ -61,7 +66,10 @@ def through(
     uses new machines only then.
     """
     if not tells:
-        trace = [trace[0], *(then for now, then in itertools.pairwise(trace) if then.num_machines < now.num_machines)]
+        trace = [
+            trace[0],
+            *(then for now, then in itertools.pairwise(trace) if then.num_machines < now.num_machines),
+        ]
     spans, begin = [], 0.0
     for number, change in enumerate(trace):
         stop = trace[number + 1].seconds if number + 1 < len(trace) else end

@@ -48,7 +48,8 @@ ATTENTION = {
 UPDATES = {"_fused_adamw_": "self", "adamw": "grads"}
 # By name of a collective that exchanges a tensor between ranks: the function that returns the bytes that a rank sends.
 EXCHANGES = {"_allgather_base_": parts_sent, "_reduce_scatter_base_": parts_sent, "allreduce_": sum_sent}
-ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}  # ops that launch no kernel, and so take no time
+# ops that launch no kernel, and so take no time
+ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,10 @@ class VirtualTime:
             return machine.link_latency_seconds + sent / machine.link_bytes_per_second
         touched = sum(access.num_bytes for access in op.accesses)
         if op.is_host:
-            return touched / machine.host_bytes_per_second + updated_params(op) / machine.host_update_params_per_second
+            return (
+                touched / machine.host_bytes_per_second
+                + updated_params(op) / machine.host_update_params_per_second
+            )
         flops = flops_of(op)
         self.device_flops += flops
         seconds = max(flops / machine.device_flops_per_second, touched / machine.device_bytes_per_second)
@@ -154,7 +158,8 @@ class DeviceLink:
     the order of the program; an exchange that is added later may be ready earlier."""
 
     def __init__(self) -> None:
-        self.busy: list[tuple[float, float]] = []  # pairs of start and end of the exchanges, in the order of time
+        # pairs of start and end of the exchanges, in the order of time
+        self.busy: list[tuple[float, float]] = []
 
     def carry(self, ready: float, seconds: float) -> float:
         """Add an exchange that may begin at the time `ready` and takes `seconds`. Return the time at which it ends."""
@@ -170,7 +175,9 @@ class DeviceLink:
 def updated_params(op: Op) -> int:
     """Return the number of parameters that an op updates: 0 unless the op is an AdamW kernel, of this project or of
     torch."""
-    return sum(tensor.numel() for tensor in tensors(op.arguments[UPDATES[op.name]])) if op.name in UPDATES else 0
+    return (
+        sum(tensor.numel() for tensor in tensors(op.arguments[UPDATES[op.name]])) if op.name in UPDATES else 0
+    )
 
 
 def flops_of(op: Op) -> float:
@@ -208,8 +215,16 @@ class Due:
     """An update that waits for its gradient, or is under way. `released`: time at which its gradient has arrived.
     `seconds`: time that the update needs. `about`: spans whose labels the update's own spans get."""
 
-    def __init__(self, pool: VirtualWorkers, deadline: int, released: float, seconds: float, about: list[Span]) -> None:
-        self.pool, self.deadline, self.released, self.left, self.about = pool, deadline, released, seconds, about
+    def __init__(
+        self, pool: VirtualWorkers, deadline: int, released: float, seconds: float, about: list[Span]
+    ) -> None:
+        self.pool, self.deadline, self.released, self.left, self.about = (
+            pool,
+            deadline,
+            released,
+            seconds,
+            about,
+        )
         self.end = math.inf
 
     def result(self) -> None:
@@ -233,7 +248,9 @@ class VirtualWorkers(Pool):
         with mock.patch.multiple(streams, thread=thread, span=aside.span):
             work(0, num_chunks)
         seconds = busy["workers"] - before
-        self.waiting.append(Due(self, deadline, thread.now - seconds, seconds / len(self.threads), aside.done[:1]))
+        self.waiting.append(
+            Due(self, deadline, thread.now - seconds, seconds / len(self.threads), aside.done[:1])
+        )
         return self.waiting[-1]
 
     def work_until(self, wanted: Due) -> None:
@@ -272,7 +289,9 @@ def one_of(num_ranks: int) -> Iterator[None]:
 def virtual_run(method: Method, workload: Workload, machine: VirtualMachine, steps: int = 3) -> VirtualRun:
     """Train `steps` steps in the virtual time of this machine. If the method has several ranks, only one of them
     trains."""
-    training = method.settled(method.plan(workload, Room())).train(workload, token_batches(workload, steps), DEVICE)
+    training = method.settled(method.plan(workload, Room())).train(
+        workload, token_batches(workload, steps), DEVICE
+    )
     num_ranks = getattr(method, "world_size", 1)
     clock = VirtualTime(machine, num_ranks)
     with one_of(num_ranks), watching(clock, machine.num_workers) as streams:
@@ -282,4 +301,6 @@ def virtual_run(method: Method, workload: Workload, machine: VirtualMachine, ste
         streams.workers = lambda num_threads: workers  # type: ignore[method-assign]
         step_ends = [streams.compute.now for _ in training]
         streams.compute.synchronize()
-        return VirtualRun(step_ends, streams.thread.now, dict(clock.busy_seconds), clock.device_flops, spans.done)
+        return VirtualRun(
+            step_ends, streams.thread.now, dict(clock.busy_seconds), clock.device_flops, spans.done
+        )

@@ -18,7 +18,11 @@ from unittest import mock
 from torch import Tensor
 
 # By name of a collective: the argument that it writes, though its schema does not mark this argument as written.
-COLLECTIVES = {"_allgather_base_": "output_tensor", "_reduce_scatter_base_": "output_tensor", "allreduce_": "tensors"}
+COLLECTIVES = {
+    "_allgather_base_": "output_tensor",
+    "_reduce_scatter_base_": "output_tensor",
+    "allreduce_": "tensors",
+}
 # ops that write to their first argument without reading it
 OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
 
@@ -92,7 +96,10 @@ class Memories:
         storage = tensor.untyped_storage()
         key = id(storage)  # torch keeps this object as long as the memory exists
         if key not in self._alive:
-            self._alive[key] = (weakref.ref(storage, lambda _: self._on_free(self._alive.pop(key)[1])), Memory(made_by))
+            self._alive[key] = (
+                weakref.ref(storage, lambda _: self._on_free(self._alive.pop(key)[1])),
+                Memory(made_by),
+            )
         return self._alive[key][1]
 
     def allocating(self, *, host: bool | None) -> AbstractContextManager:
@@ -127,7 +134,9 @@ class Memories:
     def _access(self, tensor: Tensor, *, is_write: bool) -> Access:
         size = tensor.element_size()
         start = int(tensor.storage_offset()) * size
-        reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        reach = sum(
+            (length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         return Access(self.of(tensor), start, start + (reach + 1) * size, tensor.numel() * size, is_write)
 
 
@@ -155,4 +164,6 @@ def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
     schema = func._schema.arguments
     written = {argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write}
     name = func.overloadpacket.__name__
-    return [argument.name for argument in schema], written | ({COLLECTIVES[name]} if name in COLLECTIVES else set())
+    return [argument.name for argument in schema], written | (
+        {COLLECTIVES[name]} if name in COLLECTIVES else set()
+    )

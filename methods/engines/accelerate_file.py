@@ -24,8 +24,10 @@ from methods.engines.user_config import (
     shown,
 )
 
-METHODS = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2-offload"}  # by distributed_type: the method that trains so
-SIGNS = ("distributed_type", "compute_environment", "deepspeed_config", "fsdp_config")  # of accelerate's files
+# by distributed_type: the method that trains so
+METHODS = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2-offload"}
+# of accelerate's files
+SIGNS = ("distributed_type", "compute_environment", "deepspeed_config", "fsdp_config")
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # by --dtype: accelerate's mixed_precision
 _PLACE = Dropped("says where ranks run, which --on says here")
 _SAVES = Dropped("concerns saving and loading")
@@ -42,21 +44,40 @@ TABLE: Table = {
     "main_training_function": Dropped("names the script's function"),
     **dict.fromkeys(("dynamo_backend", "dynamo_config.dynamo_backend"), _NOT_COMPILED),
     **dict.fromkeys(
-        (f"dynamo_config.dynamo_{name}" for name in ("mode", "use_dynamic", "use_fullgraph",
-         "use_regional_compilation")), Dropped("read only with a dynamo_backend"),
+        (
+            f"dynamo_config.dynamo_{name}"
+            for name in ("mode", "use_dynamic", "use_fullgraph", "use_regional_compilation")
+        ),
+        Dropped("read only with a dynamo_backend"),
     ),
     "fp8_config": Off("--dtype is fp32, bf16 or fp16; leave it out"),
     "fp16": Only((False,), "its name is now mixed_precision; try that"),
     "parallelism_config": Off("ranks share the model in one way only; leave it out"),
     "megatron_lm_config": _OTHER,
     "mpirun_config": Off("ranks are started by torchrun; leave it out"),
-    "tpu_name": _TPU, "tpu_zone": _TPU, "tpu_use_cluster": _TPU, "tpu_use_sudo": _TPU, "tpu_vm": _TPU, "tpu_env": _TPU,
-    "command_file": _TPU, "commands": _TPU,
+    "tpu_name": _TPU,
+    "tpu_zone": _TPU,
+    "tpu_use_cluster": _TPU,
+    "tpu_use_sudo": _TPU,
+    "tpu_vm": _TPU,
+    "tpu_env": _TPU,
+    "command_file": _TPU,
+    "commands": _TPU,
     **dict.fromkeys(
-        ("machine_rank", "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend",
-         "same_network", "enable_cpu_affinity", "use_cpu"), _PLACE,
+        (
+            "machine_rank",
+            "num_machines",
+            "gpu_ids",
+            "main_process_ip",
+            "main_process_port",
+            "rdzv_backend",
+            "same_network",
+            "enable_cpu_affinity",
+            "use_cpu",
+        ),
+        _PLACE,
     ),
-}  # fmt: skip
+}
 DEEPSPEED: Table = {
     "deepspeed_config.deepspeed_config_file": Honored((str,)),
     "deepspeed_config.zero_stage": Honored((int,)),
@@ -72,7 +93,9 @@ DEEPSPEED: Table = {
     "deepspeed_config.deepspeed_inclusion_filter": _PLACE,
     "deepspeed_config.deepspeed_exclusion_filter": _PLACE,
     "deepspeed_config.deepspeed_multinode_launcher": _PLACE,
-    "deepspeed_config.deepspeed_moe_layer_cls_names": Only((), "it names layers of another model; leave it out"),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": Only(
+        (), "it names layers of another model; leave it out"
+    ),
     "fsdp_config": _OTHER,
 }
 FSDP: Table = {
@@ -86,7 +109,9 @@ FSDP: Table = {
     "fsdp_config.fsdp_auto_wrap_policy": Only(
         ("TRANSFORMER_BASED_WRAP",), "this method wraps each layer; try TRANSFORMER_BASED_WRAP"
     ),
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": Dropped("names the layer, of which this method wraps each"),
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": Dropped(
+        "names the layer, of which this method wraps each"
+    ),
     "fsdp_config.fsdp_min_num_params": Dropped("read only by SIZE_BASED_WRAP"),
     "fsdp_config.fsdp_activation_checkpointing": Dropped("every method here recomputes each layer"),
     "fsdp_config.fsdp_state_dict_type": _SAVES,
@@ -165,7 +190,8 @@ def _given(workload: Workload, num_ranks: int) -> dict[str, Given]:
     return {
         "num_processes": Given(num_ranks, "--ranks", lambda got: f"--ranks {shown(got)}"),
         "mixed_precision": Given(
-            PRECISIONS[workload.dtype], dtype,
+            PRECISIONS[workload.dtype],
+            dtype,
             lambda got: f"--dtype {dtypes[got]}" if isinstance(got, str) and got in dtypes else ways,
         ),
-    }  # fmt: skip
+    }

@@ -53,7 +53,8 @@ def engine_config(workload: Workload, settings: EngineSettings) -> dict[str, Any
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch_size // settings.num_ranks // parts,
         "gradient_accumulation_steps": parts if settings.accumulation in COUNTED else 1,
-        "gradient_clipping": workload.clip_norm,  # given even if it is 0 (no clipping), because the default is 1.0
+        # given even if it is 0 (no clipping), because the default is 1.0
+        "gradient_clipping": workload.clip_norm,
         "zero_optimization": settings.zero,
         "bf16": {"enabled": workload.dtype == "bf16"},
         "fp16": _fp16(workload) if workload.dtype == "fp16" else {"enabled": False},
@@ -62,7 +63,12 @@ def engine_config(workload: Workload, settings: EngineSettings) -> dict[str, Any
         "steps_per_print": 2**31,
     }
     if settings.adam != "fused":
-        parameters = {"lr": workload.learning_rate, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
+        parameters = {
+            "lr": workload.learning_rate,
+            "betas": list(BETAS),
+            "eps": EPSILON,
+            "weight_decay": WEIGHT_DECAY,
+        }
         if settings.adam == "published":
             parameters["torch_adam"] = True
         config["optimizer"] = {"type": "AdamW", "params": parameters}
@@ -71,12 +77,17 @@ def engine_config(workload: Workload, settings: EngineSettings) -> dict[str, Any
 
 def _merged(config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of both; where both have a section, its entries are merged."""
-    both = {name: _merged(config[name], extra[name]) for name in config.keys() & extra.keys()
-            if isinstance(config[name], dict) and isinstance(extra[name], dict)}  # fmt: skip
+    both = {
+        name: _merged(config[name], extra[name])
+        for name in config.keys() & extra.keys()
+        if isinstance(config[name], dict) and isinstance(extra[name], dict)
+    }
     return config | extra | both
 
 
-def train(workload: Workload, batches: Any, device: str, settings: EngineSettings, needed: ExitStack) -> Training:
+def train(
+    workload: Workload, batches: Any, device: str, settings: EngineSettings, needed: ExitStack
+) -> Training:
     """Train with the engine of deepspeed.initialize(); each rank trains on its part of every batch, micro-batch by
     micro-batch.
 
@@ -109,7 +120,8 @@ def train(workload: Workload, batches: Any, device: str, settings: EngineSetting
     counts, num_parts = settings.accumulation in COUNTED, workload.micro_batches
     for step, batch in enumerate(batches, start=1):
         for group in _groups(engine):
-            group["lr"] = workload.learning_rate_at(step)  # set now, because SuperOffload updates during backward()
+            # set now, because SuperOffload updates during backward()
+            group["lr"] = workload.learning_rate_at(step)
         scale, losses = float(engine.optimizer.loss_scale) if is_scaled else 1.0, []
         mine = (tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch)
         for number, part in enumerate(zip(*mine, strict=True), start=1):
@@ -145,9 +157,11 @@ def import_deepspeed(device: str, num_ranks: int = 1, release: Release | None = 
         "LOCAL_RANK": "0",  # DeepSpeed selects the GPU of this number; each rank sees only one GPU
         # DeepSpeed's launcher sets LOCAL_SIZE, without which DeepSpeed on a CPU starts numactl several times a step.
         "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
-        "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu", "TORCH_EXTENSIONS_DIR": str(extensions(release)),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # the folder of ninja
-    }  # fmt: skip
+        "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu",
+        "TORCH_EXTENSIONS_DIR": str(extensions(release)),
+        # the folder of ninja
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
     warnings.filterwarnings("ignore", category=FutureWarning)
     with importing(release, f"this method {NEEDS}"):
         import deepspeed
@@ -168,7 +182,9 @@ def load_built(release: Release | None, *kernels: str) -> None:
     from torch.utils.cpp_extension import _import_module_from_library
 
     def load(kernel: str) -> None:
-        OpBuilder._loaded_ops[kernel] = _import_module_from_library(kernel, extensions(release) / kernel, True)
+        OpBuilder._loaded_ops[kernel] = _import_module_from_library(
+            kernel, extensions(release) / kernel, True
+        )
 
     for kernel in kernels:
         if is_built(kernel, release):
@@ -187,7 +203,12 @@ def use_built_kernel_in_superoffload(release: Release | None = None) -> None:
 
 
 def superoffload_worker(
-    tasks: Any, results: Any, config: Any, max_grad_numel: int, pin_memory: bool = True, release: Release | None = None
+    tasks: Any,
+    results: Any,
+    config: Any,
+    max_grad_numel: int,
+    pin_memory: bool = True,
+    release: Release | None = None,
 ) -> None:
     """Run SuperOffload's optimizer process with the compiled kernel. At the end put the optimizer's states into
     `results`, because no other process has them.
@@ -206,7 +227,9 @@ def superoffload_worker(
             made.append(self)
 
     with mock.patch.object(superoffload_utils, "DeepSpeedCPUAdam", KeptAdam):
-        superoffload_utils.superoffload_optimizer_worker(tasks, results, config, max_grad_numel, pin_memory=False)
+        superoffload_utils.superoffload_optimizer_worker(
+            tasks, results, config, max_grad_numel, pin_memory=False
+        )
     results.put({number: dict(state) for number, state in made[0].state.items()})
     tasks.get()  # Wait until the reader has mapped the tensors: their memory is freed when this process ends.
 
@@ -219,7 +242,9 @@ def _fetch_superoffloads_states(optimizer: Any) -> None:
     found = process.result_queue.get()
     for number, weights in enumerate(optimizer.fp32_partitioned_groups_flat):
         on_host = optimizer.subgroup_to_device[number] == "cpu"
-        optimizer.optimizer.state[weights] = found[number] if on_host else optimizer.backup_optimizer.state[weights]
+        optimizer.optimizer.state[weights] = (
+            found[number] if on_host else optimizer.backup_optimizer.state[weights]
+        )
 
 
 def build(kernel: str, release: Release | None = None) -> None:
@@ -243,7 +268,8 @@ def build(kernel: str, release: Release | None = None) -> None:
         builder = get_accelerator().create_op_builder(KERNELS[kernel][0])
         if not builder.is_compatible(verbose=True):
             raise Unavailable(f"DeepSpeed cannot build {kernel} here: try apt-get install g++ libaio-dev")
-        header = Path(__file__).parent / "deepspeed_headers/torch/extension.h"  # uses fewer of torch's headers
+        # uses fewer of torch's headers
+        header = Path(__file__).parent / "deepspeed_headers/torch/extension.h"
         os.environ["CPATH"] = os.pathsep.join(filter(None, [str(header.parents[1]), os.environ.get("CPATH")]))
         with _compiled_as_one_file(folder):
             builder.load(verbose=True)
@@ -267,7 +293,9 @@ def _compiled_as_one_file(folder: Path) -> Iterator[None]:
     ) -> Any:
         apart = [source for source in sources if Path(source).parent.name == "common"]
         whole, seen = folder / f"{name}.cpp", set[Path]()
-        texts = [_inlined(Path(source), extra_include_paths, seen) for source in sources if source not in apart]
+        texts = [
+            _inlined(Path(source), extra_include_paths, seen) for source in sources if source not in apart
+        ]
         whole.write_text("".join(texts))
         flags = [flag for flag in extra_cflags if flag != "-g"]
         return load(name, [str(whole), *apart], flags, extra_include_paths=extra_include_paths, **rest)
@@ -308,7 +336,8 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, setti
     cls, dtype = (ReentrantGPT if settings.reentrant else GPT), DTYPES[workload.dtype]
     is_partitioned = config["zero_optimization"]["stage"] == 3
     if workload.config is not None and is_partitioned:
-        model = whole(workload).to_empty(device="cpu")  # zero.Init cannot make this model, but can partition it
+        # zero.Init cannot make this model, but can partition it
+        model = whole(workload).to_empty(device="cpu")
         assert isinstance(model, HubModel)
         model.recompute(reentrant=settings.reentrant)
         deepspeed.zero.Init(module=model, config_dict_or_path=config)  # the dtype is the configuration's
@@ -343,7 +372,9 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, setti
     optimizer = None
     if settings.adam == "fused":
         optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, model_parameters=groups, config=config
+    )
     if workload.dtype != "fp32":
         # DeepSpeed has made the fp32 main weights only now, from weights rounded to the dtype. Set them to the starting
         # values.
@@ -390,10 +421,14 @@ def states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
         kept = kept_by(engine.optimizer)
         for name, parameter in engine.module.named_parameters():
             if own := kept.get(id(parameter)):
-                yield TensorState(name, own.weight.clone(), own.state.get("exp_avg"), own.state.get("exp_avg_sq"))
+                yield TensorState(
+                    name, own.weight.clone(), own.state.get("exp_avg"), own.state.get("exp_avg_sq")
+                )
                 continue
             weight = safe_get_full_fp32_param(parameter)
-            yield TensorState(name, weight.clone(), _moment(parameter, "exp_avg"), _moment(parameter, "exp_avg_sq"))
+            yield TensorState(
+                name, weight.clone(), _moment(parameter, "exp_avg"), _moment(parameter, "exp_avg_sq")
+            )
 
 
 def _moment(parameter: Any, name: str) -> Any:

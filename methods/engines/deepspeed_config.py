@@ -16,7 +16,13 @@ from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
 from harness.plan.resources import parts_sent, sum_sent
 from methods.engines.release import Release
-from methods.shared.memory_needs import each_page_locked, gathered_params, num_small, one_micro_batch, page_locked
+from methods.shared.memory_needs import (
+    each_page_locked,
+    gathered_params,
+    num_small,
+    one_micro_batch,
+    page_locked,
+)
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of the compiled kernels of the installed DeepSpeed
 BUCKET_PARAMS = 50_000_000
@@ -26,7 +32,8 @@ ADAMS = {  # each value of the option `adam`, with the name of this Adam in the 
     "deepspeed": "DeepSpeedCPUAdam",  # as fast as `fused`, but must be compiled
     "published": "torch AdamW, op by op",  # as in the published artifact
 }
-ACCUMULATIONS = {  # each value of the option `accumulation`: how gradients of micro-batches are summed before a step()
+# each value of the option `accumulation`: how gradients of micro-batches are summed before a step()
+ACCUMULATIONS = {
     "engine": "by gradient_accumulation_steps",
     "accelerate": "by gradient_accumulation_steps, with the last backward pass marked, as accelerate does",
     "caller": "by several backward passes, the last one marked by set_gradient_accumulation_boundary()",
@@ -79,7 +86,9 @@ def lacks_to_build(kernel: str, release: Release | None = None) -> str | None:
     needed = list(HEADERS) if kernel == "async_io" else ["Python.h"]
     lacking = [name for name in needed if not native_build.has_header(name)]
     packages = " ".join(HEADERS[name] for name in lacking)
-    return f"DeepSpeed's {kernel} needs {' and '.join(lacking)}: apt-get install {packages}" if lacking else None
+    return (
+        f"DeepSpeed's {kernel} needs {' and '.join(lacking)}: apt-get install {packages}" if lacking else None
+    )
 
 
 def versions(release: Release | None = None) -> str:
@@ -115,7 +124,8 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
         "stage3_prefetch_bucket_size": workload.layer_params,
         "stage3_param_persistence_threshold": 0,
         "stage3_max_live_parameters": workload.end_params + 2 * workload.layer_params,
-        "stage3_max_reuse_distance": 0,  # elements; the default, 1e9, would keep most of the model on the device
+        # elements; the default, 1e9, would keep most of the model on the device
+        "stage3_max_reuse_distance": 0,
         "sub_group_size": SUB_GROUP_PARAMS,
         "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
         "offload_param": {"device": "cpu", "pin_memory": on_gpu},
@@ -127,7 +137,9 @@ def zero_of_stage(workload: Workload, stage: int, offload: str | None, *, on_gpu
     if stage == 0:
         return {"stage": 0}
     zero = stage_3(workload, on_gpu) if stage == 3 else {**stage_2(workload, on_gpu), "stage": stage}
-    kept = {None: (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}[offload]
+    kept = {None: (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}[
+        offload
+    ]
     return {name: value for name, value in zero.items() if not name.startswith("offload_") or name in kept}
 
 
@@ -196,7 +208,8 @@ def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, n
     has_main = stage > 0 or size == 2  # fp32 main weights and gradients, apart from the weights
     device = {
         "weights": size * own + gathered["weights"] if stage == 3 else size * params,
-        "gradients": size * (own if stage > 1 else params) + 2 * size * (min(BUCKET_PARAMS, params) if stage else 0),
+        "gradients": size * (own if stage > 1 else params)
+        + 2 * size * (min(BUCKET_PARAMS, params) if stage else 0),
         "optimizer": (16 if has_main else 8) * stepped,
         # In stage 0 the clipped update takes a copy of the gradients, when activations are freed.
         "activations": max(activation_bytes(workload), 0 if stage else size * params),
@@ -287,4 +300,6 @@ def stage_3_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
     backward pass, and its part of embedding and head once; `sums`: the other ranks' parts of all gradients.
     """
     sent, size = {"gathers": gathered_params(workload), "sums": workload.num_params}, workload.weight_bytes
-    return {kind: parts_sent(workload.micro_batches * size * count, num_ranks) for kind, count in sent.items()}
+    return {
+        kind: parts_sent(workload.micro_batches * size * count, num_ranks) for kind, count in sent.items()
+    }

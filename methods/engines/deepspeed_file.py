@@ -74,7 +74,9 @@ TABLE: Table = {
     "optimizer.params.foreach": FLAG,
     "optimizer.params.fused": FLAG,
     "optimizer.params.fp32_optimizer_states": FLAG,
-    "optimizer.params.adam_w_mode": Only((True,), "the reference's AdamW decays weights, not gradients; try true"),
+    "optimizer.params.adam_w_mode": Only(
+        (True,), "the reference's AdamW decays weights, not gradients; try true"
+    ),
     "optimizer.params.bias_correction": Only((True,), "the reference's AdamW corrects its moments; try true"),
     "optimizer.params.amsgrad": Only((False,), "the reference's AdamW keeps no largest moment; try false"),
     "zero_allow_untested_optimizer": Dropped("given as true: torch's AdamW is untested for DeepSpeed"),
@@ -114,20 +116,36 @@ TABLE: Table = {
     "zero_optimization.save_muon_momentum_buffer_in_memory": Dropped("read only by Muon"),
     "zero_optimization.leaf_module": Off("it names modules of another model; leave it out"),
     "zero_optimization.zero_hpz_partition_size": _PARALLEL,
-    "zero_optimization.zero_quantized_weights": Only((False,), "its kernels are not compiled here; try false"),
-    "zero_optimization.zero_quantized_nontrainable_weights": Only((False,), "each weight is trained here; try false"),
-    "zero_optimization.zero_quantized_gradients": Only((False,), "its kernels are not compiled here; try false"),
+    "zero_optimization.zero_quantized_weights": Only(
+        (False,), "its kernels are not compiled here; try false"
+    ),
+    "zero_optimization.zero_quantized_nontrainable_weights": Only(
+        (False,), "each weight is trained here; try false"
+    ),
+    "zero_optimization.zero_quantized_gradients": Only(
+        (False,), "its kernels are not compiled here; try false"
+    ),
     "zero_optimization.zenflow": Off("its updates are late by design; try -m zenflow"),
     "zero_optimization.mics_shard_size": Only((-1,), f"MiCS is no longer part of DeepSpeed; {_REMOVED}"),
-    "zero_optimization.mics_hierarchical_params_gather": Only((False,), f"MiCS is no longer there; {_REMOVED}"),
-    "zero_optimization.cpu_offload": Only((False,), "its name is now offload_optimizer, with device cpu; try that"),
-    "zero_optimization.cpu_offload_params": Only((False,), "its name is now offload_param, with device cpu; try that"),
-    "zero_optimization.cpu_offload_param": Only((False,), "its name is now offload_param, with device cpu; try that"),
+    "zero_optimization.mics_hierarchical_params_gather": Only(
+        (False,), f"MiCS is no longer there; {_REMOVED}"
+    ),
+    "zero_optimization.cpu_offload": Only(
+        (False,), "its name is now offload_optimizer, with device cpu; try that"
+    ),
+    "zero_optimization.cpu_offload_params": Only(
+        (False,), "its name is now offload_param, with device cpu; try that"
+    ),
+    "zero_optimization.cpu_offload_param": Only(
+        (False,), "its name is now offload_param, with device cpu; try that"
+    ),
     "zero_optimization.cpu_offload_use_pin_memory": Only((False,), "its name is now pin_memory; try that"),
     "zero_optimization.offload_optimizer.device": WORD,
     "zero_optimization.offload_optimizer.pin_memory": FLAG,
     "zero_optimization.offload_optimizer.ratio": Only((1,), "part of the optimizer on the device; try 1"),
-    "zero_optimization.offload_optimizer.super_offload": Only((False,), "it runs on a GPU only; try -m superoffload"),
+    "zero_optimization.offload_optimizer.super_offload": Only(
+        (False,), "it runs on a GPU only; try -m superoffload"
+    ),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": Dropped("read only by SuperOffload"),
     "zero_optimization.offload_optimizer.nvme_path": _NVME,
     "zero_optimization.offload_optimizer.buffer_count": _NVME,
@@ -150,7 +168,9 @@ TABLE: Table = {
     "activation_checkpointing.profile": _PRINTS,
     # What changes no training; some of it would take time of the steps that are measured.
     "steps_per_print": _PRINTS,
-    "wall_clock_breakdown": Dropped("waits for the device at each part of a step, in order to time the parts"),
+    "wall_clock_breakdown": Dropped(
+        "waits for the device at each part of a step, in order to time the parts"
+    ),
     "memory_breakdown": _PRINTS,
     "dump_state": _PRINTS,
     "log_level": _PRINTS,
@@ -190,16 +210,26 @@ TABLE: Table = {
     "eigenvalue": _MODEL,
     "graph_harvesting": _MODEL,
     "msamp": _MODEL,
-}  # fmt: skip
+}
 # Parameters of a schedule. Only `auto` is taken: then the workload's schedule sets the rate of each step.
-SCHEDULE = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps", "warmup_min_ratio",
-            "cos_min_ratio", "last_batch_iteration")  # fmt: skip
+SCHEDULE = (
+    "warmup_min_lr",
+    "warmup_max_lr",
+    "warmup_num_steps",
+    "warmup_type",
+    "total_num_steps",
+    "warmup_min_ratio",
+    "cos_min_ratio",
+    "last_batch_iteration",
+)
 _NO_SCHEDULE = Only((), 'the workload gives the rate of each step; try "auto", or leave scheduler out')
 TABLE |= {"scheduler.type": Dropped("with parameters that are all auto it says no rate")}
 TABLE |= {f"scheduler.params.{name}": _NO_SCHEDULE for name in SCHEDULE}
-ADAMW = ("adamw", "adam")  # types of the optimizer: DeepSpeed makes both AdamW, unless adam_w_mode says otherwise
+# types of the optimizer: DeepSpeed makes both AdamW, unless adam_w_mode says otherwise
+ADAMW = ("adamw", "adam")
 HOST_DEVICES = ("none", "cpu")
-SUMS = (("", "communication_data_type"), ("data_types", "grad_accum_dtype"))  # dtypes in which gradients are summed
+# dtypes in which gradients are summed
+SUMS = (("", "communication_data_type"), ("data_types", "grad_accum_dtype"))
 # Entries whose `auto` is filled in: dtypes of sums, what is kept on a device, and entries of ZeRO, of which DeepSpeed,
 # too, takes the default for `auto`; but not the stage, whose default splits nothing.
 AUTOMATIC = {
@@ -256,7 +286,9 @@ class DeepSpeedFile:
         for name in [name for name, value in zero.items() if value == AUTO and name not in filled(workload)]:
             del zero[name]  # DeepSpeed takes its default
         stage, offload = _stage(config, zero), _offload(config, zero)
-        return cls(entries, stage, offload, adam_of(config, entries), "accelerate" if is_accelerates else None)
+        return cls(
+            entries, stage, offload, adam_of(config, entries), "accelerate" if is_accelerates else None
+        )
 
     @property
     def text(self) -> str:
@@ -276,7 +308,9 @@ class DeepSpeedFile:
 
     def others(self, workload: Workload) -> dict[str, Any]:
         """Return all entries but zero_optimization for this workload."""
-        found = copy.deepcopy({name: value for name, value in self.entries.items() if name != "zero_optimization"})
+        found = copy.deepcopy(
+            {name: value for name, value in self.entries.items() if name != "zero_optimization"}
+        )
         for section, name in SUMS:
             of = found.get(section, {}) if section else found
             if of.get(name) == AUTO:
@@ -290,7 +324,8 @@ class DeepSpeedFile:
             return plan
         zero, size, params = self.zero(workload), workload.weight_bytes, workload.num_params
         bucket = int(zero.get("reduce_bucket_size", BUCKET_SIZE))
-        if room.device_bytes is None:  # a device's memory is taken when a tensor is made, a host's when it is written
+        if room.device_bytes is None:
+            # a device's memory is taken when a tensor is made, a host's when it is written
             bucket = min(bucket, params)
         device = dict(plan.device)
         if self.stage == 3:
@@ -308,21 +343,27 @@ def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, G
     """Return what the workload gives, by the entry's path."""
     counted = workload.micro_batches if accumulation in COUNTED else 1
     parts = f"{workload.micro_batches} micro-batches" if counted > 1 else ""
-    sizes = ", ".join(filter(None, (f"-b {workload.batch_size}", f"{num_ranks} ranks" if num_ranks > 1 else "", parts)))
+    sizes = ", ".join(
+        filter(None, (f"-b {workload.batch_size}", f"{num_ranks} ranks" if num_ranks > 1 else "", parts))
+    )
     steps_by = "--micro-batches" if accumulation in COUNTED else f"accumulation={accumulation}"
     found = {
         "gradient_accumulation_steps": Given(counted, steps_by, lambda got: f"--micro-batches {shown(got)}"),
         "train_micro_batch_size_per_gpu": Given(
-            workload.batch_size // num_ranks // workload.micro_batches, sizes,
-            lambda got: f"-b {got * num_ranks * workload.micro_batches}" if isinstance(got, int) else '"auto"',
+            workload.batch_size // num_ranks // workload.micro_batches,
+            sizes,
+            lambda got: (
+                f"-b {got * num_ranks * workload.micro_batches}" if isinstance(got, int) else '"auto"'
+            ),
         ),
         "train_batch_size": Given(
-            workload.batch_size // workload.micro_batches * counted, sizes,
+            workload.batch_size // workload.micro_batches * counted,
+            sizes,
             lambda got: f"-b {got // counted * workload.micro_batches}" if isinstance(got, int) else '"auto"',
         ),
         "gradient_clipping": Given(workload.clip_norm, "--clip", lambda got: f"--clip {shown(got)}"),
         "optimizer.params.lr": Given(workload.learning_rate, "--lr", lambda got: f"--lr {shown(got)}"),
-    }  # fmt: skip
+    }
     if workload.dtype == "fp16":
         window = workload.loss_scale_window or LOSS_SCALE_WINDOW
         found["fp16.loss_scale_window"] = Given(window, "the reference's loss scale", lambda got: '"auto"')
@@ -352,7 +393,9 @@ def _check_schedule(config: UserConfig) -> None:
 def _stage(config: UserConfig, zero: dict[str, Any]) -> int:
     stage = zero.setdefault("stage", 0)
     if stage not in (0, 1, 2, 3):
-        raise ValueError(f"{config.source}: expected zero_optimization.stage 0, 1, 2 or 3, got {shown(stage)}")
+        raise ValueError(
+            f"{config.source}: expected zero_optimization.stage 0, 1, 2 or 3, got {shown(stage)}"
+        )
     return int(stage)
 
 
@@ -377,7 +420,9 @@ def _offload(config: UserConfig, zero: dict[str, Any]) -> str | None:
         raise ValueError(f"{config.source}: {told}; try stage {least}")
     if found == ["offload_param"]:
         told = "expected offload_optimizer on cpu beside offload_param, got none"
-        raise ValueError(f"{config.source}: {told}: no plan counts weights alone on the host; try both on cpu")
+        raise ValueError(
+            f"{config.source}: {told}: no plan counts weights alone on the host; try both on cpu"
+        )
     return (None, "optimizer", "all")[len(found)]
 
 
@@ -391,4 +436,6 @@ def adam_of(config: UserConfig, entries: dict[str, Any]) -> str | None:
             raise ValueError(f"{config.source}: {told}; leave optimizer out")
         return "published" if value_at(entries, "optimizer.params.torch_adam") else "deepspeed"
     is_on_host = "offload_optimizer" in entries["zero_optimization"]
-    return "deepspeed" if is_on_host and entries.get("zero_force_ds_cpu_optimizer", True) is not False else None
+    return (
+        "deepspeed" if is_on_host and entries.get("zero_force_ds_cpu_optimizer", True) is not False else None
+    )

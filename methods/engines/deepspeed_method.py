@@ -42,7 +42,9 @@ class DeepSpeedMethod(ReleasedMethod):
 
     def settings(self, workload: Workload, *, on_gpu: bool) -> EngineSettings:
         zero = self.zero(workload, on_gpu=on_gpu)
-        return EngineSettings(zero, self.adam, self.reentrant, self.world_size, self.beside, self.accumulation)
+        return EngineSettings(
+            zero, self.adam, self.reentrant, self.world_size, self.beside, self.accumulation
+        )
 
     def missing(self, device: str) -> str | None:
         if not find_spec("deepspeed"):

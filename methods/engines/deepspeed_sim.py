@@ -67,14 +67,23 @@ def _constructor(dtype: torch.dtype) -> property:
     return property(lambda self: partial(torch.tensor, dtype=dtype, device="sim"))
 
 
-ANSWERS = {"is_synchronized_device": False, "current_device_name": "sim:0", "current_device": 0, "device_count": 1}
+ANSWERS = {
+    "is_synchronized_device": False,
+    "current_device_name": "sim:0",
+    "current_device": 0,
+    "device_count": 1,
+}
 QUESTIONS = {name: name for name in ("synchronize", "current_stream", "default_stream")}
 for name in ("memory_allocated", "max_memory_allocated"):
-    QUESTIONS |= dict.fromkeys((name, name.replace("allocated", "reserved"), name.replace("allocated", "cached")), name)
+    QUESTIONS |= dict.fromkeys(
+        (name, name.replace("allocated", "reserved"), name.replace("allocated", "cached")), name
+    )
 for name, answer in ANSWERS.items():
     setattr(SimAccelerator, name, lambda self, answer=answer: answer)
 for name, question in QUESTIONS.items():
-    setattr(SimAccelerator, name, lambda self, index=None, question=question: getattr(self.module, question)())
+    setattr(
+        SimAccelerator, name, lambda self, index=None, question=question: getattr(self.module, question)()
+    )
 for name, dtype in DTYPES.items():
     setattr(SimAccelerator, name, _constructor(dtype))
 

@@ -24,13 +24,18 @@ def kept_by(optimizer: Any) -> dict[int, MainState]:
     if hasattr(optimizer, "fp32_groups"):  # a main weight for each parameter
         groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
         pairs = [pair for group in groups for pair in zip(*group, strict=True)]
-        return {id(parameter): MainState(main.detach(), optimizer.optimizer.state[main]) for parameter, main in pairs}
+        return {
+            id(parameter): MainState(main.detach(), optimizer.optimizer.state[main])
+            for parameter, main in pairs
+        }
     if hasattr(optimizer, "fp32_groups_flat"):  # a flat main weight for each group
         return dict(_of_flat_groups(optimizer))
     if hasattr(optimizer, "optimizer"):
         return {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {id(parameter): MainState(parameter.detach(), optimizer.state[parameter]) for parameter in parameters}
+    return {
+        id(parameter): MainState(parameter.detach(), optimizer.state[parameter]) for parameter in parameters
+    }
 
 
 def _of_flat_groups(optimizer: Any) -> Iterator[tuple[int, MainState]]:

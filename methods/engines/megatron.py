@@ -119,7 +119,8 @@ def forward_and_backward(model: Any, parts: Sequence[tuple[Tensor, Tensor]]) -> 
 
     def mean_of(losses: Tensor) -> tuple[Tensor, Tensor]:
         mean = losses.float().mean()
-        return mean, mean.detach().clone()  # Megatron divides the first mean, in place, by the number of micro-batches
+        # Megatron divides the first mean, in place, by the number of micro-batches
+        return mean, mean.detach().clone()
 
     def forward(pairs: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
         inputs, targets = next(pairs)
@@ -129,9 +130,13 @@ def forward_and_backward(model: Any, parts: Sequence[tuple[Tensor, Tensor]]) -> 
     size, tokens = parts[0][0].shape
     passes = get_forward_backward_func()
     losses: list[Tensor] = passes(
-        forward_step_func=forward, data_iterator=iter(parts), model=model, num_microbatches=len(parts),
-        seq_length=tokens, micro_batch_size=size,
-    )  # fmt: skip
+        forward_step_func=forward,
+        data_iterator=iter(parts),
+        model=model,
+        num_microbatches=len(parts),
+        seq_length=tokens,
+        micro_batch_size=size,
+    )
     return losses
 
 

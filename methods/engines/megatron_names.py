@@ -29,25 +29,33 @@ Table = dict[str, list[str]]
 # The tables map each module of GPTModel to the harness's modules whose tensors it holds. *_LAYER: the modules of a
 # layer. *_ENDS: embedding, final norm and head.
 GPT_LAYER: Table = {
-    "input_layernorm": ["ln1"], QKV: ["qkv"], "self_attention.linear_proj": ["proj"],
-    "pre_mlp_layernorm": ["ln2"], FIRST_OF_MLP: ["fc1"], "mlp.linear_fc2": ["fc2"],
-}  # fmt: skip
+    "input_layernorm": ["ln1"],
+    QKV: ["qkv"],
+    "self_attention.linear_proj": ["proj"],
+    "pre_mlp_layernorm": ["ln2"],
+    FIRST_OF_MLP: ["fc1"],
+    "mlp.linear_fc2": ["fc2"],
+}
 GPT_ENDS: Table = {
-    "embedding.word_embeddings": ["ends.wte"], "embedding.position_embeddings": ["ends.wpe"],
+    "embedding.word_embeddings": ["ends.wte"],
+    "embedding.position_embeddings": ["ends.wpe"],
     "decoder.final_layernorm": ["ends.lnf"],
-}  # fmt: skip
+}
 LLAMA_LAYER: Table = {
     "input_layernorm": ["input_layernorm"],
     QKV: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "self_attention.q_layernorm": ["self_attn.q_norm"], "self_attention.k_layernorm": ["self_attn.k_norm"],
+    "self_attention.q_layernorm": ["self_attn.q_norm"],
+    "self_attention.k_layernorm": ["self_attn.k_norm"],
     "self_attention.linear_proj": ["self_attn.o_proj"],
     "pre_mlp_layernorm": ["post_attention_layernorm"],
-    FIRST_OF_MLP: ["mlp.gate_proj", "mlp.up_proj"], "mlp.linear_fc2": ["mlp.down_proj"],
-}  # fmt: skip
+    FIRST_OF_MLP: ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.linear_fc2": ["mlp.down_proj"],
+}
 LLAMA_ENDS: Table = {
-    "embedding.word_embeddings": ["model.embed_tokens"], "decoder.final_layernorm": ["model.norm"],
+    "embedding.word_embeddings": ["model.embed_tokens"],
+    "decoder.final_layernorm": ["model.norm"],
     "output_layer": ["lm_head"],
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -98,17 +106,27 @@ def sizes_of(workload: Workload) -> Sizes:
     num_heads, size, anatomy = workload.num_heads, workload.hidden_size, workload.anatomy
     if workload.config is None:
         return Sizes(
-            num_heads, num_heads, size // num_heads, 4 * size, is_tied=True, has_qkv_bias=True, norms_heads=False,
+            num_heads,
+            num_heads,
+            size // num_heads,
+            4 * size,
+            is_tied=True,
+            has_qkv_bias=True,
+            norms_heads=False,
             epsilon=1e-5,
-        )  # fmt: skip
+        )
     layer = anatomy.layer
     head_size = layer["self_attn.q_proj.weight"][0] // num_heads
     return Sizes(
-        num_heads, layer["self_attn.k_proj.weight"][0] // head_size, head_size, layer["mlp.gate_proj.weight"][0],
-        is_tied="lm_head.weight" not in anatomy.ends, has_qkv_bias="self_attn.q_proj.bias" in layer,
+        num_heads,
+        layer["self_attn.k_proj.weight"][0] // head_size,
+        head_size,
+        layer["mlp.gate_proj.weight"][0],
+        is_tied="lm_head.weight" not in anatomy.ends,
+        has_qkv_bias="self_attn.q_proj.bias" in layer,
         norms_heads="self_attn.q_norm.weight" in layer,
         epsilon=hub_config.parsed(workload.config).get("rms_norm_eps", 1e-6),
-    )  # fmt: skip
+    )
 
 
 def layer_tensors(workload: Workload) -> dict[str, tuple[str, ...]]:

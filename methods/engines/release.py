@@ -27,7 +27,8 @@ from harness.base.whole_file import write_whole
 from harness.core.unavailable import Unavailable
 
 ENGINES = ROOT / ".venv" / "engines"
-FACTS, FAILURE = "archive.json", "failure.txt"  # files of a release's folder: what was installed, or why it was not
+# files of a release's folder: what was installed, or why it was not
+FACTS, FAILURE = "archive.json", "failure.txt"
 VERSION = re.compile(r"\d+(\.\d+)+[\w.]*")
 # DeepSpeed's set-up compiles nothing; a kernel is compiled when a run needs it.
 ENVIRONMENT = {"DS_BUILD_OPS": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -45,7 +46,9 @@ class Release:
 
     def __post_init__(self) -> None:
         if not VERSION.fullmatch(self.version):
-            raise ValueError(f"release: expected a version of {self.package} such as 0.18.9, got {self.version!r}")
+            raise ValueError(
+                f"release: expected a version of {self.package} such as 0.18.9, got {self.version!r}"
+            )
 
     def __str__(self) -> str:
         return f"{self.package} {self.version}"
@@ -84,7 +87,9 @@ class Release:
     def described(self) -> str:
         """Describe the release and its archive for the fairness table."""
         return (
-            f"{self} ({self.archive['archive']}, sha256 {self.archive['sha256']})" if self.is_installed else str(self)
+            f"{self} ({self.archive['archive']}, sha256 {self.archive['sha256']})"
+            if self.is_installed
+            else str(self)
         )
 
     def failure(self) -> str:
@@ -107,10 +112,20 @@ class Release:
             shutil.rmtree(self.packages, ignore_errors=True)  # an interrupted installation left it
             report = self.folder / "report.json"
             command = [
-                sys.executable, "-m", "pip", "install", "-vv", "--use-pep517", "--no-deps",
-                "--no-build-isolation", "--target", str(self.packages), "--report", str(report),
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-vv",
+                "--use-pep517",
+                "--no-deps",
+                "--no-build-isolation",
+                "--target",
+                str(self.packages),
+                "--report",
+                str(report),
                 f"{self.package}=={self.version}",
-            ]  # fmt: skip
+            ]
             done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
             print(done.stdout, done.stderr, sep="\n", flush=True)
             if done.returncode:

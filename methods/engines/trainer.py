@@ -37,20 +37,32 @@ class BatchTrainer(Trainer):
     lr_scheduler: Any
 
     def __init__(
-        self, workload: Workload, device: str, folder: str, model: Any, deepspeed: dict[str, Any] | None = None
+        self,
+        workload: Workload,
+        device: str,
+        folder: str,
+        model: Any,
+        deepspeed: dict[str, Any] | None = None,
     ) -> None:
         for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
             del os.environ[name]  # accelerate would take another precision, device or engine than the job's
         arguments: Any = arguments_of(
             transformers.TrainingArguments,
-            output_dir=folder, save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+            output_dir=folder,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
             log_level="error",
             logging_nan_inf_filter=False,  # nothing is logged; the filter would wait for the device
             use_cpu=device != "cuda",
             max_steps=MOST,  # the loop ends with the batches, whose number it need not know
             per_device_train_batch_size=workload.batch_size // workload.micro_batches,
             gradient_accumulation_steps=workload.micro_batches,
-            optim="adamw_torch_fused", adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=EPSILON,
+            optim="adamw_torch_fused",
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            adam_epsilon=EPSILON,
             weight_decay=WEIGHT_DECAY,
             learning_rate=workload.learning_rate,
             max_grad_norm=workload.clip_norm,
@@ -58,12 +70,14 @@ class BatchTrainer(Trainer):
             activation_checkpointing=workload.config is not None,  # the GPT has checkpoints of its own
             activation_checkpointing_kwargs={"use_reentrant": False},
             deepspeed=deepspeed,
-        )  # fmt: skip
-        arguments._n_gpu = min(1, arguments.n_gpu)  # on several GPUs Trainer would split a batch over all of them
+        )
+        # on several GPUs Trainer would split a batch over all of them
+        arguments._n_gpu = min(1, arguments.n_gpu)
         if device == "sim":
             arguments.__dict__["_setup_devices"] = arguments.distributed_state.device = torch.device(device)
         super().__init__(model, arguments)
-        torch.manual_seed(workload.seed)  # dropout draws as in the reference: Trainer has set a seed of its own
+        # dropout draws as in the reference: Trainer has set a seed of its own
+        torch.manual_seed(workload.seed)
         self.remove_callback(transformers.PrinterCallback)
         self.workload = workload
         self.loss: Tensor | None = None  # of the current step
@@ -85,9 +99,12 @@ class BatchTrainer(Trainer):
         step = None
         while (batch := self.turns.take(step)) is not None:
             inputs, targets = batch
-            tokens = torch.cat([inputs, targets[:, -1:]], 1)  # (B, T + 1): transformers shifts the labels itself
+            # (B, T + 1): transformers shifts the labels itself
+            tokens = torch.cat([inputs, targets[:, -1:]], 1)
             self.loss = None
-            yield from ({"input_ids": part, "labels": part} for part in tokens.chunk(self.workload.micro_batches))
+            yield from (
+                {"input_ids": part, "labels": part} for part in tokens.chunk(self.workload.micro_batches)
+            )
             assert self.loss is not None
             step = Step(self.loss, self.norm)
         self.control.should_training_stop = True
@@ -112,7 +129,9 @@ class BatchTrainer(Trainer):
     def states(self) -> Iterable[TensorState]:
         state = self.optimizer.state
         columns = ((name, p.detach(), state[p]) for name, p in self.model.named_parameters())
-        return [TensorState(name, p, of_p.get("exp_avg"), of_p.get("exp_avg_sq")) for name, p, of_p in columns]
+        return [
+            TensorState(name, p, of_p.get("exp_avg"), of_p.get("exp_avg_sq")) for name, p, of_p in columns
+        ]
 
 
 class LabelledGPT(GPT):

@@ -24,7 +24,9 @@ class DeepSpeedTrainer(BatchTrainer):
     """A BatchTrainer whose engine is DeepSpeed's. `needed`: a context that stays open until all trained tensors have
     been read. Raises Unavailable if deepspeed, or a kernel that the configuration needs, is missing."""
 
-    def __init__(self, workload: Workload, device: str, folder: str, file: DeepSpeedFile, needed: ExitStack) -> None:
+    def __init__(
+        self, workload: Workload, device: str, folder: str, file: DeepSpeedFile, needed: ExitStack
+    ) -> None:
         self.needed = needed
         _load(file, device)
         join_alone(device)
@@ -32,7 +34,8 @@ class DeepSpeedTrainer(BatchTrainer):
         config = engine_config(file, workload)
         model = _model(workload, device, config)
         with mock.patch.dict(os.environ):
-            del os.environ["LOCAL_RANK"]  # accelerate on a CPU would set the number of threads and join ranks itself
+            # accelerate on a CPU would set the number of threads and join ranks itself
+            del os.environ["LOCAL_RANK"]
             super().__init__(workload, device, folder, model, config)
 
     def begin(self) -> None:
@@ -58,7 +61,9 @@ class DeepSpeedTrainer(BatchTrainer):
 def engine_config(file: DeepSpeedFile, workload: Workload) -> dict[str, Any]:
     """Return the file's entries with those that the workload gives, as a user would write them for Trainer."""
     adam = "deepspeed" if "optimizer" in file.entries else "fused"
-    settings = EngineSettings(file.zero(workload), adam, accumulation="accelerate", extra=file.others(workload))
+    settings = EngineSettings(
+        file.zero(workload), adam, accumulation="accelerate", extra=file.others(workload)
+    )
     config = deepspeed.engine_config(workload, settings)
     if "zero_force_ds_cpu_optimizer" not in file.entries:
         del config["zero_force_ds_cpu_optimizer"]  # accelerate's default holds
@@ -69,7 +74,8 @@ def _model(workload: Workload, device: str, config: dict[str, Any]) -> Any:
     """Return the model without values, on the host or, in stage 3, partitioned, as from_pretrained() of transformers
     returns it. The configuration gives the dtype."""
     if config["zero_optimization"]["stage"] < 3:
-        return empty_model(workload, "sim" if device == "sim" else "cpu")  # a move to sim would make other parameters
+        # a move to sim would make other parameters
+        return empty_model(workload, "sim" if device == "sim" else "cpu")
     from deepspeed import zero
 
     if workload.config is None:

@@ -15,7 +15,8 @@ from harness.base.foreign_file import parsed_json, read_text, read_yaml
 from harness.base.named_entries import did_you_mean
 
 AUTO = "auto"  # Hugging Face's word for a value that the caller gives
-UNSAID: Any = AUTO  # value of a method's option until its plan takes it from the configuration; None is a value, too
+# value of a method's option until its plan takes it from the configuration; None is a value, too
+UNSAID: Any = AUTO
 LONGEST = 80  # most characters of a value in a message
 
 
@@ -77,7 +78,9 @@ def read(config: str) -> UserConfig:
         data = parsed_json(text) if is_json else read_yaml(path)
     except (OSError, ValueError) as error:
         told = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ValueError(f"option config: cannot read {config if not is_text else 'the text'}: {told}") from error
+        raise ValueError(
+            f"option config: cannot read {config if not is_text else 'the text'}: {told}"
+        ) from error
     if not isinstance(data, dict):
         raise ValueError(f"{source}: expected a configuration of DeepSpeed or accelerate, got {shown(data)}")
     return UserConfig(data, source, Path() if is_text else path.resolve().parent)
@@ -148,7 +151,9 @@ def _honored(
                 found[name] = value
         elif any(known.startswith(f"{path}.") for known in (*table, *given)):
             if value is not None and not is_section:
-                raise ValueError(f"{config.source}: expected {path} as a section of entries, got {shown(value)}")
+                raise ValueError(
+                    f"{config.source}: expected {path} as a section of entries, got {shown(value)}"
+                )
             if section := _honored(config, value or {}, f"{path}.", table, given):
                 found[name] = section
         else:

@@ -78,9 +78,16 @@ def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
 
 
 def update(
-    grads: Tensor, source: State, target: State, runs: Sequence[list[Piece]], step: AdamStep, factor: Factor, *,
-    num_threads: int = 1, deadline: int = 0,
-) -> None:  # fmt: skip
+    grads: Tensor,
+    source: State,
+    target: State,
+    runs: Sequence[list[Piece]],
+    step: AdamStep,
+    factor: Factor,
+    *,
+    num_threads: int = 1,
+    deadline: int = 0,
+) -> None:
     """Take one AdamW step on adjacent runs of a slab's elements. The gradients are multiplied by `factor`.
 
     The state is read from `source` and written to `target`, which may be the same state. The compiled kernel works in
@@ -95,7 +102,15 @@ def update(
         known, computed = (factor, None) if isinstance(factor, float) else (1.0, factor)
         for settings, table in _calls(runs, step.settings).items():
             torch.ops.harness.adamw(
-                grads[start:stop], *slabs, computed, known, table, settings, step.number, num_threads, deadline
+                grads[start:stop],
+                *slabs,
+                computed,
+                known,
+                table,
+                settings,
+                step.number,
+                num_threads,
+                deadline,
             )
         return
     for run in runs:
@@ -131,7 +146,9 @@ def takes_one_pass(state: State, device: str) -> bool:
     return adamw_kernel.load() is not None
 
 
-def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor) -> None:
+def _update_by_torch(
+    grads: Tensor, state: State, pieces: list[Piece], step: AdamStep, factor: Factor
+) -> None:
     """Update the state in place by torch's fused kernel. First multiply `grads` (fp32), in place, by `factor`."""
     if factor is not None:
         grads.mul_(factor)
@@ -147,8 +164,18 @@ def _update_by_torch(grads: Tensor, state: State, pieces: list[Piece], step: Ada
             for slab in (values, grads, state.exp_avg, state.exp_avg_sq)
         )
         torch._fused_adamw_(
-            weights, gradients, exp_avgs, exp_avg_sqs, [], [step.steps] * len(chosen),
-            amsgrad=False, maximize=False, beta1=settings.beta1, beta2=settings.beta2, eps=settings.epsilon,
-            lr=settings.learning_rate, weight_decay=settings.weight_decay,
-        )  # fmt: skip
+            weights,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [step.steps] * len(chosen),
+            amsgrad=False,
+            maximize=False,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            eps=settings.epsilon,
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+        )
     keep_(state, values)

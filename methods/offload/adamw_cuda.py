@@ -41,7 +41,10 @@ def _load(device_index: int) -> Any:
     from torch.utils import cpp_extension
 
     # As on the host, the compiler must not fuse a product and a sum into one operation, which would change bits.
-    options: dict[str, Any] = {"cuda_include_dirs": [str(BODY.parent)], "nvcc_options": ["--fmad=false", "--std=c++17"]}
+    options: dict[str, Any] = {
+        "cuda_include_dirs": [str(BODY.parent)],
+        "nvcc_options": ["--fmad=false", "--std=c++17"],
+    }
     toolkit = cpp_extension.CUDA_HOME
     # torch refuses to compile if it finds no CUDA toolkit. This source needs no header of a toolkit: name any folder.
     cpp_extension.CUDA_HOME = toolkit or str(BODY.parent)
@@ -56,9 +59,17 @@ def _load(device_index: int) -> Any:
 
 
 def run(
-    grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int],
-    settings: Sequence[float], number: int, num_threads: int, deadline: int,
-) -> None:  # fmt: skip
+    grads: Any,
+    source: list[Any],
+    target: list[Any],
+    factor: Any,
+    scale: float,
+    table: list[int],
+    settings: Sequence[float],
+    number: int,
+    num_threads: int,
+    deadline: int,
+) -> None:
     """Queue an update on the current CUDA stream. Takes the arguments of adamw_kernel.run(); `num_threads` and
     `deadline` have no effect here."""
     pieces = _on_device(tuple(table), grads.device)
@@ -67,10 +78,16 @@ def run(
         grid=(min(MOST_BLOCKS, -(-longest // (NUM_THREADS * AT_ONCE))), len(table) // 3, 1),
         block=(NUM_THREADS, 1, 1),
         args=[
-            grads, *source, *target, pieces, grads if factor is None else factor, int(factor is not None),
-            scale, *factors(settings, number),
+            grads,
+            *source,
+            *target,
+            pieces,
+            grads if factor is None else factor,
+            int(factor is not None),
+            scale,
+            *factors(settings, number),
         ],
-    )  # fmt: skip
+    )
 
 
 @functools.cache

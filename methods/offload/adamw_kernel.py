@@ -63,9 +63,17 @@ def factors(settings: Sequence[float], number: int) -> tuple[float, ...]:
 
 
 def run(
-    grads: Any, source: list[Any], target: list[Any], factor: Any, scale: float, table: list[int],
-    settings: Sequence[float], number: int, num_threads: int, deadline: int,
-) -> None:  # fmt: skip
+    grads: Any,
+    source: list[Any],
+    target: list[Any],
+    factor: Any,
+    scale: float,
+    table: list[int],
+    settings: Sequence[float],
+    number: int,
+    num_threads: int,
+    deadline: int,
+) -> None:
     """Take one AdamW step. Read the state from the slabs `source` and write it to `target`; both may be the same.
 
     The gradients are multiplied by `scale` and by `factor`, a tensor of one element (None: 1). A state has these slabs,

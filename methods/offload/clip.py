@@ -51,13 +51,18 @@ class Clip:
     the norms added last come first; None: this list is in the order of the model's parameters."""
 
     def __init__(
-        self, device: Device, max_norm: float, scale: LossScale | None = None, order: Sequence[int] | None = None
+        self,
+        device: Device,
+        max_norm: float,
+        scale: LossScale | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
         self.device, self.max_norm, self.order = device, max_norm, order
         # The factor of a step that is not clipped; None means 1.
         self.unclipped = 1 / scale.value if scale and scale.is_used else None
         self.norms: list[list[Tensor]] = []
-        self.squares: list[Tensor] = []  # after each layer, the squared norm so far; kept because a copy may read it
+        # after each layer, the squared norm so far; kept because a copy may read it
+        self.squares: list[Tensor] = []
         self.factor: Tensor | None = None
         self.host_factor: Tensor | None = None
         self.landed: Any = None

@@ -34,7 +34,8 @@ class Layout:
             size, unit = (shape.numel() * dtype.itemsize, 1) if dtype else (shape.numel(), 4)
             self.places[name] = SlabPlace(self.numel, self.numel + size, shape, dtype)
             self.strides[name] = torch.empty(shape, device="meta").stride()
-            self.numel += aligned(size, ALIGNMENT // unit)  # rounded up: each tensor aligned like an fp32 allocation
+            # rounded up: each tensor aligned like an fp32 allocation
+            self.numel += aligned(size, ALIGNMENT // unit)
 
     @property
     def names(self) -> list[str]:

@@ -55,8 +55,10 @@ def joined(state: State) -> Tensor:
     low, high = _halves(master)
     low.copy_(state.master)
     high.copy_(state.weights.view(torch.int16))
-    high.add_(state.master.bitwise_right_shift(15))  # subtracts 1 where the low half, as a signed number, is negative
-    high.sub_(_halves(state.exp_avg_sq)[1].bitwise_right_shift(15))  # adds 1 where the second moment marks a tie
+    # subtracts 1 where the low half, as a signed number, is negative
+    high.add_(state.master.bitwise_right_shift(15))
+    # adds 1 where the second moment marks a tie
+    high.sub_(_halves(state.exp_avg_sq)[1].bitwise_right_shift(15))
     return master
 
 

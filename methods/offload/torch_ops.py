@@ -30,7 +30,8 @@ def reserve(file: Tensor, num_bytes: int) -> None:
     try:
         os.posix_fallocate(file.tolist()[0], 0, num_bytes)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # file systems that cannot reserve space raise these
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            # file systems that cannot reserve space raise these
             error.strerror = f"{error.strerror}: {gib(num_bytes)} of states"
             raise
 
@@ -66,7 +67,12 @@ def _pages(file: Tensor, slab: Tensor) -> tuple[memoryview, int, int]:
     return slab.view(torch.uint8).numpy().data, direct if is_whole else cached, start
 
 
-for _name, _operation in (("adamw", adamw_kernel.run), ("reserve", reserve), ("read", read), ("write", write)):
+for _name, _operation in (
+    ("adamw", adamw_kernel.run),
+    ("reserve", reserve),
+    ("read", read),
+    ("write", write),
+):
     _library.impl(_name, _operation, "CPU")
     _library.impl(_name, lambda *args: None, "Meta")  # for tensors without memory
 _library.impl("adamw", adamw_cuda.run, "CUDA")

@@ -50,7 +50,8 @@ class ConfigRow:
     send_seconds: float
     sum_seconds: float
     update_seconds: float
-    crowding: float = 1.0  # ratio: time of a pass while all ranks of a machine compute / time of the pass alone
+    # ratio: time of a pass while all ranks of a machine compute / time of the pass alone
+    crowding: float = 1.0
     eased: float = 0.0  # seconds by which a step gets shorter for each second that the average rank waits
     schedule: str = "varuna"
     step_seconds: float = nan  # predicted seconds of a step; nan until these are computed
@@ -79,9 +80,10 @@ class ConfigRow:
         slowest = max(sum(passes.values()) for passes in self.passes)
         crowding = max(1.0, self.crowding)
         parts = {
-            "passes": crowding * self.num_micro_batches * slowest, "replicas' sums": self.sum_seconds,
+            "passes": crowding * self.num_micro_batches * slowest,
+            "replicas' sums": self.sum_seconds,
             "updates": crowding * self.update_seconds,
-        }  # fmt: skip
+        }
         parts["waits for other stages"] = self.step_seconds - sum(parts.values())
         return max(parts, key=lambda part: parts[part])
 
@@ -123,10 +125,17 @@ class AutoConfig:
     """
 
     def __init__(
-        self, num_gpus: int, gpus_per_vm: int, batch_size: int, profile_folder: str | Path | Profile | GptCosts,
-        gpu_memory_capacity: int | None = None, *, num_stages: Sequence[int] | None = None, schedule: str = "varuna",
+        self,
+        num_gpus: int,
+        gpus_per_vm: int,
+        batch_size: int,
+        profile_folder: str | Path | Profile | GptCosts,
+        gpu_memory_capacity: int | None = None,
+        *,
+        num_stages: Sequence[int] | None = None,
+        schedule: str = "varuna",
         takes_all: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         numbers = {"num_gpus": num_gpus, "gpus_per_vm": gpus_per_vm, "batch_size": batch_size}
         if gpu_memory_capacity is not None:
             numbers["gpu_memory_capacity"] = gpu_memory_capacity
@@ -169,10 +178,16 @@ class AutoConfig:
         best: ConfigRow | None = None
         fitting.sort(key=lambda row: row.least_seconds)
         for start in range(0, len(fitting), AT_ONCE):
-            some = [row for row in fitting[start : start + AT_ONCE] if not best or _is_below(row.least_seconds, best)]
+            some = [
+                row
+                for row in fitting[start : start + AT_ONCE]
+                if not best or _is_below(row.least_seconds, best)
+            ]
             if not some:
                 break
-            timed = [replace(row, step_seconds=seconds) for row, seconds in zip(some, predict(some), strict=True)]
+            timed = [
+                replace(row, step_seconds=seconds) for row, seconds in zip(some, predict(some), strict=True)
+            ]
             best = min([*timed, *([best] if best else [])], key=_seconds_and_size)
         assert best is not None
         return best
@@ -200,7 +215,8 @@ class AutoConfig:
         each = zip(self._rows, predict(self._rows), strict=True)
         rows = [replace(row, step_seconds=seconds) for row, seconds in each]
         return sorted(
-            rows, key=lambda row: (not row.fits, *(_seconds_and_size(row) if row.fits else (row.device_bytes,)))
+            rows,
+            key=lambda row: (not row.fits, *(_seconds_and_size(row) if row.fits else (row.device_bytes,))),
         )
 
     def _of_size(self, size: int) -> Iterator[ConfigRow]:
@@ -225,12 +241,21 @@ class AutoConfig:
         sends = [_at(self._messages, stage.sent_bytes) + stage.copy_seconds for stage in stages[:-1]]
         summed = GRADIENT_BYTES * max(stage.num_params for stage in stages)
         return ConfigRow(
-            len(stages), num_replicas, size, -(-self.batch_size // num_replicas // size), need,
-            self.capacity is None or need <= self.capacity, tuple(cuts), tuple(stage.passes for stage in stages),
-            max(sends, default=0.0), self._sum_seconds(summed, num_replicas),
+            len(stages),
+            num_replicas,
+            size,
+            -(-self.batch_size // num_replicas // size),
+            need,
+            self.capacity is None or need <= self.capacity,
+            tuple(cuts),
+            tuple(stage.passes for stage in stages),
+            max(sends, default=0.0),
+            self._sum_seconds(summed, num_replicas),
             max(stage.update_seconds for stage in stages),
-            self.costs.crowding + (here - self.costs.num_ranks) / served, here / served, self.schedule,
-        )  # fmt: skip
+            self.costs.crowding + (here - self.costs.num_ranks) / served,
+            here / served,
+            self.schedule,
+        )
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:
         """Return the seconds of an all-reduce of `num_bytes` over `num_ranks` replicas. The seconds are taken from the

@@ -19,7 +19,9 @@ def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> li
     if batch_size < num_replicas or batch_size % num_replicas:
         below = batch_size // num_replicas * num_replicas
         nearest = " or ".join(str(size) for size in (below, below + num_replicas) if size)
-        raise ValueError(f"batch_size: expected a multiple of {num_replicas} replicas, got {batch_size}; try {nearest}")
+        raise ValueError(
+            f"batch_size: expected a multiple of {num_replicas} replicas, got {batch_size}; try {nearest}"
+        )
     whole, rest = divmod(batch_size // num_replicas, chunk_size)
     return [chunk_size] * whole + [rest] * bool(rest)
 
@@ -32,7 +34,9 @@ def split(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
     for name, value in inputs.items():
         is_split = isinstance(value, Tensor) and value.ndim > 0 and (value.shape[0] > 1 or total == 1)
         if is_split and value.shape[0] != total:
-            raise ValueError(f"step: expected {total} samples of {name} in this process, got {value.shape[0]}")
+            raise ValueError(
+                f"step: expected {total} samples of {name} in this process, got {value.shape[0]}"
+            )
         parts = value.split(list(sizes)) if is_split else [value] * len(sizes)
         for micro_batch, part in zip(micro_batches, parts, strict=True):
             micro_batch[name] = part

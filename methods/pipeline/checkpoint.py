@@ -24,7 +24,8 @@ from methods.pipeline import checkpoint_reader, checkpoint_writer
 from methods.pipeline.checkpoint_folders import COMPLETE, choose, folder_of
 
 PLAIN = (bool, int, float, str, list, tuple, type(None))  # types of an optimizer's options
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)  # optimizers that torch fuses
+# optimizers that torch fuses
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 ADAMS = {"step", "exp_avg", "exp_avg_sq"}  # names of the states of Adam and AdamW
 T = TypeVar("T")
 Kind: TypeAlias = tuple[torch.Size, torch.dtype] | None
@@ -48,9 +49,13 @@ class Checkpoints:
     """
 
     def __init__(
-        self, masters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, names: list[str],
-        place: tuple[int, int, int], other_names: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        masters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        names: list[str],
+        place: tuple[int, int, int],
+        other_names: Mapping[str, str] | None = None,
+    ) -> None:
         self.masters, self.optimizer = masters, optimizer
         self.other_names = dict(other_names or {})
         stage, replica, num_replicas = place
@@ -70,8 +75,10 @@ class Checkpoints:
             (path / COMPLETE).unlink(missing_ok=True)  # no rank writes before this rank has called save()
         state: dict[str, Any] = {}
         for name in self.written:
-            state |= {key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-                      for key, value in self._state(name).items()}  # fmt: skip
+            state |= {
+                key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for key, value in self._state(name).items()
+            }
         if self.is_first:
             state["progress"] = json.dumps(progress)
         executor = ThreadPoolExecutor(1)
@@ -96,7 +103,10 @@ class Checkpoints:
         there = _metadata(path)
         # If a shared weight was one parameter when the checkpoint was written, the checkpoint has it under only one of
         # its two names.
-        stored = {name: name if f"weights.{name}" in there else self.other_names.get(name, "") for name in self.masters}
+        stored = {
+            name: name if f"weights.{name}" in there else self.other_names.get(name, "")
+            for name in self.masters
+        }
         if missing := [name for name, other in stored.items() if f"weights.{other}" not in there]:
             raise ValueError(f"{path}: expected this model's weights, got none of {', '.join(missing[:3])}")
         wanted = ["progress"]
@@ -113,7 +123,9 @@ class Checkpoints:
         found = _read(path, wanted)
         with _told_of(path):
             progress = checked(form, json.loads(found["progress"]))
-            options = {name: self._options(stored[name], master, found) for name, master in self.masters.items()}
+            options = {
+                name: self._options(stored[name], master, found) for name, master in self.masters.items()
+            }
         for name, master in self.masters.items():
             with torch.no_grad():
                 master.copy_(found[f"weights.{stored[name]}"])
@@ -124,7 +136,9 @@ class Checkpoints:
     def _state(self, name: str) -> dict[str, Any]:
         master = self.masters[name]
         found: dict[str, Any] = {f"weights.{name}": master}
-        found |= {f"optimizer.{name}.{key}": value for key, value in self.optimizer.state.get(master, {}).items()}
+        found |= {
+            f"optimizer.{name}.{key}": value for key, value in self.optimizer.state.get(master, {}).items()
+        }
         group = self._group_of(master).items()
         options = {key: value for key, value in group if key != "params" and isinstance(value, PLAIN)}
         return found | {f"options.{name}": json.dumps(options)}
@@ -170,7 +184,9 @@ class Checkpoints:
         for group in self.optimizer.param_groups:
             if any(each is master for each in group["params"]):
                 return group
-        raise ValueError("the optimizer lacks a parameter of this model; try an optimizer of model.parameters()")
+        raise ValueError(
+            "the optimizer lacks a parameter of this model; try an optimizer of model.parameters()"
+        )
 
 
 def _of(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,6 +235,7 @@ def _read(path: Path, wanted: list[str]) -> dict[str, Any]:
         kind = _kind(there[name])
         state[name] = torch.empty(kind[0], dtype=kind[1]) if kind else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that one process reads alone, as each rank does here
+        # torch warns that one process reads alone, as each rank does here
+        warnings.simplefilter("ignore", UserWarning)
         checkpoint_reader.load(path, state)
     return state

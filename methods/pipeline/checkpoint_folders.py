@@ -25,7 +25,9 @@ def step_of(path: Path) -> int | None:
     """Return the step of the checkpoint in the folder `path`. Return None if folder_of() would never give a folder this
     name, for example for the copy of a checkpoint."""
     name = path.name.removeprefix(PREFIX)
-    return int(name) if name.isascii() and name.isdigit() and path == folder_of(path.parent, int(name)) else None
+    return (
+        int(name) if name.isascii() and name.isdigit() and path == folder_of(path.parent, int(name)) else None
+    )
 
 
 def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:

@@ -21,7 +21,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from harness.base.foreign_file import read_bytes
@@ -29,16 +34,25 @@ from methods.pipeline.checkpoint_folders import COMPLETE
 
 _CONTENTS = "torch.distributed.checkpoint"
 ALLOWED = {
-    *((f"{_CONTENTS}.metadata", name) for name in (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )),
+    *(
+        (f"{_CONTENTS}.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
     (f"{_CONTENTS}.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
-}  # fmt: skip
+}
 
 
 def _member(kind: Any, name: str) -> Any:
@@ -95,7 +109,10 @@ def metadata(path: Path) -> Metadata:
     if the files hold fewer bytes than the table says."""
     try:
         found = table(read_bytes(path / COMPLETE))
-        told, there = sum(map(_num_bytes, found.state_dict_metadata.values())), sum(map(_size, path.iterdir()))
+        told, there = (
+            sum(map(_num_bytes, found.state_dict_metadata.values())),
+            sum(map(_size, path.iterdir())),
+        )
         if told > there:
             raise ValueError(f"expected files with the table's {told} bytes of tensors, got {there} bytes")
         for stored in (found.storage_data or {}).values():
@@ -146,7 +163,10 @@ def unreadable(path: Path, error: BaseException) -> ValueError:
     another error."""
     cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     told = (str(cause).splitlines() or [""])[0] or type(cause).__name__
-    if told.startswith("Weights only load failed"):  # name only the class, without torch's advice to allow running code
+    if told.startswith("Weights only load failed"):
+        # name only the class, without torch's advice to allow running code
         named = re.search(r"GLOBAL (\S+)", str(cause))
         told = f"an item names {named[1]}, which is no plain value" if named else "an item is no plain value"
-    return ValueError(f"{path}: expected a checkpoint, got damaged or foreign files: {told}; try an older step")
+    return ValueError(
+        f"{path}: expected a checkpoint, got damaged or foreign files: {told}; try an older step"
+    )

@@ -25,7 +25,8 @@ def write(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) ->
     """Write a whole checkpoint to this folder, from the state of each rank of the group (None: this process is alone).
     All ranks must call this. If one rank cannot write its part, all ranks raise an error."""
     rank = dist.get_rank(group) if group else 0
-    gathered(b"", group)  # wait for all ranks, because one rank removes the table of an older checkpoint first
+    # wait for all ranks, because one rank removes the table of an older checkpoint first
+    gathered(b"", group)
     tables = _together(lambda: _part(state, path, rank), path, group)
     _together(lambda: b"" if rank else _complete(path, tables), path, group)
 
@@ -34,7 +35,8 @@ def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
     """Write this rank's state to a file; return the table of contents of this file."""
     planner, writer = DefaultSavePlanner(), dcp.FileSystemWriter(path)
     planner.set_up_planner(state, is_coordinator=True)
-    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)  # makes torch name the file by the rank
+    # makes torch name the file by the rank
+    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
     [plan], found = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     [plan] = writer.prepare_global_plan([plan])
     results = writer.write_data(planner.finish_plan(plan), planner).value()

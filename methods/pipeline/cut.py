@@ -66,9 +66,14 @@ def traced(model: nn.Module, inputs: Mapping[str, Any]) -> fx.Graph:
         raise ValueError(f"the model's forward pass has no signature: {error}") from error
     if unknown := sorted(set(inputs) - set(expected)):
         takes = ", ".join(expected)
-        raise ValueError(f"expected a batch of the forward pass's inputs ({takes}), got {', '.join(unknown)} as well")
-    fixed = {name: inputs.get(name, item.default) for name, item in expected.items()
-             if not isinstance(inputs.get(name), Tensor) and (name != LOSS_SCALE or name not in inputs)}  # fmt: skip
+        raise ValueError(
+            f"expected a batch of the forward pass's inputs ({takes}), got {', '.join(unknown)} as well"
+        )
+    fixed = {
+        name: inputs.get(name, item.default)
+        for name, item in expected.items()
+        if not isinstance(inputs.get(name), Tensor) and (name != LOSS_SCALE or name not in inputs)
+    }
     if missing := [name for name, value in fixed.items() if value is inspect.Parameter.empty]:
         raise ValueError(f"the batch lacks {', '.join(missing)}, which the model's forward pass needs")
     tracer, watch = _Tracer(model), ModuleWatch(model, 0)
@@ -95,7 +100,12 @@ def _refuse_hooks(model: nn.Module, holders: set[int]) -> None:
     """Raise ValueError if a module that is traced has a hook, which would be called once, or a parameter has one, which
     would be called for each micro-batch."""
     for name, module in model.named_modules():
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        hooks = (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
         if id(module) in holders and any(hooks):
             raise ValueError(
                 f"module {name or type(module).__name__} has a hook, but holds CutPoints, and so is only traced; try a"
@@ -171,11 +181,16 @@ def cut(model: nn.Module, graph: fx.Graph, active: Sequence[int]) -> list[Part]:
     free = _of_inputs_alone(model, graph)
     crossing: list[list[fx.Node]] = []
     for boundary in range(len(active)):
-        crossing.append([
-            node for node in graph.nodes
-            if node not in free and node.op != "get_attr" and stage_of[node] <= boundary
-            and any(stage_of[user] > boundary for user in node.users)
-        ])  # fmt: skip
+        crossing.append(
+            [
+                node
+                for node in graph.nodes
+                if node not in free
+                and node.op != "get_attr"
+                and stage_of[node] <= boundary
+                and any(stage_of[user] > boundary for user in node.users)
+            ]
+        )
     last = len(active)
     return [
         _part(model, graph, crossing[stage - 1] if stage else [], crossing[stage] if stage < last else None)
@@ -198,7 +213,9 @@ def _of_inputs_alone(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
 def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list[fx.Node] | None) -> Part:
     """Return the part that computes the nodes `sent` from the nodes `received` and the batch's inputs. `sent`: None:
     compute the model's result."""
-    results = next(node for node in whole.nodes if node.op == "output").args[0] if sent is None else tuple(sent)
+    results = (
+        next(node for node in whole.nodes if node.op == "output").args[0] if sent is None else tuple(sent)
+    )
     graph = fx.Graph()
     there = {node: graph.placeholder(f"received_{number}") for number, node in enumerate(received)}
     needed: set[fx.Node] = set()
@@ -215,7 +232,9 @@ def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list
     for node in whole.nodes:
         if node in needed and node not in there:
             is_cut = node.target is cut_here
-            there[node] = there[node.args[0]] if is_cut else graph.node_copy(node, lambda source: there[source])
+            there[node] = (
+                there[node.args[0]] if is_cut else graph.node_copy(node, lambda source: there[source])
+            )
     graph.output(fx.map_arg(results, lambda node: there[node]))
     return Part(fx.GraphModule(model, graph), tuple(str(node.target) for node in inputs), len(received))
 
@@ -268,9 +287,14 @@ def _watched(module: nn.Module, number: int) -> Iterator[None]:
 
 
 def _without_memory(module: nn.Module) -> dict[str, Tensor]:
-    weights = {name: torch.empty_like(weight, device="meta").requires_grad_(weight.requires_grad)
-               for name, weight in module.named_parameters(remove_duplicate=False)}  # fmt: skip
-    return {**weights, **{name: buffer.to("meta") for name, buffer in module.named_buffers(remove_duplicate=False)}}
+    weights = {
+        name: torch.empty_like(weight, device="meta").requires_grad_(weight.requires_grad)
+        for name, weight in module.named_parameters(remove_duplicate=False)
+    }
+    return {
+        **weights,
+        **{name: buffer.to("meta") for name, buffer in module.named_buffers(remove_duplicate=False)},
+    }
 
 
 def _meta(value: Any) -> Any:
@@ -291,12 +315,16 @@ def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages
     """
     num_runs = len(flops)
     if num_stages > num_runs:
-        raise ValueError(f"expected at least {num_stages - 1} CutPoints for {num_stages} stages, got {num_runs - 1}")
+        raise ValueError(
+            f"expected at least {num_stages - 1} CutPoints for {num_stages} stages, got {num_runs - 1}"
+        )
 
     costs = [count + 1 for count in flops]
     found = group([4 * cost for cost in costs], [3 * cost for cost in costs], has_parameters)[num_stages - 1]
     if found is None:
-        raise ValueError(f"expected parameters in all {num_stages} stages: try fewer, or move the CutPoints apart")
+        raise ValueError(
+            f"expected parameters in all {num_stages} stages: try fewer, or move the CutPoints apart"
+        )
     return found
 
 

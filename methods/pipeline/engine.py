@@ -31,9 +31,16 @@ class Engine:
     from the stage above. `is_opportunistic`: True: a forward pass may run before a recompute whose gradient is late."""
 
     def __init__(
-        self, stage: Stage, transport: Transport, order: Sequence[Pass], received: Sequence[list[Spec]],
-        returned: Sequence[list[Spec]], *, is_opportunistic: bool = True, note: Note = unnoted,
-    ) -> None:  # fmt: skip
+        self,
+        stage: Stage,
+        transport: Transport,
+        order: Sequence[Pass],
+        received: Sequence[list[Spec]],
+        returned: Sequence[list[Spec]],
+        *,
+        is_opportunistic: bool = True,
+        note: Note = unnoted,
+    ) -> None:
         self.stage, self.transport, self.order, self.note = stage, transport, order, note
         self.received, self.returned = received, returned
         self.is_opportunistic = is_opportunistic

@@ -45,7 +45,8 @@ class GptCosts:
     def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
         """Return, for each possible number of stages among `numbers`, the cuts that make the longest stage as short as
         possible. Cut n is after layer n."""
-        possible = range(1, self.workload.num_layers + 2)  # at most one stage for each layer, and one for the head
+        # at most one stage for each layer, and one for the head
+        possible = range(1, self.workload.num_layers + 2)
         found = {number: gpt_stages(self.workload, number) for number in numbers if number in possible}
         return {number: [stage.layers.stop - 1 for stage in stages[:-1]] for number, stages in found.items()}
 
@@ -61,10 +62,12 @@ class GptCosts:
                 passes = passes_of(self.workload, stage, size, self.rates, self.num_sharing)
                 update = self.num_sharing * device_update_seconds(count, self.workload, self.rates)
             if stage.is_last and self.schedule == "varuna":
-                passes["R"] = 0.0  # the last stage does not recompute: its forward pass keeps what backward needs
+                # the last stage does not recompute: its forward pass keeps what backward needs
+                passes["R"] = 0.0
             sent = 0 if stage.is_last else self._sent_bytes(size)
             copied = 0.0
-            if self.schedule == "varuna" and self.rates and not self.rates.is_host:  # elsewhere NCCL needs no copies
+            if self.schedule == "varuna" and self.rates and not self.rates.is_host:
+                # elsewhere NCCL needs no copies
                 copied = copy_seconds(2 * sent, self.rates)
             found.append(StageCost(passes, count, update, sum(needs.values()), sent, copied))
         return found

@@ -32,7 +32,10 @@ class GptProgress(Progress):
             raise ValueError(
                 f"expected equally many losses, norms, loss scales and skips, got {sorted(lengths)} of them"
             )
-        if any(is_skipped and scale is None for is_skipped, scale in zip(self.skipped, self.loss_scales, strict=True)):
+        if any(
+            is_skipped and scale is None
+            for is_skipped, scale in zip(self.skipped, self.loss_scales, strict=True)
+        ):
             raise ValueError("expected a loss scale for each skipped step, got None")
         if not re.fullmatch("[0-9a-f]*", self.source):
             raise ValueError(f"expected the hash of the source code, got {self.source!r:.80}")
@@ -43,10 +46,13 @@ class GptProgress(Progress):
         hash of the source code."""
         norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
         return {
-            "workload": asdict(workload), "loss": [float(step.loss) for step in steps], "grad_norm": norms,
-            "loss_scales": [step.loss_scale for step in steps], "skipped": [step.is_skipped for step in steps],
+            "workload": asdict(workload),
+            "loss": [float(step.loss) for step in steps],
+            "grad_norm": norms,
+            "loss_scales": [step.loss_scale for step in steps],
+            "skipped": [step.is_skipped for step in steps],
             "source": source,
-        }  # fmt: skip
+        }
 
     def steps_of(self, workload: Workload, folder: str) -> list[Step]:
         """Return all steps up to the checkpoint. Raises ValueError if the checkpoint is of another workload, or lacks
@@ -57,7 +63,9 @@ class GptProgress(Progress):
                     f"{folder}: expected a checkpoint with {name} {value}, got {there}; try another folder"
                 )
         if len(self.loss) != self.num_steps:
-            raise ValueError(f"{folder}: expected a checkpoint of {self.num_steps} steps, got {len(self.loss)} losses")
+            raise ValueError(
+                f"{folder}: expected a checkpoint of {self.num_steps} steps, got {len(self.loss)} losses"
+            )
         columns = (self.loss, self.grad_norm, self.loss_scales, self.skipped)
         return [
             Step(torch.tensor(loss), torch.tensor(norm), loss_scale=of_loss, is_skipped=is_skipped)

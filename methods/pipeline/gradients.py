@@ -39,8 +39,10 @@ class Groups:
         self.pairs = {}
         for pair in shared:
             if pair.stage != pair.other_stage:
-                groups = [sorted((ranks.ranks[pair.stage][replica], ranks.ranks[pair.other_stage][replica]))
-                          for replica in range(ranks.num_replicas)]  # fmt: skip
+                groups = [
+                    sorted((ranks.ranks[pair.stage][replica], ranks.ranks[pair.other_stage][replica]))
+                    for replica in range(ranks.num_replicas)
+                ]
                 self.pairs[pair] = self._mine(groups)
 
     def _mine(self, groups: list[list[int]]) -> Any:
@@ -59,9 +61,13 @@ class Gradients:
     the model, in the model's order. `dtype`: dtype of the computation; None: the weights' dtype."""
 
     def __init__(
-        self, masters: Mapping[str, nn.Parameter], names: Sequence[str], groups: Groups, shared: Sequence[Shared],
+        self,
+        masters: Mapping[str, nn.Parameter],
+        names: Sequence[str],
+        groups: Groups,
+        shared: Sequence[Shared],
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.masters, self.groups, self.dtype = dict(masters), groups, dtype
         self.shared = [pair for pair in shared if groups.stage in (pair.stage, pair.other_stage)]
         # If a weight is in two stages under the same name, the first stage counts it in the norm.
@@ -83,7 +89,9 @@ class Gradients:
 
         loss: (), the sum over the micro-batches of this rank; 0 on all stages but the last. row: MeanCheck's numbers.
         """
-        has_grad = torch.tensor([master.grad is not None for master in self.masters.values()], dtype=torch.float32)
+        has_grad = torch.tensor(
+            [master.grad is not None for master in self.masters.values()], dtype=torch.float32
+        )
         lacks_grad = not has_grad.all()
         for master in self.masters.values():
             if master.grad is None:
@@ -99,7 +107,8 @@ class Gradients:
         if scale != 1.0:
             torch._foreach_div_(grads, scale)
         norms = self._norm(torch.cat([loss, row]), is_finite)
-        if lacks_grad:  # a plain optimizer leaves such weights alone: with a gradient of zeros they would decay
+        if lacks_grad:
+            # a plain optimizer leaves such weights alone: with a gradient of zeros they would decay
             shared = {name for pair in self.shared for name in (pair.name, pair.other)}
             for (name, master), has in zip(self.masters.items(), has_grad.tolist(), strict=True):
                 master.grad = master.grad if has or name in shared else None
@@ -137,7 +146,9 @@ class Gradients:
         whole = torch.zeros(self.num_names + len(numbers), device=numbers.device)
         if grads:
             norms = torch.stack([*torch._foreach_norm(grads, 2, dtype=torch.float32)])
-            whole[self.places.to(numbers.device)] = norms if is_finite is None else norms.where(is_finite, math.inf)
+            whole[self.places.to(numbers.device)] = (
+                norms if is_finite is None else norms.where(is_finite, math.inf)
+            )
         whole[self.num_names :] = numbers
         if self.groups.pipeline:
             all_reduce(whole, self.groups.pipeline)
@@ -178,7 +189,9 @@ def all_reduce(tensor: Tensor, group: Any) -> None:
     except RuntimeError as error:
         others = [str(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         told = " ".join(str(error).split())
-        raise LostPeer(f"rank {' or '.join(others)} took no part in a sum: look at its log ({told})") from error
+        raise LostPeer(
+            f"rank {' or '.join(others)} took no part in a sum: look at its log ({told})"
+        ) from error
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

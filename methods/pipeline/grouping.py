@@ -8,7 +8,9 @@ from itertools import accumulate
 from math import inf
 
 
-def group(below: Sequence[float], last: Sequence[float], has_parameters: Sequence[bool]) -> list[list[int] | None]:
+def group(
+    below: Sequence[float], last: Sequence[float], has_parameters: Sequence[bool]
+) -> list[list[int] | None]:
     """Return, for 1, 2, ... stages, the active cuts that make the longest stage as short as possible. Cuts are counted
     from 0. An entry is None if a stage would have no parameters.
 
@@ -24,8 +26,9 @@ def group(below: Sequence[float], last: Sequence[float], has_parameters: Sequenc
     def shortest(end: int, sums: Sequence[float]) -> tuple[float, list[int]]:
         options = (
             (max(best[start][0], sums[end] - sums[start]), start)
-            for start in range(end) if weighing[end] > weighing[start]
-        )  # fmt: skip
+            for start in range(end)
+            if weighing[end] > weighing[start]
+        )
         longest, start = min(options, default=(inf, 0))
         return longest, [*best[start][1], start]
 

@@ -39,11 +39,23 @@ class Link:
     itself. `cuts`: the CutPoints that the launcher chose; None: the model chooses them."""
 
     def __init__(
-        self, descriptor: int, folder: str, checkpoint_every: int | None, cuts: list[int] | None, rank: int, round: int
+        self,
+        descriptor: int,
+        folder: str,
+        checkpoint_every: int | None,
+        cuts: list[int] | None,
+        rank: int,
+        round: int,
     ) -> None:
-        self.descriptor, self.folder, self.checkpoint_every, self.cuts = descriptor, folder, checkpoint_every, cuts
+        self.descriptor, self.folder, self.checkpoint_every, self.cuts = (
+            descriptor,
+            folder,
+            checkpoint_every,
+            cuts,
+        )
         self.place = {"rank": rank, "round": round}
-        self.saved: int | None = None  # step of the checkpoint in the folder that this process saved or loaded last
+        # step of the checkpoint in the folder that this process saved or loaded last
+        self.saved: int | None = None
         self.is_stopping = False
         self.told_alive = 0.0
 
@@ -71,7 +83,9 @@ class Link:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         # A checkpoint is surely on disk only when the next one begins, so a rank's death can cost two intervals between
         # checkpoints. Therefore an interval is half of `checkpoint_every`.
-        elif (every := self.checkpoint_every) and model.num_steps and model.num_steps % max(1, every // 2) == 0:
+        elif (
+            (every := self.checkpoint_every) and model.num_steps and model.num_steps % max(1, every // 2) == 0
+        ):
             pending = model.checkpoint()
             if every == 1:
                 pending.result()
@@ -88,7 +102,9 @@ class Link:
 def digest(inputs: Mapping[str, Any]) -> list[int]:
     """Return a hash of each sample of a batch, over all the sample's values. The sum of all hashes does not depend on
     how replicas split the batch."""
-    split = [(name, value) for name, value in sorted(inputs.items()) if isinstance(value, Tensor) and value.ndim]
+    split = [
+        (name, value) for name, value in sorted(inputs.items()) if isinstance(value, Tensor) and value.ndim
+    ]
     size = max((value.shape[0] for _, value in split), default=0)
     hashes = [hashlib.blake2b(digest_size=6) for _ in range(size)]
     for name, value in split:

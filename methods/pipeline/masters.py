@@ -16,7 +16,9 @@ class Masters:
     """The masters of a stage. `weights`: the stage's parameters by name. `starts`: for parameters in fp16 or bf16, the
     fp32 values before rounding; None: the masters start from the rounded values."""
 
-    def __init__(self, weights: Mapping[str, nn.Parameter], starts: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], starts: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.weights = dict(weights)
         self.by_name: dict[str, nn.Parameter] = {}
         for name, weight in self.weights.items():

@@ -36,9 +36,12 @@ def measure(order: dict[str, Any]) -> str:
 
     whole = CutModel(workload)
     profiler = Profiler(
-        whole.to(DTYPES[workload.dtype]), "cpu" if order["device"] == "cpu" else -1, workload.dtype == "fp16",
-        make_optimizer=adamw, init_weights=whole.init_weights,
-    )  # fmt: skip
+        whole.to(DTYPES[workload.dtype]),
+        "cpu" if order["device"] == "cpu" else -1,
+        workload.dtype == "fp16",
+        make_optimizer=adamw,
+        init_weights=whole.init_weights,
+    )
     if order["device"] == "cuda" and profiler.device.type != "cuda":
         raise ValueError(
             f"--device cuda: expected a GPU for each of --ranks {order['num_ranks']}, got {torch.cuda.device_count()};"

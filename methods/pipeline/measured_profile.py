@@ -14,13 +14,22 @@ from harness.devices.device_lock import turn
 
 
 def measure_profile(
-    workload: Workload, sizes: Sequence[int], num_ranks: int, folder: Path, device: str,
+    workload: Workload,
+    sizes: Sequence[int],
+    num_ranks: int,
+    folder: Path,
+    device: str,
     report: Callable[[dict[str, Any]], None],
-) -> str:  # fmt: skip
+) -> str:
     """Measure the workload's model, cut after every layer, and write the profile to `folder`. `sizes`: samples of the
     micro-batches. `device`: cpu, cuda or auto. `report`: gets an event if the devices are in use, which are then waited
     for. Return a note for people, or "". Raises ValueError if the measurement failed."""
-    order = {"workload": asdict(workload), "sizes": sizes, "num_ranks": num_ranks, "folder": str(folder.resolve())}
+    order = {
+        "workload": asdict(workload),
+        "sizes": sizes,
+        "num_ranks": num_ranks,
+        "folder": str(folder.resolve()),
+    }
     on = machine.devices()[0] if device == "auto" else device
     with turn(Job("profile", workload, {"world_size": num_ranks}, device=on), report):
         return str(ask("methods.pipeline.measure_model", {**order, "device": device}))

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 def give_memory(model: nn.Module, made: Mapping[str, Tensor]) -> None:
     """Replace the model's tensors without memory by the tensors of the same names in `made`, rounded to the model's
     dtypes. A tensor that `made` lacks stays without memory."""
-    places: dict[int, list[tuple[dict[str, Any], str, str]]] = {}  # for each tensor, by id: all places that hold it
+    # for each tensor, by id: all places that hold it
+    places: dict[int, list[tuple[dict[str, Any], str, str]]] = {}
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for leaf, tensor in table.items():

@@ -106,7 +106,12 @@ def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, floa
 
 
 def stage_bytes(
-    workload: Workload, stage: GptStage, place: tuple[int, int], chunk_size: int, num_replicas: int, schedule: str
+    workload: Workload,
+    stage: GptStage,
+    place: tuple[int, int],
+    chunk_size: int,
+    num_replicas: int,
+    schedule: str,
 ) -> dict[str, int]:
     """Return the bytes that a rank with this stage needs, by kind. `place`: the stage's number, and the number of
     stages. `chunk_size`: samples of a micro-batch."""
@@ -124,13 +129,18 @@ def stage_bytes(
         layer = part.layer_bytes - math.floor(per_layer) * boundary if stage.num_layers else 0
         # A tied head's gradient is kept until the gradient of the embedding's look-up is added to it.
         tied = embedding if num_stages == 1 and anatomy.is_tied else 0
-        moments = [inputs + saved + max(layer + tied, head), (embedding + tied + 4 * boundary) * stage.is_first]
+        moments = [
+            inputs + saved + max(layer + tied, head),
+            (embedding + tied + 4 * boundary) * stage.is_first,
+        ]
         messages = 0 if num_stages == 1 else 2 * IN_FLIGHT * boundary
     else:
         # A stage keeps each layer's input for every micro-batch under way; the last stage also keeps the head's
         # gradients, which are computed with the loss.
         ahead = num_micro_batches if schedule == "gpipe" else min(num_stages - number, num_micro_batches)
-        kept = ahead * (stage.num_layers + 1) * boundary + (ahead - 1) * (embedding + boundary) * stage.is_last
+        kept = (
+            ahead * (stage.num_layers + 1) * boundary + (ahead - 1) * (embedding + boundary) * stage.is_last
+        )
         layer = part.layer_bytes if stage.num_layers else 0
         moments = [kept + max(layer, head), (kept + embedding + 2 * boundary) * stage.is_first]
         # For each micro-batch torch has a buffer for the input from the stage below, and one for the gradient from the

@@ -94,12 +94,23 @@ class Varuna(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, stage_to_rank_map: str, get_batch_fn: Callable[..., Inputs], batch_size: int,
-        chunk_size: int, fp16: bool = False, local_rank: int = -1, device: int | str = -1,
-        shared_weights: Sequence[tuple[str, str]] | None = None, *, cuts: Sequence[int] | None = None,
-        bf16: bool = False, schedule: str = "varuna", init_weights: InitWeights | None = None,
+        self,
+        model: nn.Module,
+        stage_to_rank_map: str,
+        get_batch_fn: Callable[..., Inputs],
+        batch_size: int,
+        chunk_size: int,
+        fp16: bool = False,
+        local_rank: int = -1,
+        device: int | str = -1,
+        shared_weights: Sequence[tuple[str, str]] | None = None,
+        *,
+        cuts: Sequence[int] | None = None,
+        bf16: bool = False,
+        schedule: str = "varuna",
+        init_weights: InitWeights | None = None,
         limit_seconds: float = 1800.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self._link = link()
         if self._link and cuts is None:
@@ -120,12 +131,17 @@ class Varuna(nn.Module):
         if LOSS_SCALE in inspect.signature(model.forward).parameters:
             sample = {**sample, LOSS_SCALE: 1.0}
         pairs = list(shared_weights or [])
-        self.weight_shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
+        self.weight_shapes = {
+            name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)
+        }
         names = counted_names(model, pairs)
         parts = self._cut(model, sample, cuts)
         shared = find_shared(model, parts, pairs)
-        self.stage_of = {name: number for number, part in reversed([*enumerate(parts)])
-                         for name, _ in part.module.named_parameters()}  # fmt: skip
+        self.stage_of = {
+            name: number
+            for number, part in reversed([*enumerate(parts)])
+            for name, _ in part.module.named_parameters()
+        }
         self._other_names = {name: other for pair in pairs for name, other in (pair, pair[::-1])}
         starts = self._starts(parts[self.stage].module, init_weights)
         if self.dtype:
@@ -143,7 +159,8 @@ class Varuna(nn.Module):
         self._mean_check = MeanCheck(self.replica, self.ranks.num_replicas, len(self.sizes))
         self._watch: ModuleWatch | None = ModuleWatch(self.part)  # None after the first step
         self._is_compared = False  # True once this stage has compared a micro-batch with its samples
-        self._losses: list[Tensor] = []  # on the last stage: each micro-batch's share of the global batch's loss
+        # on the last stage: each micro-batch's share of the global batch's loss
+        self._losses: list[Tensor] = []
         self.scale: LossScale = ChosenLossScale(None)
         self.grad_norm = torch.zeros(())  # gradient norm of the last step, before clipping
         self.num_steps = 0  # number of steps taken, including steps that overflowed
@@ -153,7 +170,9 @@ class Varuna(nn.Module):
     # ---- Set-up
 
     def _cut(self, model: nn.Module, sample: Inputs, cuts: Sequence[int] | None) -> list[Part]:
-        if modes := [name or type(model).__name__ for name, module in model.named_modules() if not module.training]:
+        if modes := [
+            name or type(model).__name__ for name, module in model.named_modules() if not module.training
+        ]:
             raise ValueError(
                 f"expected a model in train() mode, which a stage would return to, got {modes[0]} in eval(); try"
                 " model.train(), or a module without modes"
@@ -184,14 +203,22 @@ class Varuna(nn.Module):
         """
         named: dict[str, Tensor] = dict(module.named_parameters())
         if not any(weight.is_meta for weight in named.values()):
-            return {name: weight.detach().float().clone() for name, weight in named.items()} if self.dtype else {}
+            return (
+                {name: weight.detach().float().clone() for name, weight in named.items()}
+                if self.dtype
+                else {}
+            )
         if init_weights is None:
             raise ValueError("expected a model with memory, got one on the meta device; try init_weights=...")
         made = {
-            name: torch.empty_like(tensor, device=self.device,
-                                   dtype=torch.float32 if self.dtype and tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in {**named, **dict(module.named_buffers())}.items() if tensor.is_meta
-        }  # fmt: skip
+            name: torch.empty_like(
+                tensor,
+                device=self.device,
+                dtype=torch.float32 if self.dtype and tensor.is_floating_point() else tensor.dtype,
+            )
+            for name, tensor in {**named, **dict(module.named_buffers())}.items()
+            if tensor.is_meta
+        }
         init_weights(made.items())
         return made
 
@@ -229,25 +256,37 @@ class Varuna(nn.Module):
                 tensors = returned[size][stage][0]
                 self._sent.append(specs_of(tensors, stage))
                 gradients.append(specs_of([tensor for tensor in tensors if tensor.requires_grad], stage))
-        needs_grad = [tensor.requires_grad for tensor in returned[self.sizes[0]][stage - 1][0]] if stage else []
+        needs_grad = (
+            [tensor.requires_grad for tensor in returned[self.sizes[0]][stage - 1][0]] if stage else []
+        )
         if schedule != "varuna" and last:  # all schedules are the same with one stage
             from methods.pipeline.torch_schedules import TorchSchedule  # its imports take a second
 
             if len(set(self.sizes)) > 1:
                 sizes = ", ".join(map(str, self.sizes))
-                raise ValueError(f"chunk_size: expected micro-batches of one size for {schedule}, got {sizes}")
+                raise ValueError(
+                    f"chunk_size: expected micro-batches of one size for {schedule}, got {sizes}"
+                )
             sent = returned[self.sizes[0]][stage][0] if stage < last else []
             return TorchSchedule(
-                schedule, self._compute, (stage, last + 1, len(self.sizes)),
-                returned[self.sizes[0]][stage - 1][0] if stage else [], sent, self._groups.pipeline, self.device,
+                schedule,
+                self._compute,
+                (stage, last + 1, len(self.sizes)),
+                returned[self.sizes[0]][stage - 1][0] if stage else [],
+                sent,
+                self._groups.pipeline,
+                self.device,
                 self._note,
-            )  # fmt: skip
+            )
         below, above = pipeline[stage - 1] if stage else None, pipeline[stage + 1] if stage < last else None
         return Engine(
             Stage(self._compute, needs_grad, is_last=stage == last, device=str(self.device)),
-            Transport(below, above, limit_seconds), order_of(last + 1, stage, len(self.sizes)), received, gradients,
+            Transport(below, above, limit_seconds),
+            order_of(last + 1, stage, len(self.sizes)),
+            received,
+            gradients,
             note=self._note,
-        )  # fmt: skip
+        )
 
     def _note(self, work: str, number: int) -> AbstractContextManager[None]:
         """Return a context that records the work in this process's trace, if there is one."""
@@ -255,7 +294,8 @@ class Varuna(nn.Module):
         span: Any = streams.span
         if span is None:
             return UNNOTED
-        if work in ("forward", "recompute", "backward"):  # passes run on the device's stream, messages in this thread
+        if work in ("forward", "recompute", "backward"):
+            # passes run on the device's stream, messages in this thread
             return span(streams.current(), "compute", work, f"micro-batch {number}")
         return span(None, "messages", work, f"micro-batch {number}")
 
@@ -276,8 +316,13 @@ class Varuna(nn.Module):
                 dist.broadcast(masters[name], source, group=self._groups.pairs[pair])
         self._masters.publish()
 
-    def set_optimizer(self, optimizer: torch.optim.Optimizer, loss_scale: str | float | LossScale = "dynamic",
-                      init_loss_scale: float = 2.0**20, min_loss_scale: float = 1.0) -> None:  # fmt: skip
+    def set_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        loss_scale: str | float | LossScale = "dynamic",
+        init_loss_scale: float = 2.0**20,
+        min_loss_scale: float = 1.0,
+    ) -> None:
         """Take an optimizer of this model's parameters(). In fp16 and bf16 it will update the parameters' fp32 masters.
 
         `loss_scale`: `dynamic`: a scale from `init_loss_scale`, not below `min_loss_scale`. A number: a scale that
@@ -293,7 +338,9 @@ class Varuna(nn.Module):
                 )
             group["params"] = [mine[id(weight)] for weight in group["params"]]
         if optimizer.state:
-            raise ValueError("set_optimizer: expected an optimizer before its first step, got one that has stepped")
+            raise ValueError(
+                "set_optimizer: expected an optimizer before its first step, got one that has stepped"
+            )
         if isinstance(loss_scale, LossScale):
             self.scale = loss_scale
         elif self.fp16:
@@ -337,11 +384,21 @@ class Varuna(nn.Module):
         overflow = self.scale.overflows(norm)
         self.num_steps += 1
         if self._link:
-            self._link.tell_step(self, inputs, {
-                "step": self.num_steps, "loss": float(loss), "grad_norm": float(norm), "overflow": overflow,
-                "learning_rate": self.optimizer.param_groups[0]["lr"], "updates": num_updates(self.optimizer),
-                "loss_scale": self.scale.value, "busy_seconds": busy, "seconds": time.monotonic() - began,
-            })  # fmt: skip
+            self._link.tell_step(
+                self,
+                inputs,
+                {
+                    "step": self.num_steps,
+                    "loss": float(loss),
+                    "grad_norm": float(norm),
+                    "overflow": overflow,
+                    "learning_rate": self.optimizer.param_groups[0]["lr"],
+                    "updates": num_updates(self.optimizer),
+                    "loss_scale": self.scale.value,
+                    "busy_seconds": busy,
+                    "seconds": time.monotonic() - began,
+                },
+            )
         self.last_step = self.scale.step(loss, norm, is_skipped=overflow)
         if clip_grad_max_norm is not None and not overflow:
             self._gradients.clip(norm, clip_grad_max_norm)
@@ -385,8 +442,12 @@ class Varuna(nn.Module):
             )
         expected = self._sample[name]
         if isinstance(value, Tensor) or isinstance(expected, Tensor) or value != expected:
-            got, kept = (type(each).__name__ if isinstance(each, Tensor) else repr(each) for each in (value, expected))
-            raise ValueError(f"step: expected {name} to stay as in the first batch, {kept}, got {got}; try a tensor")
+            got, kept = (
+                type(each).__name__ if isinstance(each, Tensor) else repr(each) for each in (value, expected)
+            )
+            raise ValueError(
+                f"step: expected {name} to stay as in the first batch, {kept}, got {got}; try a tensor"
+            )
 
     def _taken_loss(self) -> Tensor:
         losses, self._losses = self._losses, []
@@ -405,7 +466,9 @@ class Varuna(nn.Module):
             self._link.alive()
         part, share = self.modes[self.training], self.sizes[number] / self.batch_size
         inputs = {**self._micro_batches[number], LOSS_SCALE: share * self.scale.value}
-        found = self._watched(part, received, inputs) if self._watch else self._results(part, received, inputs)
+        found = (
+            self._watched(part, received, inputs) if self._watch else self._results(part, received, inputs)
+        )
         if self._watch and self.training and not self._is_compared:
             self._is_compared = True
             self.eval()  # dropout would draw other numbers for a sample alone
@@ -428,7 +491,9 @@ class Varuna(nn.Module):
 
     def _results(self, part: Part, received: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
         """Return the tensors that the part sends or, on the last stage, the loss."""
-        found = part.module(*received, *(moved(inputs.get(name), self.device, self.dtype) for name in part.inputs))
+        found = part.module(
+            *received, *(moved(inputs.get(name), self.device, self.dtype) for name in part.inputs)
+        )
         if self.stage < self.ranks.num_stages - 1:
             return found
         return [found[0] if isinstance(found, tuple | list) else found]
@@ -443,7 +508,10 @@ class Varuna(nn.Module):
         return found
 
     def checkpoint(
-        self, folder: str | Path | None = None, step: int | None = None, notes: Mapping[str, Any] | None = None
+        self,
+        folder: str | Path | None = None,
+        step: int | None = None,
+        notes: Mapping[str, Any] | None = None,
     ) -> Future:
         """Save a checkpoint: copy the state now, and write the copy while training goes on. All processes must call
         this after an update. The checkpoint is on disk when the returned future is done.
@@ -487,7 +555,9 @@ class Varuna(nn.Module):
 
     def _folder(self, folder: str | Path | None) -> str | Path:
         if folder is None and self._link is None:
-            raise ValueError("checkpoint: expected a folder, got none; only scripts of a launcher may leave it out")
+            raise ValueError(
+                "checkpoint: expected a folder, got none; only scripts of a launcher may leave it out"
+            )
         return folder if folder is not None else self._link.folder  # type: ignore[union-attr]
 
     def leave(self) -> Iterator[TensorState]:

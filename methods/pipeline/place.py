@@ -77,7 +77,9 @@ def _offer(device: int | str, local_rank: int) -> tuple[torch.device, Offer]:
         named = torch.device(device)
         return named, Offer(named.type)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    number = next((each for each in (device, local_rank) if each >= 0), int(os.environ.get("LOCAL_RANK", "0")))
+    number = next(
+        (each for each in (device, local_rank) if each >= 0), int(os.environ.get("LOCAL_RANK", "0"))
+    )
     num_local = 0 if device >= 0 else max(number + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     chosen = torch.device("cuda", number) if num_gpus >= max(1, num_local) else torch.device("cpu")
     return chosen, Offer(chosen.type, num_local, num_gpus)

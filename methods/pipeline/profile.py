@@ -20,7 +20,9 @@ from methods.pipeline.partition import BUCKET_BYTES
 FILE = "profile.json"
 GRADIENT_BYTES = 4  # bytes per parameter of the gradients that replicas sum
 # Bytes per parameter, by dtype: weight, gradient and Adam's state.
-STATE_BYTES = {dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, size in (("fp32", 4), ("fp16", 2))}
+STATE_BYTES = {
+    dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, size in (("fp32", 4), ("fp16", 2))
+}
 
 
 class StageCost(NamedTuple):
@@ -85,7 +87,8 @@ class Sum(NotNegative):
 @dataclass(frozen=True)
 class Profile:
     fp16: bool
-    device_bytes: int | None  # bytes that tensors may fill on a device; None for a CPU, whose memory ranks share
+    # bytes that tensors may fill on a device; None for a CPU, whose memory ranks share
+    device_bytes: int | None
     sections: list[Section]  # the model's parts between neighboring CutPoints
     messages: list[Message]  # empty if one rank measured
     sums: list[Sum]
@@ -134,13 +137,21 @@ class Profile:
             num_params, is_last = sum(section.num_params for section in sections), end == len(costs)
             # A stage keeps the tensors that it has received for all micro-batches. The last stage completes each
             # micro-batch at once, so it keeps the tensors of a single one.
-            received = costs[start - 1].activation_bytes * (1 if is_last else num_micro_batches) if number else 0
+            received = (
+                costs[start - 1].activation_bytes * (1 if is_last else num_micro_batches) if number else 0
+            )
             summed = min(BUCKET_BYTES, GRADIENT_BYTES * num_params) if num_replicas > 1 else 0
             state = STATE_BYTES["fp16" if self.fp16 else "fp32"] * num_params
-            found.append(StageCost(
-                _passes(own, is_last=is_last), num_params, sum(section.update_seconds for section in sections),
-                state + max(received + _graph_bytes(own), summed), own[-1].activation_bytes, own[-1].copy_seconds,
-            ))  # fmt: skip
+            found.append(
+                StageCost(
+                    _passes(own, is_last=is_last),
+                    num_params,
+                    sum(section.update_seconds for section in sections),
+                    state + max(received + _graph_bytes(own), summed),
+                    own[-1].activation_bytes,
+                    own[-1].copy_seconds,
+                )
+            )
         return found
 
     def write(self, folder: str | Path) -> Path:
@@ -152,10 +163,15 @@ class Profile:
 
 def _passes(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
     forward, recompute, backward = (
-        sum(getattr(cost, f"{name}_seconds") for cost in costs) for name in ("forward", "recompute", "backward")
+        sum(getattr(cost, f"{name}_seconds") for cost in costs)
+        for name in ("forward", "recompute", "backward")
     )
     # The last stage's forward pass keeps all that the backward pass needs, so it costs as much as a recompute.
-    return {"F": recompute, "R": 0.0, "B": backward} if is_last else {"F": forward, "R": recompute, "B": backward}
+    return (
+        {"F": recompute, "R": 0.0, "B": backward}
+        if is_last
+        else {"F": forward, "R": recompute, "B": backward}
+    )
 
 
 def _graph_bytes(costs: Sequence[SectionCost]) -> int:

@@ -53,7 +53,9 @@ def tensor_bytes(device: torch.device) -> int | None:
     """
     if device.type != "cuda":
         return None
-    return cuda_budget.tensor_bytes(torch.cuda.get_device_properties(device).total_memory, machine.context_bytes())
+    return cuda_budget.tensor_bytes(
+        torch.cuda.get_device_properties(device).total_memory, machine.context_bytes()
+    )
 
 
 class Values(NamedTuple):
@@ -61,7 +63,8 @@ class Values(NamedTuple):
 
     received: list[Tensor]
     inputs: list[Any]
-    grads: list[Tensor] | None  # gradients of the tensors sent; None in the last section, which returns the loss
+    # gradients of the tensors sent; None in the last section, which returns the loss
+    grads: list[Tensor] | None
 
 
 class Profiler:
@@ -72,10 +75,14 @@ class Profiler:
     """
 
     def __init__(
-        self, model: nn.Module, device: int | str = -1, fp16: bool = False, *,
+        self,
+        model: nn.Module,
+        device: int | str = -1,
+        fp16: bool = False,
+        *,
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
         init_weights: InitWeights | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.world_size, self.device, self.note = place(LIMIT_SECONDS, device)
         self.fp16, self.model, self.make_optimizer = fp16, model.half() if fp16 else model, make_optimizer
         self.dtype, self.init_weights = torch.float16 if fp16 else None, init_weights
@@ -88,14 +95,19 @@ class Profiler:
         self.sections = cut(self.model, graph, range(num_cuts(graph)))
 
     def profile_all(
-        self, get_batch: Callable[[int], Inputs], microbatches: Iterable[int], out_folder: str | Path = "profile"
+        self,
+        get_batch: Callable[[int], Inputs],
+        microbatches: Iterable[int],
+        out_folder: str | Path = "profile",
     ) -> Profile:
         """Measure all sections with micro-batches of these sizes, in samples, smallest first, until memory runs out.
         Then, if there are several ranks, measure messages and all-reduces. Rank 0 writes the profile; all ranks return
         the profile.
         """
         if not self.sections:
-            raise ValueError("profile_all: expected a model that is cut, got none; try initialize(get_batch) first")
+            raise ValueError(
+                "profile_all: expected a model that is cut, got none; try initialize(get_batch) first"
+            )
         sizes = sorted(set(microbatches))
         if not sizes or sizes[0] < 1:
             raise ValueError(f"microbatches: expected sizes of at least 1, got {sizes}")
@@ -112,7 +124,8 @@ class Profiler:
         self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._too_large: set[tuple[int, int]] = set()
         self._crowded = self._alone = 0.0
-        self._made: set[int] = set()  # ids of the tensors of the section at hand that came from the meta device
+        # ids of the tensors of the section at hand that came from the meta device
+        self._made: set[int] = set()
         # Each round measures all sections and sizes, so that a moment when the machine is busy slows all of them alike.
         for _ in range(RUNS + 1):
             for first in range(0, len(self.sections), self.world_size):
@@ -122,10 +135,14 @@ class Profiler:
         own: dict[int, list[SectionCost]] = defaultdict(list)
         for (number, size), each in sorted(self._seconds.items()):
             forward, copy, recompute, backward = map(statistics.median, zip(*each[1:], strict=True))
-            own[number].append(SectionCost(size, forward, recompute, backward, copy, *self._bytes[number, size]))
+            own[number].append(
+                SectionCost(size, forward, recompute, backward, copy, *self._bytes[number, size])
+            )
         told = [(number, [*map(asdict, each)]) for number, each in own.items()]
         costs = {
-            number: [SectionCost(**cost) for cost in each] for found in self._gathered(told) for number, each in found
+            number: [SectionCost(**cost) for cost in each]
+            for found in self._gathered(told)
+            for number, each in found
         }
         own_updates = {number: statistics.median(each[1:]) for number, each in self._updates.items()}
         updates = {number: each for found in self._gathered([*own_updates.items()]) for number, each in found}
@@ -137,9 +154,14 @@ class Profiler:
         profile = Profile(
             self.fp16,
             tensor_bytes(self.device),
-            [Section(each, updates.get(number, 0.0), costs.get(number, [])) for number, each in enumerate(num_params)],
-            messages, sums, *self._crowding(),
-        )  # fmt: skip
+            [
+                Section(each, updates.get(number, 0.0), costs.get(number, []))
+                for number, each in enumerate(num_params)
+            ],
+            messages,
+            sums,
+            *self._crowding(),
+        )
         if self.rank == 0:
             profile.write(out_folder)
         self._meet()
@@ -161,8 +183,13 @@ class Profiler:
                 values = self._values(number, size, batch)
                 # Run about as many samples at each size: on busy cores, a single short pass often ends before another
                 # process takes the core, and would seem faster.
-                passes = [self._timed(module, values) for _ in range(max(1, min(MOST_REPEATS, max(batches) // size)))]
-                self._seconds[number, size].append([statistics.mean(each) for each in zip(*passes, strict=True)])
+                passes = [
+                    self._timed(module, values)
+                    for _ in range(max(1, min(MOST_REPEATS, max(batches) // size)))
+                ]
+                self._seconds[number, size].append(
+                    [statistics.mean(each) for each in zip(*passes, strict=True)]
+                )
                 if (number, size) not in self._bytes:
                     self._bytes[number, size] = self._measured_bytes(module, values)
             size = min(batches)
@@ -180,7 +207,11 @@ class Profiler:
     def _here(self, number: int) -> nn.Module:
         """Move a section to the device and return it. Tensors on the meta device get memory and values there."""
         module, self._made = self.sections[number].module, set()
-        made = {name: torch.empty_like(tensor, device=self.device) for name, tensor in _named(module) if tensor.is_meta}
+        made = {
+            name: torch.empty_like(tensor, device=self.device)
+            for name, tensor in _named(module)
+            if tensor.is_meta
+        }
         if made and self.init_weights:
             self.init_weights(made.items())
             give_memory(module, made)
@@ -190,13 +221,19 @@ class Profiler:
     def _leave(self, module: nn.Module) -> None:
         """Move a section back to the host. Tensors that came from the meta device go back there."""
         module.zero_grad()
-        module._apply(lambda tensor: tensor.to("meta" if tensor.is_meta or id(tensor) in self._made else "cpu"))
+        module._apply(
+            lambda tensor: tensor.to("meta" if tensor.is_meta or id(tensor) in self._made else "cpu")
+        )
 
     def _values(self, number: int, size: int, batch: Inputs) -> Values:
         returned = self._returned[size]
         received = [self._drawn(tensor) for tensor in returned[number - 1]] if number else []
         is_last = number == len(self.sections) - 1
-        grads = None if is_last else [self._drawn(each).detach() for each in returned[number] if each.requires_grad]
+        grads = (
+            None
+            if is_last
+            else [self._drawn(each).detach() for each in returned[number] if each.requires_grad]
+        )
         inputs = [moved(batch.get(name), self.device, self.dtype) for name in self.sections[number].inputs]
         return Values(received, inputs, grads)
 
@@ -205,7 +242,9 @@ class Profiler:
         holds integers."""
         if not like.is_floating_point():
             return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
-        return torch.randn(like.shape, dtype=like.dtype, device=self.device).requires_grad_(like.requires_grad)
+        return torch.randn(like.shape, dtype=like.dtype, device=self.device).requires_grad_(
+            like.requires_grad
+        )
 
     def _timed(self, module: nn.Module, values: Values) -> list[float]:
         """Return the seconds of four operations: a forward pass, copying its output to the host and back, a recompute
@@ -291,7 +330,9 @@ class Profiler:
         """Return the profile's fields `crowding`, `num_ranks` and `num_served`. `num_ranks`: number of ranks on rank
         0's machine."""
         hosts = self._gathered(socket.gethostname())
-        crowded, alone = (sum(each) for each in zip(*self._gathered((self._crowded, self._alone)), strict=True))
+        crowded, alone = (
+            sum(each) for each in zip(*self._gathered((self._crowded, self._alone)), strict=True)
+        )
         num_served = available_cores() / torch.get_num_threads() if self.device.type == "cpu" else None
         return crowded / alone, hosts.count(hosts[0]), num_served
 
@@ -310,7 +351,9 @@ class Profiler:
                     self._meet()
                     if lower < 0 or lower + 1 == self.world_size:
                         continue
-                    running = pool.submit(self._round_trips, 2 * lower + 1 - self.rank, size, self.rank == lower)
+                    running = pool.submit(
+                        self._round_trips, 2 * lower + 1 - self.rank, size, self.rank == lower
+                    )
                     while not running.done():
                         _backward(module(*values.received, *values.inputs), values.grads)
                     is_one_machine = hosts[lower] == hosts[lower + 1]
@@ -333,11 +376,16 @@ class Profiler:
         numbers of a group's ranks are as far apart as the rank numbers of a stage's replicas would be.
         """
         found = []
-        for num_ranks in sorted({self.world_size, *(2**power for power in range(1, self.world_size.bit_length()))}):
+        for num_ranks in sorted(
+            {self.world_size, *(2**power for power in range(1, self.world_size.bit_length()))}
+        ):
             apart = self.world_size // num_ranks
             if not apart:
                 continue
-            groups = [dist.new_group([first + apart * index for index in range(num_ranks)]) for first in range(apart)]
+            groups = [
+                dist.new_group([first + apart * index for index in range(num_ranks)])
+                for first in range(apart)
+            ]
             for size in sorted({num_bytes // 8, num_bytes}):
                 self._meet()
                 seconds = []

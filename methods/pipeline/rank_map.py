@@ -20,15 +20,21 @@ class RankMap:
     def __post_init__(self) -> None:
         sizes = [len(replicas) for replicas in self.ranks]
         if not sizes or min(sizes) < 1 or len(set(sizes)) > 1:
-            raise ValueError(f"stage_to_rank_map: expected equally many ranks in each stage, got {sizes} in {self}")
+            raise ValueError(
+                f"stage_to_rank_map: expected equally many ranks in each stage, got {sizes} in {self}"
+            )
         if sorted(rank for replicas in self.ranks for rank in replicas) != list(range(sum(sizes))):
-            raise ValueError(f"stage_to_rank_map: expected each rank from 0 to {sum(sizes) - 1} once, got {self}")
+            raise ValueError(
+                f"stage_to_rank_map: expected each rank from 0 to {sum(sizes) - 1} once, got {self}"
+            )
 
     @staticmethod
     def parse(text: str) -> RankMap:
         try:
             stages = [stage for stage in text.split(";") if stage.strip()]
-            return RankMap(tuple(tuple(int(rank) for rank in stage.split(",") if rank.strip()) for stage in stages))
+            return RankMap(
+                tuple(tuple(int(rank) for rank in stage.split(",") if rank.strip()) for stage in stages)
+            )
         except ValueError as error:
             if "stage_to_rank_map" in str(error):
                 raise
@@ -38,7 +44,10 @@ class RankMap:
     def make(num_stages: int, num_replicas: int) -> RankMap:
         """Return a map in which each replica's pipeline has consecutive ranks."""
         return RankMap(
-            tuple(tuple(stage + num_stages * replica for replica in range(num_replicas)) for stage in range(num_stages))
+            tuple(
+                tuple(stage + num_stages * replica for replica in range(num_replicas))
+                for stage in range(num_stages)
+            )
         )
 
     def __str__(self) -> str:

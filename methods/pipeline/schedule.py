@@ -45,15 +45,24 @@ def lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: boo
     """Return each pipeline as a Line, the form in which the event core simulates a pipeline. `is_opportunistic`: True:
     in `varuna`, a forward pass may run before a recompute whose gradient is late."""
     every_order = units(schedule, [(len(seconds), number) for seconds, number, _ in pipelines])
-    is_varuna = schedule == "varuna"  # in torch's schedules R is part of the backward pass, so R waits for the gradient
+    # in torch's schedules R is part of the backward pass, so R waits for the gradient
+    is_varuna = schedule == "varuna"
     return [
-        Line(order, seconds, number, [send] * (len(seconds) - 1) if isinstance(send, int | float) else send,
-             not is_varuna, is_varuna and is_opportunistic)
+        Line(
+            order,
+            seconds,
+            number,
+            [send] * (len(seconds) - 1) if isinstance(send, int | float) else send,
+            not is_varuna,
+            is_varuna and is_opportunistic,
+        )
         for order, (seconds, number, send) in zip(every_order, pipelines, strict=True)
-    ]  # fmt: skip
+    ]
 
 
-def step_seconds(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[float]:
+def step_seconds(
+    schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True
+) -> list[float]:
     """Return the seconds of a step of each pipeline. The number of messages under way at once is not limited."""
     found = run_lines(lines(schedule, pipelines, is_opportunistic=is_opportunistic))
     return [float(run.ended.max()) for run in found]
@@ -80,7 +89,9 @@ def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
         raise ValueError(f"schedule: expected {' or '.join(SCHEDULES)}, got {schedule!r}")
     found = []
     for num_stages, number in shapes:
-        ahead = [number if schedule == "gpipe" else min(num_stages - stage, number) for stage in range(num_stages)]
+        ahead = [
+            number if schedule == "gpipe" else min(num_stages - stage, number) for stage in range(num_stages)
+        ]
         each = [[F] * first + [R, B, F] * (number - first) + [R, B] * first for first in ahead]
         found.append(np.array(each, np.uint8))
     return found
@@ -97,12 +108,16 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
     is_first, is_last = np.zeros((2, firsts[-1]), bool)
     is_first[firsts[:-1]] = is_last[firsts[1:] - 1] = True
     found = np.zeros((firsts[-1], 3 * int(number.max())), np.uint8)
-    forward, recomputed, backward, place, free, runs = np.zeros((6, firsts[-1]), int)  # passes begun; slot; kind
+    # passes begun; slot; kind
+    forward, recomputed, backward, place, free, runs = np.zeros((6, firsts[-1]), int)
     now = 0
     while (backward < number).any():
         is_free = free <= now
         # Numbers of passes that have ended: of the passes that have begun, at most one still runs.
-        ended_forward, ended_backward = forward - (~is_free & (runs == F)), backward - (~is_free & (runs == B))
+        ended_forward, ended_backward = (
+            forward - (~is_free & (runs == F)),
+            backward - (~is_free & (runs == B)),
+        )
         from_below = np.where(is_first, number, np.roll(ended_forward, 1))
         from_above = np.where(is_last, number, np.roll(ended_backward, -1))
         # Between R and its B a stage runs no other pass, because it keeps only one micro-batch's intermediates.
@@ -111,11 +126,18 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
         half_done = np.roll(backward, -1)  # the stage above began its B at least one slot ago
         recomputes = is_free & ~is_last & ~holds & (half_done > recomputed) & (forward > recomputed)
         goes_on = is_free & ~holds & ~goes_back & ~recomputes & (from_below > forward) & (forward < number)
-        for kind, chosen, count in ((F, goes_on, forward), (R, recomputes, recomputed), (B, goes_back, backward)):
+        for kind, chosen, count in (
+            (F, goes_on, forward),
+            (R, recomputes, recomputed),
+            (B, goes_back, backward),
+        ):
             rows = np.flatnonzero(chosen)
             found[rows, place[rows]] = runs[rows] = kind
             place[rows] += 1
             count[rows] += 1
             free[rows] = now + SLOTS[KINDS[kind - 1]]
         now += 1
-    return [found[start:end, : 3 * each] for start, end, (_, each) in zip(firsts, firsts[1:], shapes, strict=False)]
+    return [
+        found[start:end, : 3 * each]
+        for start, end, (_, each) in zip(firsts, firsts[1:], shapes, strict=False)
+    ]

@@ -23,7 +23,9 @@ def counted_names(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> list[st
     """Return the names of all weights in the model's order, without the second name of a parameter with two names. The
     global norm is summed in this order, so that it has the bits of the norm of a whole model."""
     whole = dict(model.named_parameters(remove_duplicate=False))
-    again = {other for name, other in pairs if name != other and name in whole and whole[name] is whole.get(other)}
+    again = {
+        other for name, other in pairs if name != other and name in whole and whole[name] is whole.get(other)
+    }
     return [name for name in whole if name not in again]
 
 
@@ -40,7 +42,9 @@ def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[s
     for name, other in pairs:
         for each in (name, other):
             if each not in whole:
-                raise ValueError(f"shared_weights: the model has no parameter {each}; try a name of named_parameters()")
+                raise ValueError(
+                    f"shared_weights: the model has no parameter {each}; try a name of named_parameters()"
+                )
             if each not in stages:
                 raise ValueError(f"shared_weights: no stage uses {each}")
         if whole[name].shape != whole[other].shape:
@@ -63,5 +67,7 @@ def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[s
                     f" shared_weights=[({name!r}, {other!r})]"
                 )
             if len(places) > 2:
-                raise ValueError(f"parameter {name}: expected at most two stages that use it, got {len(places)}")
+                raise ValueError(
+                    f"parameter {name}: expected at most two stages that use it, got {len(places)}"
+                )
     return found

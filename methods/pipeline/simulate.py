@@ -29,13 +29,18 @@ class Network:
     long_send_seconds: float | None = None  # seconds of a message between machines; None: `send_seconds`
     stages_per_machine: int = 1
     jitter: float = 0.0  # relative standard deviation of a message's time
-    sends_at_once: int = IN_FLIGHT  # most messages under way on a link in each direction; further messages wait
-    sum_seconds: float = 0.0  # seconds of the sum of gradients over replicas, after the last pass of all replicas
+    # most messages under way on a link in each direction; further messages wait
+    sends_at_once: int = IN_FLIGHT
+    # seconds of the sum of gradients over replicas, after the last pass of all replicas
+    sum_seconds: float = 0.0
 
     def sends(self, num_stages: int) -> list[float]:
         """Return the seconds of a message at each cut."""
         far = self.send_seconds if self.long_send_seconds is None else self.long_send_seconds
-        return [far if (cut + 1) % self.stages_per_machine == 0 else self.send_seconds for cut in range(num_stages - 1)]
+        return [
+            far if (cut + 1) % self.stages_per_machine == 0 else self.send_seconds
+            for cut in range(num_stages - 1)
+        ]
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,17 @@ class PipelineRun:
 
 
 def simulate(
-    schedule: str, seconds: Sequence[Mapping[str, float]], num_micro_batches: int, network: Network | None = None, *,
-    num_replicas: int = 1, is_opportunistic: bool = True, pass_jitter: float = 0.0, seed: int = 0,
+    schedule: str,
+    seconds: Sequence[Mapping[str, float]],
+    num_micro_batches: int,
+    network: Network | None = None,
+    *,
+    num_replicas: int = 1,
+    is_opportunistic: bool = True,
+    pass_jitter: float = 0.0,
+    seed: int = 0,
     keeps_units: bool = False,
-) -> PipelineRun:  # fmt: skip
+) -> PipelineRun:
     """Simulate one step. `seconds`: for each stage, the seconds of its passes F, R and B. `network`: times of messages;
     None: messages take no time. `is_opportunistic`: True: in `varuna`, a forward pass may run before a recompute whose
     gradient is late. `pass_jitter`: relative standard deviation of a pass's time. `keeps_units`: True: keep the start
@@ -66,17 +78,24 @@ def simulate(
 
     def noisy(durations: Array, is_message: bool) -> Array:
         sigma = network.jitter if is_message else pass_jitter
-        return durations * np.maximum(LEAST, 1 + sigma * draws.standard_normal(len(durations))) if sigma else durations
+        return (
+            durations * np.maximum(LEAST, 1 + sigma * draws.standard_normal(len(durations)))
+            if sigma
+            else durations
+        )
 
     pipeline = (seconds, num_micro_batches, network.sends(len(seconds)))
     found = run_lines(
         lines(schedule, [pipeline] * num_replicas, is_opportunistic=is_opportunistic),
-        sends_at_once=network.sends_at_once, noise=noisy, keeps_units=keeps_units,
-    )  # fmt: skip
+        sends_at_once=network.sends_at_once,
+        noise=noisy,
+        keeps_units=keeps_units,
+    )
     ended = np.max([run.ended for run in found], axis=0)
     busy = sum(float(run.busy.sum()) for run in found)
     return PipelineRun(
         float(ended.max()) + (network.sum_seconds if num_replicas > 1 else 0.0),
         1 - busy / (num_replicas * len(seconds) * float(ended.max())),
-        found[0].starts, found[0].ends,
-    )  # fmt: skip
+        found[0].starts,
+        found[0].ends,
+    )

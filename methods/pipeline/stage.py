@@ -24,11 +24,15 @@ class Stage:
     weighted by the micro-batch's share of the batch. `needs_grad`: for each received tensor, whether it needs a
     gradient."""
 
-    def __init__(self, compute: Compute, needs_grad: Sequence[bool], *, is_last: bool, device: str = "cpu") -> None:
+    def __init__(
+        self, compute: Compute, needs_grad: Sequence[bool], *, is_last: bool, device: str = "cpu"
+    ) -> None:
         self.compute, self.needs_grad, self.is_last = compute, needs_grad, is_last
         self.device = torch.device(device)
-        self.kept: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}  # inputs and random state of each micro-batch
-        self.ready: tuple[list[Tensor], Sequence[Tensor]] | None = None  # inputs and outputs for the backward pass
+        # inputs and random state of each micro-batch
+        self.kept: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}
+        # inputs and outputs for the backward pass
+        self.ready: tuple[list[Tensor], Sequence[Tensor]] | None = None
 
     def forward(self, number: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the forward pass of micro-batch `number`. Return the tensors for the stage above; () on the last

@@ -55,13 +55,27 @@ class TorchSchedule:
 
     waited_seconds = 0.0  # always 0, because torch does not tell how long a stage waits
 
-    def __init__(self, schedule: str, compute: Compute, place: tuple[int, int, int], received: Sequence[Tensor],
-                 sent: Sequence[Tensor], group: Any, device: torch.device, note: Note = unnoted) -> None:  # fmt: skip
+    def __init__(
+        self,
+        schedule: str,
+        compute: Compute,
+        place: tuple[int, int, int],
+        received: Sequence[Tensor],
+        sent: Sequence[Tensor],
+        group: Any,
+        device: torch.device,
+        note: Note = unnoted,
+    ) -> None:
         number, num_stages, self.num_micro_batches = place
         self.stage = NotedStage(
-            NumberedModule(compute), number, num_stages, device, input_args=tuple(map(_like, received)),
-            output_args=tuple(map(_like, sent or [LOSS])), group=group or dist.group.WORLD,
-        )  # fmt: skip
+            NumberedModule(compute),
+            number,
+            num_stages,
+            device,
+            input_args=tuple(map(_like, received)),
+            output_args=tuple(map(_like, sent or [LOSS])),
+            group=group or dist.group.WORLD,
+        )
         self.stage.note = note  # type: ignore[method-assign]
         # The losses are already weighted, so torch must only sum the micro-batches' gradients, not scale them.
         self.schedule = SCHEDULES[schedule](

@@ -88,10 +88,12 @@ class Inbox:
             while messages and len(under_way) < IN_FLIGHT:
                 number, specs = messages.popleft()
                 tensors = [empty(spec) for spec in specs]
-                under_way.append([
-                    (tensor, dist.irecv(tensor, self.peer, tag=tag_of(self.kind, number, index)))
-                    for index, tensor in enumerate(tensors)
-                ])  # fmt: skip
+                under_way.append(
+                    [
+                        (tensor, dist.irecv(tensor, self.peer, tag=tag_of(self.kind, number, index)))
+                        for index, tensor in enumerate(tensors)
+                    ]
+                )
             message = under_way.popleft()
             for _, work in message:
                 # A day is longer than any pause of a healthy peer; take() reports a lost peer long before.
@@ -113,10 +115,12 @@ class Outbox:
         while len(self.under_way) >= IN_FLIGHT:
             self._wait()
         here = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
-        self.under_way.append([
-            (tensor, dist.isend(tensor, self.peer, tag=tag_of(self.kind, number, index)))
-            for index, tensor in enumerate(here)
-        ])  # fmt: skip
+        self.under_way.append(
+            [
+                (tensor, dist.isend(tensor, self.peer, tag=tag_of(self.kind, number, index)))
+                for index, tensor in enumerate(here)
+            ]
+        )
 
     def finish(self) -> None:
         while self.under_way:
@@ -175,7 +179,9 @@ def join(
             missing.append(str(other))
     if missing:
         names = ", ".join(missing)
-        raise LostPeer(f"rank {names} of {world_size} did not come within {timeout_seconds:g} s: look at its log")
+        raise LostPeer(
+            f"rank {names} of {world_size} did not come within {timeout_seconds:g} s: look at its log"
+        )
     told = [store.get(f"here/{other}") for other in range(world_size)]
     dist.init_process_group(backend_of(told), store=store, rank=rank, world_size=world_size, timeout=limit)
     return told

@@ -25,7 +25,9 @@ class Rounded(Method):
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         plan, num_models = resident_plan(workload), len(self.names.split(","))
-        return dataclasses.replace(plan, device={kind: num_models * size for kind, size in plan.device.items()})
+        return dataclasses.replace(
+            plan, device={kind: num_models * size for kind, size in plan.device.items()}
+        )
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods.resident import ReferenceModel
@@ -37,5 +39,8 @@ class Rounded(Method):
             for told, model in zip(steps, models, strict=True):
                 told.append(model.step(number, inputs, targets))
             yield steps[0][-1]
-        others = [OtherModel.of({}, told, model.tensors()) for told, model in zip(steps[1:], models[1:], strict=True)]
+        others = [
+            OtherModel.of({}, told, model.tensors())
+            for told, model in zip(steps[1:], models[1:], strict=True)
+        ]
         return Trained(models[0].tensors(), schedule={"num_models": len(models)}, others=others)

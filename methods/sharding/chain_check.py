@@ -76,7 +76,9 @@ class _Calls:
     def _before(self, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         at = f"before layer {self.num_calls}"
         if self.num_calls == len(self.layers) or layer is not self.layers[self.num_calls]:
-            raise self._error(f"calls a {type(layer).__name__} where layer {self.num_calls} comes in the list")
+            raise self._error(
+                f"calls a {type(layer).__name__} where layer {self.num_calls} comes in the list"
+            )
         if keywords:
             raise self._error(f"gives layer {self.num_calls} {', '.join(keywords)} by name")
         is_whole = self.takes_tuple and len(self.passed) > 1

@@ -30,7 +30,8 @@ from methods.sharding.device_worker import Worker
 from methods.sharding.shard import Shard, split
 from methods.sharding.unit import Result, Unit
 
-HOST = re.compile("sim (host|pinned)")  # matches the errors that tell that the host's simulated memory ran out
+# matches the errors that tell that the host's simulated memory ran out
+HOST = re.compile("sim (host|pinned)")
 
 
 class UnitFailure(NamedTuple):
@@ -95,7 +96,8 @@ class Elsewhere(Process):
     the same number."""
 
     def __init__(self, make_worker: Callable[..., Any], *given: Any, num_threads: int = 1) -> None:
-        if num_threads > 1:  # A process's idle threads must sleep, so that they leave the cores to other processes.
+        if num_threads > 1:
+            # A process's idle threads must sleep, so that they leave the cores to other processes.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         super().__init__(make_worker.__module__, serve, num_threads, make_worker, *given)
         self.told = 0  # number of halved shards that the process was told of
@@ -120,9 +122,13 @@ class Elsewhere(Process):
 
 
 def start_processes(
-    names: Sequence[str], models: list[list[Shard]], options: dict[str, Any], stack: ExitStack, num_threads: int = 1,
+    names: Sequence[str],
+    models: list[list[Shard]],
+    options: dict[str, Any],
+    stack: ExitStack,
+    num_threads: int = 1,
     device_memory: int | None = None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Start a process with a worker for each device in `names`, which are torch's names. The processes end when the
     stack is closed. A process may take `device_memory` bytes of its device or, if that is None, as much as shares()
     returns. `options`: arguments of Worker.
@@ -152,7 +158,11 @@ def shares(names: Sequence[str]) -> list[float]:
 
 
 def make_worker(
-    name: str, models: list[list[Shard]], options: dict[str, Any], share: float, device_memory: int | None = None
+    name: str,
+    models: list[list[Shard]],
+    options: dict[str, Any],
+    share: float,
+    device_memory: int | None = None,
 ) -> Worker:
     device = Device(name)
     if device.name.type == "cuda":
@@ -169,7 +179,8 @@ def lock_homes(device: Device, models: list[list[Shard]]) -> None:
     if device.name.type != "cuda":
         return
     homes = (slab.untyped_storage() for shards in models for shard in shards for slab in shard.slabs.values())
-    for home in {home.data_ptr(): home for home in homes}.values():  # once for each storage: slabs share storages
+    for home in {home.data_ptr(): home for home in homes}.values():
+        # once for each storage: slabs share storages
         device.page_lock(home)
 
 
@@ -194,7 +205,9 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
     """Make a worker by make_worker(*given) and run the units that come over the connection, until the connection is
     closed."""
 
-    def reply(left: Any, seconds: float = 0.0, moved_bytes: int = 0, peaks: dict[str, int] | None = None) -> None:
+    def reply(
+        left: Any, seconds: float = 0.0, moved_bytes: int = 0, peaks: dict[str, int] | None = None
+    ) -> None:
         connection.send_bytes(pickle.dumps((left, seconds, moved_bytes, peaks or {})))
 
     use_cores(num_threads)

@@ -20,21 +20,31 @@ class Worker:
     """Runs units of models in the slots of a device."""
 
     def __init__(
-        self, device: Device, models: Sequence[Sequence[Shard]], *, double_buffer: bool = True,
-        max_norms: Sequence[float] = (), intermediates: str = "checkpointed", keeps_random: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        device: Device,
+        models: Sequence[Sequence[Shard]],
+        *,
+        double_buffer: bool = True,
+        max_norms: Sequence[float] = (),
+        intermediates: str = "checkpointed",
+        keeps_random: bool = True,
+    ) -> None:
         self.device, self.models, self.max_norms = device, models, max_norms
         self.is_cuda = device.name.type == "cuda"
         self.saves, self.keeps_random = intermediates == "saved", keeps_random
         self.double_buffer, self.rehearses = double_buffer, False
-        self.slots: list[ShardSlot] = []  # made only when the first unit runs: a unit can report a lack of memory
+        # made only when the first unit runs: a unit can report a lack of memory
+        self.slots: list[ShardSlot] = []
         self.num_shards = 0  # number of shards that the slots were made for
-        for module in (module for shard in self._shards() for layer in shard.layers for module in layer.modules()):
+        for module in (
+            module for shard in self._shards() for layer in shard.layers for module in layer.modules()
+        ):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device.name))
         self.unit: Any = None  # the running unit; None between units
         self.slot: Any = None  # the running unit's slot; None between units
-        self.graphs: dict[tuple[int, int, int | None], Any] = {}  # graphs of forward passes, until the backward pass
+        # graphs of forward passes, until the backward pass
+        self.graphs: dict[tuple[int, int, int | None], Any] = {}
 
     def _shards(self) -> list[Shard]:
         return [shard for model in self.models for shard in model]
@@ -50,7 +60,9 @@ class Worker:
                 shard.release()
             self.graphs.clear()
             self.slots, self.num_shards = [], 0  # free the old slots first
-            self.slots = [ShardSlot(self.device, shards) for _ in range(min(1 + self.double_buffer, len(shards)))]
+            self.slots = [
+                ShardSlot(self.device, shards) for _ in range(min(1 + self.double_buffer, len(shards)))
+            ]
             self.num_shards = len(shards)
         if is_over:
             self.device.moved_bytes = 0
@@ -79,7 +91,8 @@ class Worker:
         self.prefetch(unit)
         self.slot = self._slot_of(self.models[unit.model][unit.shard], unit.version)
         self.unit, self.shard = unit, self.slot.arrive(to_write=unit.kind != FORWARD)
-        self.home = "seconds" if unit.part else "grads"  # key of the host slab that gets the shard's gradients
+        # key of the host slab that gets the shard's gradients
+        self.home = "seconds" if unit.part else "grads"
         if following is not None:
             self.prefetch(following)
         # The unit runs with its model's random state. The random state of this process is restored afterwards.
@@ -238,7 +251,10 @@ class Worker:
             homes = [self.shard.lenders.get(name, self.shard) for name in self.shard.sums]
             for event in {id(home.landed): home.landed for home in homes if home.landed is not None}.values():
                 self.device.compute.wait_event(event)
-            pairs = [(self.slot.view(name, "grads"), self.shard.at_home(name, self.home)) for name in self.shard.sums]
+            pairs = [
+                (self.slot.view(name, "grads"), self.shard.at_home(name, self.home))
+                for name in self.shard.sums
+            ]
             copy_all(pairs)
             self.device.moved_bytes += num_bytes(pairs)
 
@@ -251,7 +267,9 @@ class Worker:
                 f"expected a gradient for each parameter in each batch, got none for {', '.join(names)}; try"
                 " requires_grad_(False)"
             )
-        norms = norms_of([self.slot.view(name, "grads") for name in self.shard.trained], in_blocks=len(dy) > 1)
+        norms = norms_of(
+            [self.slot.view(name, "grads") for name in self.shard.trained], in_blocks=len(dy) > 1
+        )
         if self.unit.update == "later":
             self._offload(["grads"], self.shard.lenders)
             if self.unit.part is None:
@@ -325,7 +343,9 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, dx: list[Tensor | None], anchor: Tensor, *x: Any) -> Tensors:
         ctx.dx = dx
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(part for part in x if isinstance(part, Tensor) and not has_gradient(part)))
+        ctx.mark_non_differentiable(
+            *(part for part in x if isinstance(part, Tensor) and not has_gradient(part))
+        )
         return map_tensors(lambda t: t.view_as(t), x)
 
     @staticmethod
@@ -350,7 +370,9 @@ def key_of(unit: Unit) -> tuple[int, int, int | None]:
 def differentiate(roots: Sequence[Any], dy: Sequence[Any]) -> None:
     """Run the backward pass from `roots`, tensors or edges of a graph, with their gradients in `dy`. A pair whose
     root or gradient is None is left out."""
-    pairs = [(root, grad) for root, grad in zip(roots, dy, strict=True) if root is not None and grad is not None]
+    pairs = [
+        (root, grad) for root, grad in zip(roots, dy, strict=True) if root is not None and grad is not None
+    ]
     if pairs:
         torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
 

@@ -42,9 +42,14 @@ class Dispatcher:
     """
 
     def __init__(
-        self, tasks: Sequence[Task], devices: Sequence[Any], policy: str = "lrtf", *, most_ahead: float = math.inf,
+        self,
+        tasks: Sequence[Task],
+        devices: Sequence[Any],
+        policy: str = "lrtf",
+        *,
+        most_ahead: float = math.inf,
         splits: Sequence[tuple[int, int]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tasks = [*tasks, *(task.twin for task in tasks if task.twin)]
         self.devices, self.policy, self.key = list(devices), policy, key_of(policy)
         self.most_ahead = most_ahead
@@ -106,7 +111,9 @@ class Dispatcher:
 
     def _first(self, device: Any, shunned: Sequence[Task] = ()) -> Task | None:
         fit = [task for task in self.waiting if task.device in (None, device) and task not in shunned]
-        return min(fit, default=None, key=lambda t: (self.key(t.remaining, *self.waiting[t]), self.waiting[t]))
+        return min(
+            fit, default=None, key=lambda t: (self.key(t.remaining, *self.waiting[t]), self.waiting[t])
+        )
 
     def _start(self, device: Any) -> bool:
         task = self._first(device)
@@ -140,7 +147,10 @@ class Dispatcher:
         except (EOFError, OSError):
             self.devices.remove(device)
             device.close()
-            left, seconds = UnitFailure(f"the process of its device ended with code {device.process.wait()}"), 0.0
+            left, seconds = (
+                UnitFailure(f"the process of its device ended with code {device.process.wait()}"),
+                0.0,
+            )
         now = time.perf_counter() - self.began
         self.timeline.append(Turned(task.model, unit.shard, unit.kind, self.numbers[device], started, now))
         if task.failure:  # the twin, which trains the other half, has failed while this unit ran

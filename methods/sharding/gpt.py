@@ -29,7 +29,10 @@ def layers(workload: Workload) -> list[NamedLayer]:
     names = [anatomy.layer_name(index) for index in range(workload.num_layers)]
     pairs = zip(new_chain(workload), [anatomy.ends_prefix, *names, anatomy.ends_prefix], strict=True)
     dtype = DTYPES[workload.dtype]
-    return [NamedLayer(m.to(dtype), {name: prefix + name for name, _ in m.named_parameters()}) for m, prefix in pairs]
+    return [
+        NamedLayer(m.to(dtype), {name: prefix + name for name, _ in m.named_parameters()})
+        for m, prefix in pairs
+    ]
 
 
 def at_home(
@@ -39,10 +42,16 @@ def at_home(
     each shard. `is_shared`: True if several processes use the memory. `in_halves`: True: also make room for the
     gradients of each batch's second half."""
     shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
-    settle(shards, None if is_shared else lambda size: device.room(size, torch.uint8, host=True), in_halves=in_halves)
+    settle(
+        shards,
+        None if is_shared else lambda size: device.room(size, torch.uint8, host=True),
+        in_halves=in_halves,
+    )
     for shard in shards:
         weights = {name: shard.at_home(name) for name in shard.own}
-        starts = {name: shard.states(shard.slabs["states"], name).get(MASTER, weights[name]) for name in shard.own}
+        starts = {
+            name: shard.states(shard.slabs["states"], name).get(MASTER, weights[name]) for name in shard.own
+        }
         initialize(starts.items(), workload)
         for name, weight in weights.items():
             weight.copy_(starts[name])
@@ -57,7 +66,9 @@ def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState
     return [TensorState(name, states[name].get(MASTER, weights[name]), *moments[name]) for name in ordered]
 
 
-def parts(batches: Iterable[tuple[Tensor, Tensor]], number: int, *, to_host: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def parts(
+    batches: Iterable[tuple[Tensor, Tensor]], number: int, *, to_host: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each batch in `number` parts, one after the other. `to_host`: first copy the batch to the host, where other
     processes can read it."""
     for inputs, targets in batches:
@@ -96,11 +107,17 @@ def raise_failures(tasks: Sequence[Task]) -> None:
     failed = [task for task in tasks if task.failure]
     if failed:
         kind = torch.OutOfMemoryError if failed[0].lacks_memory else RuntimeError
-        told = "" if len(tasks) == 1 else f" (model {failed[0].model + 1} of {len(tasks)}; {len(failed)} failed in all)"
+        told = (
+            ""
+            if len(tasks) == 1
+            else f" (model {failed[0].model + 1} of {len(tasks)}; {len(failed)} failed in all)"
+        )
         raise kind(f"{failed[0].failure.strip().splitlines()[-1]}{told}\n{failed[0].failure}")
 
 
-def other(workload: Workload, shards: Sequence[Shard], steps: Sequence[Step], ordered: Sequence[str]) -> OtherModel:
+def other(
+    workload: Workload, shards: Sequence[Shard], steps: Sequence[Step], ordered: Sequence[str]
+) -> OtherModel:
     """Return the record's entry for one of the models trained beside the first. `ordered`: names of its tensors."""
     changes = {"learning_rate": workload.learning_rate, "batch_size": workload.batch_size}
     return OtherModel.of(changes, steps, tensors(shards, ordered))

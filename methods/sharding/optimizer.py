@@ -16,7 +16,9 @@ States = dict[str, Tensor]  # the tensors that an optimizer keeps for a paramete
 MASTER = "master"  # key of the fp32 weights of mixed precision, which are kept among the optimizer's states
 
 
-def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], *, mixed: bool) -> dict[str, States]:
+def state_tensors(
+    make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], *, mixed: bool
+) -> dict[str, States]:
     """Return the states that the optimizer keeps for each weight, as meta tensors, which have no memory. The states are
     found by a step on the meta device or, if the optimizer reads values in a step, on the host, weight by weight.
     `mixed`: True: add an fp32 master. Raises ValueError if the optimizer keeps values that are not tensors, or values
@@ -34,7 +36,9 @@ def state_tensors(make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], 
         kept = []
         for parameter in parameters.values():
             with_memory = nn.Parameter(torch.ones_like(parameter, device="cpu"))
-            kept += [{key: value.to("meta") for key, value in _stepped(make_optimizer, [with_memory])[0].items()}]
+            kept += [
+                {key: value.to("meta") for key, value in _stepped(make_optimizer, [with_memory])[0].items()}
+            ]
     return {
         name: ({MASTER: parameter.detach()} if mixed else {}) | states
         for (name, parameter), states in zip(parameters.items(), kept, strict=True)
@@ -48,16 +52,22 @@ def _stepped(make_optimizer: MakeOptimizer, parameters: list[nn.Parameter]) -> l
     optimizer = make_optimizer(list(parameters))
     title, groups = type(optimizer).__name__, optimizer.param_groups
     if sorted(id(p) for group in groups for p in group["params"]) != sorted(map(id, parameters)):
-        raise ValueError(f"{title}: expected an optimizer of the parameters that it is given, got other parameters")
+        raise ValueError(
+            f"{title}: expected an optimizer of the parameters that it is given, got other parameters"
+        )
     if hooks_of_step(optimizer):
-        raise ValueError(f"{title}: expected an optimizer without hooks of its step(), which takes a shard at a time")
+        raise ValueError(
+            f"{title}: expected an optimizer without hooks of its step(), which takes a shard at a time"
+        )
     for group in groups:  # torch's fused, foreach and capturable steps do not run on the meta device
         group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})
     before = _values(optimizer)
     try:
         optimizer.step()
     except TypeError as error:
-        raise ValueError(f"{title}: expected an optimizer whose step() takes no arguments: {error}") from error
+        raise ValueError(
+            f"{title}: expected an optimizer whose step() takes no arguments: {error}"
+        ) from error
     if before != _values(optimizer):
         raise ValueError(f"{title}: expected states of single parameters, got values that all of them share")
     for states in optimizer.state.values():
@@ -69,8 +79,12 @@ def _stepped(make_optimizer: MakeOptimizer, parameters: list[nn.Parameter]) -> l
 
 def _values(optimizer: torch.optim.Optimizer) -> list[object]:
     """Return the values that an optimizer keeps for all parameters together: its groups' and its own."""
-    attributes = {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float | str)}
-    shared = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    attributes = {
+        key: value for key, value in vars(optimizer).items() if isinstance(value, int | float | str)
+    }
+    shared = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
     return [{key: value for key, value in attributes.items() if not key.startswith("_")}, shared]
 
 
@@ -121,4 +135,5 @@ def _keep(made: States, states: States) -> None:
     with torch.no_grad():
         for key, value in made.items():
             if value is not states[key]:
-                states[key].copy_(value, non_blocking=not value.dim())  # the host reads single numbers at once: wait
+                # the host reads single numbers at once: wait
+                states[key].copy_(value, non_blocking=not value.dim())

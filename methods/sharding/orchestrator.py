@@ -59,12 +59,15 @@ class ModelTask:
     epochs: int = 1
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD  # called with parameters and lr
     max_norm: float = 0.0  # gradients are clipped to this norm; 0: no clipping
-    clipping: str = "global"  # global: clip by the norm of all gradients; shard: clip each shard by its own norm
+    # global: clip by the norm of all gradients; shard: clip each shard by its own norm
+    clipping: str = "global"
     shards: Sequence[int] | None = None  # number of layers of each shard; None: as many as fit the device
-    schedule: Callable[[int], float] | None = None  # learning rate of a step, counted from 1; None: always `lr`
+    # learning rate of a step, counted from 1; None: always `lr`
+    schedule: Callable[[int], float] | None = None
     seed: int = 0  # seed of the model's own random numbers, for dropout
     losses: list[float] = field(default_factory=list, init=False)
-    begun: Any = field(default=None, init=False)  # set by first_batch(): the first batch, and an iterator over the rest
+    # set by first_batch(): the first batch, and an iterator over the rest
+    begun: Any = field(default=None, init=False)
     failure: str = field(default="", init=False)  # the traceback that ended the task; "": it did not fail
 
     def __post_init__(self) -> None:
@@ -73,7 +76,9 @@ class ModelTask:
         if self.epochs < 1:
             raise ValueError(f"{self.name}: epochs: expected at least 1, got {self.epochs}")
         if not hasattr(self.dataloader, "__len__"):
-            raise ValueError(f"{self.name}: expected a dataloader with a length, which scheduling needs, got none")
+            raise ValueError(
+                f"{self.name}: expected a dataloader with a length, which scheduling needs, got none"
+            )
         self.layers = ordered_layers(self.name, self.model)
         if self.shards is not None and (sum(self.shards) != len(self.layers) or min(self.shards) < 1):
             raise ValueError(
@@ -163,9 +168,16 @@ class ModelOrchestrator:
     """
 
     def __init__(
-        self, tasks: Sequence[ModelTask], devices: Sequence[str] | None = None, *, device_memory: int | None = None,
-        policy: str = "lrtf", double_buffer: bool = True, intermediates: str = "checkpointed", hybrid: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        tasks: Sequence[ModelTask],
+        devices: Sequence[str] | None = None,
+        *,
+        device_memory: int | None = None,
+        policy: str = "lrtf",
+        double_buffer: bool = True,
+        intermediates: str = "checkpointed",
+        hybrid: bool = False,
+    ) -> None:
         if not tasks:
             raise ValueError("no tasks: give the orchestrator at least one ModelTask")
         if devices is None:
@@ -179,16 +191,22 @@ class ModelOrchestrator:
         self.tasks, self.devices, self.policy, self.hybrid = list(tasks), list(devices), policy, hybrid
         self.device_memory, self.num_slots = device_memory, 1 + double_buffer
         self.models: list[list[Shard]] = []
-        self.watches: list[tuple[ModuleWatch, ModuleState]] = []  # the models' states at the end of generate()
+        # the models' states at the end of generate()
+        self.watches: list[tuple[ModuleWatch, ModuleState]] = []
         # `options`: arguments of Worker. `words`: arguments of each model's Task.
         self.options: dict[str, Any] = {"double_buffer": double_buffer, "intermediates": intermediates}
         self._read_settings()
 
     def _read_settings(self) -> None:
         """Read the tasks, which a script may still change before the training."""
-        self.settings, saves = [task.settings for task in self.tasks], self.options["intermediates"] == "saved"
+        self.settings, saves = (
+            [task.settings for task in self.tasks],
+            self.options["intermediates"] == "saved",
+        )
         self.options["max_norms"] = [task.max_norm for task in self.tasks]
-        self.words = [{"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in self.tasks]
+        self.words = [
+            {"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in self.tasks
+        ]
         for task in self.tasks:
             task.layers = ordered_layers(task.name, task.model)
 
@@ -226,7 +244,9 @@ class ModelOrchestrator:
         for name in self.devices:
             kind, index = name.partition(":")[::2]
             if kind == "cuda" and int(index or 0) >= (seen := torch.cuda.device_count()):
-                raise ValueError(f"devices: expected one of the {seen} GPUs that torch sees, got {name}; try cpu")
+                raise ValueError(
+                    f"devices: expected one of the {seen} GPUs that torch sees, got {name}; try cpu"
+                )
         self._read_settings()
         self.models, found = self._cut(self._lengths()), []
         self.halved = self._longest()
@@ -269,17 +289,23 @@ class ModelOrchestrator:
             """Return, for each model, the number of layers of each shard. `rooms`: for each model, the most bytes that
             a shard may take."""
             rows = zip(self.tasks, alone, rooms, strict=True)
-            return [list(task.shards) if task.shards else longest_runs(layers, room) for task, layers, room in rows]
+            return [
+                list(task.shards) if task.shards else longest_runs(layers, room)
+                for task, layers, room in rows
+            ]
 
         if self.device_memory is None:
             return runs(*(max(sum(sizes.values()) for sizes in layers) for layers in alone))
         names = [f"{task.name}: layer {index}" for task in self.tasks for index in range(len(task.layers))]
-        least, name = max(zip((sum(sizes.values()) for layers in alone for sizes in layers), names, strict=True))
+        least, name = max(
+            zip((sum(sizes.values()) for layers in alone for sizes in layers), names, strict=True)
+        )
         memory = machine.room(Budget(self.device_memory), "cuda" if self._on_gpu else "cpu").device_bytes
         assert memory is not None
         together = lambda room: runs(*[room] * len(self.tasks))  # noqa: E731
         peak, needs = self._foretold(together(least)), f"{name} needs {gib(least)} ({least} bytes) by itself"
-        if peak is None:  # The peak is unknown, because the model's code does not run on tensors without memory.
+        if peak is None:
+            # The peak is unknown, because the model's code does not run on tensors without memory.
             room = memory // self.num_slots
             if least <= room:
                 return together(room)
@@ -315,7 +341,9 @@ class ModelOrchestrator:
         if not self.models or self._are_changed():
             self.generate()
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            raise ValueError("expected train_models() outside of autocast, got it within; try autocast in the layers")
+            raise ValueError(
+                "expected train_models() outside of autocast, got it within; try autocast in the layers"
+            )
         for task in self.tasks:
             refuse_other_than_chain(task.name, task.model, task.first_batch()[0])
         with ExitStack() as stack:
@@ -356,7 +384,11 @@ class ModelOrchestrator:
         """Return the Task that makes the units of model `number`."""
         task, shards = self.tasks[number], self.models[number]
         names = [name for shard in shards for name in shard.trained]
-        words = {**self.words[number], "learning_rate_at": task.schedule, "random_state": self._random(task.seed)}
+        words = {
+            **self.words[number],
+            "learning_rate_at": task.schedule,
+            "random_state": self._random(task.seed),
+        }
         given = (number, shards, names, task.batches(), task.num_batches)
         if number == self.halved:
             return First(*given, second_random=self._random(task.seed + 1), **words)
@@ -370,7 +402,9 @@ class ModelOrchestrator:
         """
         on_gpu = None
         if self._on_gpu:
-            on_gpu = torch.frombuffer(bytearray((seed % 2**64).to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
+            on_gpu = torch.frombuffer(
+                bytearray((seed % 2**64).to_bytes(8, "little") + bytes(8)), dtype=torch.uint8
+            )
         return torch.Generator().manual_seed(seed).get_state(), on_gpu
 
 
@@ -382,7 +416,10 @@ class _Progress:
         self.tasks, self.told = tasks, time.monotonic()
 
     def __call__(self, last: ModelTask) -> None:
-        done, total = sum(len(task.losses) for task in self.tasks), sum(task.num_batches for task in self.tasks)
+        done, total = (
+            sum(len(task.losses) for task in self.tasks),
+            sum(task.num_batches for task in self.tasks),
+        )
         if done == total or time.monotonic() > self.told + SECONDS_A_LINE:
             self.told = time.monotonic()
             own = f"{last.name} {len(last.losses)} of {last.num_batches}, loss {last.losses[-1]:.4g}"

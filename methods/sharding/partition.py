@@ -81,7 +81,9 @@ def model_shards(workload: Workload, num_blocks: int) -> list[tuple[int, ModelSh
     num_whole, rest = divmod(workload.num_layers - first, room // block)
     found = [(1, ModelShard(True, first, False)), (num_whole, ModelShard(False, room // block, False))]
     found = [
-        (count, shard) for count, shard in (*found, (1, ModelShard(False, rest, False))) if count * shard.num_layers
+        (count, shard)
+        for count, shard in (*found, (1, ModelShard(False, rest, False)))
+        if count * shard.num_layers
     ]
     count, last = found.pop()
     joined = last._replace(has_head=True)

@@ -77,7 +77,9 @@ class PureLayer(nn.Module):
         if not self.num_repeats or (not is_recompute and len(self.results) == MOST_RESULTS):
             return
         inputs = (x, list(self.layer.parameters()))
-        given, found = ([byte_sum(leaf) for leaf in tree_leaves(of) if _is_on_cpu(leaf)] for of in (inputs, y))
+        given, found = (
+            [byte_sum(leaf) for leaf in tree_leaves(of) if _is_on_cpu(leaf)] for of in (inputs, y)
+        )
         if not is_recompute:
             self.results[tuple(given)] = found
             return
@@ -116,7 +118,9 @@ class MiddleLayer(PureLayer):
 class LastLayer(PureLayer):
     """The last layer with the criterion: computes the loss from the layer's inputs and the targets."""
 
-    def __init__(self, title: str, layer: nn.Module, criterion: Callable[..., Tensor], *, takes_tuple: bool) -> None:
+    def __init__(
+        self, title: str, layer: nn.Module, criterion: Callable[..., Tensor], *, takes_tuple: bool
+    ) -> None:
         super().__init__(title, layer, takes_tuple=takes_tuple)
         self.criterion = criterion
         self.criterion_watch: ModuleWatch | None = None

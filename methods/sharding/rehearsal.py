@@ -46,7 +46,9 @@ def rehearse(
         if not lacking:
             return dispatcher.devices, dispatcher.splits
         if not dispatcher.halve_all():
-            raise torch.OutOfMemoryError(f"with shards of one layer: {lacking[0].failure.strip().splitlines()[-1]}")
+            raise torch.OutOfMemoryError(
+                f"with shards of one layer: {lacking[0].failure.strip().splitlines()[-1]}"
+            )
         devices, splits = dispatcher.devices, dispatcher.splits
 
 
@@ -59,7 +61,9 @@ def _tasks(models: Sequence[list[Shard]], batches: Sequence[Any], words: Words) 
     ]
 
 
-def foretold_bytes(models: list[list[Shard]], batches: Sequence[Any], words: Words, **options: Any) -> int | None:
+def foretold_bytes(
+    models: list[list[Shard]], batches: Sequence[Any], words: Words, **options: Any
+) -> int | None:
     """Return the predicted peak of memory, in bytes, of one device that trains these models in turns. Return None if
     the models' code does not run on tensors without memory. `options`: arguments of Worker."""
     try:
@@ -95,7 +99,9 @@ def foretold_elsewhere(
     return None
 
 
-def _foretell(connection: Connection, models: Any, batches: Any, words: Words, options: dict[str, Any]) -> None:
+def _foretell(
+    connection: Connection, models: Any, batches: Any, words: Words, options: dict[str, Any]
+) -> None:
     connection.send(foretold_bytes(models, batches, words, **options))
 
 

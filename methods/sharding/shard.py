@@ -22,7 +22,8 @@ from methods.sharding import optimizer
 from methods.sharding.optimizer import MASTER, MakeOptimizer, States, state_tensors
 from methods.shared.memory_needs import ALIGNMENT
 
-PARTS = ("weights", "grads", "states")  # slabs of a shard; a part "borrowed" means weights that live in other shards
+# slabs of a shard; a part "borrowed" means weights that live in other shards
+PARTS = ("weights", "grads", "states")
 
 
 class Version(NamedTuple):
@@ -47,12 +48,18 @@ class Shard:
     shard where the parameter lives. `mixed`: True: the optimizer updates an fp32 master of each weight."""
 
     def __init__(
-        self, layers: Sequence[NamedLayer], lenders: dict[str, Shard], make_optimizer: MakeOptimizer, *, mixed: bool
+        self,
+        layers: Sequence[NamedLayer],
+        lenders: dict[str, Shard],
+        make_optimizer: MakeOptimizer,
+        *,
+        mixed: bool,
     ) -> None:
         self.named, self.layers = list(layers), [layer.module for layer in layers]
         self.lenders, self.make_optimizer, self.mixed = lenders, make_optimizer, mixed
         self.name = ""
-        self.sites: dict[str, list[tuple[int, str]]] = {}  # for each parameter: its layers' indices, its names there
+        # for each parameter: its layers' indices, its names there
+        self.sites: dict[str, list[tuple[int, str]]] = {}
         found: dict[str, nn.Parameter] = {}
         for index, layer in enumerate(layers):
             for local, name in layer.names.items():
@@ -66,15 +73,19 @@ class Shard:
         self.weights_at, self.own_bytes = Layout(columns), Layout(columns[: len(self.own)]).numel
         kept = state_tensors(make_optimizer, {name: found[name] for name in self.trained}, mixed=mixed)
         self.states_of = {name: list(states) for name, states in kept.items()}
-        columns = [(f"{name} {key}", each.shape, each.dtype) for name in kept for key, each in kept[name].items()]
+        columns = [
+            (f"{name} {key}", each.shape, each.dtype) for name in kept for key, each in kept[name].items()
+        ]
         self.states_at = Layout(columns)
         self.slabs: dict[str, Tensor] = {}  # slabs on the host, one for each part
         self.sums: set[str] = set()  # parameters to whose gradient on the host later shards add their share
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: list[nn.Parameter] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        self.landed: Any = None  # event at the end of the last copy from a device to the host; None: no copy yet
-        self.fetched: Any = None  # event at the end of the last copy from the host to a device; None: no copy yet
+        # event at the end of the last copy from a device to the host; None: no copy yet
+        self.landed: Any = None
+        # event at the end of the last copy from the host to a device; None: no copy yet
+        self.fetched: Any = None
 
     def num_bytes(self, part: str) -> int:
         """Return the bytes of a part on a device. Weights and gradients include borrowed weights."""
@@ -110,7 +121,9 @@ class Shard:
 
     def without_gradient(self) -> list[str]:
         """Return the trained parameters into whose gradients nothing was added since bind()."""
-        trained = [(name, parameter.grad) for name, parameter in self.parameters.items() if name not in self.frozen]
+        trained = [
+            (name, parameter.grad) for name, parameter in self.parameters.items() if name not in self.frozen
+        ]
         return [name for name, grad in trained if grad is not None and not grad._version]
 
     def _place(self, name: str, parameter: nn.Parameter) -> None:
@@ -121,10 +134,14 @@ class Shard:
     def release(self) -> None:
         """Put the layers' parameters back on the meta device, where they were before bind(), and drop the optimizer."""
         for name, parameter in list(self.parameters.items()):
-            self._place(name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
+            self._place(
+                name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            )
         self.parameters, self.masters, self.optimizer = {}, [], None
 
-    def step(self, slab: Tensor, factor: Tensor | None, learning_rate: float | None, *, is_first: bool) -> None:
+    def step(
+        self, slab: Tensor, factor: Tensor | None, learning_rate: float | None, *, is_first: bool
+    ) -> None:
         """Take one optimizer step, while the shard is bound to a slot. `slab`: the slot's slab of states. `factor`:
         number by which the gradients are multiplied; None: 1. `learning_rate`: the step's rate; None: the rate that the
         optimizer has.
@@ -142,11 +159,15 @@ class Shard:
                 assert weight.grad is not None
                 parameter.data, parameter.grad = master, weight.grad.float()
         if factor is not None:
-            torch._foreach_mul_([parameter.grad for parameter in stepped if parameter.grad is not None], factor)
+            torch._foreach_mul_(
+                [parameter.grad for parameter in stepped if parameter.grad is not None], factor
+            )
         self.optimizer = self.optimizer or self.make_optimizer(stepped)
         if learning_rate is not None:
             if len({group["lr"] for group in self.optimizer.param_groups}) > 1:
-                raise ValueError("schedule: expected one learning rate for all groups of the optimizer, got several")
+                raise ValueError(
+                    "schedule: expected one learning rate for all groups of the optimizer, got several"
+                )
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
         optimizer.step(self.optimizer, stepped, states, is_first=is_first)
@@ -155,7 +176,9 @@ class Shard:
                 torch._foreach_copy_([*weights], [*stepped])
 
 
-def cut(layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, mixed: bool) -> list:
+def cut(
+    layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, mixed: bool
+) -> list:
     """Cut a model into shards, and return them in order. `lengths`: the number of layers of each shard."""
     shards: list[Shard] = []
     home: dict[str, Shard] = {}
@@ -204,7 +227,9 @@ def _part(whole: Shard, layers: list[NamedLayer], lenders: dict[str, Shard]) -> 
     return part
 
 
-def settle(shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None, *, in_halves: bool = False) -> None:
+def settle(
+    shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None, *, in_halves: bool = False
+) -> None:
     """Allocate the shards' slabs on the host. `room`: a function that returns a zeroed slab of the given number of
     bytes; None: all slabs lie in one block of memory that processes share. `in_halves`: True: also allocate a slab
     "seconds", for the gradients of the second half of each batch.
@@ -229,7 +254,9 @@ class ShardSlot:
     def __init__(self, device: Device, shards: Sequence[Shard]) -> None:
         self.device = device
         sizes = {part: max(shard.num_bytes(part) for shard in shards) for part in PARTS}
-        self.slabs = {part: device.room(max(ALIGNMENT, sizes[part]), torch.uint8, host=False) for part in PARTS}
+        self.slabs = {
+            part: device.room(max(ALIGNMENT, sizes[part]), torch.uint8, host=False) for part in PARTS
+        }
         self.shard: Shard | None = None
         self.version = Version(-1, -1)
         self.valid: set[str] = set()  # parts whose values here are at least as new as the host's values

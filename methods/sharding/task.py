@@ -20,7 +20,8 @@ from methods.sharding.unit import BACKWARD, FORWARD, LOSS, UPDATE, Kept, Result,
 
 # Guessed times of units until they are measured, relative to a forward pass. The backward pass includes a recompute.
 GUESSES = {FORWARD: 1.0, LOSS: 4.0, BACKWARD: 3.0, UPDATE: 1.0}
-GUESSED_SECONDS = 1e-10  # seconds per byte of weights, until a unit is measured; only ratios between guesses matter
+# seconds per byte of weights, until a unit is measured; only ratios between guesses matter
+GUESSED_SECONDS = 1e-10
 
 
 class Task:
@@ -29,16 +30,32 @@ class Task:
     `micro_batches`: number of equal parts of a minibatch; the loss is the mean of their losses."""
 
     def __init__(
-        self, model: int, shards: list[Shard], names: Sequence[str], batches: Iterable, num_batches: int | None, *,
-        max_norm: float = 0.0, update: str = "later", learning_rate_at: Callable[[int], float] | None = None,
-        random_state: object = None, keeps_graphs: bool = False, per_round: int = 1, micro_batches: int = 1,
+        self,
+        model: int,
+        shards: list[Shard],
+        names: Sequence[str],
+        batches: Iterable,
+        num_batches: int | None,
+        *,
+        max_norm: float = 0.0,
+        update: str = "later",
+        learning_rate_at: Callable[[int], float] | None = None,
+        random_state: object = None,
+        keeps_graphs: bool = False,
+        per_round: int = 1,
+        micro_batches: int = 1,
         rehearses: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.shards, self.names, self.batches = model, shards, names, iter(batches)
         self.max_norm, self.update, self.learning_rate_at = max_norm, update, learning_rate_at
-        self.random, self.keeps_graphs, self.rehearses = random_state, keeps_graphs and len(shards) > 1, rehearses
+        self.random, self.keeps_graphs, self.rehearses = (
+            random_state,
+            keeps_graphs and len(shards) > 1,
+            rehearses,
+        )
         self.batches_left: float = math.inf if num_batches is None else num_batches
-        self.per_round, self.num_done = per_round, 0  # number of minibatches in a round; number finished so far
+        # number of minibatches in a round; number finished so far
+        self.per_round, self.num_done = per_round, 0
         self.micro_batches = micro_batches
         self.updates = [0] * len(shards)
         self.script, self.position = self._script(), 0
@@ -47,11 +64,13 @@ class Task:
             for kind, i in self.script
         }
         self.next_unit: Unit | None = None
-        self.device: Any = None  # the device that keeps this task's graphs and must run its next unit; None: any device
+        # the device that keeps this task's graphs and must run its next unit; None: any device
+        self.device: Any = None
         self.failure = ""  # the traceback of the unit that ended the task; "": no failure
         self.lacks_memory = False  # True: the task failed because the device ran out of memory
         self.can_split = not self.keeps_graphs
-        self.twin: Any = None  # the task that trains the other half of each batch; None: this task has whole batches
+        # the task that trains the other half of each batch; None: this task has whole batches
+        self.twin: Any = None
         self.loss: Any = None  # loss of the last minibatch
         self.norms: dict[str, Tensor] = {}  # gradient norms of the last minibatch, by parameter name
         self.norm: Tensor | None = None  # norm of all gradients of the last minibatch; None: not yet known
@@ -73,7 +92,11 @@ class Task:
     def _script(self) -> list[tuple[str, int]]:
         """Return the units of a minibatch, in order, as pairs of a unit's kind and the index of its shard."""
         last = len(self.shards) - 1
-        turn = [(FORWARD, i) for i in range(last)] + [(LOSS, last)] + [(BACKWARD, i) for i in reversed(range(last))]
+        turn = (
+            [(FORWARD, i) for i in range(last)]
+            + [(LOSS, last)]
+            + [(BACKWARD, i) for i in reversed(range(last))]
+        )
         return turn + [(UPDATE, i) for i in range(last + 1) if self.update == "later"]
 
     def split(self, index: int) -> None:
@@ -117,7 +140,8 @@ class Task:
         self.part, self.targets = part, self._micro_batches(targets)
         # For each micro-batch, from unit to unit: first inputs, then outputs, then gradients of inputs.
         self.passed: Sequence[Tensors] = [(each,) for each in self._micro_batches(inputs)]
-        self.kept: list[Sequence[Kept]] = []  # for each layer that is still to be differentiated, as in Result
+        # for each layer that is still to be differentiated, as in Result
+        self.kept: list[Sequence[Kept]] = []
         self.next_unit = self._unit()
 
     def _micro_batches(self, values: Any) -> Sequence[Any]:
@@ -132,9 +156,17 @@ class Task:
             given = {"factor": self.factor}
         rate = self.learning_rate_at(self.num_done + 1) if self.learning_rate_at else None
         return Unit(
-            self.model, index, kind, self.version(index), random=self.random, learning_rate=rate, update=self.update,
-            rehearses=self.rehearses, part=self.part, **given,
-        )  # fmt: skip
+            self.model,
+            index,
+            kind,
+            self.version(index),
+            random=self.random,
+            learning_rate=rate,
+            update=self.update,
+            rehearses=self.rehearses,
+            part=self.part,
+            **given,
+        )
 
     def advance(self, result: Result, seconds: float) -> Step | None:
         """Take the result of the unit that has run, and its seconds; make the next unit and return None. After the

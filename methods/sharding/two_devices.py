@@ -52,9 +52,15 @@ class Second(Task):
 
     def __init__(self, first: First, random_state: object) -> None:
         super().__init__(
-            first.model, first.shards, [], (), None, random_state=random_state, keeps_graphs=first.keeps_graphs,
+            first.model,
+            first.shards,
+            [],
+            (),
+            None,
+            random_state=random_state,
+            keeps_graphs=first.keeps_graphs,
             micro_batches=first.micro_batches,
-        )  # fmt: skip
+        )
         self.can_split, self.twin = False, first
         self.updates, self.script = first.updates, self.script[: -len(self.shards)]
 

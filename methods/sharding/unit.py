@@ -50,18 +50,21 @@ class Unit(NamedTuple):
     # gradients clipped by the shard's norm.
     update: str = "later"
     rehearses: bool = False  # True: the unit copies nothing to the host's slabs
-    part: int | None = None  # half of the batch, 0 or 1, with a host slab for its gradients; None: the whole batch
+    # half of the batch, 0 or 1, with a host slab for its gradients; None: the whole batch
+    part: int | None = None
 
 
 class Result(NamedTuple):
     """A unit's result, which the model's next unit needs. Loss and norms are on the device until Worker.finished()
     copies them; other tensors are on the host."""
 
-    y: Sequence[Tensors] = ()  # for each micro-batch: output of a forward pass, or the input's gradient of a backward
+    # for each micro-batch: output of a forward pass, or the input's gradient of a backward
+    y: Sequence[Tensors] = ()
     kept: Any = None  # of a forward unit: for each layer, a Kept of each micro-batch
     random: Any = None
     loss: Tensor | None = None
-    norms: list[Tensor] | None = None  # gradient norms of the shard's trained parameters, fp32; None: no gradient
+    # gradient norms of the shard's trained parameters, fp32; None: no gradient
+    norms: list[Tensor] | None = None
 
 
 def parts_of(unit: Unit) -> set[str]:

@@ -61,7 +61,12 @@ def layer_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
 def _refuse_lost(name: str, model: nn.Module, layers: nn.Module) -> None:
     """Raise ValueError if the model has hooks that are never called, or parameters that a copy would not have alike."""
     for module in (model, layers):
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        hooks = (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
         if any(hooks):
             raise ValueError(
                 f"{name}: {type(module).__name__} has a hook, but only its layers are called; try a hook of a layer"
@@ -69,7 +74,9 @@ def _refuse_lost(name: str, model: nn.Module, layers: nn.Module) -> None:
     places = []
     for path, parameter in model.named_parameters():
         if hooks_of(parameter):
-            raise ValueError(f"{name}: parameter {path} has a hook, which would not be called; try a hook of its layer")
+            raise ValueError(
+                f"{name}: parameter {path} has a hook, which would not be called; try a hook of its layer"
+            )
         # is_contiguous() would pass a channels_last weight of one channel, whose strides choose another kernel.
         if is_lazy(parameter) or parameter.stride() != torch.empty(parameter.shape, device="meta").stride():
             raise ValueError(
@@ -101,10 +108,14 @@ def named_layers(task: Any) -> list[NamedLayer]:
             names.setdefault(id(parameter), f"{index}.{local}")
     takes_tuple, named = isinstance(layer_list(task.model), nn.Sequential), []
     for index, layer in enumerate(task.layers):
-        title, local = f"layer {index} ({type(layer).__name__})", dict(layer.named_parameters(remove_duplicate=False))
+        title, local = (
+            f"layer {index} ({type(layer).__name__})",
+            dict(layer.named_parameters(remove_duplicate=False)),
+        )
         module = _without_memory(f"{task.name}: {title}", layer, [*local.values()])
         if index == len(task.layers) - 1:
-            criterion = task.criterion  # a module's buffers go to the device, and a rehearsal replaces them: copy it
+            # a module's buffers go to the device, and a rehearsal replaces them: copy it
+            criterion = task.criterion
             criterion = copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
             copied: PureLayer = LastLayer(title, module, criterion, takes_tuple=takes_tuple)
         else:
@@ -116,7 +127,8 @@ def named_layers(task: Any) -> list[NamedLayer]:
 def _without_memory(title: str, layer: nn.Module, parameters: list[nn.Parameter]) -> nn.Module:
     """Return a copy of the layer with parameters on the meta device."""
     copies: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in parameters
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in parameters
     }
     num_parameters = len(copies)
     try:
@@ -126,7 +138,9 @@ def _without_memory(title: str, layer: nn.Module, parameters: list[nn.Parameter]
             f"{title} cannot be copied ({' '.join(str(error).split())[:100]}); try torch.nn.utils.parametrizations"
         ) from error
     if sum(isinstance(value, nn.Parameter) for value in copies.values()) > num_parameters:
-        raise ValueError(f"{title} holds a parameter that it does not register; try self.weight = other.weight")
+        raise ValueError(
+            f"{title} holds a parameter that it does not register; try self.weight = other.weight"
+        )
     return module
 
 

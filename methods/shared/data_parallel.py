@@ -21,7 +21,9 @@ def rank_part(workload: Workload, num_ranks: int) -> Workload:
         told = f"a batch of {workload.batch_size} samples splits over {counts} ranks, not over {num_ranks}"
         raise ValueError(f"{told}; try -b {nearest}" if nearest else told)
     if workload.dropout and num_ranks > 1:
-        raise ValueError("dropout and --ranks exclude each other: ranks would drop other elements; try --dropout 0")
+        raise ValueError(
+            "dropout and --ranks exclude each other: ranks would drop other elements; try --dropout 0"
+        )
     size, parts = workload.batch_size // num_ranks, workload.micro_batches
     if size % parts:
         told = f"expected a divisor of the {counted(size, 'sample')} of a rank, got {parts}"

@@ -13,17 +13,22 @@ from harness.core.anatomy import Shape
 from harness.core.job import Plan, Room, Workload
 from harness.plan.resources import OPTIMIZER_BYTES
 
-CHUNK = 2**18  # number of a layer's elements that a host thread updates at once: few, so that all threads end together
-BLOCK = 2**23  # number of elements that a device updates at once in fp16, after a copy of the gradients to fp32
+# number of a layer's elements that a host thread updates at once: few, so that all threads end together
+CHUNK = 2**18
+# number of elements that a device updates at once in fp16, after a copy of the gradients to fp32
+BLOCK = 2**23
 # Temporary bytes per element of an update by torch's kernels. Both dtypes take 4 bytes for an fp32 copy of the
 # gradient. bf16 also takes 4 for the master, which is joined from its two halves, and 2 for the bits that mark ties.
 UPDATE_COPIES = {"bf16": 10, "fp16": 4}
 
-SAVED_BOUNDARIES = 17.2  # ratio: bytes that autograd saves for a layer of the GPT / bytes of the layer's input
+# ratio: bytes that autograd saves for a layer of the GPT / bytes of the layer's input
+SAVED_BOUNDARIES = 17.2
 VECTOR = 16  # elements: torch's AdamW gives the same bits whether or not a slab is cut at multiples of VECTOR
-ALIGNMENT = 64  # bytes: every tensor of a slab starts at a multiple of ALIGNMENT, as a tensor allocated alone does
+# bytes: every tensor of a slab starts at a multiple of ALIGNMENT, as a tensor allocated alone does
+ALIGNMENT = 64
 IN_MEMORY = ("tmpfs", "ramfs")  # kinds of file systems whose files lie in the host's memory
-NUM_BUFFERS = 3  # number of host buffers for states on the disk: one is read, one updated, one written at a time
+# number of host buffers for states on the disk: one is read, one updated, one written at a time
+NUM_BUFFERS = 3
 
 
 def aligned(size: int, alignment: int = ALIGNMENT) -> int:
@@ -50,8 +55,11 @@ def writable(disk: str | None) -> Path:
     if not disk and file_system(folder) in IN_MEMORY:
         folder = Path("/var/tmp")
     if (kind := file_system(folder)) in IN_MEMORY:
-        raise ValueError(f"expected a folder on a disk, got {folder} on {kind}, in memory; try another with --disk DIR")
-    try:  # Try a write, because permissions are no sure sign: root ignores permissions, a network folder may hide them.
+        raise ValueError(
+            f"expected a folder on a disk, got {folder} on {kind}, in memory; try another with --disk DIR"
+        )
+    try:
+        # Try a write, because permissions are no sure sign: root ignores permissions, a network folder may hide them.
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
@@ -98,8 +106,11 @@ def each_page_locked(size: int, workload: Workload, room: Room, num_ranks: int =
     def locked(shape: Shape) -> int:
         return page_locked(size * -(-math.prod(shape) // num_ranks), room) if len(shape) > 1 else 0
 
-    small = num_small(workload)  # Biases and norms are counted as one tensor, because rounding each up adds little.
-    return workload.anatomy.total(workload.num_layers, locked) + page_locked(size * -(-small // num_ranks), room)
+    # Biases and norms are counted as one tensor, because rounding each up adds little.
+    small = num_small(workload)
+    return workload.anatomy.total(workload.num_layers, locked) + page_locked(
+        size * -(-small // num_ranks), room
+    )
 
 
 def num_small(workload: Workload) -> int:
@@ -120,7 +131,9 @@ def saved_boundaries(workload: Workload) -> float:
 
 def one_micro_batch(workload: Workload) -> Workload:
     """Return the workload whose batch is one micro-batch of this one's."""
-    return dataclasses.replace(workload, batch_size=workload.batch_size // workload.micro_batches, micro_batches=1)
+    return dataclasses.replace(
+        workload, batch_size=workload.batch_size // workload.micro_batches, micro_batches=1
+    )
 
 
 def gathered_params(workload: Workload) -> int:
@@ -135,18 +148,24 @@ def resident_plan(workload: Workload) -> Plan:
     params, size = workload.num_params, workload.weight_bytes
     is_whole = workload.micro_batches == 1
     boundaries = workload.num_layers * workload.boundary_bytes // workload.micro_batches
-    starts = 0 if is_whole else 2 * workload.boundary_bytes  # embeddings of all micro-batches, and their gradients
+    # embeddings of all micro-batches, and their gradients
+    starts = 0 if is_whole else 2 * workload.boundary_bytes
     embedding = workload.vocab_size * workload.hidden_size
     moments = (  # at each moment: bytes of gradients, bytes of activations
         (0 if is_whole else size * params, boundaries + workload.head_bytes + starts),
         # the top layer's backward pass
         (size * (workload.end_params if is_whole else params), boundaries + workload.layer_bytes + starts),
         (size * (params - workload.layer_params), workload.layer_bytes),  # the bottom layer's backward pass
-        (size * (params + 2 * embedding), 2 * workload.boundary_bytes),  # the tied embedding's two gradients are summed
+        # the tied embedding's two gradients are summed
+        (size * (params + 2 * embedding), 2 * workload.boundary_bytes),
         (4 * params, 0),  # the update
     )
     gradients, activations = max(moments, key=sum)
-    states = {"weights": size * params, "gradients": gradients, "optimizer": OPTIMIZER_BYTES[workload.dtype] * params}
+    states = {
+        "weights": size * params,
+        "gradients": gradients,
+        "optimizer": OPTIMIZER_BYTES[workload.dtype] * params,
+    }
     return Plan({**states, "activations": activations})
 
 
@@ -159,7 +178,9 @@ def describe(
     scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
     blocks = ", its MLP and norms by blocks of tokens" if workload.anatomy.blocks else ""
     kept = "" if workload.dtype == "fp32" else f", master and moments fp32{scaled}"
-    recomputed_by = "this project's code" if has_own_recompute and not workload.dropout else "torch checkpoint"
+    recomputed_by = (
+        "this project's code" if has_own_recompute and not workload.dropout else "torch checkpoint"
+    )
     return {
         "implementation": implementation,
         "model": "harness/models/gpt.py" if workload.config is None else f"transformers, {workload.model}",

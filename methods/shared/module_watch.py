@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 WORD_BYTES, BLOCK_BYTES = 8, 2**14  # of what byte_sum() sums at once
 NUM_VALUED = 2  # passes whose values are compared: a forward pass and its recompute
-PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)  # compared by value, as they cannot change
+# compared by value, as they cannot change
+PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)
 CONTAINERS = (list, dict, set, deque)
 INTERNAL = frozenset(vars(nn.Module()))  # attributes that every module has
 OF_TORCH = {Tensor, nn.Parameter}  # classes whose tensors have an address; other ones may have none
@@ -91,7 +92,10 @@ class ModuleWatch:
             contents=[_items(value) for _, value in self.containers],
             versions=[
                 (name, leaf, leaf._version)
-                for name, leaves in [("its input", _leaves(arguments)), *((n, _items(v)) for n, v in self.held)]
+                for name, leaves in [
+                    ("its input", _leaves(arguments)),
+                    *((n, _items(v)) for n, v in self.held),
+                ]
                 for leaf in leaves
                 if isinstance(leaf, Tensor)
             ],

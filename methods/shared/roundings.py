@@ -41,7 +41,9 @@ ROUNDINGS: dict[str, Rounding] = {}
 def named(name: str) -> Rounding:
     """Return the rounding of this name. Raises ValueError for an unknown name."""
     if name not in ROUNDINGS:
-        raise ValueError(f"no rounding {name!r}: {did_you_mean(name, ROUNDINGS)}choose some of {', '.join(ROUNDINGS)}")
+        raise ValueError(
+            f"no rounding {name!r}: {did_you_mean(name, ROUNDINGS)}choose some of {', '.join(ROUNDINGS)}"
+        )
     return ROUNDINGS[name]
 
 
@@ -87,13 +89,17 @@ def samples_reversed(backward: Backward, inputs: Tensor, targets: Tensor) -> Ten
 
 
 @_kernel("linear")
-def split_products(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def split_products(
+    linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Compute each matrix product as the sum of four products, each rounded to the dtype."""
     return _split(linear, x, weight, bias, 4)
 
 
 @_kernel("linear")
-def ulp_of_norms(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def ulp_of_norms(
+    linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Add noise to each matrix product, also in the backward pass. The noise of an element is at most ULP times the
     norm of its row times the norm of its column. Rounding stays within this bound in any order of summation."""
     product: Tensor = Noisy.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
@@ -127,19 +133,25 @@ def samples_rotated(backward: Backward, inputs: Tensor, targets: Tensor) -> Tens
 
 
 @_kernel("linear")
-def products_in_halves(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def products_in_halves(
+    linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     return _split(linear, x, weight, bias, 2)
 
 
 @_kernel("linear")
-def transposed_products(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def transposed_products(
+    linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Compute the transposed matrix product. Add the bias after the product is rounded, instead of before."""
     product = (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
     return product if bias is None else product + bias
 
 
 @_kernel("linear")
-def products_in_double(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def products_in_double(
+    linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     return linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
 
 
@@ -176,7 +188,9 @@ def products_in_sevenths(
     return _split(linear, x.flip(-1), weight.flip(-1), bias, 7)
 
 
-def _split(linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
+def _split(
+    linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, parts: int
+) -> Tensor:
     pairs = zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)
     total: Any = sum(linear(some, those) for some, those in pairs)
     return total if bias is None else total + bias
@@ -190,7 +204,9 @@ def _scale(words: dict[str, Any]) -> float | None:
     return words.get("scale")
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, diagonal: int = 0, scale: float | None = None) -> Tensor:
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, diagonal: int = 0, scale: float | None = None
+) -> Tensor:
     """Return the output of causal attention, (B, heads, T, head size). Token i sees tokens up to i + `diagonal`.
     `scale`: factor of the scores; None: 1 / sqrt(head size). Several heads of queries may share keys and values."""
     num_sharing = query.shape[1] // key.shape[1]

@@ -17,7 +17,8 @@ class Terms(NamedTuple):
     # True: a recompute draws the random numbers of the forward pass and runs under its autocast.
     keeps_random: bool = True
     norms_in_blocks: bool = False
-    accumulates: bool = False  # True: several backward passes, each through all layers, add to one step's gradients
+    # True: several backward passes, each through all layers, add to one step's gradients
+    accumulates: bool = False
     loss_scale_window: int | None = None  # fp16's steps without overflow before the scale doubles; None: 1000
 
     @classmethod

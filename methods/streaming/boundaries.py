@@ -33,7 +33,8 @@ class BoundarySlot:
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self.device, self.slab = device, device.room(num_bytes, torch.uint8, host=False)
-        self.copied: Any = None  # event at the end of the last copy out of the slot or into the slot; None: no copy yet
+        # event at the end of the last copy out of the slot or into the slot; None: no copy yet
+        self.copied: Any = None
 
     def take(self, num_bytes: int) -> Tensor:
         """Return the first `num_bytes` of the slot; grow the slot if it has fewer. The last copy may still read or fill
@@ -52,12 +53,20 @@ class Boundary:
     forward pass, so that these inputs must go home to the host."""
 
     def __init__(
-        self, device: Device, of: str, slot: BoundarySlot, below: Boundary | None, *, above: bool, num_bytes: int
-    ) -> None:  # fmt: skip
+        self,
+        device: Device,
+        of: str,
+        slot: BoundarySlot,
+        below: Boundary | None,
+        *,
+        above: bool,
+        num_bytes: int,
+    ) -> None:
         self.device, self.of, self.slot, self.below, self.above = device, of, slot, below, above
         self.home = torch.empty(0, dtype=torch.uint8)
         self.kept: Tensor | None = None  # the part of the slot that the inputs fill; None: no inputs are kept
-        self.returned: Any = None  # event: the inputs are in the slot again; None: compute need not wait for the inputs
+        # event: the inputs are in the slot again; None: compute need not wait for the inputs
+        self.returned: Any = None
         if above:
             self._grow(num_bytes)
 
@@ -132,6 +141,8 @@ def _filled(part: Tensor, x: Tensor) -> Tensor:
     """Return a copy of x in this part of a slot, with x's strides if they leave no gaps. The copy is returned through
     `.data`, so that autograd does not notice when other layers overwrite the slot."""
     room = part[: x.nbytes].view(x.dtype)
-    is_dense = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) == x.numel()
+    is_dense = (
+        1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) == x.numel()
+    )
     room = room.as_strided(x.shape, x.stride()) if is_dense else room.view(x.shape)
     return room.copy_(x.detach()).data.requires_grad_()

@@ -55,7 +55,8 @@ UPDATED_THERE = {"cpu": 1024, "cuda": 2048}
 # Passes that are queued together: a GPU that is waited for after each pass stands still while the next is launched.
 PASSES_AT_ONCE = {"cpu": 1, "cuda": 4}
 MOST_UPDATED = (
-    16  # most layers that are updated at once; more threads share these, so the memory does not grow with cores
+    # most layers that are updated at once; more threads share these, so the memory does not grow with cores
+    16
 )
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 32 * 2**20
@@ -133,7 +134,10 @@ def compute(workload: Workload, device: Device) -> dict[str, Any]:
     targets = torch.randint(workload.vocab_size, size[:2], device=device.name)
     ends = ResidentEnds(device, workload)
     head = median_seconds(device, lambda: ends.loss(xs, targets, 1.0), at_once)
-    return {"layer": {"forward_seconds": forward, "backward_seconds": max(both - forward, 0.0)}, "head_seconds": head}
+    return {
+        "layer": {"forward_seconds": forward, "backward_seconds": max(both - forward, 0.0)},
+        "head_seconds": head,
+    }
 
 
 def copies(device: Device) -> dict[str, float]:
@@ -189,10 +193,13 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
         del layers  # page-locked memory
     with Device(device_name, num_workers=most) as device:
         layers = landed_layers(device, small, min(most, MOST_UPDATED), spare=True)
-        ahead = len(layers) * small.layer_params / median_seconds(device, lambda: update_all(layers, ahead=True))
+        ahead = (
+            len(layers) * small.layer_params / median_seconds(device, lambda: update_all(layers, ahead=True))
+        )
     with Device(device_name, num_workers=most) as device:
         by_device = on_device(
-            device, dataclasses.replace(one, hidden_size=min(UPDATED_THERE[device_name], workload.hidden_size))
+            device,
+            dataclasses.replace(one, hidden_size=min(UPDATED_THERE[device_name], workload.hidden_size)),
         )
     return {"alone": alone, "ahead": ahead, "under_copies": {"threads": most, **loaded}, **by_device}
 
@@ -214,7 +221,9 @@ def on_device(device: Device, workload: Workload) -> dict[str, float]:
     }
 
 
-def landed_layers(device: Device, workload: Workload, num_layers: int, *, spare: bool = False) -> list[LayerState]:
+def landed_layers(
+    device: Device, workload: Workload, num_layers: int, *, spare: bool = False
+) -> list[LayerState]:
     """Return layers whose state is on the host and whose gradients have arrived there."""
     layers = [LayerState.of_model(device, workload, i, host=True, spare=spare) for i in range(num_layers)]
     for layer in layers:
@@ -324,7 +333,8 @@ def median_seconds(device: Device, work: Callable[[], Any], at_once: int = 1) ->
 def main() -> None:
     order = json.load(sys.stdin)
     if adamw_kernel.to_build():
-        with suppress(Unavailable):  # no compiler: torch's kernels are timed, because training then uses these
+        with suppress(Unavailable):
+            # no compiler: torch's kernels are timed, because training then uses these
             adamw_kernel.build()
     workload = computable(Workload(**order["workload"]), order["device"])
     found = measure(workload, order["device"], Path(order["folder"]))

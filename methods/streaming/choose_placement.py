@@ -29,7 +29,8 @@ from methods.streaming.placement import (
 )
 from methods.streaming.planner import Counts, arranged, choose, with_forecast
 
-DEFAULT_WINDOW = 3  # one slot computes, one loads, one empties; more slots gain less than more resident layers
+# one slot computes, one loads, one empties; more slots gain less than more resident layers
+DEFAULT_WINDOW = 3
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ class PlacementChoice:
         assert isinstance(self.workload, Workload)
         ranks = f"with --ranks {self.world_size}"
         if self.clipping == "speculate":
-            raise ValueError(f"clipping: expected deferred {ranks}, got speculate; try --option clipping=deferred")
+            raise ValueError(
+                f"clipping: expected deferred {ranks}, got speculate; try --option clipping=deferred"
+            )
         if self.disk:
             raise ValueError(f"disk: expected none {ranks}, got {self.disk}; try without --disk")
         kinds = parse(self.placement, self.workload.num_layers) if self.placement else ""
@@ -88,7 +91,9 @@ class PlacementChoice:
             tried = text_of("".join(kind if kind in BY_RANKS else "W" for kind in kinds))
             told = f"expected only layers R and W {ranks}, got {', '.join(others)}"
             raise ValueError(f"placement: {told}; try --placement {tried}")
-        part = replace(self, workload=rank_part(self.workload, self.world_size), room=replace(self.room, rates=None))
+        part = replace(
+            self, workload=rank_part(self.workload, self.world_size), room=replace(self.room, rates=None)
+        )
         plan = with_homes(part._at_homes, part.room, self.ends, self.activations, ends_may_move=False)
         return replace(plan, options={**plan.options, "world_size": self.world_size})
 
@@ -99,7 +104,9 @@ class PlacementChoice:
         default = range(min(DEFAULT_WINDOW, num_layers), 0, -1)
         for window in default if self.window_size is None else [self.window_size]:
             if not 1 <= window <= num_layers:
-                raise ValueError(f"-w: expected a window of 1 to {num_layers}, the number of layers, got {window}")
+                raise ValueError(
+                    f"-w: expected a window of 1 to {num_layers}, the number of layers, got {window}"
+                )
             yield window
 
     def _fastest(self) -> Plan | None:
@@ -117,11 +124,14 @@ class PlacementChoice:
         def plan_of(load: Workload, counts: Counts) -> Plan:
             """Return the plan for these numbers of layers. The bytes do not depend on the order of the layers, except
             for the top layer, to which arranged() gives the same kind."""
-            return self._needs("".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"), window, clipping, load)
+            return self._needs(
+                "".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"), window, clipping, load
+            )
 
         ends = self.ends or "device"
         counts = choose(workload, room, plan_of, "RPWS", clipping, ends)
-        if counts is None and self.disk and clipping != "speculate":  # the host cannot hold all states: try the disk
+        if counts is None and self.disk and clipping != "speculate":
+            # the host cannot hold all states: try the disk
             counts = choose(workload, room, plan_of, "RPWSD", clipping, ends)
         if counts is None:
             return None
@@ -131,7 +141,9 @@ class PlacementChoice:
         """Return the plan of the first pair from _fillings() that fits. States go to the disk only if no pair fits
         without the disk. If no pair fits with the disk either, return the plan of the narrowest window."""
         room, clipping, fillings = self.room, self.clipping or "deferred", list(self._fillings())
-        on_disk = ((window, self._to_disk(window, kinds)) for window, kinds in (fillings if self.disk else ()))
+        on_disk = (
+            (window, self._to_disk(window, kinds)) for window, kinds in (fillings if self.disk else ())
+        )
         for window, kinds in itertools.chain(fillings, on_disk):
             plan = self._placed(kinds, window, clipping)
             if plan.shortfall(room) is None:
@@ -149,11 +161,15 @@ class PlacementChoice:
         """
         num_layers, resident = self.workload.num_layers, self.resident_layers
         if resident is not None and not 0 <= resident <= num_layers:
-            raise ValueError(f"resident_layers: expected 0 to {num_layers}, the number of layers, got {resident}")
+            raise ValueError(
+                f"resident_layers: expected 0 to {num_layers}, the number of layers, got {resident}"
+            )
         spares_room = not self.workload.waits_for_norm or self.workload.dtype != "fp32"
         given = parse(self.placement, num_layers) if self.placement is not None else None
         if given is not None and resident not in (None, given.count("R")):
-            raise ValueError(f"placement {self.placement} and resident_layers={resident} differ: leave one out")
+            raise ValueError(
+                f"placement {self.placement} and resident_layers={resident} differ: leave one out"
+            )
         for window in self._windows():
             yield window, given or self._filled(window, "W")
         if given is None and resident is None and self.room.device_bytes is None and self.room.host_bytes:
@@ -173,7 +189,9 @@ class PlacementChoice:
 
         if resident is None:
             resident = largest_depth(
-                lambda count: count <= num_layers and self._needs(kinds(count), window).device_bytes <= device_bytes
+                lambda count: (
+                    count <= num_layers and self._needs(kinds(count), window).device_bytes <= device_bytes
+                )
             )
         return kinds(resident)
 
@@ -182,7 +200,10 @@ class PlacementChoice:
         top layer's updated state is needed last."""
         if self.placement is not None:
             return kinds
-        host_bytes, is_fixed = self.room.host_bytes, self.room.device_bytes or self.resident_layers is not None
+        host_bytes, is_fixed = (
+            self.room.host_bytes,
+            self.room.device_bytes or self.resident_layers is not None,
+        )
         movable = len(kinds) - (kinds.count("R") if is_fixed else 0)
 
         def with_disk(count: int) -> str:
@@ -204,7 +225,9 @@ class PlacementChoice:
             options["clipping"] = clipping
         return replace(self._needs(kinds, window, clipping, workload), options=options)
 
-    def _needs(self, kinds: str, window: int, clipping: str | None = None, workload: Sizes | None = None) -> Plan:
+    def _needs(
+        self, kinds: str, window: int, clipping: str | None = None, workload: Sizes | None = None
+    ) -> Plan:
         workload = workload or self.workload
         waits = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
         hosted = ends_on_host(workload, self.ends, self.world_size) if isinstance(workload, Workload) else []
@@ -214,7 +237,7 @@ class PlacementChoice:
 
 def one_layer_plan(
     workload: Workload, room: Room, ends: str | None, activations: str | None, num_ranks: int
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Return L2L's plan, in which the layers take turns in one slot. with_homes() chooses those homes of ends and
     boundaries that are None. Raises ValueError for an unknown home."""
     part = rank_part(workload, num_ranks)
@@ -227,15 +250,21 @@ def one_layer_plan(
         again = part.weight_bytes * shared_numel(part.layer_params, num_ranks)
         exchanged = {**plan.exchanged, "gathers": plan.exchanged["gathers"] + parts_sent(again, num_ranks)}
         options = {"world_size": num_ranks} | _told(ends, activations)
-        return replace(plan, moved_bytes=plan.moved_bytes + again // num_ranks, exchanged=exchanged, options=options)
+        return replace(
+            plan, moved_bytes=plan.moved_bytes + again // num_ranks, exchanged=exchanged, options=options
+        )
 
     return with_homes(plan_at, room, ends, activations, ends_may_move=num_ranks == 1)
 
 
 def with_homes(
-    plan_at: Callable[[str | None, str | None], Plan], room: Room, ends: str | None, activations: str | None, *,
+    plan_at: Callable[[str | None, str | None], Plan],
+    room: Room,
+    ends: str | None,
+    activations: str | None,
+    *,
     ends_may_move: bool,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Return the plan of plan_at() for the chosen homes of ends and boundaries. Homes that were asked for are kept. The
     other homes are the device if the plan then fits. If it does not fit, up to three plans move the ends, the
     boundaries or both to the host: take the one that fits and is fastest by the forecast. Hosted ends delay a step,

@@ -105,7 +105,8 @@ class Shelf:
         """Return a copy of the state after the last visit."""
         if self.last is not None:
             self.last.result().result()
-        copy = [pages(self.disk.numel, dtype) for dtype in self.disk.dtypes]  # not page-locked: no device reads it
+        # not page-locked: no device reads it
+        copy = [pages(self.disk.numel, dtype) for dtype in self.disk.dtypes]
         self._move(torch.ops.harness.read, copy)
         return copy
 

@@ -58,7 +58,8 @@ class BothEnds:
         module: Any = self.embedding.module
         with self.device.span("compute", "forward", self.embedding.prefix):
             embedded = [module.embed(part) for part in self._micro_batches(inputs)]
-            self.embedded = [get_gradient_edge(x) for x in embedded]  # an edge keeps the graph, but not x's memory
+            # an edge keeps the graph, but not x's memory
+            self.embedded = [get_gradient_edge(x) for x in embedded]
         return [(x.detach().requires_grad_(),) for x in embedded]
 
     def loss(self, xs: list[Passed], targets: Tensor, scale: float) -> tuple[Tensor, list[Passed]]:
@@ -95,7 +96,9 @@ class ResidentEnds(BothEnds, OnDevice):
     """The embedding, the final norm and the head, wholly on the device."""
 
     def __init__(self, device: Device, workload: Workload) -> None:
-        state = LayerState(device, new_ends(workload), workload.anatomy.ends_prefix, Terms.of(workload), host=False)
+        state = LayerState(
+            device, new_ends(workload), workload.anatomy.ends_prefix, Terms.of(workload), host=False
+        )
         super().__init__(state)
         self.device, self.embedding, self.head, self.slab = device, state, state, state.grads
         self.num_parts = workload.micro_batches
@@ -180,6 +183,8 @@ class HostedEnds(BothEnds):
 AnyEnds = OnDevice | HostedEnds
 
 
-def ends_of(device: Device, workload: Workload, home: str | None, *, waits: bool = False) -> ResidentEnds | HostedEnds:
+def ends_of(
+    device: Device, workload: Workload, home: str | None, *, waits: bool = False
+) -> ResidentEnds | HostedEnds:
     """Return the ends with their home on the host if `home` is "host"; for any other `home`, on the device."""
     return HostedEnds(device, workload, waits=waits) if home == "host" else ResidentEnds(device, workload)

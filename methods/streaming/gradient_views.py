@@ -27,7 +27,9 @@ def settle(rooms: GradientViews, prefix: str, name: str, parameter: Tensor) -> N
     gradient is already there. Raises ValueError outside of the layer's own backward pass: the slab may be another
     layer's now."""
     if torch.is_grad_enabled():
-        raise ValueError("expected backward() without create_graph=True, got a backward pass to differentiate")
+        raise ValueError(
+            "expected backward() without create_graph=True, got a backward pass to differentiate"
+        )
     if not rooms.is_open:
         raise ValueError(LEFT_OUTSIDE.format(prefix.rstrip(".")))
     if parameter.grad is not None and parameter.grad is not rooms.views[name]:

@@ -118,7 +118,8 @@ class Streamed:
     (`has_state`)."""
 
     slot: Slot
-    due: tuple[AdamStep, Tensor | None] | None = None  # the waiting update and its clip factor; None: no update waits
+    # the waiting update and its clip factor; None: no update waits
+    due: tuple[AdamStep, Tensor | None] | None = None
     has_state = False  # True: the state is in the slot for this step's backward pass
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
@@ -159,7 +160,9 @@ class Streamed:
 
     def update_now(self, settings: Settings, clip: Clip) -> None:
         target = self.state.spare or self.state.current
-        self.slot.update(self.state, self.gradients.slab, self.state.next_step(settings), clip.unclipped, target)
+        self.slot.update(
+            self.state, self.gradients.slab, self.state.next_step(settings), clip.unclipped, target
+        )
 
     def update_ahead(self, settings: Settings, clip: Clip) -> None:
         if self.has_state:
@@ -218,7 +221,11 @@ def new_layers(
 
     def new_state(i: int) -> LayerState:
         kind, shelf = kinds[i], next(on_disk) if kinds[i] == "D" else None
-        place: dict[str, Any] = {"host": kind != "R", "spare": speculates and kind in "PWS", "streamed": kind == "S"}
+        place: dict[str, Any] = {
+            "host": kind != "R",
+            "spare": speculates and kind in "PWS",
+            "streamed": kind == "S",
+        }
         place["has_gradient"] = waits or kind in BY_HOST
         module, prefix, groups = layers.modules[i], layers.prefixes[i], layers.groups[i]
         return LayerState(device, module, prefix, layers.terms, shelf=shelf, groups=groups, **place)
@@ -229,8 +236,12 @@ def new_layers(
         places = [i for i, kind in enumerate(kinds) if (kind == "R") is is_resident]
         found |= zip(places, layers.start(new_state(i) for i in places), strict=True)
     states = [found[i] for i in range(len(kinds))]
-    largest = max((numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R" or not waits), default=0)
-    rooms = cycle([GradientRoom(states[0], largest) for _ in range(num_gradients(kinds, window_size, waits=waits))])
+    largest = max(
+        (numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R" or not waits), default=0
+    )
+    rooms = cycle(
+        [GradientRoom(states[0], largest) for _ in range(num_gradients(kinds, window_size, waits=waits))]
+    )
 
     def of_kind(kind: str, state: LayerState) -> Layer:
         if kind == "R":

@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from methods.streaming.disk import Shelf
 
 
-DRAWN = 2**14  # elements drawn at once for a rank's part of a layer: few, because host memory is nearly full then
-Passed = tuple[Any, ...]  # tensors that one layer passes to the next, for one micro-batch; a gradient of None is zero
+# elements drawn at once for a rank's part of a layer: few, because host memory is nearly full then
+DRAWN = 2**14
+# tensors that one layer passes to the next, for one micro-batch; a gradient of None is zero
+Passed = tuple[Any, ...]
 
 
 class Speculation(NamedTuple):
@@ -64,26 +66,44 @@ class LayerState:
     update."""
 
     def __init__(
-        self, device: Device, module: nn.Module, prefix: str, terms: Terms, *, host: bool, spare: bool = False,
-        streamed: bool = False, has_gradient: bool = True, shelf: Shelf | None = None,
-        groups: Mapping[str, int] | None = None, bare: bool = False, deadline: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        device: Device,
+        module: nn.Module,
+        prefix: str,
+        terms: Terms,
+        *,
+        host: bool,
+        spare: bool = False,
+        streamed: bool = False,
+        has_gradient: bool = True,
+        shelf: Shelf | None = None,
+        groups: Mapping[str, int] | None = None,
+        bare: bool = False,
+        deadline: int | None = None,
+    ) -> None:
         self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
         self.updater = "update" if host else "compute"  # row of update() in a trace
-        self.terms, self.adds = terms, False  # adds: True: the next backward pass adds to the gradient at home
+        # adds: True: the next backward pass adds to the gradient at home
+        self.terms, self.adds = terms, False
         self.deadline = device.next_place() if deadline is None else deadline
         ranks, dtype, numel = device.ranks, DTYPES[terms.dtype], self.layout.numel
         self.is_shared, self.whole_numel = host and ranks.num_ranks > 1, shared_numel(numel, ranks.num_ranks)
         if self.is_shared:
             numel = self.whole_numel // ranks.num_ranks
         self.first = numel * ranks.rank if self.is_shared else 0
-        self.pieces = cut(self.layout.pieces(groups), self.first, self.first + numel)  # the pieces in this home
+        # the pieces in this home
+        self.pieces = cut(self.layout.pieces(groups), self.first, self.first + numel)
         kept = kept_dtypes(terms.dtype)
         has_kept = shelf is None and not bare
-        self.shelf, self.current = shelf, _room_for_state(device, numel, dtype, kept if has_kept else [], host=host)
+        self.shelf, self.current = (
+            shelf,
+            _room_for_state(device, numel, dtype, kept if has_kept else [], host=host),
+        )
         self.spare = _room_for_state(device, numel, dtype, kept, host=host) if spare else None
         self.has_gradient = has_gradient and not (bare and host)
-        self.grads = device.room(numel, dtype, host=host) if self.has_gradient else torch.empty(0, dtype=dtype)
+        self.grads = (
+            device.room(numel, dtype, host=host) if self.has_gradient else torch.empty(0, dtype=dtype)
+        )
         self.num_updates = 0
         self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
         # One call of a compiled kernel on the device takes a whole layer. The host's updates go in chunks, which share
@@ -96,7 +116,8 @@ class LayerState:
         self.updated.set_result(None)
         self.speculation: Speculation | None = None
         self.landed: Any = None  # event: the gradient has arrived at home; None: no gradient was sent yet
-        self.boundary: Boundary | None = None  # holds the layer's inputs on the host; None: the device keeps these
+        # holds the layer's inputs on the host; None: the device keeps these
+        self.boundary: Boundary | None = None
         # For each micro-batch: the layer's inputs, and the edges at which the outputs' gradients enter the graph.
         self.saved: list[tuple[Passed, list[GradientEdge]]] = []
         self.collected = torch.empty(0)  # slab that the last backward pass filled with gradients
@@ -147,7 +168,9 @@ class LayerState:
 
     def bind(self, weights: Tensor) -> None:
         """Make the module's parameters views of the slab `weights` on the device."""
-        for (name, parameter), weight in zip([*self._parameters().items()], self.layout.views(weights), strict=True):
+        for (name, parameter), weight in zip(
+            [*self._parameters().items()], self.layout.views(weights), strict=True
+        ):
             if parameter.is_meta:
                 parameter = nn.Parameter(weight)
                 self.adopt(name, parameter)
@@ -336,7 +359,9 @@ def _state(weights: Tensor, kept: list[Tensor]) -> State:
     return State(weights, kept[0] if len(kept) == 3 else None, *kept[-2:])
 
 
-def _room_for_state(device: Device, numel: int, dtype: torch.dtype, kept: list[torch.dtype], *, host: bool) -> State:
+def _room_for_state(
+    device: Device, numel: int, dtype: torch.dtype, kept: list[torch.dtype], *, host: bool
+) -> State:
     """Return a state of zeroed slabs: one for the weights, and one for each part of the optimizer's state, with the
     dtypes in `kept`. If `kept` is empty, those parts are on the disk and get no memory."""
     weights = device.room(numel, dtype, host=host)

@@ -54,7 +54,9 @@ def parse(text: str, num_layers: int) -> str:
     runs = re.findall(r"([A-Z])(\d*)", text)
     if not runs or "".join(map("".join, runs)) != text or not {letter for letter, _ in runs} <= set(KINDS):
         known = ", ".join(f"{letter} ({meaning})" for letter, meaning in KINDS.items())
-        raise ValueError(f"placement: expected runs of {known}, bottom first, as R2W5S1, R2W or R2W4~S2, got {text!r}")
+        raise ValueError(
+            f"placement: expected runs of {known}, bottom first, as R2W5S1, R2W or R2W4~S2, got {text!r}"
+        )
     placed = sum(int(length or 1) for _, length in runs)
     if runs[-1][1] == "" and placed < num_layers:
         runs[-1] = (runs[-1][0], str(1 + num_layers - placed))
@@ -169,7 +171,8 @@ def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
     if isinstance(workload, UserSizes):
         pairs = [*zip(kinds, workload.numels, strict=True)]
         return {kind: sum(numel for own, numel in pairs if own == kind) for kind in KINDS}
-    return {kind: kinds.count(kind) * workload.layer_params for kind in KINDS}  # a search may ask for a million layers
+    # a search may ask for a million layers
+    return {kind: kinds.count(kind) * workload.layer_params for kind in KINDS}
 
 
 def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> list[int]:
@@ -178,7 +181,9 @@ def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> li
     if home not in (None, *HOMES):
         raise ValueError(f"ends: expected {' or '.join(HOMES)}, got {home!r}; try --option ends=device")
     if home == "host" and num_ranks > 1:
-        raise ValueError(f"ends: expected device with --ranks {num_ranks}, got host; try --option ends=device")
+        raise ValueError(
+            f"ends: expected device with --ranks {num_ranks}, got host; try --option ends=device"
+        )
     return workload.anatomy.end_parts if home == "host" else []
 
 
@@ -186,14 +191,21 @@ def home_of_boundaries(asked: str | None) -> str:
     """Return the memory that keeps boundaries for the backward pass, "device" or "host"; if `asked` is None, "device".
     Raises ValueError for any other name."""
     if asked not in (None, *HOMES):
-        raise ValueError(f"activations: expected {' or '.join(HOMES)}, got {asked!r}; try --option activations=host")
+        raise ValueError(
+            f"activations: expected {' or '.join(HOMES)}, got {asked!r}; try --option activations=host"
+        )
     return asked or "device"
 
 
 def placed_plan(
-    workload: Sizes, kinds: str, window_size: int, clipping: str | None = "deferred", num_ranks: int = 1,
-    activations: str = "device", hosted_ends: Sequence[int] = (),
-) -> Plan:  # fmt: skip
+    workload: Sizes,
+    kinds: str,
+    window_size: int,
+    clipping: str | None = "deferred",
+    num_ranks: int = 1,
+    activations: str = "device",
+    hosted_ends: Sequence[int] = (),
+) -> Plan:
     """Return the plan of layers of these kinds. `workload`: the workload of one rank; with several ranks, each rank
     keeps its part of every layer that is not resident. `clipping`: "deferred" or "speculate"; None: updates do not wait
     for the norm. `activations`: the memory that keeps the layers' inputs for the backward pass. `hosted_ends`:
@@ -235,7 +247,8 @@ def placed_plan(
     host["gradients"] -= 0 if clipping else at_home["gradients"] * params["S"]
     if num_kept < len(kinds):
         host["activations"] = workload.boundary_bytes * (len(kinds) - num_kept)
-    if num_ranks > 1:  # gloo gathers and sums in copies of a slab, one for each of two threads; NCCL makes no copies
+    if num_ranks > 1:
+        # gloo gathers and sums in copies of a slab, one for each of two threads; NCCL makes no copies
         host["buffers"] = 2 * size * home * num_ranks
     if count["D"]:
         host["buffers"] = min(NUM_BUFFERS, count["D"]) * on_disk
@@ -257,8 +270,10 @@ def placed_plan(
         host["gradients"] += each * min(CHUNK, max(home if hosted - count["S"] else 0, room))
 
     if num_homes := hosted + len(hosted_ends):
-        host["optimizer"] += 512 + 4 * num_homes  # the clip factor, 512 bytes, and each home's number of steps, 4 bytes
-    waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)  # S's gradient goes out and comes in
+        # the clip factor, 512 bytes, and each home's number of steps, 4 bytes
+        host["optimizer"] += 512 + 4 * num_homes
+    # S's gradient goes out and comes in
+    waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)
     moved = size * (2 * count["P"] + 3 * num_windowed - windowed_slots)
     moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed_slots
     disk = {"optimizer": count["D"] * on_disk} if count["D"] else {}

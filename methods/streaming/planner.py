@@ -43,7 +43,8 @@ KINDS = "RPWSDQ"
 BACKWARD, FORWARD = 0, 1  # two pools of time, for deferred updates; other updates have one pool, 0
 SLACK = 0.02  # share of the step time given up for fewer copies; less than the rates' error
 Counts = Mapping[str, float]  # number of layers of each kind, or bytes of each memory
-PlanOf = Callable[[Workload, dict[str, int]], Plan]  # returns the plan for these numbers of layers of each kind
+# returns the plan for these numbers of layers of each kind
+PlanOf = Callable[[Workload, dict[str, int]], Plan]
 
 
 class Row(NamedTuple):
@@ -97,7 +98,8 @@ def rows(
     ahead = rates.ahead_cost if clipping == "speculate" else 1.0
     forward, backward = compute_seconds(workload, rates)
     on_device, of_ends = (
-        device_update_seconds(params, workload, rates) for params in (workload.layer_params, workload.end_params)
+        device_update_seconds(params, workload, rates)
+        for params in (workload.layer_params, workload.end_params)
     )
     on_host = seconds_of("host cores", ahead * workload.layer_params, rates)
     updates = {"R": on_device} | dict.fromkeys("SQ", rates.streamed_cost * on_device)
@@ -105,7 +107,12 @@ def rows(
     stored, last = stored_bytes(workload), FORWARD if deferred else BACKWARD
     on_disk = {"disk reads": stored, "disk writes": stored, "disk both ways": 2 * stored}
     found = [
-        Row("compute", last, forward + (0.0 if deferred else backward) + (0.0 if ends == "host" else of_ends), updates),
+        Row(
+            "compute",
+            last,
+            forward + (0.0 if deferred else backward) + (0.0 if ends == "host" else of_ends),
+            updates,
+        ),
         *([Row("compute", BACKWARD, backward, {})] if deferred else []),
         Row("host cores", last, 0.0, dict.fromkeys("PWD", on_host)),
         *(Row(name, last, 0.0, {"D": seconds_of(name, size, rates)}) for name, size in on_disk.items()),
@@ -113,7 +120,12 @@ def rows(
     for pool in range(last + 1):
         touched = ahead * UPDATE_BYTES[workload.dtype] if pool == last else 0.0
         into, out = boundaries * (pool == BACKWARD), boundaries * (pool == last)
-        always = {"link inbound": into, "link outbound": out, "link both ways": into + out, "host memory": into + out}
+        always = {
+            "link inbound": into,
+            "link outbound": out,
+            "link both ways": into + out,
+            "host memory": into + out,
+        }
         found += _link_rows(workload, rates, clipping, pool, touched, always)
     return _with_hosted_ends(found, workload, rates, clipping) if ends == "host" else found
 
@@ -153,7 +165,12 @@ def _link_rows(
     on_host = dict.fromkeys("PWD", params * per_update)
     on_host["D"] += 2 * stored_bytes(workload) if per_update else 0
     touched = {kind: size + on_host.get(kind, 0) for kind, size in both.items()}
-    amounts = {"link inbound": inbound, "link outbound": outbound, "link both ways": both, "host memory": touched}
+    amounts = {
+        "link inbound": inbound,
+        "link outbound": outbound,
+        "link both ways": both,
+        "host memory": touched,
+    }
     return [
         Row(
             name,
@@ -168,15 +185,24 @@ def _link_rows(
 def forecast(found: list[Row], counts: Counts) -> Forecast:
     """Return the lower bound of the step time for these numbers of layers, and the names of the rows that set it."""
     pools = {row.pool for row in found}
-    longest = [max((row for row in found if row.pool == pool), key=lambda row: row.total(counts)) for pool in pools]
+    longest = [
+        max((row for row in found if row.pool == pool), key=lambda row: row.total(counts)) for pool in pools
+    ]
     binds = " then ".join(dict.fromkeys(row.name for row in longest))
     return Forecast(sum(row.total(counts) for row in longest), binds)
 
 
 def least_seconds(
-    workload: Workload, rates: Rates, needs: Mapping[str, Counts], free: Counts, *, clipping: str | None, kinds: str,
-    boundaries: int = 0, ends: str = "device",
-) -> tuple[float, dict[str, float]] | None:  # fmt: skip
+    workload: Workload,
+    rates: Rates,
+    needs: Mapping[str, Counts],
+    free: Counts,
+    *,
+    clipping: str | None,
+    kinds: str,
+    boundaries: int = 0,
+    ends: str = "device",
+) -> tuple[float, dict[str, float]] | None:
     """Return the lower bound of the step time over all placements, in seconds, and the numbers of layers of each kind.
     Of all numbers within SLACK of the bound these copy the fewest bytes. Return None if no placement fits or scipy is
     missing.
@@ -222,8 +248,11 @@ def choose(
     boundaries = hosted_boundaries(plan_of(workload, {**dict.fromkeys(kinds, 0), "R": workload.num_layers}))
     found = rows(workload, room.rates, clipping, boundaries, ends)
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
-    optional = kinds.replace("R", "")  # try with and without each kind: its buffers cost memory even for one layer
-    for used in itertools.chain.from_iterable(itertools.combinations(optional, n) for n in range(len(optional) + 1)):
+    # try with and without each kind: its buffers cost memory even for one layer
+    optional = kinds.replace("R", "")
+    for used in itertools.chain.from_iterable(
+        itertools.combinations(optional, n) for n in range(len(optional) + 1)
+    ):
         for some in _whole(workload, room, plan_of, "R" + "".join(used), clipping, boundaries, ends):
             counts = dict.fromkeys(kinds, 0) | some
             plan = plan_of(workload, counts)
@@ -239,7 +268,13 @@ def choose(
 
 
 def _whole(
-    workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None, boundaries: int, ends: str
+    workload: Workload,
+    room: Room,
+    plan_of: PlanOf,
+    kinds: str,
+    clipping: str | None,
+    boundaries: int,
+    ends: str,
 ) -> Iterator[dict[str, int]]:
     """Return whole numbers of layers of each kind near the solution of the linear program."""
     assert room.rates is not None
@@ -249,7 +284,9 @@ def _whole(
     solution = least_seconds(
         workload, room.rates, needs, free, clipping=clipping, kinds=kinds, boundaries=boundaries, ends=ends
     )
-    ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()] if solution else []
+    ranges = (
+        [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()] if solution else []
+    )
     for counts in itertools.product(*ranges):
         if sum(counts) == workload.num_layers:
             yield dict(zip(kinds, counts, strict=True))
@@ -270,7 +307,8 @@ def may_fit(num_layers: int, needs: Mapping[str, Counts], free: Counts) -> bool:
     if min(free.values(), default=0) < 0:
         return False
     shares = [
-        [num_layers * need / max(free[memory], 1.0) for need in of_kinds.values()] for memory, of_kinds in needs.items()
+        [num_layers * need / max(free[memory], 1.0) for need in of_kinds.values()]
+        for memory, of_kinds in needs.items()
     ]
     return all(
         min(weight * one + (10 - weight) * other for one, other in zip(*pair, strict=True)) <= 10
@@ -291,7 +329,9 @@ def _linear(
     needs, free = {}, {}
     for size in (f"{memory}_bytes" for memory in MEMORIES):
         if (limit := getattr(room, size)) is not None:
-            needs[size] = {kind: float(getattr(plan, size) - getattr(base, size)) for kind, plan in more.items()}
+            needs[size] = {
+                kind: float(getattr(plan, size) - getattr(base, size)) for kind, plan in more.items()
+            }
             free[size] = float(limit - (getattr(base, size) - 4 * sum(needs[size].values())))
     return needs, free
 
@@ -314,6 +354,8 @@ def arranged(counts: Counts, clipping: str | None = "deferred") -> str:
 def with_forecast(plan: Plan, workload: Workload, rates: Rates, counts: Counts) -> Plan:
     """Return the plan with the lower bound of its step time, and the names of the resources that set this bound."""
     options = plan.options
-    found = rows(workload, rates, options.get("clipping"), hosted_boundaries(plan), options.get("ends", "device"))
+    found = rows(
+        workload, rates, options.get("clipping"), hosted_boundaries(plan), options.get("ends", "device")
+    )
     bound = forecast(found, counts)
     return replace(plan, step_seconds=bound.seconds, binds=bound.binds)

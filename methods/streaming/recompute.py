@@ -52,7 +52,9 @@ class _Saved:
             self.again += self._recompute()
         found, self.again[place] = self.again[place], None
         if found is None:
-            raise CheckpointError("expected each saved tensor to be asked for once, got a second backward pass")
+            raise CheckpointError(
+                "expected each saved tensor to be asked for once, got a second backward pass"
+            )
         return found
 
     def _recompute(self) -> list[Tensor]:

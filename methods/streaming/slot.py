@@ -25,10 +25,13 @@ class Slot:
     that the device can update the layer. `numel`: elements of the largest layer that the slot will hold; None: `layer`
     is the largest."""
 
-    def __init__(self, layer: LayerState, copier: Any = None, *, whole: bool = False, numel: int | None = None) -> None:
+    def __init__(
+        self, layer: LayerState, copier: Any = None, *, whole: bool = False, numel: int | None = None
+    ) -> None:
         self.device, self.copier = layer.device, copier or layer.device.copier
         self.loaded: Future | None = None  # future of the weights' copy; None: no copy under way
-        self.completed: Future | None = None  # future of the copy of the rest of the state; None: no such copy
+        # future of the copy of the rest of the state; None: no such copy
+        self.completed: Future | None = None
         self.sent: Any = None  # event: the updated state has left the slot; None: no update yet
         weights, *rest = layer.current
         rooms = [None if slab is None or not whole else _room(layer, slab, numel) for slab in rest]
@@ -39,7 +42,9 @@ class Slot:
         """Queue the copy of the layer's weights into this slot, after the layer's update and the slot's last use."""
         layer.bind(self.state.weights)
         slab, ranks = self.state.weights[: layer.whole_numel], self.device.ranks
-        self.loaded = self._fetch(layer, "weights", lambda: self._pairs(layer)[:1], lambda: ranks.gather(slab))
+        self.loaded = self._fetch(
+            layer, "weights", lambda: self._pairs(layer)[:1], lambda: ranks.gather(slab)
+        )
 
     def prefetch_state(self, layer: LayerState, *, with_gradient: bool = False) -> None:
         """Queue the copies of the rest of the layer's state and, if the update has waited for the norm
@@ -77,7 +82,11 @@ class Slot:
         return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
 
     def _fetch(
-        self, layer: LayerState, what: str, pairs: Callable[[], list[Pair]], complete: Callable[[], None] | None = None
+        self,
+        layer: LayerState,
+        what: str,
+        pairs: Callable[[], list[Pair]],
+        complete: Callable[[], None] | None = None,
     ) -> Future:
         """Queue copies from home, then a call of complete(). pairs() is called only after the layer's update has ended,
         because the update decides which of two states is current."""
@@ -114,7 +123,9 @@ class GradientRoom:
         if layer.adds:
             # await_room() covers the earlier gradient, too: it went home before the last gradient left this room.
             free, pairs = self.device.compute.record_event(), [(self.slab[: len(layer.grads)], layer.grads)]
-            self.device.compute.wait_event(copy(self.device, "inbound", "gradient", layer.prefix, [free], pairs))
+            self.device.compute.wait_event(
+                copy(self.device, "inbound", "gradient", layer.prefix, [free], pairs)
+            )
         dxs = layer.backward(dys, self.slab)
         layer.sum_gradients()
         return dxs

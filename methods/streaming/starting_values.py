@@ -29,7 +29,9 @@ def draw(states: Sequence[LayerState], workload: Workload) -> None:
 
 def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
     """Fill the layers with the starting values that initialize() writes into named fp32 tensors."""
-    here, on_disk = ([state for state in states if (state.shelf is None) is is_here] for is_here in (True, False))
+    here, on_disk = (
+        [state for state in states if (state.shelf is None) is is_here] for is_here in (True, False)
+    )
     if here:
         initialize(pair for state in here for pair in state.to_draw(state.current))
         _each(here, lambda state: state.keep_drawn(state.current))

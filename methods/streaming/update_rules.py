@@ -36,7 +36,9 @@ class Timing(NamedTuple):
 
 
 IMMEDIATE = Timing(lambda layer, settings, clip: layer.update_now(settings, clip), (), ())
-DEFERRED = Timing(lambda layer, settings, clip: layer.send_gradient(), (ResidentLayer, Hosted, Streamed), (Hosted,))
+DEFERRED = Timing(
+    lambda layer, settings, clip: layer.send_gradient(), (ResidentLayer, Hosted, Streamed), (Hosted,)
+)
 SPECULATIVE = Timing(
     lambda layer, settings, clip: layer.update_ahead(settings, clip),
     (ResidentLayer, Hosted, Streamed),
@@ -67,10 +69,21 @@ class UpdateRule:
     clip: Clip
 
     def __init__(
-        self, device: Device, terms: Terms, ends: AnyEnds, layers: list[Layer], clipping: str | None,
+        self,
+        device: Device,
+        terms: Terms,
+        ends: AnyEnds,
+        layers: list[Layer],
+        clipping: str | None,
         order: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        self.device, self.clip_norm, self.order, self.ends, self.layers = device, terms.clip_norm, order, ends, layers
+    ) -> None:
+        self.device, self.clip_norm, self.order, self.ends, self.layers = (
+            device,
+            terms.clip_norm,
+            order,
+            ends,
+            layers,
+        )
         self.asked = TIMINGS[clipping]
         self.timing = DEFERRED if self.asked is SPECULATIVE else self.asked  # the timing of this step
         self.has_stepped = False

@@ -66,7 +66,9 @@ class ScriptAccess:
         self.versions = [parameter._version for parameter in self.user.rest]
         self.modules = [*self.user.model.modules()]
         self.sizes = self._sizes()  # numbers of modules and parameters in each module
-        self.addresses = [(each, each.data_ptr()) for _, parameters in training.parts() for each in parameters]
+        self.addresses = [
+            (each, each.data_ptr()) for _, parameters in training.parts() for each in parameters
+        ]
 
     # ---- Each use of a parameter
 
@@ -127,7 +129,9 @@ class ScriptAccess:
             self.check_unchanged()
             for parameter, version in zip(self.user.rest, self.versions, strict=True):
                 if parameter._version != version:
-                    raise ValueError(MASTERS.format(self.user.names[id(parameter)], self.training.terms.dtype))
+                    raise ValueError(
+                        MASTERS.format(self.user.names[id(parameter)], self.training.terms.dtype)
+                    )
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, address in self.addresses:
                 if parameter.data_ptr() != address:
@@ -160,10 +164,14 @@ class ScriptAccess:
         training = self.training
         if not training.num_backward:
             if is_set:
-                raise ValueError(f"{name}: expected a gradient from a backward pass, got one that is set; try step()")
+                raise ValueError(
+                    f"{name}: expected a gradient from a backward pass, got one that is set; try step()"
+                )
         elif place not in self.exposed:
             if training.is_down():
-                raise ValueError(f"{name}: expected no use of gradients within a backward pass; try it afterwards")
+                raise ValueError(
+                    f"{name}: expected no use of gradients within a backward pass; try it afterwards"
+                )
             if not training.stream.waits:
                 raise ValueError(UPDATES_HAVE_BEGUN.format(f"{name}.grad"))
             self._expose(place)
@@ -282,5 +290,6 @@ def show(state: LayerState, home: Tensor) -> None:
 def _is_same_memory(parameter: Tensor, other: Any) -> bool:
     return other is parameter or (
         parameter.data_ptr() == other.data_ptr()
-        and (parameter.shape, parameter.stride(), parameter.dtype) == (other.shape, other.stride(), other.dtype)
+        and (parameter.shape, parameter.stride(), parameter.dtype)
+        == (other.shape, other.stride(), other.dtype)
     )

@@ -31,7 +31,8 @@ IN_PLACE = (
     " try it on a copy"
 )
 CHANGED = (
-    "{}: expected forward() to leave the layer's weights as they are, got a change; try to change them after step()"
+    "{}: expected forward() to leave the layer's weights as they are, got a change;"
+    " try to change them after step()"
 )
 
 
@@ -78,8 +79,10 @@ class UserLayer(Placeholders):
         self, layer: nn.Module, name: str, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]
     ) -> None:
         super().__init__(own)
-        self.layer, self.compute, self.name = [layer], layer.forward, name  # a list, because a module registers layers
-        self.users, self.shared = list(own), list(shared)  # plain lists, because a module does not register these
+        # a list, because a module registers layers
+        self.layer, self.compute, self.name = [layer], layer.forward, name
+        # plain lists, because a module does not register these
+        self.users, self.shared = list(own), list(shared)
         self.is_first = True  # True: no forward pass yet
         self.is_down = False  # True: the layer's own backward pass runs
         self.num_recomputes = 0
@@ -88,7 +91,8 @@ class UserLayer(Placeholders):
         self.start = 0  # autograd's number of the first node that the last forward pass has made
         self.uses: list[int] = []
         self.gradients: list[Tensor | None] = []
-        self.read: dict[nn.Parameter, Tensor] = {}  # copies of weights whose `data` this forward pass has read
+        # copies of weights whose `data` this forward pass has read
+        self.read: dict[nn.Parameter, Tensor] = {}
         owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
         self.sites: list[Site] = []
@@ -112,13 +116,17 @@ class UserLayer(Placeholders):
         for forward()."""
         leaves, self.taken = tree_flatten((args, dict(options)))
         flat = [*args, *options.values()]
-        self.has_containers = len(flat) != len(leaves) or any(a is not b for a, b in zip(flat, leaves, strict=True))
+        self.has_containers = len(flat) != len(leaves) or any(
+            a is not b for a, b in zip(flat, leaves, strict=True)
+        )
         self.leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return (*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.shared)
 
     def give(self, results: Passed, tensors: Passed) -> Any:
         """Return the structure that the layer returned, with these results, and the call's tensors, in their places."""
-        leaves = [tensors[leaf.place] if isinstance(leaf, Argument) else leaf for leaf in self.returned_leaves]
+        leaves = [
+            tensors[leaf.place] if isinstance(leaf, Argument) else leaf for leaf in self.returned_leaves
+        ]
         return _filled(leaves, self.returned, iter(results))
 
     def forward(self, *tensors: Tensor) -> Passed:

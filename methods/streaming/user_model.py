@@ -23,10 +23,14 @@ class UserModel:
     """A model's layers, and the rest of the model. Raises ValueError, with a message of one line, for a model or
     optimizer that cannot be streamed."""
 
-    def __init__(self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+    ) -> None:
         self.model, self.optimizer, self.modules = model, optimizer, list(layers)
         if any(isinstance(parameter, ObservedParameter) for parameter in model.parameters()):
-            raise ValueError("expected a model without a trainer, got one that a trainer holds; close() that trainer")
+            raise ValueError(
+                "expected a model without a trainer, got one that a trainer holds; close() that trainer"
+            )
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         paths = {id(module): path for path, module in model.named_modules()}
         for place, module in enumerate(self.modules):
@@ -43,12 +47,16 @@ class UserModel:
         alone = {key for key, count in uses.items() if count == 1 and key not in elsewhere}
         self.own = [[each for each in parameters if id(each) in alone] for parameters in inside]
         self.rest = [each for each in model.parameters() if id(each) not in alone and each.requires_grad]
-        self.frozen = [each for each in model.parameters() if id(each) not in alone and not each.requires_grad]
+        self.frozen = [
+            each for each in model.parameters() if id(each) not in alone and not each.requires_grad
+        ]
         self._check_parameters(alone)
         self._check_optimizer()
         self.layers = [
             UserLayer(module, prefix[:-1], own, [each for each in parameters if id(each) not in alone])
-            for module, prefix, own, parameters in zip(self.modules, self.prefixes, self.own, inside, strict=True)
+            for module, prefix, own, parameters in zip(
+                self.modules, self.prefixes, self.own, inside, strict=True
+            )
         ]
         self.ends = Placeholders(self.rest)
         self.order = self._order()
@@ -72,7 +80,8 @@ class UserModel:
                 " the trainer after add_param_group()"
             )
         rows = (
-            (group["lr"], *group["betas"], group["eps"], group["weight_decay"]) for group in self.optimizer.param_groups
+            (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            for group in self.optimizer.param_groups
         )
         return [AdamSettings(*map(float, row)) for row in rows]
 
@@ -88,13 +97,21 @@ class UserModel:
         for parameter in (*streamed, *self.rest):
             name = self.names[id(parameter)]
             if not parameter.requires_grad and id(parameter) in alone:
-                raise ValueError(f"expected requires_grad=True for all parameters of layers, got False for {name}")
+                raise ValueError(
+                    f"expected requires_grad=True for all parameters of layers, got False for {name}"
+                )
             if is_lazy(parameter):
-                raise ValueError(f"parameter {name}: expected values, got a lazy module's; try a forward pass first")
+                raise ValueError(
+                    f"parameter {name}: expected values, got a lazy module's; try a forward pass first"
+                )
             if parameter.is_meta:
-                raise ValueError(f"parameter {name}: expected values, got the meta device; initialize it first")
+                raise ValueError(
+                    f"parameter {name}: expected values, got the meta device; initialize it first"
+                )
             if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-                raise ValueError(f"parameter {name}: expected memory without gaps, got a part of a tensor; try a copy")
+                raise ValueError(
+                    f"parameter {name}: expected memory without gaps, got a part of a tensor; try a copy"
+                )
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 raise ValueError(
                     f"parameter {name}: expected no gradient hooks, got some: streaming does not call hooks"
@@ -102,7 +119,9 @@ class UserModel:
         dtypes = {parameter.dtype: self.names[id(parameter)] for parameter in (*streamed, *self.rest)}
         names = {dtype: name for name, dtype in DTYPES.items()}
         if len(dtypes) != 1 or not dtypes.keys() <= names.keys():
-            found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in dtypes.items())
+            found = ", ".join(
+                f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in dtypes.items()
+            )
             raise ValueError(f"expected parameters of one dtype, float32, bfloat16 or float16, got {found}")
         self.dtype = names[next(iter(dtypes))]
 
@@ -123,7 +142,9 @@ class UserModel:
                 f"the optimizer lacks {len(lacks)} parameters, such as {lacks[0]}; add them, or freeze them"
             )
         if known - self.names.keys():
-            raise ValueError("the optimizer has parameters that are not the model's; make it of model.parameters()")
+            raise ValueError(
+                "the optimizer has parameters that are not the model's; make it of model.parameters()"
+            )
         self._check_groups()
         self.grouped = [[*map(id, group["params"])] for group in optimizer.param_groups]
 
@@ -138,12 +159,16 @@ class UserModel:
             if options := [name for name in UNUSED if group.get(name)]:
                 raise ValueError(f"expected AdamW without {options[0]}; leave this option out")
             if not group.get("decoupled_weight_decay", True):
-                raise ValueError("expected AdamW, got Adam's weight decay; leave decoupled_weight_decay=False out")
+                raise ValueError(
+                    "expected AdamW, got Adam's weight decay; leave decoupled_weight_decay=False out"
+                )
 
 
 def refuse_step(*_: Any) -> None:
     """A hook of the user's optimizer, whose step() would update the parameters a second time."""
-    raise ValueError("step: expected trainer.step() alone, got optimizer.step(), too; leave optimizer.step() out")
+    raise ValueError(
+        "step: expected trainer.step() alone, got optimizer.step(), too; leave optimizer.step() out"
+    )
 
 
 def _check_layers(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> None:
@@ -199,5 +224,7 @@ def move_rest(model: nn.Module, trained: Iterable[nn.Parameter], device: torch.d
             if buffer is None:
                 continue
             if buffer.is_meta:
-                raise ValueError(f"buffer {path}.{name}: expected values, got the meta device; initialize it first")
+                raise ValueError(
+                    f"buffer {path}.{name}: expected values, got the meta device; initialize it first"
+                )
             module._buffers[name] = buffer.to(device)

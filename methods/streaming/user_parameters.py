@@ -23,13 +23,43 @@ from torch.utils._pytree import tree_leaves
 METADATA = {
     getattr(Tensor, name).__get__
     for name in (
-        *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "is_cuda", "is_cpu"),
-        *("is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes", "_version", "_backward_hooks", "_base"),
+        *(
+            "shape",
+            "dtype",
+            "device",
+            "layout",
+            "ndim",
+            "is_leaf",
+            "requires_grad",
+            "grad_fn",
+            "is_cuda",
+            "is_cpu",
+        ),
+        *(
+            "is_meta",
+            "is_sparse",
+            "is_quantized",
+            "itemsize",
+            "nbytes",
+            "_version",
+            "_backward_hooks",
+            "_base",
+        ),
     )
 } | {
     getattr(Tensor, name)
     for name in (
-        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
+        *(
+            "size",
+            "dim",
+            "ndimension",
+            "numel",
+            "nelement",
+            "element_size",
+            "stride",
+            "storage_offset",
+            "get_device",
+        ),
         *("is_contiguous", "is_floating_point", "is_complex", "is_shared", "is_pinned", "retain_grad"),
         *("__len__", "__hash__"),
     )

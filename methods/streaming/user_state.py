@@ -23,7 +23,9 @@ class StatesElsewhere(dict[Any, Any]):
 
 
 def refuse_copy() -> NoReturn:
-    raise ValueError("cannot copy a model while a trainer holds it; copy its state_dict(), or close() the trainer")
+    raise ValueError(
+        "cannot copy a model while a trainer holds it; copy its state_dict(), or close() the trainer"
+    )
 
 
 def _refuse_use(*_: Any) -> NoReturn:
@@ -44,7 +46,8 @@ class SavedState:
 
     def __init__(self, training: Any) -> None:
         self.training, self.user = training, training.user
-        self.loading: list[list[Mapping[str, Tensor]]] = []  # for each part the states that the optimizer loads now
+        # for each part the states that the optimizer loads now
+        self.loading: list[list[Mapping[str, Tensor]]] = []
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each trained parameter's name and state."""
@@ -55,7 +58,10 @@ class SavedState:
             for name, (_, weight, exp_avg, exp_avg_sq) in zip(names, state.tensors(), strict=True):
                 assert exp_avg is not None and exp_avg_sq is not None
                 master = {} if training.terms.dtype == "fp32" else {"master": weight.cpu()}
-                yield name, {"step": step, "exp_avg": exp_avg.cpu(), "exp_avg_sq": exp_avg_sq.abs().cpu(), **master}
+                yield (
+                    name,
+                    {"step": step, "exp_avg": exp_avg.cpu(), "exp_avg_sq": exp_avg_sq.abs().cpu(), **master},
+                )
 
     def check_states(self) -> None:
         """Raise ValueError if the script has given the optimizer other states."""
@@ -103,7 +109,9 @@ class SavedState:
             for row, (_, weight, exp_avg, _) in zip(rows, state.tensors(), strict=True):
                 assert exp_avg is not None
                 zeros = torch.zeros_like(exp_avg)
-                values.append((row.get("master", weight), row.get("exp_avg", zeros), row.get("exp_avg_sq", zeros)))
+                values.append(
+                    (row.get("master", weight), row.get("exp_avg", zeros), row.get("exp_avg_sq", zeros))
+                )
             state.load(values)
             state.num_updates = int(rows[0].get("step", 0)) if rows else 0
         self.loading = []

@@ -51,7 +51,9 @@ NUM_SMALL = 64
 class WindowStream:
     """The body of the loop in methods/stronghold.py: layers slide through a window."""
 
-    def __init__(self, parts: Parts, kinds: str, window_size: int, clipping: str | None, disk: str | None) -> None:
+    def __init__(
+        self, parts: Parts, kinds: str, window_size: int, clipping: str | None, disk: str | None
+    ) -> None:
         speculates = clipping == "speculate"
         self.layers = new_layers(parts.device, parts.layers, kinds, window_size, disk, speculates=speculates)
         self.states = [layer.state for layer in self.layers]
@@ -113,7 +115,12 @@ class OneLayerStream:
     waits = True
 
     def __init__(self, parts: Parts) -> None:
-        self.device, self.ends, self.order, layers = parts.device, OnDevice(parts.ends), parts.order, parts.layers
+        self.device, self.ends, self.order, layers = (
+            parts.device,
+            OnDevice(parts.ends),
+            parts.order,
+            parts.layers,
+        )
         every = zip(layers.modules, layers.prefixes, layers.groups, strict=True)
         self.states = layers.start(
             LayerState(parts.device, module, prefix, layers.terms, host=True, groups=groups)
@@ -169,7 +176,8 @@ class TrialStream:
         largest = max(self.states, key=lambda state: state.layout.numel)
         self.slot, self.gradients = Slot(largest), GradientRoom(largest)
         slabs = (self.slot.state.weights, self.gradients.slab, parts.ends.current.weights, parts.ends.grads)
-        self.known_bytes = sum(slab.nbytes for slab in slabs)  # the part of the peak that a plan computes by arithmetic
+        # the part of the peak that a plan computes by arithmetic
+        self.known_bytes = sum(slab.nbytes for slab in slabs)
 
     def forward(self, place: int, xs: list[Passed]) -> list[Passed]:
         self.slot.load(self.states[place])
@@ -202,9 +210,15 @@ class L2LTrainer(UserTraining):
     """
 
     def __init__(
-        self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.AdamW, *,
-        max_norm: float | None = None, device: str | None = None, activations: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        layers: Iterable[nn.Module],
+        optimizer: torch.optim.AdamW,
+        *,
+        max_norm: float | None = None,
+        device: str | None = None,
+        activations: str | None = None,
+    ) -> None:
         home = home_of_boundaries(activations)
         build_kernel()
         super().__init__(model, layers, optimizer, max_norm, device, accumulates=True)
@@ -226,12 +240,23 @@ class StrongholdTrainer(UserTraining):
     """
 
     def __init__(
-        self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.AdamW, *,
-        max_norm: float | None = None, device: str | None = None, example: Callable[[], Tensor] | None = None,
-        device_memory: int | None = None, host_memory: int | None = None, placement: str | None = None,
-        window_size: int | None = None, clipping: str | None = None, accumulates: bool = False, disk: str | None = None,
+        self,
+        model: nn.Module,
+        layers: Iterable[nn.Module],
+        optimizer: torch.optim.AdamW,
+        *,
+        max_norm: float | None = None,
+        device: str | None = None,
+        example: Callable[[], Tensor] | None = None,
+        device_memory: int | None = None,
+        host_memory: int | None = None,
+        placement: str | None = None,
+        window_size: int | None = None,
+        clipping: str | None = None,
+        accumulates: bool = False,
+        disk: str | None = None,
         activations: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         home = home_of_boundaries(activations)
         build_kernel()
         layers = list(layers)
@@ -263,7 +288,13 @@ class StrongholdTrainer(UserTraining):
                     free_failed_pass(device or default_device())
                     return too_large
                 given = PlacementChoice(
-                    sizes, room, window_size, placement=placement, clipping=clipping, disk=disk, activations=home
+                    sizes,
+                    room,
+                    window_size,
+                    placement=placement,
+                    clipping=clipping,
+                    disk=disk,
+                    activations=home,
                 )
                 return given.plan()
 
@@ -300,15 +331,25 @@ def free_failed_pass(device: str) -> None:
 
 
 def measured(
-    model: nn.Module, layers: list[nn.Module], optimizer: torch.optim.AdamW, max_norm: float | None,
-    device: str | None, example: Callable[[], Tensor], boundaries: str, *, device_memory: int, accumulates: bool,
-) -> UserSizes:  # fmt: skip
+    model: nn.Module,
+    layers: list[nn.Module],
+    optimizer: torch.optim.AdamW,
+    max_norm: float | None,
+    device: str | None,
+    example: Callable[[], Tensor],
+    boundaries: str,
+    *,
+    device_memory: int,
+    accumulates: bool,
+) -> UserSizes:
     """Return the model's sizes, measured in one forward and backward pass of the example, whose gradients are dropped.
     `boundaries`: the memory that keeps the layers' inputs meanwhile."""
     trial = UserTraining(model, layers, optimizer, max_norm, device, accumulates=accumulates)
     name = trial.device.type
     if name == "cpu":
-        raise ValueError("device_memory: expected a device with its own memory, got cpu; leave device_memory out")
+        raise ValueError(
+            "device_memory: expected a device with its own memory, got cpu; leave device_memory out"
+        )
     trial._set_up(TrialStream, bare=True, boundaries=boundaries)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:

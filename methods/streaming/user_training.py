@@ -100,13 +100,18 @@ class LayerTurn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, training: UserTraining, place: int, outputs: Passed, anchor: Tensor, *uses: Tensor) -> Any:
+    def forward(
+        ctx: Any, training: UserTraining, place: int, outputs: Passed, anchor: Tensor, *uses: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.training, ctx.place, ctx.number = training, place, training.num_passes
-        ctx._set_sequence_nr(training.user.layers[place].start)  # a backward pass visits later nodes of the layer first
+        # a backward pass visits later nodes of the layer first
+        ctx._set_sequence_nr(training.user.layers[place].start)
         plain = [output.detach() for output in outputs]
         ctx.is_asked = [output.requires_grad for output in outputs]
-        ctx.mark_non_differentiable(*(each for each, asked in zip(plain, ctx.is_asked, strict=True) if not asked))
+        ctx.mark_non_differentiable(
+            *(each for each, asked in zip(plain, ctx.is_asked, strict=True) if not asked)
+        )
         return tuple(plain)
 
     @staticmethod
@@ -141,9 +146,15 @@ class UserTraining:
     stream: LayerStream
 
     def __init__(
-        self, model: nn.Module, layers: Iterable[nn.Module], optimizer: torch.optim.AdamW, max_norm: float | None,
-        device: str | None, *, accumulates: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        layers: Iterable[nn.Module],
+        optimizer: torch.optim.AdamW,
+        max_norm: float | None,
+        device: str | None,
+        *,
+        accumulates: bool,
+    ) -> None:
         if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ValueError(f"expected one process, got {num_ranks}; try to run the script without torchrun")
         name = device or default_device()
@@ -159,7 +170,8 @@ class UserTraining:
         self._is_home = True  # all updates have ended, and the user's parameters show them
         self._held: list[int] = []
         self.num_passes = self.num_backward = 0  # forward passes so far; backward passes since the last step
-        self.next_up, self.next_down, self.is_up = 0, 0, False  # is_up: a forward pass waits for its backward pass
+        # is_up: a forward pass waits for its backward pass
+        self.next_up, self.next_down, self.is_up = 0, 0, False
         self.is_skipped = False  # True: the last step was skipped (fp16)
         self._undo = ExitStack()
         for parameter in model.parameters():
@@ -201,7 +213,9 @@ class UserTraining:
     def _begin_backward(self) -> None:
         self._take_gradients()
         if self.num_backward and not self.terms.accumulates:
-            raise ValueError("expected one backward pass before step(), got two; try accumulates=True to sum gradients")
+            raise ValueError(
+                "expected one backward pass before step(), got two; try accumulates=True to sum gradients"
+            )
         self.access.check_unchanged()
         self.graph_task = torch._C._current_graph_task_id()
         if not self.stream.waits:
@@ -218,7 +232,9 @@ class UserTraining:
                 " gradients out; try a copy of the model made before the trainer"
             )
         if torch.is_grad_enabled():
-            raise ValueError("expected backward() without create_graph=True, got a backward pass to differentiate")
+            raise ValueError(
+                "expected backward() without create_graph=True, got a backward pass to differentiate"
+            )
 
     def is_passing(self) -> bool:
         """Return whether layers are between a forward pass and its backward pass, or in one of them."""
@@ -259,7 +275,8 @@ class UserTraining:
         tensors = layer.take(args, options)
         self.next_up = place + 1
         if self._is_trained:
-            caches = [leaf for leaf in layer.leaves if hasattr(leaf, "get_seq_length")]  # as transformers' have
+            # as transformers' have
+            caches = [leaf for leaf in layer.leaves if hasattr(leaf, "get_seq_length")]
             if caches:
                 raise ValueError(
                     f"layer {place}: expected no cache, which recompute fills twice, got {type(caches[0]).__name__};"
@@ -459,7 +476,7 @@ class UserTraining:
 
     def _set_up(
         self, make: Callable[[Parts], LayerStream], *, bare: bool = False, boundaries: str = "device"
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Place the layers, with their boundaries in the memory `boundaries`, and replace the layers' forward(). If
         placing fails, for example because the host's memory cannot be page-locked, restore the layers and unlock the
         memory, so that the user may try a smaller training.
@@ -478,7 +495,9 @@ class UserTraining:
         states."""
         user, gpu = self.user, self.gpu
         groups = [user.groups_of(parameters) for parameters in (user.rest, *user.own)]
-        self.ends = LayerState(gpu, user.ends, "rest of the model", self.terms, host=False, groups=groups[0], bare=bare)
+        self.ends = LayerState(
+            gpu, user.ends, "rest of the model", self.terms, host=False, groups=groups[0], bare=bare
+        )
         _move_home(self.ends, user.rest)
         for name, parameter in zip(self.ends.layout.names, user.rest, strict=True):
             self._undo.callback(self.ends.adopt(name, parameter).remove)
@@ -486,7 +505,8 @@ class UserTraining:
 
         def start(states: Iterable[LayerState]) -> list[LayerState]:
             made = []
-            for state in states:  # one at a time: the user's copy of a layer is freed before the next home is made
+            for state in states:
+                # one at a time: the user's copy of a layer is freed before the next home is made
                 assert isinstance(state.module, UserLayer)
                 _move_home(state, state.module.users)
                 made.append(state)
@@ -506,7 +526,8 @@ class UserTraining:
         self._homes = [state.current.weights for state in self.stream.states]
         self.access, self.saved = ScriptAccess(self), SavedState(self)
         streamed = [parameter for own in self.user.own for parameter in own]
-        take = weakref.WeakMethod(self.access.take_from_outside)  # autograd's references are hidden from the collector
+        # autograd's references are hidden from the collector
+        take = weakref.WeakMethod(self.access.take_from_outside)
         hooks = [
             *(each.register_post_accumulate_grad_hook(partial(_call, take)) for each in streamed),
             model.register_load_state_dict_post_hook(self.saved.take_weights),

@@ -48,8 +48,12 @@ class ScheduledStep(NamedTuple):
 
 
 def point(
-    machine: str, num_layers: int, clipping: str | None, sample: int | None = None, activations: str | None = None
-) -> ScheduledStep | str:  # fmt: skip
+    machine: str,
+    num_layers: int,
+    clipping: str | None,
+    sample: int | None = None,
+    activations: str | None = None,
+) -> ScheduledStep | str:
     """Plan and time one size; if the size does not fit, return the reason as text. `sample`: number of tokens of a
     step's only sample, in place of the published batch (None), for which boundaries in the scale model would have too
     few bytes. `activations`: STRONGHOLD's option."""
@@ -72,7 +76,9 @@ def point(
     clock = model_machine(workload, rates, counts, found, ends)
     run = virtual_run(method.create(NAME, plan.options), scale_model(workload), clock, STEPS)
     schedule = run.last_step_seconds
-    return ScheduledStep(plan.options["placement"], bound.seconds, bound.binds, schedule, resident.seconds, run)
+    return ScheduledStep(
+        plan.options["placement"], bound.seconds, bound.binds, schedule, resident.seconds, run
+    )
 
 
 def scale_model(workload: Workload) -> Workload:
@@ -96,7 +102,9 @@ def model_machine(
     carried = [row for row in found if row.name == "host memory"][-1].total(counts)
     host_seconds = max(seconds_of("host cores", 1, rates), carried / on_host if on_host else 0.0)
     return VirtualMachine(
-        device_flops_per_second=executed_flops(model) / workload.flops_per_step * rates.device_flops_per_second,
+        device_flops_per_second=executed_flops(model)
+        / workload.flops_per_step
+        * rates.device_flops_per_second,
         link_bytes_per_second=min(rates.inbound_bytes_per_second, rates.outbound_bytes_per_second) * params,
         device_update_params_per_second=params / device_update_seconds(1, workload, rates),
         host_update_params_per_second=params / host_seconds,

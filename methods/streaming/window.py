@@ -25,7 +25,8 @@ class Window:
         self.slots: dict[Layer, Slot] = {
             layer: layer.new_slot(largest.get(layer)) for layer in away.values() if layer not in self.below
         }
-        self.lowest = [layer for layer in away.values() if layer in self.slots]  # these have a slot when a step begins
+        # these have a slot when a step begins
+        self.lowest = [layer for layer in away.values() if layer in self.slots]
         self.rule, self.layers = rule, layers
 
     def refill(self) -> None:

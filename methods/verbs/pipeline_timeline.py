@@ -12,7 +12,8 @@ from papers.figures import plot
 
 COLORS = {"F": "#A9D3BA", "R": "#E3B23C", "B": "#2E8B57"}
 NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
-MOST_BOXES = 20_000  # most stages x micro-batches of a panel: more boxes could not be told apart, and take long to draw
+# most stages x micro-batches of a panel: more boxes could not be told apart, and take long to draw
+MOST_BOXES = 20_000
 
 
 def timeline(runs: Mapping[str, PipelineRun], note: str) -> plot.Figure:
@@ -25,7 +26,9 @@ def timeline(runs: Mapping[str, PipelineRun], note: str) -> plot.Figure:
         for axes, (name, run) in zip(panels, runs.items(), strict=True):
             assert run.starts is not None and run.ends is not None
             if run.starts.size > MOST_BOXES * len(KINDS):
-                raise ValueError(f"--out: expected at most {MOST_BOXES} stages x micro-batches to draw, got more")
+                raise ValueError(
+                    f"--out: expected at most {MOST_BOXES} stages x micro-batches to draw, got more"
+                )
             for kind, starts, ends in zip(KINDS, run.starts, run.ends, strict=True):
                 for stage, spans in enumerate(np.stack((starts, ends - starts), axis=-1)):
                     boxes = [tuple(span) for span in spans[~np.isnan(spans[:, 0])]]
@@ -33,10 +36,17 @@ def timeline(runs: Mapping[str, PipelineRun], note: str) -> plot.Figure:
             plot.title(axes, f"{name}: {run.step_seconds:.4g} s, bubble {run.bubble:.1%}")
             axes.locator_params(axis="y", integer=True)
             axes.set(ylabel="stage", ylim=(len(run.starts[0]) - 0.5, -0.5))
-        panels[-1].set(xlabel="seconds (virtual clock)", xlim=(0, max(run.step_seconds for run in runs.values())))
+        panels[-1].set(
+            xlabel="seconds (virtual clock)", xlim=(0, max(run.step_seconds for run in runs.values()))
+        )
         handles = [Patch(facecolor=COLORS[kind], label=NAMES[kind]) for kind in KINDS]
         made.legend(handles=handles, loc="upper right", ncols=3, bbox_to_anchor=(0.99, 1.0))
         plot.small_print(made, note)
-        made.subplots_adjust(left=0.06, right=0.99, top=1 - 0.3 / made.get_figheight(),
-                             bottom=0.6 / made.get_figheight(), hspace=0.3)  # fmt: skip
+        made.subplots_adjust(
+            left=0.06,
+            right=0.99,
+            top=1 - 0.3 / made.get_figheight(),
+            bottom=0.6 / made.get_figheight(),
+            hspace=0.3,
+        )
     return made

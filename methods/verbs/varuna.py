@@ -29,7 +29,8 @@ DOES_NOT_FIT = 4
 MOST_PASSES = 10**8  # most stages times micro-batches that `simulate` takes; this many take some minutes
 SECONDS = Finite(0, 1e9)  # up to 30 years
 MOST_ROWS = 20  # most rows of the printed table
-LARGEST_CHUNK = 64  # samples: the largest micro-batch that `configure` tries if times come from a machine's rates
+# samples: the largest micro-batch that `configure` tries if times come from a machine's rates
+LARGEST_CHUNK = 64
 EXAMPLES = """\b
 Examples:
   ./run.sh varuna profile -l 8 -h 256 --ranks 2
@@ -55,7 +56,9 @@ rates = options.together(
         help="Compute a model's times from the rates that machines.yaml has for this machine.",
     ),
     options.machines,
-    click.option("--network", type=Bytes(), help="Speed of the link between two stages, in bytes per second."),
+    click.option(
+        "--network", type=Bytes(), help="Speed of the link between two stages, in bytes per second."
+    ),
 )
 
 
@@ -64,17 +67,29 @@ rates = options.together(
 def varuna(context: click.Context) -> None:
     """Pipelines on machines that come and go: measure, choose stages, simulate a step, launch a script."""
     if context.invoked_subcommand is None:
-        raise ValueError("varuna: expected a verb; try ./run.sh varuna configure --profile FOLDER --gpus N --batch B")
+        raise ValueError(
+            "varuna: expected a verb; try ./run.sh varuna configure --profile FOLDER --gpus N --batch B"
+        )
 
 
 @varuna.command()
 @model
-@click.option("--ranks", "num_ranks", type=click.IntRange(1), default=1, help="Processes that measure at once.")
 @click.option(
-    "--micro-batches", "sizes", type=Numbers(), default="1,2,4,8", help="Micro-batch sizes to measure, in samples."
+    "--ranks", "num_ranks", type=click.IntRange(1), default=1, help="Processes that measure at once."
 )
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
-              help="auto: cuda if each rank has a GPU of its own, else cpu.")  # fmt: skip
+@click.option(
+    "--micro-batches",
+    "sizes",
+    type=Numbers(),
+    default="1,2,4,8",
+    help="Micro-batch sizes to measure, in samples.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    help="auto: cuda if each rank has a GPU of its own, else cpu.",
+)
 @click.option("--out", "folder", type=FOLDER, default="profile", help="Folder to write the profile to.")
 def profile(num_ranks: int, sizes: list[int], device: str, folder: Path, **words: Any) -> None:
     """Measure the published GPT, or a model by its config.json, on this machine.
@@ -99,19 +114,29 @@ def profile(num_ranks: int, sizes: list[int], device: str, folder: Path, **words
     type=FOLDER,
     help="Folder of a profile; default: predict a model's times from the rates of --machine.",
 )
-@click.option("--gpus", "num_gpus", type=int, required=True, help="Number of devices in all machines together.")
+@click.option(
+    "--gpus", "num_gpus", type=int, required=True, help="Number of devices in all machines together."
+)
 @click.option("--gpus-per-vm", type=int, default=1, help="Number of devices in each machine.")
 @click.option("--batch", "batch_size", type=int, required=True, help="Samples per step, over all replicas.")
 @click.option(
-    "--memory", "capacity", type=Bytes(), help="Memory of each device; default: the profile's, or that of --machine."
+    "--memory",
+    "capacity",
+    type=Bytes(),
+    help="Memory of each device; default: the profile's, or that of --machine.",
 )
 @model
 @rates
 @options.as_json
 def configure(
-    folder: Path | None, num_gpus: int, gpus_per_vm: int, batch_size: int, capacity: int | None, as_json: bool,
+    folder: Path | None,
+    num_gpus: int,
+    gpus_per_vm: int,
+    batch_size: int,
+    capacity: int | None,
+    as_json: bool,
     **words: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Choose the number of stages and the micro-batch size, and show the best choices.
 
     The times come from a profile, or from the rates of a machine. Exit code 4: no choice fits.
@@ -139,7 +164,9 @@ def configure(
         if folder is None:
             print(f"{words['machine_name']}: {named_machines.load(words['machine_name']).about}")
         known = "--memory" if capacity else known
-        print(f"memory of a device: {f'{gib(config.capacity)} ({known})' if config.capacity else 'not limited'}")
+        print(
+            f"memory of a device: {f'{gib(config.capacity)} ({known})' if config.capacity else 'not limited'}"
+        )
         if folder is None and not words["network"]:
             print("messages and sums of gradients: 0 s (assumed; try --network)")
         if rows[0].fits:
@@ -158,11 +185,19 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
     or the memory that it lacks."""
     names = ("stages", "replicas", "micro-batch", "step, s", "samples/s", "memory of a device", "limited by")
     cells = [
-        (row.num_stages, row.num_replicas, row.chunk_size, f"{row.step_seconds:.4g}",
-         f"{config.batch_size / row.step_seconds:.4g}", gib(row.device_bytes),
-         row.binds if row.fits else f"does not fit: lacks {gib(row.device_bytes - (config.capacity or 0))}")
+        (
+            row.num_stages,
+            row.num_replicas,
+            row.chunk_size,
+            f"{row.step_seconds:.4g}",
+            f"{config.batch_size / row.step_seconds:.4g}",
+            gib(row.device_bytes),
+            row.binds
+            if row.fits
+            else f"does not fit: lacks {gib(row.device_bytes - (config.capacity or 0))}",
+        )
         for row in rows[:MOST_ROWS]
-    ]  # fmt: skip
+    ]
     print_table(names, cells, numbers=names[:-1])
     if len(rows) > MOST_ROWS:
         print(f"the best {MOST_ROWS} of {len(rows)} configurations; --json prints all")
@@ -171,25 +206,44 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
 @varuna.command()
 @click.option("--stages", "num_stages", type=click.IntRange(1), required=True)
 @click.option(
-    "--micro-batches", "num_micro_batches", type=click.IntRange(1), required=True, help="Micro-batches of each replica."
+    "--micro-batches",
+    "num_micro_batches",
+    type=click.IntRange(1),
+    required=True,
+    help="Micro-batches of each replica.",
 )
 @click.option(
-    "--replicas", "num_replicas", type=click.IntRange(1), default=1, help="Number of pipelines that share a batch."
+    "--replicas",
+    "num_replicas",
+    type=click.IntRange(1),
+    default=1,
+    help="Number of pipelines that share a batch.",
 )
 @click.option(
     "--schedule", "schedules", default=",".join(SCHEDULES), help="Schedules to simulate, separated by commas."
 )
-@click.option("--passes", type=(SECONDS, SECONDS, SECONDS),
-              help="Seconds of a stage's forward pass, recompute and backward pass.  [default: 1 1 2]")  # fmt: skip
+@click.option(
+    "--passes",
+    type=(SECONDS, SECONDS, SECONDS),
+    help="Seconds of a stage's forward pass, recompute and backward pass.  [default: 1 1 2]",
+)
 @click.option("--send", type=SECONDS, help="Seconds of a message between stages.  [default: 0]")
 @click.option("--long-send", type=SECONDS, help="Seconds of a message between machines; default: --send.")
 @click.option("--gpus-per-vm", type=click.IntRange(1), default=1, help="Number of stages on each machine.")
 @click.option(
-    "--sends-at-once", type=click.IntRange(1), default=4, help="Most messages at once on a link, per direction."
+    "--sends-at-once",
+    type=click.IntRange(1),
+    default=4,
+    help="Most messages at once on a link, per direction.",
 )
-@click.option("--sum", "sum_seconds", type=SECONDS, default=0.0, help="Seconds of the all-reduce between replicas.")
 @click.option(
-    "--jitter", type=SECONDS, default=0.0, help="Standard deviation of the messages' times, as a share of their mean."
+    "--sum", "sum_seconds", type=SECONDS, default=0.0, help="Seconds of the all-reduce between replicas."
+)
+@click.option(
+    "--jitter",
+    type=SECONDS,
+    default=0.0,
+    help="Standard deviation of the messages' times, as a share of their mean.",
 )
 @click.option(
     "--pass-jitter",
@@ -199,16 +253,33 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
 )
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the random jitter.")
 @model
-@click.option("--chunk-size", type=click.IntRange(1), default=1, help="With a model: samples per micro-batch.")
+@click.option(
+    "--chunk-size", type=click.IntRange(1), default=1, help="With a model: samples per micro-batch."
+)
 @rates
-@click.option("--out", type=FILE, metavar="FILE", help="Draw a timeline of the stages to FILE.pdf and FILE.png.")
+@click.option(
+    "--out", type=FILE, metavar="FILE", help="Draw a timeline of the stages to FILE.pdf and FILE.png."
+)
 @options.as_json
 def simulate(
-    num_stages: int, num_micro_batches: int, num_replicas: int, schedules: str,
-    passes: tuple[float, float, float] | None, send: float | None, long_send: float | None, gpus_per_vm: int,
-    sends_at_once: int, sum_seconds: float, jitter: float, pass_jitter: float, seed: int, chunk_size: int,
-    out: Path | None, as_json: bool, **words: Any,
-) -> None:  # fmt: skip
+    num_stages: int,
+    num_micro_batches: int,
+    num_replicas: int,
+    schedules: str,
+    passes: tuple[float, float, float] | None,
+    send: float | None,
+    long_send: float | None,
+    gpus_per_vm: int,
+    sends_at_once: int,
+    sum_seconds: float,
+    jitter: float,
+    pass_jitter: float,
+    seed: int,
+    chunk_size: int,
+    out: Path | None,
+    as_json: bool,
+    **words: Any,
+) -> None:
     """Simulate the time of a pipeline step under a virtual clock; no model runs.
 
     With -l or --model the seconds of the passes are predicted for that model from the rates of --machine.
@@ -219,7 +290,10 @@ def simulate(
         raise ValueError(
             f"expected at most {MOST_PASSES} stages times micro-batches, got {num_stages} x {num_micro_batches}"
         )
-    seconds, origin = [dict(zip(SLOTS, passes or map(float, SLOTS.values()), strict=True))] * num_stages, "--passes"
+    seconds, origin = (
+        [dict(zip(SLOTS, passes or map(float, SLOTS.values()), strict=True))] * num_stages,
+        "--passes",
+    )
     sent_by = "--send"
     if _names_model(words):
         seconds, per_message = _of_model(words, num_stages, chunk_size)
@@ -233,18 +307,33 @@ def simulate(
         send, sent_by = 0.0, "assumed; try --send"
     network = pipelines.Network(send, long_send, gpus_per_vm, jitter, sends_at_once, sum_seconds)
     runs = {
-        name: pipelines.simulate(name, seconds, num_micro_batches, network, num_replicas=num_replicas,
-                                 pass_jitter=pass_jitter, seed=seed, keeps_units=out is not None)
+        name: pipelines.simulate(
+            name,
+            seconds,
+            num_micro_batches,
+            network,
+            num_replicas=num_replicas,
+            pass_jitter=pass_jitter,
+            seed=seed,
+            keeps_units=out is not None,
+        )
         for name in dict.fromkeys(schedules.split(","))
-    }  # fmt: skip
+    }
     first = next(iter(runs.values()))
     if as_json:
         for name, run in runs.items():
             print(json.dumps({"schedule": name, "step_seconds": run.step_seconds, "bubble": run.bubble}))
     else:
         print(f"passes of a stage: {_told(seconds)} ({origin}); messages: {send:.3g} s ({sent_by})")
-        cells = [(name, f"{run.step_seconds:.5g}", f"{run.step_seconds / first.step_seconds:.3f}", f"{run.bubble:.1%}")
-                 for name, run in runs.items()]  # fmt: skip
+        cells = [
+            (
+                name,
+                f"{run.step_seconds:.5g}",
+                f"{run.step_seconds / first.step_seconds:.3f}",
+                f"{run.bubble:.1%}",
+            )
+            for name, run in runs.items()
+        ]
         names = ("schedule", "step, s", "over the first", "bubble")
         print_table(names, cells, numbers=names[1:])
     if out is not None:
@@ -289,7 +378,9 @@ def _rates(words: dict[str, Any]) -> Rates:
     return found
 
 
-def _of_model(words: dict[str, Any], num_stages: int, chunk_size: int) -> tuple[list[dict[str, float]], float]:
+def _of_model(
+    words: dict[str, Any], num_stages: int, chunk_size: int
+) -> tuple[list[dict[str, float]], float]:
     """Return the seconds of each stage's passes, by kind of pass, and the seconds of a message between two stages.
 
     Raises ValueError if there are more stages than layers, or if --machine has no rates.
@@ -298,7 +389,9 @@ def _of_model(words: dict[str, Any], num_stages: int, chunk_size: int) -> tuple[
 
     workload = _workload(words)
     if num_stages > workload.num_layers:
-        raise ValueError(f"--stages: expected at most {workload.num_layers}, the number of layers, got {num_stages}")
+        raise ValueError(
+            f"--stages: expected at most {workload.num_layers}, the number of layers, got {num_stages}"
+        )
     per_sample = workload.boundary_bytes / workload.batch_size
     stages, rates = gpt_stages(workload, num_stages), _rates(words)
     passes = [passes_of(workload, stage, chunk_size, rates) for stage in stages]

@@ -60,20 +60,27 @@ class Held:
 def run(baseline: str, new: str, results: Path, as_json: bool) -> tuple[list[Held], list[str]]:
     """Compare each point of the baseline with `new`, and print the comparisons. Return them, and a complaint for each
     point of which `new` has no run."""
-    read = functools.cache(records_of)  # each folder is read only once, so complaints about its files come only once
+    # each folder is read only once, so complaints about its files come only once
+    read = functools.cache(records_of)
     points, others = select(baseline, results, read), select(new, results, read)
     held, missing = [], []
     for _, point in points.iterrows():
         found = _same_point(point, points, others)
         if found is None:
             load, name = point["workload"], point["name"].removesuffix(":")
-            missing.append(f"{name}, {counted(load.num_layers, 'layer')} x {load.hidden_size}: {new} has no run of it")
+            missing.append(
+                f"{name}, {counted(load.num_layers, 'layer')} x {load.hidden_size}: {new} has no run of it"
+            )
         else:
             held.append(hold(found, point["repeats"]))
     for one in held:
         show(one, as_json)
     for complaint in missing:
-        print(json.dumps({"training": UNKNOWN, "training_why": complaint}) if as_json else f"{UNKNOWN}: {complaint}")
+        print(
+            json.dumps({"training": UNKNOWN, "training_why": complaint})
+            if as_json
+            else f"{UNKNOWN}: {complaint}"
+        )
     return held, missing
 
 
@@ -138,7 +145,11 @@ def show(one: Held, as_json: bool) -> None:
         print(json.dumps(data))
         return
     print(f"new:      {side_text(data['a'])}\nbaseline: {side_text(data['b'])}")
-    print(f"  trains {one.training}: {one.why}" if one.training != UNKNOWN else f"  training {UNKNOWN}: {one.why}")
+    print(
+        f"  trains {one.training}: {one.why}"
+        if one.training != UNKNOWN
+        else f"  training {UNKNOWN}: {one.why}"
+    )
     speed = one.speed
     if speed.ratio is None:
         print(f"  speed {NONE}: {speed.why}")

@@ -30,7 +30,8 @@ PAPER_MACHINE = named_machines.PUBLISHED
 MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # kinds of machines that a claim can be about
 REGISTRY = Registry("claim", FOLDER)  # if claims are added, they replace this project's
 AXES = ("num_layers", "window_size")  # fields of a point that may be the axis of a shape
-EXTREMES = ("largest", "smallest")  # words that a claim may use for the largest and the smallest measured window
+# words that a claim may use for the largest and the smallest measured window
+EXTREMES = ("largest", "smallest")
 IDENTIFIER = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
 
 
@@ -118,7 +119,8 @@ class Order:
     """A claim that values fall from one group of points to the next. Within a group, no order is claimed."""
 
     points: Annotated[
-        tuple[Group, ...], expect("two or more points, highest first", lambda groups: len(groups) > 1 and all(groups))
+        tuple[Group, ...],
+        expect("two or more points, highest first", lambda groups: len(groups) > 1 and all(groups)),
     ]
 
     @property
@@ -209,7 +211,9 @@ KINDS: dict[str, Any] = {"order": Order, "ratio": Ratio, "shape": Shape, "value"
 
 @dataclass(frozen=True, config=STRICT)
 class Claim:
-    id: Annotated[str, expect("small letters, digits, dots and dashes such as size-order", IDENTIFIER.fullmatch)]
+    id: Annotated[
+        str, expect("small letters, digits, dots and dashes such as size-order", IDENTIFIER.fullmatch)
+    ]
     text: Text
     source: Text  # the figure, table or page of the paper
     case: Annotated[int, one_of_those(case.numbers)]
@@ -235,7 +239,8 @@ class Claim:
         return f"./run.sh case {self.case} --profile {'demo' if 'any' in self.machines else 'quick'}"
 
 
-COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}  # fields that claims of every kind have
+# fields that claims of every kind have
+COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}
 
 
 def load(*places: Path) -> list[Claim]:

@@ -70,21 +70,29 @@ class PlannedRun:
         to_run = f"{self.missing} to run" if self.missing else "recorded"
         return {
             "case": ", ".join(map(str, self.cases)),
-            "method": self.job.method + "".join(f" {name}={value}" for name, value in self.job.options.items()),
+            "method": self.job.method
+            + "".join(f" {name}={value}" for name, value in self.job.options.items()),
             "layers": f"{'search, ' if self.is_search else ''}{about}{self.job.workload.num_layers}",
-            "device": gib(self.plan.device_bytes), "host": gib(self.plan.host_bytes),
-            "claims": str(self.num_claims), "minutes": f"{self.seconds / 60:.1f}",
+            "device": gib(self.plan.device_bytes),
+            "host": gib(self.plan.host_bytes),
+            "claims": str(self.num_claims),
+            "minutes": f"{self.seconds / 60:.1f}",
             "runs": to_run if self.is_taken or not self.missing else "left out",
-        }  # fmt: skip
+        }
 
 
 class Campaign:
     """The runs of several cases in one profile, and their records in one folder of results."""
 
     def __init__(
-        self, numbers: Sequence[int], used: CaseProfile, results: Path, report: Report | None = None,
-        methods: Sequence[str] | None = None, probe: Extent | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        numbers: Sequence[int],
+        used: CaseProfile,
+        results: Path,
+        report: Report | None = None,
+        methods: Sequence[str] | None = None,
+        probe: Extent | None = None,
+    ) -> None:
         self.numbers, self.used, self.methods = numbers, used, methods or method.names()
         self.sweep = Sweep(results, report=report, probe=probe)
         self.told = claims.load()
@@ -135,9 +143,14 @@ class Campaign:
         return found
 
     def _add(
-        self, found: list[PlannedRun], number: int, job: Job, records: list[Record], is_search: bool = False,
+        self,
+        found: list[PlannedRun],
+        number: int,
+        job: Job,
+        records: list[Record],
+        is_search: bool = False,
         is_guess: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if job.method not in self.methods:
             return
         resolved, plan, _ = resolve(job)
@@ -145,7 +158,9 @@ class Campaign:
             claim.case == number and any(point.method == job.method for point in claim.expected.named)
             for claim in self.told
         )
-        same = next((point for point in found if point.job == resolved and point.is_search == is_search), None)
+        same = next(
+            (point for point in found if point.job == resolved and point.is_search == is_search), None
+        )
         if same is not None:
             same.cases += [number] if number not in same.cases else []
             same.num_claims += about
@@ -193,7 +208,8 @@ class Campaign:
             record = self.sweep.run([job])[0]
         else:
             record = self.sweep.attempt(job, self._repeats(job) - point.missing + 1, place)
-        self.tried += [(job, False)] * (1 if record.is_result else self.used.repeats)  # a crash is not repeated
+        # a crash is not repeated
+        self.tried += [(job, False)] * (1 if record.is_result else self.used.repeats)
         self.finished.append(record)
 
 
@@ -201,7 +217,9 @@ def closing_line(points: Sequence[PlannedRun], used: CaseProfile) -> str:
     taken = [point for point in points if point.is_taken]
     left_out = sum(point.missing > 0 and not point.is_taken for point in points)
     minutes = sum(point.seconds for point in taken) / 60
-    device, host = (gib(max((getattr(p.plan, f"{of}_bytes") for p in taken), default=0)) for of in ("device", "host"))
+    device, host = (
+        gib(max((getattr(p.plan, f"{of}_bytes") for p in taken), default=0)) for of in ("device", "host")
+    )
     return (
         f"profile {used.name}: {len(points)} points, {sum(point.missing > 0 for point in taken)} to measure, about"
         f" {minutes:.0f} minutes at a rough rate, at most {device} of device and {host} of host memory"
@@ -210,9 +228,18 @@ def closing_line(points: Sequence[PlannedRun], used: CaseProfile) -> str:
 
 
 def main(
-    number: str, profile: str | None, machine: str | None, seconds: float | None, repeats: int | None, results: Path,
-    out: Path | None, only: str | None, as_json: bool, where: Sequence[str] = (), probe: Extent | None = None,
-) -> list[Record]:  # fmt: skip
+    number: str,
+    profile: str | None,
+    machine: str | None,
+    seconds: float | None,
+    repeats: int | None,
+    results: Path,
+    out: Path | None,
+    only: str | None,
+    as_json: bool,
+    where: Sequence[str] = (),
+    probe: Extent | None = None,
+) -> list[Record]:
     """Run the verb `case`; return the records of the runs that it made.
 
     `only`: "extract" only makes the table, "draw" only draws the figure; None runs what is missing and does both. If no
@@ -235,11 +262,20 @@ def main(
     numbers = case.numbers_of_all() if number == "all" else [int(number)]
     used = dataclasses.replace(used, repeats=repeats or used.repeats)
     if not only:
-        return make(numbers, used, results, out, as_json, math.inf if seconds is None else seconds, probe=probe)
+        return make(
+            numbers, used, results, out, as_json, math.inf if seconds is None else seconds, probe=probe
+        )
     for each in numbers:
         is_of_profile = profile or machine or (not where and case.any_of(each, used, records))
         _write(
-            each, used if is_of_profile else None, records, results, out, only, is_one=len(numbers) == 1, where=where
+            each,
+            used if is_of_profile else None,
+            records,
+            results,
+            out,
+            only,
+            is_one=len(numbers) == 1,
+            where=where,
         )
         if is_of_profile:
             _write_added(each, used, results, out, only)
@@ -247,9 +283,15 @@ def main(
 
 
 def make(
-    numbers: Sequence[int], used: CaseProfile, results: Path, out: Path, as_json: bool, seconds: float = math.inf,
-    methods: Sequence[str] | None = None, probe: Extent | None = None,
-) -> list[Record]:  # fmt: skip
+    numbers: Sequence[int],
+    used: CaseProfile,
+    results: Path,
+    out: Path,
+    as_json: bool,
+    seconds: float = math.inf,
+    methods: Sequence[str] | None = None,
+    probe: Extent | None = None,
+) -> list[Record]:
     """Make the missing runs of the cases; then write tables and draw figures. Return the records of the runs that were
     made. `methods`: names of the methods whose runs are made; None: all."""
     with reporter(as_json) as report:
@@ -277,9 +319,15 @@ def _measure(campaign: Campaign, seconds: float, as_json: bool) -> list[Record]:
 
 
 def _write(
-    number: int, used: CaseProfile | None, records: list[Record], results: Path, out: Path, only: str | None,
-    is_one: bool, where: Sequence[str] = (),
-) -> None:  # fmt: skip
+    number: int,
+    used: CaseProfile | None,
+    records: list[Record],
+    results: Path,
+    out: Path,
+    only: str | None,
+    is_one: bool,
+    where: Sequence[str] = (),
+) -> None:
     """Write the table and the figure of a case, from the records of a profile or, if `used` is None, from any records.
 
     A case without a record raises ValueError if it is the only one that was asked for (`is_one`). If several were asked
@@ -288,7 +336,9 @@ def _write(
     try:
         path = Path(f"{case_files.stem(number, used.name if used else any_runs.NAME, out)}.csv")
         if only != "draw":
-            rows = case.table(number, used, records, results) if used else any_runs.table(number, records, where)
+            rows = (
+                case.table(number, used, records, results) if used else any_runs.table(number, records, where)
+            )
             path = case_files.write_rows(number, used.name if used else any_runs.NAME, rows, out)
         made = [] if only == "extract" else case_files.draw(number, path)
     except ValueError as error:
@@ -298,7 +348,10 @@ def _write(
         return
     if only == "extract" and is_one:
         print(path.read_text(), end="")
-    print(f"case {number}: {', '.join(map(str, [path, *made]))}", file=sys.stderr if only == "extract" else sys.stdout)
+    print(
+        f"case {number}: {', '.join(map(str, [path, *made]))}",
+        file=sys.stderr if only == "extract" else sys.stdout,
+    )
 
 
 def _write_added(number: int, used: CaseProfile, results: Path, out: Path, only: str | None) -> None:
@@ -309,5 +362,7 @@ def _write_added(number: int, used: CaseProfile, results: Path, out: Path, only:
         with contextlib.suppress(ValueError):  # ValueError: the folder has no record of this case
             path = case_files.extract(number, used, records, out / folder.name, folder)
             made = [] if only == "extract" else case_files.draw(number, path)
-            told = f"case {number}, sent in, on {machine_of(records[-1])}: {', '.join(map(str, [path, *made]))}"
+            told = (
+                f"case {number}, sent in, on {machine_of(records[-1])}: {', '.join(map(str, [path, *made]))}"
+            )
             print(told, file=sys.stderr if only == "extract" else sys.stdout)

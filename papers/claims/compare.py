@@ -26,7 +26,8 @@ from papers.figures.point import SIMULATED_CLOCKS, RatioInterval, doubts_text, m
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
 RESULTS = ROOT / "results"
 METRIC = "samples_per_second"
-COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")  # a + at the end says that the checkout's files differ from the commit
+# a + at the end says that the checkout's files differ from the commit
+COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")
 # fields of a record whose differences are printed
 CONTEXT = ("job", "machine", "software", "origin", "clock", "data_sha256", "kernels")
 # Compared runs must have the same workload, and should agree in all of these fields. If no two runs agree in them all,
@@ -49,16 +50,22 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         ratio = self.ratio
         return {
-            "a": side(self.a), "b": side(self.b), "verdict": self.verdict, "why": self.why,
-            "ratio": ratio and ratio.value, "low": ratio and ratio.low, "high": ratio and ratio.high,
+            "a": side(self.a),
+            "b": side(self.b),
+            "verdict": self.verdict,
+            "why": self.why,
+            "ratio": ratio and ratio.value,
+            "low": ratio and ratio.low,
+            "high": ratio and ratio.high,
             "differs": differences(self.a[-1], self.b[-1]),
-        }  # fmt: skip
+        }
 
 
 def run(a: str, b: str, results: Path, as_json: bool) -> bool:
     """Compare the records that the words `a` and `b` name, and print the comparisons. Return False if a comparison is
     not possible."""
-    read = functools.cache(records_of)  # each folder is read only once, so complaints about its files come only once
+    # each folder is read only once, so complaints about its files come only once
+    read = functools.cache(records_of)
     found, complaints = pairs(select(a, results, read), select(b, results, read))
     made = [compare(*pair) for pair in found]
     folders = folder_of(a, results), folder_of(b, results)
@@ -103,10 +110,15 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
     if not all(option and equals for option, equals, _ in parts):
         raise ValueError(f"expected METHOD:name=value,name=value, got {wanted!r} after the colon")
     told = [{**record.job.options, **vars(record.job.workload)} for record in own[frame.RECORD]]
-    chosen = own[[
-        all(option in values and str(values[option]).lower() == value.lower() for option, _, value in parts)
-        for values in told
-    ]]  # fmt: skip
+    chosen = own[
+        [
+            all(
+                option in values and str(values[option]).lower() == value.lower()
+                for option, _, value in parts
+            )
+            for values in told
+        ]
+    ]
     if chosen.empty:
         there = "; ".join(sorted({_options_text(record) or "no options" for record in own[frame.RECORD]}))
         raise ValueError(f"no record of {text!r} in {results}: {name} was run with {there}")
@@ -184,7 +196,8 @@ def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFram
     for dropped in range(len(SETTING) + 1):
         keys = ["workload", *SETTING[dropped:]]
         ours, theirs = (
-            dict(list(side.drop_duplicates([*keys, "name"], keep="last").groupby(keys, sort=False))) for side in (a, b)
+            dict(list(side.drop_duplicates([*keys, "name"], keep="last").groupby(keys, sort=False)))
+            for side in (a, b)
         )
         if ours.keys() & theirs.keys():
             return [(ours[setting], theirs[setting]) for setting in ours if setting in theirs]
@@ -196,7 +209,11 @@ def _with_throughput(points: pd.DataFrame) -> pd.DataFrame:
     can print how its run ended."""
     rows = [row_of(METRIC, repeats) for repeats in points["repeats"]]
     able = points[[row.valid and row.has_number for row in rows]]
-    return points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]] if able.empty else able
+    return (
+        points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]]
+        if able.empty
+        else able
+    )
 
 
 def compare(a: list[Record], b: list[Record], names: tuple[str, str] = ("A", "B")) -> Comparison:
@@ -204,7 +221,9 @@ def compare(a: list[Record], b: list[Record], names: tuple[str, str] = ("A", "B"
     not distinguishable, whatever their ratio. `names`: how texts name both sides."""
     clocks = [records[-1].clock for records in (a, b)]
     if len({clock in SIMULATED_CLOCKS for clock in clocks}) > 1:
-        return Comparison(a, b, NONE, f"one is timed by {clocks[0]}, the other by {clocks[1]}: run both alike")
+        return Comparison(
+            a, b, NONE, f"one is timed by {clocks[0]}, the other by {clocks[1]}: run both alike"
+        )
     sides = {name: row_of(METRIC, repeats) for name, repeats in zip(names, (a, b), strict=True)}
     without = [
         f"{name} has no throughput: {'' if row.status == 'ok' else f'ended as {row.status}: '}{row.reason}"
@@ -215,7 +234,9 @@ def compare(a: list[Record], b: list[Record], names: tuple[str, str] = ("A", "B"
         return Comparison(a, b, NONE, "; ".join(without))
     silent = [name for name, row in sides.items() if row.scatter is None]
     if silent:
-        return Comparison(a, b, NONE, f"{' and '.join(silent)} timed one step, which shows no noise: try more --steps")
+        return Comparison(
+            a, b, NONE, f"{' and '.join(silent)} timed one step, which shows no noise: try more --steps"
+        )
     bounds = ratio(*sides.values())
     if doubts := doubts_text(sides):
         return Comparison(a, b, ALIKE, f"doubtful: {doubts}; {bounds.how}", bounds)
@@ -240,15 +261,28 @@ def side(repeats: list[Record]) -> dict[str, Any]:
     made, newest = row_of(METRIC, repeats), repeats[-1]
     shown = made if made.valid else None
     return {
-        "method": made.method, "options": newest.job.options, "num_layers": made.num_layers,
-        "hidden_size": made.hidden_size, "device": newest.job.device, "budget": dataclasses.asdict(newest.job.budget),
-        "machine": made.machine, "num_runs": len(repeats), "status": made.status, "gate": newest.gate.verdict,
-        "gate_text": newest.gate.text, "samples_per_second": shown and shown.value, "low": shown and shown.low,
-        "high": shown and shown.high, "doubts": list(made.inconclusive), "keys": list(made.keys),
-    }  # fmt: skip
+        "method": made.method,
+        "options": newest.job.options,
+        "num_layers": made.num_layers,
+        "hidden_size": made.hidden_size,
+        "device": newest.job.device,
+        "budget": dataclasses.asdict(newest.job.budget),
+        "machine": made.machine,
+        "num_runs": len(repeats),
+        "status": made.status,
+        "gate": newest.gate.verdict,
+        "gate_text": newest.gate.text,
+        "samples_per_second": shown and shown.value,
+        "low": shown and shown.low,
+        "high": shown and shown.high,
+        "doubts": list(made.inconclusive),
+        "keys": list(made.keys),
+    }
 
 
-def show(comparison: Comparison, as_json: bool, folders: tuple[Path, Path], names_machines: bool = False) -> None:
+def show(
+    comparison: Comparison, as_json: bool, folders: tuple[Path, Path], names_machines: bool = False
+) -> None:
     """Print a comparison. `folders`: the folders of A's and of B's records, named in the printed calls that measure
     again. `names_machines`: True: print each side's machine."""
     data = comparison.to_dict()

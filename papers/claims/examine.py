@@ -31,7 +31,9 @@ def examine(expected: Expected, rows: list[FigureRow]) -> Answer:
         case Value():
             return _value(expected, rows[0])
         case Shape():
-            return _plateau(expected, expected.plateau, rows) if expected.plateau else _exponent(expected, rows)
+            return (
+                _plateau(expected, expected.plateau, rows) if expected.plateau else _exponent(expected, rows)
+            )
 
 
 def value_text(row: FigureRow) -> str:
@@ -40,7 +42,11 @@ def value_text(row: FigureRow) -> str:
         return "none"
     if row.metric == "params":
         return params_text(int(row.value))
-    units = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s", "loss_difference": "of the loss"}
+    units = {
+        "samples_per_second": "samples/s",
+        "tokens_per_second": "tokens/s",
+        "loss_difference": "of the loss",
+    }
     return f"{row.value:.4g} {units.get(row.metric, 's')}"
 
 
@@ -94,7 +100,9 @@ def _exponent(expected: Shape, rows: list[FigureRow]) -> Answer:
     low, high = float(fit.slope - half), float(fit.slope + half)
     residual = math.sqrt(sum((values - fit.intercept - fit.slope * places) ** 2) / freedom)
     seen = f"exponent {fit.slope:.2f} ({low:.2f} to {high:.2f}), residual {residual:.1%}"
-    return Answer(_decide(low, high, *expected.exponent), seen, f"{len(rows)} points, least squares on logarithms")
+    return Answer(
+        _decide(low, high, *expected.exponent), seen, f"{len(rows)} points, least squares on logarithms"
+    )
 
 
 def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer:
@@ -112,8 +120,10 @@ def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer
     index = flat_from("value")
     # The plateau is longest if every gain is at the lower end of its interval, and shortest if every gain is at the
     # upper end.
-    longest, shortest = (len(rows) - (flat_from(bound) if all(row.has_interval for row in rows) else index)
-                         for bound in ("low", "high"))  # fmt: skip
+    longest, shortest = (
+        len(rows) - (flat_from(bound) if all(row.has_interval for row in rows) else index)
+        for bound in ("low", "high")
+    )
     numbers = HOLD if shortest >= plateau.num_points else BROKEN if longest < plateau.num_points else OPEN
     place, last = (getattr(rows[at], expected.against) for at in (index, -1))
     if index == len(rows) - 1:

@@ -34,7 +34,9 @@ def _version(record: Record) -> str:
     """Return the version of the package that implements the method; if no known package does, return this project's
     commit."""
     implementation = record.description.get("implementation", "")
-    package = next((name for name in ("deepspeed", "megatron-core", "torch") if name in implementation), "commit")
+    package = next(
+        (name for name in ("deepspeed", "megatron-core", "torch") if name in implementation), "commit"
+    )
     return f"{package} {record.software.get(package)}"
 
 
@@ -76,5 +78,10 @@ def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
 
 def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(
-        text, width, initial_indent="  ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+        text,
+        width,
+        initial_indent="  ",
+        subsequent_indent="      ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )

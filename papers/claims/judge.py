@@ -16,7 +16,8 @@ from papers.figures.point import COUNTED, FigureRow, doubts_text
 PASS, FAIL, XFAIL, XPASS = "PASS", "FAIL", "XFAIL", "XPASS"
 NOT_TESTED, OTHER_MACHINE, SIMULATED = "NOT TESTED", "N/A", "SIMULATED"
 BAD = (FAIL, XPASS)
-NOT_HERE = "several-gpus"  # kind of machine that no case runs on, so that claims about it cannot be tested here
+# kind of machine that no case runs on, so that claims about it cannot be tested here
+NOT_HERE = "several-gpus"
 UNTRAINED = "rests on a run that did not train, says the gate"
 NO_RESULT = ("timeout", "unavailable", "interrupted")  # statuses of runs that say nothing about a claim
 IsThere = Callable[[Claim, FigureRow], bool]
@@ -42,11 +43,20 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         claim = self.claim
         return {
-            "id": claim.id, "verdict": self.verdict, "text": claim.text, "source": claim.source, "case": claim.case,
-            "seen": self.seen, "expected": claim.expected.text, "note": self.note, "numbers": self.numbers,
+            "id": claim.id,
+            "verdict": self.verdict,
+            "text": claim.text,
+            "source": claim.source,
+            "case": claim.case,
+            "seen": self.seen,
+            "expected": claim.expected.text,
+            "note": self.note,
+            "numbers": self.numbers,
             "profile": self.profile,
-            "rests_on": [{"row": label(row), "valid": row.valid, "keys": list(row.keys)} for row in self.rests_on],
-        }  # fmt: skip
+            "rests_on": [
+                {"row": label(row), "valid": row.valid, "keys": list(row.keys)} for row in self.rests_on
+            ],
+        }
 
 
 def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -> Finding:
@@ -56,7 +66,9 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
     `tables`: by name of a profile, its table; the best profile comes first. `is_there`: returns True if a row was
     measured on a machine that the claim is about.
     """
-    tables = {profile: [row for row in rows if row.metric == claim.metric] for profile, rows in tables.items()}
+    tables = {
+        profile: [row for row in rows if row.metric == claim.metric] for profile, rows in tables.items()
+    }
     found: dict[str, list[FigureRow]] = {}
     missing = ""
     for profile, rows in tables.items():
@@ -65,7 +77,11 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
         except LookupError as error:
             # a table without rows lacks every row, so its error would tell nothing
             missing = missing or (str(error) if rows else "")
-    judged = [_judge(claim, profile, rows) for profile, rows in found.items() if all(is_there(claim, r) for r in rows)]
+    judged = [
+        _judge(claim, profile, rows)
+        for profile, rows in found.items()
+        if all(is_there(claim, r) for r in rows)
+    ]
     if judged:
         decided = (finding for finding in judged if finding.verdict not in (NOT_TESTED, SIMULATED))
         return next(decided, judged[0])
@@ -117,7 +133,10 @@ def _judge(claim: Claim, profile: str, rows: list[FigureRow]) -> Finding:
     elif any(row.is_simulated for row in rows):
         verdict, note = SIMULATED, f"computed or timed by a simulation, not measured; {how}"
     elif doubts := doubts_text({label(row): row for row in rows}):
-        verdict, note = OPEN, f"doubtful: {doubts}; try {scaled.call(claim.case, profile)} --repeats 3 when idle"
+        verdict, note = (
+            OPEN,
+            f"doubtful: {doubts}; try {scaled.call(claim.case, profile)} --repeats 3 when idle",
+        )
     elif numbers == OPEN:
         verdict, note = OPEN, f"{how}; more runs of the case may tell them apart"
     elif claim.xfail:
@@ -144,7 +163,9 @@ def _of_one_size(points: Sequence[Point], rows: list[FigureRow]) -> list[FigureR
     such size."""
     found = [_matching(point, rows) for point in points]
     sizes = [{(row.hidden_size, row.num_layers) for row in own} for own in found]
-    trained = [{(row.hidden_size, row.num_layers) for row in own if row.valid and row.has_number} for own in found]
+    trained = [
+        {(row.hidden_size, row.num_layers) for row in own if row.valid and row.has_number} for own in found
+    ]
     common = set.intersection(*trained) or set.intersection(*sizes)
     if not common:
         lacking = next((str(point) for point, own in zip(points, sizes, strict=True) if not own), "")
@@ -187,7 +208,9 @@ def _series(shape: Shape, rows: list[FigureRow]) -> list[FigureRow]:
     found.sort(key=lambda row: getattr(row, shape.against))
     num_places = len({getattr(row, shape.against) for row in found})
     if num_places < shape.fewest:
-        raise LookupError(f"{num_places} of at least {shape.fewest} points of {shape.of} along {shape.against}")
+        raise LookupError(
+            f"{num_places} of at least {shape.fewest} points of {shape.of} along {shape.against}"
+        )
     others = {(row.hidden_size, None if shape.against == "num_layers" else row.num_layers) for row in found}
     if len(found) > num_places or len(others) > 1:
         raise LookupError(f"rows of several series: {shortened([label(row) for row in found])}")
@@ -207,7 +230,9 @@ def holds_there(claim: Claim, row: FigureRow, is_emulated: bool = False) -> bool
 
 def label(row: FigureRow) -> str:
     window = f", window {row.window_size}" if row.window_size is not None else ""
-    return f"{row.method}, {counted(row.num_layers, 'layer')}{window}" + (f", {row.series}" if row.series else "")
+    return f"{row.method}, {counted(row.num_layers, 'layer')}{window}" + (
+        f", {row.series}" if row.series else ""
+    )
 
 
 def _why(row: FigureRow) -> str:

@@ -21,16 +21,30 @@ from papers.figures import case
 from papers.figures.point import FigureRow, machine_of, row_of
 
 PROFILES = (
-    ("paper", claims.PAPER_MACHINE), ("paper", None), ("quick", None), ("fit", claims.PAPER_MACHINE), ("fit", None),
+    ("paper", claims.PAPER_MACHINE),
+    ("paper", None),
+    ("quick", None),
+    ("fit", claims.PAPER_MACHINE),
+    ("fit", None),
     ("demo", None),
-)  # fmt: skip
+)
 PUBLISHED, IMPORTED = "published", "imported"
 VERDICTS = (
-    judge.PASS, judge.FAIL, judge.XFAIL, judge.XPASS, OPEN, judge.SIMULATED, judge.NOT_TESTED, judge.OTHER_MACHINE,
-)  # fmt: skip
+    judge.PASS,
+    judge.FAIL,
+    judge.XFAIL,
+    judge.XPASS,
+    OPEN,
+    judge.SIMULATED,
+    judge.NOT_TESTED,
+    judge.OTHER_MACHINE,
+)
 NUMBERS_WORDS = {
-    HOLD: "would hold", BROKEN: "would fail, too", OPEN: "are not distinguishable", "": "are missing",
-}  # fmt: skip
+    HOLD: "would hold",
+    BROKEN: "would fail, too",
+    OPEN: "are not distinguishable",
+    "": "are missing",
+}
 PAPER = named_machines.load(claims.PAPER_MACHINE)
 
 
@@ -40,7 +54,9 @@ def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[FigureRow]
     runs = [record for record in records if record.origin == "run"]
     if not runs:
         return {IMPORTED: _imported(number, records)}
-    return {used.name: case.measured(number, used, runs) for used in case.possible(PROFILES, runs[-1].machine)}
+    return {
+        used.name: case.measured(number, used, runs) for used in case.possible(PROFILES, runs[-1].machine)
+    }
 
 
 def _imported(number: int, records: Sequence[Record]) -> list[FigureRow]:
@@ -72,8 +88,9 @@ def findings(results: Path, against: str | None, machine: str | None, *places: P
     if 0 < logs < len(records):
         print(
             f"not judged beside runs measured here: {counted(logs, 'imported log')}; try a folder of their own with"
-            " --results", file=sys.stderr,
-        )  # fmt: skip
+            " --results",
+            file=sys.stderr,
+        )
     emulated = {record.key for record in records if _has_paper_budget(record)}
 
     def is_there(claim: Claim, row: FigureRow) -> bool:
@@ -96,7 +113,9 @@ def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
     of one machine. Raises ValueError if they are of several machines, or if no record remains."""
     there = sorted({machine_of(record) for record in records if record.origin != IMPORTED})
     if asked is None and len(there) > 1:
-        raise ValueError(f"expected runs of one machine, got runs of {len(there)}: try --machine with one of {there}")
+        raise ValueError(
+            f"expected runs of one machine, got runs of {len(there)}: try --machine with one of {there}"
+        )
     is_paper = asked == claims.PAPER_MACHINE
     chosen = [
         record
@@ -106,7 +125,9 @@ def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
         or (is_paper and (_has_paper_budget(record) or "v100" in machine_of(record).lower()))
     ]
     if records and not chosen:
-        raise ValueError(f"no record of machine {asked!r}: try --machine with one of {there}, or a part of its name")
+        raise ValueError(
+            f"no record of machine {asked!r}: try --machine with one of {there}, or a part of its name"
+        )
     return chosen
 
 
@@ -125,8 +146,13 @@ def show(found: list[Finding], as_json: bool) -> None:
             print(json.dumps(finding.to_dict()))
         return
     of_logs = is_of_logs(found)
-    widths = {"claim": 27, "verdict": 19, "seen in the logs" if of_logs else "seen": 38, "expected": 38,
-              "rests on, and why": 70}  # fmt: skip
+    widths = {
+        "claim": 27,
+        "verdict": 19,
+        "seen in the logs" if of_logs else "seen": 38,
+        "expected": 38,
+        "rests on, and why": 70,
+    }
     title = "Judged by imported logs: nothing of this was measured here" if of_logs else None
     print_table(list(widths), map(_cells, found), title, widths=widths, has_lines=True)
     for line in closing_lines(found):
@@ -155,7 +181,9 @@ def closing_lines(found: list[Finding]) -> list[str]:
     """Return a line for each verdict that occurs, with its claims. Claims that rest on runs that did not train have
     lines of their own, one for each verdict that their numbers alone would give."""
     untrained = "FAIL, rests on a run that did not train, whose numbers by themselves {}"
-    groups: dict[str, list[str]] = {told: [] for told in (*VERDICTS, *map(untrained.format, NUMBERS_WORDS.values()))}
+    groups: dict[str, list[str]] = {
+        told: [] for told in (*VERDICTS, *map(untrained.format, NUMBERS_WORDS.values()))
+    }
     for one in found:
         alone = untrained.format(NUMBERS_WORDS[one.numbers])
         groups[alone if one.is_untrained else one.verdict].append(one.claim.id)

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 NAME = "folder"  # stands in file names in place of a profile's name
-OF_WORKLOAD = ("dtype", "hidden_size", "num_heads", "batch_size", "micro_batches", "seq_len", "vocab_size", "dropout")
+OF_WORKLOAD = (
+    "dtype",
+    "hidden_size",
+    "num_heads",
+    "batch_size",
+    "micro_batches",
+    "seq_len",
+    "vocab_size",
+    "dropout",
+)
 # columns that must be equal in all runs of a figure
 ALIKE = ("origin", "machine", "device", *OF_WORKLOAD, "device_memory", "host_memory")
 CHOICES = (*ALIKE, "window_size", "num_layers", "method", "steps")  # names that --where accepts
@@ -72,7 +81,9 @@ def table(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> 
     if found.empty:
         asked = f" with {' and '.join(where)}" if where else ""
         names = ", ".join(its.methods)
-        raise ValueError(f"no record of {names}{asked} in these results; try {case.call(number)}, or a run with -m")
+        raise ValueError(
+            f"no record of {names}{asked} in these results; try {case.call(number)}, or a run with -m"
+        )
     _check_alike(number, ALIKE, told)
     jobs = [record.job for record in found.drop_duplicates(frame.JOB)[frame.RECORD]]
     rows = measurements.rows(its.metric, jobs, list(found[frame.RECORD]))

@@ -43,7 +43,8 @@ class Case(ABC):
     look: ClassVar[Mapping[str, Any]] = {}  # options of plot.figure()
     mixes_metrics: ClassVar[bool] = False  # True: some rows have another metric than the case's
     picks: ClassVar[bool] = False  # True: the figure can be drawn from any runs; pick() chooses the rows
-    in_all: ClassVar[bool] = True  # False: `case all`, demo and notebook leave the case out, and no claim is about it
+    # False: `case all`, demo and notebook leave the case out, and no claim is about it
+    in_all: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         """Set the class's title. Wrap its functions: an error in one is then reported in one line that names the
@@ -136,7 +137,9 @@ def load(number: int) -> Case:
     path = REGISTRY.files()[number]
     found: type[Case] | None = REGISTRY.class_in(path, Case)
     if found is None:
-        raise ValueError(f"{path} must hold one class of papers.figures.case.Case with jobs(); see CONTRIBUTING.md")
+        raise ValueError(
+            f"{path} must hold one class of papers.figures.case.Case with jobs(); see CONTRIBUTING.md"
+        )
     if found.metric not in [*METRICS]:
         raise ValueError(f"{path}: metric: expected one of {', '.join(METRICS)}, got {found.metric!r}")
     if not found.methods:
@@ -184,9 +187,15 @@ def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Re
     by other code than its newest run. Raises ValueError if the runs are of several machines.
     """
     its = load(number).profiles(used)
-    own = [record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)]
+    own = [
+        record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)
+    ]
     fresh = {measurements.trainer(record) for record in own if measurements.is_current(record)}
-    own = [record for record in own if measurements.trainer(record) not in fresh or measurements.is_current(record)]
+    own = [
+        record
+        for record in own
+        if measurements.trainer(record) not in fresh or measurements.is_current(record)
+    ]
     own = measurements.of_newest_code(own)
     machines = {machine_of(record) for record in own}
     if len(machines) > 1:
@@ -214,17 +223,28 @@ def published(number: int) -> list[FigureRow]:
     frame, found = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), []
     for run in frame[frame["cases"].str.split().map(lambda cases: str(number) in cases)].itertuples():
         options = {"window_size": int(run.window_size)} if run.window_size else {}
-        job = Job(run.method, Workload(num_layers=int(run.num_layers)), options, device="cuda", steps=1, warmup=0)
+        job = Job(
+            run.method, Workload(num_layers=int(run.num_layers)), options, device="cuda", steps=1, warmup=0
+        )
         gate = Gate("failed" if run.reason else "tolerance", "", run.reason)
         record = Record(
-            job, "", run.status, reason=run.reason, origin="published", clock="cuda", machine=PUBLISHED_MACHINE,
-            step_seconds=[float(run.step_ms) / 1000], gate=gate,
-        )  # fmt: skip
+            job,
+            "",
+            run.status,
+            reason=run.reason,
+            origin="published",
+            clock="cuda",
+            machine=PUBLISHED_MACHINE,
+            step_seconds=[float(run.step_ms) / 1000],
+            gate=gate,
+        )
         found.append(dataclasses.replace(row_of(load(number).metric, [record]), keys=()))
     return found
 
 
-def table(number: int, used: CaseProfile, records: Sequence[Record], results: Path | None = None) -> list[FigureRow]:
+def table(
+    number: int, used: CaseProfile, records: Sequence[Record], results: Path | None = None
+) -> list[FigureRow]:
     """Return our rows of a case, measured and simulated. `results`: the folder of the records, which may hold files
     from which a case makes further rows; None: no such rows. Raises ValueError if there is no measured row, or if the
     rows have several machines or windows."""
@@ -233,7 +253,9 @@ def table(number: int, used: CaseProfile, records: Sequence[Record], results: Pa
         raise ValueError(f"no record of profile {used.name} here; try {call(number, used.name)} first")
     windows = {row.window_size for row in found if row.status == "ok" and row.window_size}
     if len(windows) > 1 and its.axis != "window_size":
-        raise ValueError(f"case {number}: expected runs of one window size, got {', '.join(map(str, sorted(windows)))}")
+        raise ValueError(
+            f"case {number}: expected runs of one window size, got {', '.join(map(str, sorted(windows)))}"
+        )
     if results:
         found = [*found, *its.beside(found, used, results)]
     return [*found, *its.simulated(found)]

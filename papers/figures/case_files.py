@@ -34,7 +34,9 @@ def stem(number: int, name: str, out: Path) -> Path:
     return out / f"case{number}_{name}"
 
 
-def extract(number: int, used: CaseProfile, records: Sequence[Record], out: Path, results: Path | None = None) -> Path:
+def extract(
+    number: int, used: CaseProfile, records: Sequence[Record], out: Path, results: Path | None = None
+) -> Path:
     """Write the CSV of a case: our rows, then the published rows. Return its path. Raises ValueError if we have no
     row."""
     return write_rows(number, used.name, case.table(number, used, records, results), out)
@@ -84,11 +86,15 @@ def draw(number: int, path: Path) -> list[Path]:
     its, metrics = case.load(number), {row.metric for row in found}
     if not found or not (its.mixes_metrics or metrics == {its.metric}):
         kinds = ", ".join(sorted(metrics)) or "no row"
-        raise ValueError(f"{path} is no table of case {number}: expected rows of {its.metric}, got {kinds:.80}")
+        raise ValueError(
+            f"{path} is no table of case {number}: expected rows of {its.metric}, got {kinds:.80}"
+        )
     machines = {row.machine for row in found if row.origin == "run"}
     if len(names) > 1 or len(machines) > 1:
         told = "; ".join(sorted(names if len(names) > 1 else machines))
-        raise ValueError(f"{path}: expected rows of one profile and machine, got {told}: draw each from its own table")
+        raise ValueError(
+            f"{path}: expected rows of one profile and machine, got {told}: draw each from its own table"
+        )
     return plot.save(its.figure(found, f"profile {names.pop()}"), path.with_suffix(""))
 
 
@@ -109,16 +115,22 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
     frame = frame.replace(r"^'(?=[=+\-@\t\r])", "", regex=True)
     for name in {"keys", "steps"} & set(frame):
         frame[name] = frame[name].str.split()
-    lines = [{name: line[name] for name in COLUMNS if line.get(name, "")} for line in frame.to_dict("records")]
+    lines = [
+        {name: line[name] for name in COLUMNS if line.get(name, "")} for line in frame.to_dict("records")
+    ]
     needed = {"window_size": None, "value": None}  # fields without a default value
     try:
         rows = checked(list[FigureRow], [needed | line for line in lines])
         unknown = [row.method for row in rows if row.method not in method.names()]
-        numbers = [each for row in rows for each in (*vars(row).values(), *row.steps) if isinstance(each, float)]
+        numbers = [
+            each for row in rows for each in (*vars(row).values(), *row.steps) if isinstance(each, float)
+        ]
         odd = [each for each in numbers if not math.isfinite(each)]
         odd += [each for row in rows for each in (row.value, *row.steps) if each is not None and each < 0]
         if unknown or odd:
-            raise ValueError(f"expected known methods and finite numbers from 0, got {(unknown or odd)[0]!r:.80}")
+            raise ValueError(
+                f"expected known methods and finite numbers from 0, got {(unknown or odd)[0]!r:.80}"
+            )
     except ValueError as error:
         raise ValueError(f"{path} is no table of a case: {error}") from error
     rows = [

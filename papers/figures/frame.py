@@ -22,15 +22,24 @@ RECORD = "record"  # name of the column of Record objects, which only this proje
 BUDGETS = ("device_bytes", "host_bytes", "disk_bytes", "seconds", "link_bytes_per_second")
 # Columns in which all records of the same job are equal.
 JOB = [
-    "method", *(field.name for field in dataclasses.fields(Workload)), "options", "device",
-    *(f"budget_{name}" for name in BUDGETS), "steps", "warmup",
-]  # fmt: skip
+    "method",
+    *(field.name for field in dataclasses.fields(Workload)),
+    "options",
+    "device",
+    *(f"budget_{name}" for name in BUDGETS),
+    "steps",
+    "warmup",
+]
 SPEEDS = ("samples_per_second", "median_step_seconds")  # columns that have a value only if the gate passed
 # Types of the columns in which all values may be missing, so that pandas cannot infer the type.
 TYPES = {
-    **dict.fromkeys((*SPEEDS, "first_step_seconds", "load_average", *(f"budget_{name}" for name in BUDGETS)), "float"),
-    "is_reference": "bool", "is_result": "bool", "started": "datetime64[us, UTC]",
-}  # fmt: skip
+    **dict.fromkeys(
+        (*SPEEDS, "first_step_seconds", "load_average", *(f"budget_{name}" for name in BUDGETS)), "float"
+    ),
+    "is_reference": "bool",
+    "is_result": "bool",
+    "started": "datetime64[us, UTC]",
+}
 
 
 def load(folder: Path | str) -> DataFrame:
@@ -69,7 +78,8 @@ def _row(record: Record) -> dict[str, Any]:
         "origin": record.origin,
         "machine": machine_of(record),
         "place": record.machine.get("on", ""),
-        "load_average": load_average if isinstance(load_average, float) else None,  # a record may hold any value here
+        # a record may hold any value here
+        "load_average": load_average if isinstance(load_average, float) else None,
         "source": record.software.get("source", ""),
         "commit": record.software.get("commit", ""),
         "key": record.key,

@@ -132,4 +132,8 @@ def sizes(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
     """Return, by method, the largest depth that trained and passed the gate. A method without such a depth is left
     out."""
     found = {name: largest(name, records)[0] for name in names}
-    return {name: best[-1].job.workload.num_layers for name, best in found.items() if best and best[-1].gate.passed}
+    return {
+        name: best[-1].job.workload.num_layers
+        for name, best in found.items()
+        if best and best[-1].gate.passed
+    }

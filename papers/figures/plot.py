@@ -32,7 +32,8 @@ FAILED = "failed"  # id of the crosses for failed sizes, which are at the foot o
 DARK = 510  # text on a color is white if the color's red, green and blue sum to less than this
 NOTE_COLUMNS = 190
 CONTINUED = "\n    "  # a line break within one note of the small print
-SMALL_PRINT = "small print"  # id of the text at the foot of a figure; the page prints this text below the figure
+# id of the text at the foot of a figure; the page prints this text below the figure
+SMALL_PRINT = "small print"
 PUBLISHED_HATCH, DOUBT_HATCH = "////", "xxxx"
 FOOT_POINTS = 4.1
 DOTS = "timed steps"  # id of the dots, and their name in the legend
@@ -45,15 +46,21 @@ SCALES = {
     "tokens_per_second": ((1.0, ""),),
 }
 LABELS = {
-    "params": "Parameters", "step_seconds": "Step time", "samples_per_second": "Throughput (samples/s)",
+    "params": "Parameters",
+    "step_seconds": "Step time",
+    "samples_per_second": "Throughput (samples/s)",
     "tokens_per_second": "Throughput (tokens/s)",
-}  # fmt: skip
+}
 
 
 def figure(
-    rows: Sequence[FigureRow], metric: str, draw: Callable[[Axes, list[FigureRow]], None], note: str,
-    series: dict[str, str] | None = None, is_line: bool = False,
-) -> Figure:  # fmt: skip
+    rows: Sequence[FigureRow],
+    metric: str,
+    draw: Callable[[Axes, list[FigureRow]], None],
+    note: str,
+    series: dict[str, str] | None = None,
+    is_line: bool = False,
+) -> Figure:
     """Return a figure of our rows and, if there are any, the published rows beside them. `draw` draws rows into one
     panel.
 
@@ -96,7 +103,9 @@ def title(axes: Axes, text: str) -> None:
 
 
 def small_print(made: Figure, text: str) -> None:
-    made.text(0.012, 0.0435 / made.get_figheight(), text, fontsize=5.4, color=EDGE, va="bottom", gid=SMALL_PRINT)
+    made.text(
+        0.012, 0.0435 / made.get_figheight(), text, fontsize=5.4, color=EDGE, va="bottom", gid=SMALL_PRINT
+    )
 
 
 def notes(made: Figure) -> list[str]:
@@ -152,10 +161,15 @@ def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: 
         rgb, edge = bytes.fromhex(color[1:]), bytes.fromhex(EDGE[1:])
         mixed = "#" + "".join(f"{sum(pair) // 2:02X}" for pair in zip(rgb, edge, strict=True))
         axes.bar(
-            x, height, BAR_WIDTH * 0.9, linewidth=0.8, linestyle="-" if row.valid else "--",
-            edgecolor=EDGE if row.valid else mixed, facecolor=color if row.valid else "none",
+            x,
+            height,
+            BAR_WIDTH * 0.9,
+            linewidth=0.8,
+            linestyle="-" if row.valid else "--",
+            edgecolor=EDGE if row.valid else mixed,
+            facecolor=color if row.valid else "none",
             hatch=PUBLISHED_HATCH if row.origin == "published" else DOUBT_HATCH if row.doubts else None,
-        )  # fmt: skip
+        )
         _error(axes, x, row, scale)
         _dots(axes, x, row, scale)
         under: Any = {
@@ -166,7 +180,8 @@ def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: 
         }
         if told := foot(row):
             _label(axes, x, -0.02, "\n".join(told), **under)
-        is_least = row.metric == "params" and not row.is_final  # the search has not ended, and may find a larger size
+        # the search has not ended, and may find a larger size
+        is_least = row.metric == "params" and not row.is_final
         text = f"\N{GREATER-THAN OR EQUAL TO} {number(height)}" if is_least else number(height)
         if not crosses:
             _label(axes, x, _highest(row) / scale + 0.02 * top, text)
@@ -199,8 +214,14 @@ def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> N
             _dots(axes, x, row, scale)
             if told := foot(row):
                 is_last = x == max(x for x, _ in points)
-                beside: Any = {"xytext": (1, -4), "textcoords": "offset points", "ha": "right" if is_last else "left"}
-                axes.annotate("\n".join(told), (x, value), va="top", fontsize=FOOT_POINTS, color=EDGE, **beside)
+                beside: Any = {
+                    "xytext": (1, -4),
+                    "textcoords": "offset points",
+                    "ha": "right" if is_last else "left",
+                }
+                axes.annotate(
+                    "\n".join(told), (x, value), va="top", fontsize=FOOT_POINTS, color=EDGE, **beside
+                )
     for x, row in points:
         if not succeeded(row):
             drawn: list[Any] = list(axes.lines)
@@ -269,7 +290,11 @@ def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str
         texts.append(
             f"measured: {note}; {ours[0].machine}; clock {CLOCKS.get(ours[0].clock, ours[0].clock)}{_windows(ours)};"
             f" median of {' or '.join(map(str, runs)) or 'no'} process{'' if runs == [1] else 'es'} a point; "
-            + ("error bars: 95 % interval of the mean over processes" if several else "no intervals below 3 processes")
+            + (
+                "error bars: 95 % interval of the mean over processes"
+                if several
+                else "no intervals below 3 processes"
+            )
             + (f"; steps scatter up to {max(scatters):.0%}" if scatters else "")
         )
         if any(row.doubts for row in ours if succeeded(row)):
@@ -279,8 +304,12 @@ def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str
             )
         searched = dict.fromkeys(method.load(row.method).label for row in ours if not row.is_final)
         texts += [f"{', '.join(searched)}: search not finished"] if searched else []
-        hollow = {method.load(row.method).label: row.reason for row in ours if succeeded(row) and not row.valid}
-        texts += [f"gate not passed: {name}: {reason}"[: NOTE_COLUMNS - 1] for name, reason in hollow.items()][:2]
+        hollow = {
+            method.load(row.method).label: row.reason for row in ours if succeeded(row) and not row.valid
+        }
+        texts += [
+            f"gate not passed: {name}: {reason}"[: NOTE_COLUMNS - 1] for name, reason in hollow.items()
+        ][:2]
     if published:
         texts.append(
             f"published: {published[0].machine}; clock {published[0].clock}{_windows(published)}; one process a point,"
@@ -324,9 +353,14 @@ def svg(made: Figure) -> str:
     buffer, small = io.StringIO(), [each for each in made.texts if each.get_gid() == SMALL_PRINT]
     for each in small:
         each.set_visible(False)
-    with matplotlib.rc_context({"svg.hashsalt": "harness"}):  # makes the ids of SVG elements the same in every call
+    with matplotlib.rc_context({"svg.hashsalt": "harness"}):
+        # makes the ids of SVG elements the same in every call
         made.savefig(
-            buffer, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight", pad_inches=0.06
+            buffer,
+            format="svg",
+            metadata={"Date": None, "Creator": None},
+            bbox_inches="tight",
+            pad_inches=0.06,
         )
     for each in small:
         each.set_visible(True)
@@ -338,7 +372,9 @@ def _error(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
         return
     # The interval is the mean's, but the drawn value is the median: draw the interval around the interval's middle.
     middle, half = (row.low + row.high) / 2, (row.high - row.low) / 2
-    axes.errorbar([x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
+    axes.errorbar(
+        [x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2
+    )
 
 
 def _dots(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
@@ -357,22 +393,35 @@ def legend(made: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_l
     def key(label: str, face: str, shape: str = "o", **look: Any) -> Any:
         if is_line:
             style: Any = "--" if shape == "s" else ""
-            return Line2D([], [], color=EDGE, marker=shape, label=label, linestyle=style, markerfacecolor=face)
+            return Line2D(
+                [], [], color=EDGE, marker=shape, label=label, linestyle=style, markerfacecolor=face
+            )
         return Patch(facecolor=face, edgecolor=EDGE, linewidth=0.7, label=label, **look)
 
     drawn = [row for row in rows if succeeded(row)]
-    entries = [key(label or method.load(name).label, method.load(name).color) for label, name in series.items()]
+    entries = [
+        key(label or method.load(name).label, method.load(name).color) for label, name in series.items()
+    ]
     if any(row.valid for row in drawn):
         entries.append(key("trained (gate passed)", "#C9C9C9"))
     if any(not row.valid for row in drawn):
         entries.append(key("gate not passed", "white", linestyle="--"))
     if len(drawn) < len(rows):
-        entries.append(Line2D([], [], color=EDGE if is_line else CROSS, marker="x", linestyle="", label="size failed"))
+        entries.append(
+            Line2D([], [], color=EDGE if is_line else CROSS, marker="x", linestyle="", label="size failed")
+        )
     if any(row.origin == "published" for row in rows):
         entries.append(key("published", "white", shape="s", hatch=PUBLISHED_HATCH))
     if any(row.steps for row in drawn):
-        entries.append(Line2D([], [], color="black", alpha=0.55, marker=".", markersize=3, linestyle="", label=DOTS))
+        entries.append(
+            Line2D([], [], color="black", alpha=0.55, marker=".", markersize=3, linestyle="", label=DOTS)
+        )
     if any(row.doubts for row in drawn) and not is_line:
         entries.append(key("doubtful time", "white", hatch=DOUBT_HATCH))
-    look: Any = {"loc": "upper right", "bbox_to_anchor": (0.995, 1.0), "columnspacing": 1.1, "handlelength": 1.6}
+    look: Any = {
+        "loc": "upper right",
+        "bbox_to_anchor": (0.995, 1.0),
+        "columnspacing": 1.1,
+        "handlelength": 1.6,
+    }
     made.legend(handles=entries, ncols=len(entries), **look)

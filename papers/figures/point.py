@@ -37,7 +37,9 @@ METRICS: dict[str, Metric] = {
         run.samples_per_step / run.median_step_seconds if run.median_step_seconds else None
     ),
     "tokens_per_second": lambda run: (
-        run.samples_per_step * run.job.workload.seq_len / run.median_step_seconds if run.median_step_seconds else None
+        run.samples_per_step * run.job.workload.seq_len / run.median_step_seconds
+        if run.median_step_seconds
+        else None
     ),
     "step_seconds": lambda record: record.median_step_seconds,
     "loss_difference": lambda record: record.gate.evidence.get("loss_difference"),
@@ -126,24 +128,44 @@ def doubts_text(rows: Mapping[str, FigureRow]) -> str:
 def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
     """Return the row of a job. `repeats`: the records of the job's repeats, the newest one last."""
     last = repeats[-1]
-    values = [value for record in repeats if (value := METRICS[metric](record)) is not None and math.isfinite(value)]
+    values = [
+        value for record in repeats if (value := METRICS[metric](record)) is not None and math.isfinite(value)
+    ]
     low, high = interval(values)
     failing = next((record for record in repeats if record.status != "ok" or not record.gate.passed), None)
     reason = "" if failing is None else failing.gate.text if failing.status == "ok" else failing.reason
     steps = step_values(metric, repeats)
-    loads = [load for record in repeats if isinstance(load := record.machine.get("load_average"), int | float)]
+    loads = [
+        load for record in repeats if isinstance(load := record.machine.get("load_average"), int | float)
+    ]
     is_timed = metric not in COUNTED and last.origin == "run"
     return FigureRow(
-        metric, last.job.method, last.job.workload.num_layers, last.job.workload.hidden_size,
-        last.job.options.get("window_size"), statistics.median(values) if values else None, low, high, len(values),
-        scatter(repeats), valid=failing is None, reason=reason, status=(failing or last).status, origin=last.origin,
-        machine=machine_of(last), clock=last.clock,
-        keys=tuple(record.key for record in repeats), is_judged=all(record.is_judged for record in repeats),
-        placement=_option(last, "placement"), clipping=_option(last, "clipping"),
-        num_steps=len(steps) if is_timed else None, steps=steps if is_timed else (),
-        load=max(loads, default=None) if is_timed else None, num_cores=last.machine.get("cores") if is_timed else None,
+        metric,
+        last.job.method,
+        last.job.workload.num_layers,
+        last.job.workload.hidden_size,
+        last.job.options.get("window_size"),
+        statistics.median(values) if values else None,
+        low,
+        high,
+        len(values),
+        scatter(repeats),
+        valid=failing is None,
+        reason=reason,
+        status=(failing or last).status,
+        origin=last.origin,
+        machine=machine_of(last),
+        clock=last.clock,
+        keys=tuple(record.key for record in repeats),
+        is_judged=all(record.is_judged for record in repeats),
+        placement=_option(last, "placement"),
+        clipping=_option(last, "clipping"),
+        num_steps=len(steps) if is_timed else None,
+        steps=steps if is_timed else (),
+        load=max(loads, default=None) if is_timed else None,
+        num_cores=last.machine.get("cores") if is_timed else None,
         values=tuple(values),
-    )  # fmt: skip
+    )
 
 
 def step_values(metric: str, repeats: Sequence[Record]) -> tuple[float, ...]:
@@ -154,7 +176,9 @@ def step_values(metric: str, repeats: Sequence[Record]) -> tuple[float, ...]:
         return tuple(seconds for record in repeats for seconds in record.timed_seconds)
     found = ((record, seconds) for record in repeats for seconds in record.timed_seconds if seconds)
     if metric == "tokens_per_second":
-        return tuple(record.samples_per_step * record.job.workload.seq_len / seconds for record, seconds in found)
+        return tuple(
+            record.samples_per_step * record.job.workload.seq_len / seconds for record, seconds in found
+        )
     return tuple(record.samples_per_step / seconds for record, seconds in found)
 
 
@@ -231,7 +255,9 @@ def ratio(over: FigureRow, under: FigureRow) -> RatioInterval:
     if over.has_interval and under.has_interval:
         low, high = _welch(over.values, under.values)
         return RatioInterval(value, low, high, f"95 % interval, {runs}", has_interval=True)
-    factor = max(1 + LEAST_MARGIN, math.exp(STANDARD_ERRORS * math.hypot(over.scatter or 0, under.scatter or 0)))
+    factor = max(
+        1 + LEAST_MARGIN, math.exp(STANDARD_ERRORS * math.hypot(over.scatter or 0, under.scatter or 0))
+    )
     known = [f"{row.scatter:.1%}" for row in (over, under) if row.scatter is not None]
     steps = f" with steps that scatter by {' and '.join(known)}" if len(known) == 2 else ""
     how = f"margin of {factor - 1:.0%}: {runs}{steps}, an interval needs {FEWEST_FOR_INTERVAL} each"
@@ -248,7 +274,8 @@ def _welch(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]
     if len({*over}) == len({*under}) == 1:
         return center, center
     relative = ([value / mean for value in values] for values, mean in zip((over, under), means, strict=True))
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # scipy warns if values are nearly equal
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        # scipy warns if values are nearly equal
         found = stats.ttest_ind(*relative, equal_var=False).confidence_interval(CONFIDENCE)
     factor = math.exp((found.high - found.low) / 2)
     return center / factor, center * factor

@@ -98,9 +98,15 @@ class CaseProfile:
     def check_machine(self) -> None:
         """Raise ValueError if this machine lacks the device, or has less memory than the budgets."""
         if self.device == "cuda" and machine.devices()[0] != "cuda":
-            raise ValueError(f"profile {self.name} needs a GPU and a torch that uses it: try --profile demo or fit")
-        there = Budget(machine.gpu().get("gpu_bytes") if self.device == "cuda" else None, machine.host_bytes())
-        host_needed = (self.budget.host_bytes or 0) + (0 if self.device == "cuda" else self.budget.device_bytes or 0)
+            raise ValueError(
+                f"profile {self.name} needs a GPU and a torch that uses it: try --profile demo or fit"
+            )
+        there = Budget(
+            machine.gpu().get("gpu_bytes") if self.device == "cuda" else None, machine.host_bytes()
+        )
+        host_needed = (self.budget.host_bytes or 0) + (
+            0 if self.device == "cuda" else self.budget.device_bytes or 0
+        )
         for memory, need in (("device", self.budget.device_bytes), ("host", host_needed)):
             have = getattr(there, f"{memory}_bytes")
             if have is not None and need and need > have:
@@ -121,16 +127,26 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
     if name not in NAMES:
         raise ValueError(f"no profile {name!r}: choose one of {', '.join(NAMES)}")
     if name == "demo" and on is not None:
-        raise ValueError("--machine: expected --profile quick, paper or fit, got demo, which has budgets of its own")
+        raise ValueError(
+            "--machine: expected --profile quick, paper or fit, got demo, which has budgets of its own"
+        )
     if name == "demo":
         return _demo()
     is_whole = name == "paper" or (name == "fit" and "gpu" in facts)
     factor = 1 if is_whole else 4 if name == "quick" else 16
     device = "sim" if factor == 16 else "cuda"
-    memories = _memories(on, facts, device) if is_whole else _memories(on or named_machines.PUBLISHED, {}, device)
+    memories = (
+        _memories(on, facts, device) if is_whole else _memories(on or named_machines.PUBLISHED, {}, device)
+    )
     workload, budget = _shrunk(factor, memories, on_gpu=factor < 16)
-    lengths = {"steps": 20, "warmup": 5, "repeats": 3} if name == "paper" else {"steps": 10, "warmup": 3, "repeats": 1}
-    found = CaseProfile(f"{name}_{on}" if on else name, workload, budget, device, **lengths, window=PUBLISHED_WINDOW)
+    lengths = (
+        {"steps": 20, "warmup": 5, "repeats": 3}
+        if name == "paper"
+        else {"steps": 10, "warmup": 3, "repeats": 1}
+    )
+    found = CaseProfile(
+        f"{name}_{on}" if on else name, workload, budget, device, **lengths, window=PUBLISHED_WINDOW
+    )
     return _fitted(found, methods) if name == "fit" and factor == 1 else found
 
 
@@ -146,14 +162,17 @@ def _demo() -> CaseProfile:
 def _fitted(found: CaseProfile, methods: Iterable[str]) -> CaseProfile:
     """Return the profile with depths that are planned for its memories."""
     common = min(int(ROOM * found.largest_planned(name)) for name in methods)
-    at_home = sum(state_bytes(found.workload).values())  # bytes of host memory for each parameter of a streamed layer
+    # bytes of host memory for each parameter of a streamed layer
+    at_home = sum(state_bytes(found.workload).values())
     streamed = int(ROOM * (found.budget.host_bytes or 0) / (at_home * found.workload.layer_params))
     return dataclasses.replace(found, common=max(2, common), deepest=max(3, common + 1, streamed))
 
 
 def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:
     if on is None and "gpu" not in facts:
-        raise ValueError(f"expected a GPU here, got none: try --machine {' or '.join(named_machines.names())}")
+        raise ValueError(
+            f"expected a GPU here, got none: try --machine {' or '.join(named_machines.names())}"
+        )
     if on is None:
         return Budget(facts["gpu_bytes"], facts["host_bytes"])
     budget = named_machines.load(on).budget_on(device)
@@ -167,7 +186,9 @@ def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:
 def _shrunk(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, Budget]:
     """Divide the published widths by `factor`, and these memories by its square. A GPU's context keeps its size."""
     assert memories.device_bytes
-    workload, budget = shrunk(Workload(num_layers=1), Budget(memories.device_bytes, memories.host_bytes), factor)
+    workload, budget = shrunk(
+        Workload(num_layers=1), Budget(memories.device_bytes, memories.host_bytes), factor
+    )
     if on_gpu and factor > 1:
         fills = cuda_budget.tensor_bytes(memories.device_bytes) // factor**2
         budget = dataclasses.replace(budget, device_bytes=cuda_budget.budget_bytes(fills))

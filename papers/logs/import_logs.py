@@ -47,7 +47,9 @@ def import_logs(
     found = {folder: _read_folder(folder, paths) for folder, paths in chosen.items()}
     names = sorted({record.job.method for records, _ in found.values() for record in records.values()})
     if reference is not None and names and reference not in names:
-        raise ValueError(f"--reference: expected a method of these logs ({', '.join(names)}), got {reference!r}")
+        raise ValueError(
+            f"--reference: expected a method of these logs ({', '.join(names)}), got {reference!r}"
+        )
     for folder, (records, complaints) in found.items():
         gates = judge_curves.judge_all(list(records.values()), references(records.values(), reference))
         judged = dict(zip(records, gates, strict=True))
@@ -88,7 +90,11 @@ def _find(asked: Iterable[Path]) -> list[Path]:
     for path in asked:
         if path.is_dir():
             for folder, _, names in sorted(os.walk(path)):
-                logs = [name for name in sorted(names) if name.endswith(SUFFIXES) and not fnmatchcase(name, BUILD_LOGS)]
+                logs = [
+                    name
+                    for name in sorted(names)
+                    if name.endswith(SUFFIXES) and not fnmatchcase(name, BUILD_LOGS)
+                ]
                 found |= {Path(os.path.abspath(folder), name): None for name in logs}
         else:
             found[Path(os.path.abspath(path))] = None
@@ -100,7 +106,8 @@ def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], d
     that is no log, the reason."""
     records, complaints = {}, {}
     beside: set[Path] = set()
-    with contextlib.suppress(OSError):  # the files of a folder may be readable although the folder cannot be listed
+    with contextlib.suppress(OSError):
+        # the files of a folder may be readable although the folder cannot be listed
         beside = {item for item in folder.iterdir() if NAME.fullmatch(item.name)}
     for path in sorted({*paths, *beside}):
         try:

@@ -88,7 +88,9 @@ def _judge(record: Record, anchors: list[Record]) -> Gate:
     if nearest is not record and learned(nearest):
         return compare(record, nearest)
     if nearest is not record:
-        return Gate("untested", "no-reference", f"{_name(nearest)} beside it is no reference: {_flaw(nearest)}")
+        return Gate(
+            "untested", "no-reference", f"{_name(nearest)} beside it is no reference: {_flaw(nearest)}"
+        )
     if not learned(record):
         return Gate("untested", "weak-reference", f"would be the reference, but {_flaw(record)}")
     first, last = record.losses[0], record.losses[-1]
@@ -112,14 +114,20 @@ def compare(record: Record, other: Record) -> Gate:
     name, ours, theirs = _name(other), record.losses, other.losses
     doublings, fall = _doublings(record, other), theirs[0] - theirs[len(ours) - 1]
     if fall <= 0:
-        return Gate("untested", "no-reference", f"{name} learned nothing in {counted(record.job.steps, 'step')}")
+        return Gate(
+            "untested", "no-reference", f"{name} learned nothing in {counted(record.job.steps, 'step')}"
+        )
     distances = [abs(our - their) / fall for our, their in zip(ours, theirs, strict=False)]
     worst = distances.index(max(distances))
     allowed = ALLOWED + ALLOWED_PER_DOUBLING * doublings
     evidence = {
-        "reference": other.key, "reference_method": other.job.method,
-        "reference_layers": other.job.workload.num_layers, "learned": fall, "distances": distances, "allowed": allowed,
-    }  # fmt: skip
+        "reference": other.key,
+        "reference_method": other.job.method,
+        "reference_layers": other.job.workload.num_layers,
+        "learned": fall,
+        "distances": distances,
+        "allowed": allowed,
+    }
     here = f"{distances[worst]:.1%} of what {name} learned"
     if distances[worst] <= allowed:
         if doublings > FARTHEST_DOUBLINGS:
@@ -146,7 +154,11 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
     for twin, verdict in twins:
         # True: the twin was judged by its own values alone, for example by an infinite loss
         of_itself = "reference_layers" not in verdict.evidence
-        if gate.verdict != "failed" and verdict.verdict == "failed" and (of_itself or _is_at_depth(twin, verdict)):
+        if (
+            gate.verdict != "failed"
+            and verdict.verdict == "failed"
+            and (of_itself or _is_at_depth(twin, verdict))
+        ):
             text = f"its twin at {counted(twin.job.workload.num_layers, 'layer')}: {verdict.text}"
             return Gate("failed", verdict.reason, text, gate.evidence)
     for peer, verdict in judged:

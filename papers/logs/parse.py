@@ -33,12 +33,32 @@ PREFIX = re.compile(
     r"|(?:[A-Za-z][\w.-]{0,40})?\d: )*"
 )
 ARGUMENT = re.compile(r"^ {0,8}(\w+) \.{2,} (.+)$")
-ARGUMENTS = frozenset((
-    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "batch_size",
-    "hidden_dropout", "clip_grad", "lr", "seed", "params_dtype", "train_iters", "log_interval", "gl_window_size",
-    "data_path", "global_batch_size", "rampup_batch_size", "world_size", "data_parallel_size",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size",
-))  # fmt: skip
+ARGUMENTS = frozenset(
+    (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "micro_batch_size",
+        "batch_size",
+        "hidden_dropout",
+        "clip_grad",
+        "lr",
+        "seed",
+        "params_dtype",
+        "train_iters",
+        "log_interval",
+        "gl_window_size",
+        "data_path",
+        "global_batch_size",
+        "rampup_batch_size",
+        "world_size",
+        "data_parallel_size",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "model_parallel_size",
+    )
+)
 NUMBER = r"([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|nan|inf)\b)"
 OWN_HEADER = re.compile(r"^method (\S+) with (.*), (\d{1,9}) steps on (\w+), Workload\((.*)\)\s*$")
 OWN_END = re.compile(
@@ -49,22 +69,39 @@ PADDED_VOCABULARY = re.compile(r"\(new size: (\d{1,9})\)")
 # Anything may stand before the word: Megatron since 2024 writes a time in brackets, launchers write other prefixes.
 ITERATION = re.compile(r"iteration +(\d{1,12}) */ *(\d{1,12}) *\|(.*)$")
 # A line with both, or with the start of Megatron's form, looks like one about a step, whatever its form is.
-STEP_NUMBER = re.compile(r"(?<![-\w])(?:iteration|iter|(?:global_?)?step|epoch)s?\b[\"' :=#\[(]{0,8}\d", re.IGNORECASE)
+STEP_NUMBER = re.compile(
+    r"(?<![-\w])(?:iteration|iter|(?:global_?)?step|epoch)s?\b[\"' :=#\[(]{0,8}\d", re.IGNORECASE
+)
 LOSS = re.compile(r"(?<![a-z])loss(?![ _-]?scal)", re.IGNORECASE)
 CUT_ITERATION = re.compile(r"iteration +\d{1,12} */")
-EVALUATION = re.compile(r"\b(?:validation|valid|test|eval)", re.IGNORECASE)  # word of a line about no training step
+# word of a line about no training step
+EVALUATION = re.compile(r"\b(?:validation|valid|test|eval)", re.IGNORECASE)
 # For each name of a step's time: its unit in milliseconds.
 STEP_TIME = {
     "elapsed time per iteration (ms)": 1.0,
     PLAIN_WORDS["elapsed time per iteration (ms)"]: 1.0,
     "elapsed time per iteration (s)": 1000.0,
 }
-ITERATION_FIELDS = frozenset((
-    *STEP_TIME, "learning rate", "global batch size", "loss scale", "grad norm",
-    "number of skipped iterations", "number of nan iterations", "consumed samples", "num zeros", "params norm",
-    "throughput per GPU (TFLOP/s/GPU)", "consumed tokens", "samples per second", "actual seqlen", "TFLOPs",
-    "tokens per gpu per second (tgs)",
-))  # fmt: skip
+ITERATION_FIELDS = frozenset(
+    (
+        *STEP_TIME,
+        "learning rate",
+        "global batch size",
+        "loss scale",
+        "grad norm",
+        "number of skipped iterations",
+        "number of nan iterations",
+        "consumed samples",
+        "num zeros",
+        "params norm",
+        "throughput per GPU (TFLOP/s/GPU)",
+        "consumed tokens",
+        "samples per second",
+        "actual seqlen",
+        "TFLOPs",
+        "tokens per gpu per second (tgs)",
+    )
+)
 FIELD = re.compile(rf"([A-Za-z][\w/ ().-]*): *{NUMBER}")
 METRICS = {  # by field of RawLog: the pattern of a line that has one value for this field
     "parameters_billion": re.compile(
@@ -82,37 +119,96 @@ EXIT = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
 
 # A log may have gigabytes. So only lines with one of these words are searched for the patterns in ENDS.
 END_SIGNS = (
-    "emory", "MEMORY", "ALLOC_FAILED", "line ", "return code", "Killed", "Terminated", "Interrupt", "Error",
-    "Exception", "Unavailable", "can not create", "exitcode", "oom", "CANCELLED", "DUE TO", "us error", "task",
-)  # fmt: skip
+    "emory",
+    "MEMORY",
+    "ALLOC_FAILED",
+    "line ",
+    "return code",
+    "Killed",
+    "Terminated",
+    "Interrupt",
+    "Error",
+    "Exception",
+    "Unavailable",
+    "can not create",
+    "exitcode",
+    "oom",
+    "CANCELLED",
+    "DUE TO",
+    "us error",
+    "task",
+)
 # Ways in which a run can end early, the most specific first. Each has a status, the pattern of a log line that shows
 # this end, and an explanation, which is empty if the line explains itself. Slurm's lines are those of slurmstepd and
 # srun; their statuses are those that places/slurm.py gives to the states of the same name.
 ENDS = (
-    ("oom-device", re.compile(r"(?:CUDA|sim device|CUDA error:) out of memory|ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY"),
-     ""),
-    ("oom-host", re.compile(r"can't allocate memory|Cannot allocate memory|^MemoryError|sim (?:host|pinned) out of "
-                            r"memory|insufficient shared memory"), ""),
-    ("oom-host", re.compile(r"\b(?:OUT OF MEMORY|Out Of Memory|OUT_OF_MEMORY)\b.{0,40}|Out of memory: Kill.{0,80}|"
-                            r"oom[-_]kill|[Ee]xceeded (?:\w+ )?memory limit"), ""),
+    (
+        "oom-device",
+        re.compile(r"(?:CUDA|sim device|CUDA error:) out of memory|ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY"),
+        "",
+    ),
+    (
+        "oom-host",
+        re.compile(
+            r"can't allocate memory|Cannot allocate memory|^MemoryError|sim (?:host|pinned) out of "
+            r"memory|insufficient shared memory"
+        ),
+        "",
+    ),
+    (
+        "oom-host",
+        re.compile(
+            r"\b(?:OUT OF MEMORY|Out Of Memory|OUT_OF_MEMORY)\b.{0,40}|Out of memory: Kill.{0,80}|"
+            r"oom[-_]kill|[Ee]xceeded (?:\w+ )?memory limit"
+        ),
+        "",
+    ),
     ("timeout", re.compile(r"\bDUE TO (?:TIME ?LIMIT|DEADLINE)\b"), "Slurm's limit of time"),
-    ("killed", re.compile(r"\bDUE TO (?:JOB )?(?:PREEMPTION|NODE FAIL(?:URE)?|REQUEUE)\b"), "Slurm ended the job"),
-    ("interrupted", re.compile(r"(?:JOB|STEP) [\w.+]{1,40} ON \S{1,80} CANCELLED AT [\dT:-]{8,30}"),
-     "somebody cancelled the job"),
-    ("oom-host", re.compile(r"\bline \d+: +\d+ Killed|^Killed\s*$|exits with return code = -9\b|"
-                            r"exitcode *: -9\b"),
-     "SIGKILL that nothing in the log asked for: the host ran out of memory (inferred)"),
+    (
+        "killed",
+        re.compile(r"\bDUE TO (?:JOB )?(?:PREEMPTION|NODE FAIL(?:URE)?|REQUEUE)\b"),
+        "Slurm ended the job",
+    ),
+    (
+        "interrupted",
+        re.compile(r"(?:JOB|STEP) [\w.+]{1,40} ON \S{1,80} CANCELLED AT [\dT:-]{8,30}"),
+        "somebody cancelled the job",
+    ),
+    (
+        "oom-host",
+        re.compile(
+            r"\bline \d+: +\d+ Killed|^Killed\s*$|exits with return code = -9\b|"
+            r"exitcode *: -9\b"
+        ),
+        "SIGKILL that nothing in the log asked for: the host ran out of memory (inferred)",
+    ),
     ("does-not-fit", re.compile(r"layers? needs [\d.]+ \w+ of (?:\w+ )?memory .*"), ""),
     ("interrupted", re.compile(r"^KeyboardInterrupt|\bline \d+: +\d+ (?:Interrupt|Hangup)\b"), ""),
-    ("killed", re.compile(r"\bline \d+: +\d+ Terminated|^Terminated\s*$|exits with return code = -15\b|"
-                          r"\btasks? [\d,-]+: (?:Killed|Terminated)\b"), ""),
+    (
+        "killed",
+        re.compile(
+            r"\bline \d+: +\d+ Terminated|^Terminated\s*$|exits with return code = -15\b|"
+            r"\btasks? [\d,-]+: (?:Killed|Terminated)\b"
+        ),
+        "",
+    ),
     ("unavailable", re.compile(r"^(?:ModuleNotFoundError|ImportError|[\w.]*Unavailable): .*"), ""),
-    ("oom-host", re.compile(r"can not create \w+.*"), "the artifact's README: how running out of memory may look"),
-    ("crash", re.compile(r"^(?:[\w.]*(?:Error|Exception)|AssertionError)\b.*|\bline \d+: +\d+ (?:Segmentation fault|"
-                         r"Aborted|Bus error|Illegal instruction).*|exits with return code = -?[1-9]\d*|"
-                         r"\b(?:Bus error|bus error encountered)\b.*|"
-                         r"\btasks? [\d,-]+: (?:Segmentation fault|Aborted|Exited with exit code [1-9]).*"), ""),
-)  # fmt: skip
+    (
+        "oom-host",
+        re.compile(r"can not create \w+.*"),
+        "the artifact's README: how running out of memory may look",
+    ),
+    (
+        "crash",
+        re.compile(
+            r"^(?:[\w.]*(?:Error|Exception)|AssertionError)\b.*|\bline \d+: +\d+ (?:Segmentation fault|"
+            r"Aborted|Bus error|Illegal instruction).*|exits with return code = -?[1-9]\d*|"
+            r"\b(?:Bus error|bus error encountered)\b.*|"
+            r"\btasks? [\d,-]+: (?:Segmentation fault|Aborted|Exited with exit code [1-9]).*"
+        ),
+        "",
+    ),
+)
 
 
 LITERALS = {"True": True, "False": False, "None": None}
@@ -129,7 +225,8 @@ class Interval:
     iteration: int
     total: int
     elapsed_ms: float | None
-    loss: float | None  # NaN if a complete line has no loss, because the dialects leave out a loss that is not finite
+    # NaN if a complete line has no loss, because the dialects leave out a loss that is not finite
+    loss: float | None
     grad_norm: float | None
     batch_size: float | None = None  # samples of a step, of all GPUs together
     consumed: float | None = None  # samples since the training's start
@@ -161,7 +258,8 @@ class RawLog:
     memory_mb: dict[str, float] = field(default_factory=dict)
     timers_ms: list[dict[str, float]] = field(default_factory=list)
     exit_iteration: int | None = None
-    ends: dict[int, str] = field(default_factory=dict)  # by index in ENDS: the text in the log that tells of this end
+    # by index in ENDS: the text in the log that tells of this end
+    ends: dict[int, str] = field(default_factory=dict)
 
 
 def read(path: Path) -> RawLog:
@@ -177,7 +275,10 @@ def read(path: Path) -> RawLog:
     for line in _lines(path, digest.update):
         _take(log, line)
     log.sha256 = digest.hexdigest()
-    if max(len(log.intervals), len(log.timers_ms), len(log.interval_speeds), len(log.cumulative_speeds)) > MOST_METRICS:
+    if (
+        max(len(log.intervals), len(log.timers_ms), len(log.interval_speeds), len(log.cumulative_speeds))
+        > MOST_METRICS
+    ):
         raise NotALog(f"more than {MOST_METRICS} of its lines are metrics of one kind")
     if not (log.arguments or log.own or log.parameters or log.intervals or log.ends):
         raise NotALog("not one of its lines is a training log's")
@@ -208,7 +309,10 @@ def _take(log: RawLog, line: str) -> None:
     elif match := OWN_HEADER.match(line):
         log.starts.add(len(log.intervals))
         log.own = {"method": match[1], "steps": int(match[3]), "device": match[4]}
-        log.own |= {"options": _pairs(r"'(\w+)': ([^,}]+)", match[2]), "workload": _pairs(r"\b(\w+)=([^,]+)", match[5])}
+        log.own |= {
+            "options": _pairs(r"'(\w+)': ([^,}]+)", match[2]),
+            "workload": _pairs(r"\b(\w+)=([^,]+)", match[5]),
+        }
     elif match := OWN_END.match(line):
         log.own_end = (match[1], match[2], int(match[3]), clean(match[4] or "", 1000))
     else:
@@ -221,7 +325,11 @@ def _take_number(log: RawLog, line: str) -> None:
     if match := EXACT_PARAMETERS.search(line):
         log.parameters.append(int(match[1]))
     for name, pattern in METRICS.items():
-        if (match := pattern.search(line)) and (value := number(match[1])) is not None and math.isfinite(value):
+        if (
+            (match := pattern.search(line))
+            and (value := number(match[1])) is not None
+            and math.isfinite(value)
+        ):
             getattr(log, name).append(value)
     if "padded vocab" in line and (match := PADDED_VOCABULARY.search(line)):
         log.vocab_size = int(match[1])
@@ -249,7 +357,12 @@ def _end(line: str) -> tuple[int, str] | None:
 
 def _is_like_a_step(line: str) -> bool:
     """True if the line looks like one about a step of the training, not of an evaluation."""
-    if "loss" in line.lower() and LOSS.search(line) and STEP_NUMBER.search(line) and not EVALUATION.search(line):
+    if (
+        "loss" in line.lower()
+        and LOSS.search(line)
+        and STEP_NUMBER.search(line)
+        and not EVALUATION.search(line)
+    ):
         return True
     return CUT_ITERATION.search(line) is not None
 
@@ -260,13 +373,25 @@ def _interval(iteration: int, total: int, rest: str) -> Interval:
     elapsed = elapsed if elapsed and 1e-3 < elapsed < 1e12 else None  # a garbled number is dropped
     loss = values.get("lm loss")
     unread = next((clean(part, 60) for part in rest.split("|") if part.strip() and _field(part) is None), "")
-    is_whole = rest.rstrip().endswith("|") and rest.count("|") == len(values) and "number of nan iterations" in values
-    if (is_whole and set(values) <= ITERATION_FIELDS) or (loss is not None and values.get("number of nan iterations")):
+    is_whole = (
+        rest.rstrip().endswith("|")
+        and rest.count("|") == len(values)
+        and "number of nan iterations" in values
+    )
+    if (is_whole and set(values) <= ITERATION_FIELDS) or (
+        loss is not None and values.get("number of nan iterations")
+    ):
         loss = math.nan
     return Interval(
-        iteration, total, elapsed, loss, values.get("grad norm"), values.get("global batch size"),
-        values.get("consumed samples"), unread,
-    )  # fmt: skip
+        iteration,
+        total,
+        elapsed,
+        loss,
+        values.get("grad norm"),
+        values.get("global batch size"),
+        values.get("consumed samples"),
+        unread,
+    )
 
 
 def _fields(text: str) -> dict[str, float]:

@@ -23,14 +23,20 @@ from papers.logs.parse import ENDS, Interval, NotALog, RawLog, scalar
 
 # By argument of the published artifact: the field of the workload that the argument sets.
 FIELDS = {
-    "num_attention_heads": "num_heads", "seq_length": "seq_len", "hidden_dropout": "dropout", "clip_grad": "clip_norm",
-    "lr": "learning_rate", "seed": "seed",
-}  # fmt: skip
+    "num_attention_heads": "num_heads",
+    "seq_length": "seq_len",
+    "hidden_dropout": "dropout",
+    "clip_grad": "clip_norm",
+    "lr": "learning_rate",
+    "seed": "seed",
+}
 PRECISIONS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 SIZES = {
-    "num_layers": ("num_layers",), "hidden_size": ("hidden_size",), "batch_size": ("micro_batch_size", "batch_size"),
+    "num_layers": ("num_layers",),
+    "hidden_size": ("hidden_size",),
+    "batch_size": ("micro_batch_size", "batch_size"),
     "window": ("gl_window_size",),
-}  # fmt: skip
+}
 SPEEDS = {
     "interval": "mean of each interval",
     "cumulative": "mean of all steps so far but the first two, without data loading",
@@ -48,37 +54,66 @@ def to_record(log: RawLog, name: str) -> Record:
     workload, unsaid = _workload(log, batch_size, doubts)
     status, phase, reason, evidence = _end(log, intervals, steps)
     job = Job(
-        log.name["method"], workload, _options(log), device=log.own.get("device", "cuda"), steps=steps,
+        log.name["method"],
+        workload,
+        _options(log),
+        device=log.own.get("device", "cuda"),
+        steps=steps,
         warmup=min(interval_steps, steps - 1),
-    )  # fmt: skip
+    )
     doubts += _implausible(log, job, intervals, interval_steps)
     at = {interval.iteration: interval for interval in intervals}
     grid = [at.get(step) for step in range(interval_steps, max(at, default=0) + 1, interval_steps)]
     mebibytes = {"device_allocated": "max allocated", "device_reserved": "max reserved"}
     return Record(
-        job, job.key(origin="imported", log=log.sha256), status, phase, reason, origin="imported", clock=job.device,
-        interval_steps=interval_steps, started=float(log.name["unix"]),
+        job,
+        job.key(origin="imported", log=log.sha256),
+        status,
+        phase,
+        reason,
+        origin="imported",
+        clock=job.device,
+        interval_steps=interval_steps,
+        started=float(log.name["unix"]),
         losses=[each.loss if each else None for each in grid],  # type: ignore[misc]
         grad_norms=[each.grad_norm for each in intervals if each.grad_norm is not None],
         step_seconds=[each.elapsed_ms / 1000 if each and each.elapsed_ms else None for each in grid],  # type: ignore[misc]
-        peaks={key: int(log.memory_mb[word] * 2**20) for key, word in mebibytes.items()
-               if 0 < log.memory_mb.get(word, 0) < LARGEST_MB},
-        evidence={**evidence, **_raw(log, name, intervals), **_parameters(log, workload, doubts), "unsaid": unsaid,
-                  "doubts": doubts},
-    )  # fmt: skip
+        peaks={
+            key: int(log.memory_mb[word] * 2**20)
+            for key, word in mebibytes.items()
+            if 0 < log.memory_mb.get(word, 0) < LARGEST_MB
+        },
+        evidence={
+            **evidence,
+            **_raw(log, name, intervals),
+            **_parameters(log, workload, doubts),
+            "unsaid": unsaid,
+            "doubts": doubts,
+        },
+    )
 
 
 def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
     """Return the log's numbers as the log prints them, by the names that they have in the record's evidence."""
     kind = "cumulative" if log.cumulative_speeds else "interval"
-    columns = {"iterations": "iteration", "elapsed_ms": "elapsed_ms", "lm_loss": "loss", "grad_norm": "grad_norm"}
+    columns = {
+        "iterations": "iteration",
+        "elapsed_ms": "elapsed_ms",
+        "lm_loss": "loss",
+        "grad_norm": "grad_norm",
+    }
     return {
-        "log": name, "log_sha256": log.sha256, "named_window": log.name["window"],
+        "log": name,
+        "log_sha256": log.sha256,
+        "named_window": log.name["window"],
         "arguments": {word: text for word, text in log.arguments.items() if word != "data_path"},
         **{name: [getattr(each, field) for each in intervals] for name, field in columns.items()},
-        "samples_per_second": getattr(log, f"{kind}_speeds"), "samples_per_second_is": SPEEDS[kind],
-        "tera_flops": log.tera_flops, "memory_mb": log.memory_mb, "timers_ms": log.timers_ms,
-    }  # fmt: skip
+        "samples_per_second": getattr(log, f"{kind}_speeds"),
+        "samples_per_second_is": SPEEDS[kind],
+        "tera_flops": log.tera_flops,
+        "memory_mb": log.memory_mb,
+        "timers_ms": log.timers_ms,
+    }
 
 
 def _world_size(log: RawLog) -> int:
@@ -99,15 +134,23 @@ def _batch_size(log: RawLog, intervals: list[Interval]) -> int:
     sizes = sorted({interval.batch_size for interval in intervals if interval.batch_size is not None})
     ramp = log.arguments.get("rampup_batch_size", "None")
     if len(sizes) > 1 or (not sizes and ramp not in ("None", "[]")):
-        steps = f"steps of {sizes[0]:g} to {sizes[-1]:g} samples" if sizes else f"a ramp-up of the batch ({ramp:.40})"
+        steps = (
+            f"steps of {sizes[0]:g} to {sizes[-1]:g} samples"
+            if sizes
+            else f"a ramp-up of the batch ({ramp:.40})"
+        )
         raise NotALog(f"expected steps of one batch size, got {steps}; try a log from after the ramp-up")
     if sizes and not (sizes[0] >= 1 and sizes[0].is_integer()):
         raise NotALog(f"expected a whole number as its global batch size, got {sizes[0]:g}")
     if sizes:
         return int(sizes[0])
     micro = next((log.arguments[name] for name in SIZES["batch_size"] if name in log.arguments), None)
-    replicas = _whole(log.arguments.get("data_parallel_size")) or _world_size(log) // _model_parallel(log) or 1
-    stated = _whole(log.arguments.get("global_batch_size")) or log.samples_per_step or replicas * _whole(micro)
+    replicas = (
+        _whole(log.arguments.get("data_parallel_size")) or _world_size(log) // _model_parallel(log) or 1
+    )
+    stated = (
+        _whole(log.arguments.get("global_batch_size")) or log.samples_per_step or replicas * _whole(micro)
+    )
     header = log.own.get("workload", {}).get("batch_size")
     return stated or (header if isinstance(header, int) else 0) or int(log.name["batch_size"])
 
@@ -115,8 +158,10 @@ def _batch_size(log: RawLog, intervals: list[Interval]) -> int:
 def _contradictions(log: RawLog, batch_size: int) -> list[str]:
     """Return a text for each fact (the method or a size) on which the log's name and its lines disagree."""
     workload = log.own.get("workload", {})
-    stated = {size: next((log.arguments[word] for word in words if word in log.arguments), workload.get(size))
-              for size, words in SIZES.items()}  # fmt: skip
+    stated = {
+        size: next((log.arguments[word] for word in words if word in log.arguments), workload.get(size))
+        for size, words in SIZES.items()
+    }
     stated |= {"method": log.own.get("method"), "batch_size": batch_size}
     return [
         f"{size} is {log.name[size]} in the name and {text} in the log"
@@ -129,16 +174,24 @@ def _appended(log: RawLog) -> list[str]:
     """Return a text if the log lists arguments after steps, too. Then it holds several runs, of whose arguments the
     last ones count. A list before the first step may be there twice, as in STRONGHOLD's logs."""
     num_runs = len(log.starts)
-    return [f"its arguments are listed again after steps, as by {num_runs} runs in one file"] if num_runs > 1 else []
+    return (
+        [f"its arguments are listed again after steps, as by {num_runs} runs in one file"]
+        if num_runs > 1
+        else []
+    )
 
 
 def _unread(log: RawLog, intervals: list[Interval]) -> list[str]:
     """Return a text for each kind of line about a step that could not be read, or only in part."""
     doubts, parts = [], [interval.unread for interval in intervals if interval.unread]
     if log.num_unread_steps:
-        doubts.append(f"{counted(log.num_unread_steps, 'line')} like a step's could not be read: {log.unread_step!r}")
+        doubts.append(
+            f"{counted(log.num_unread_steps, 'line')} like a step's could not be read: {log.unread_step!r}"
+        )
     if parts:
-        doubts.append(f"{len(parts)} of {len(intervals)} iteration lines were read in part, without {parts[0]!r}")
+        doubts.append(
+            f"{len(parts)} of {len(intervals)} iteration lines were read in part, without {parts[0]!r}"
+        )
     if num_untimed := sum(interval.elapsed_ms is None for interval in intervals):
         doubts.append(f"{num_untimed} of {len(intervals)} iteration lines tell no time of a step in ms or s")
     return doubts
@@ -147,7 +200,11 @@ def _unread(log: RawLog, intervals: list[Interval]) -> list[str]:
 def _workload(log: RawLog, batch_size: int, doubts: list[str]) -> tuple[Workload, list[str]]:
     """Return the workload, and the names of those of its fields that the log does not tell. Raises NotALog if the sizes
     make no workload."""
-    sizes = {"num_layers": log.name["num_layers"], "hidden_size": log.name["hidden_size"], "batch_size": batch_size}
+    sizes = {
+        "num_layers": log.name["num_layers"],
+        "hidden_size": log.name["hidden_size"],
+        "batch_size": batch_size,
+    }
     stated = {name: value for name, value in log.own.get("workload", {}).items() if name not in sizes}
     stated |= {name: scalar(log.arguments[word]) for word, name in FIELDS.items() if word in log.arguments}
     if log.vocab_size:
@@ -157,8 +214,12 @@ def _workload(log: RawLog, batch_size: int, doubts: list[str]) -> tuple[Workload
     if "params_dtype" in log.arguments:
         stated["dtype"] = PRECISIONS.get(log.arguments["params_dtype"], log.arguments["params_dtype"])
     fields = vars(Workload())
-    legible = {name: value for name, value in stated.items() if name in fields and _is_like(value, fields[name])}
-    doubts += [f"{name} is illegible: {str(value)[:60]}" for name, value in stated.items() if name not in legible]
+    legible = {
+        name: value for name, value in stated.items() if name in fields and _is_like(value, fields[name])
+    }
+    doubts += [
+        f"{name} is illegible: {str(value)[:60]}" for name, value in stated.items() if name not in legible
+    ]
     try:
         return Workload(**sizes, **legible), sorted(fields.keys() - legible.keys() - sizes.keys())
     except ValueError as error:
@@ -193,9 +254,13 @@ def _intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
     iterations make no schedule.
     """
     totals = Counter(each.total for each in log.intervals)
-    total = max(totals, key=lambda each: (totals[each], each), default=_whole(log.arguments.get("train_iters")))
+    total = max(
+        totals, key=lambda each: (totals[each], each), default=_whole(log.arguments.get("train_iters"))
+    )
     steps = log.own.get("steps") or total or 1
-    found = {each.iteration: each for each in log.intervals if 0 < each.iteration <= steps and each.total == total}
+    found = {
+        each.iteration: each for each in log.intervals if 0 < each.iteration <= steps and each.total == total
+    }
     asked = min(INTERVAL, steps) if log.own else _whole(log.arguments.get("log_interval"))
     if not asked or (found and sum(step % asked == 0 for step in found) * 2 <= len(found)):
         asked = math.gcd(*found) or 1
@@ -244,7 +309,9 @@ def _parameters(log: RawLog, workload: Workload, doubts: list[str]) -> dict[str,
     billions = [count for count in log.parameters_billion if count]
     stated = {"parameters": log.parameters, "parameters_billion": sorted(set(billions))}
     if (num_parts := _model_parallel(log)) > 1:
-        doubts.append(f"its parameters are counted in each of {num_parts} parts of the model, so they are not compared")
+        doubts.append(
+            f"its parameters are counted in each of {num_parts} parts of the model, so they are not compared"
+        )
         return stated
     is_near = any(abs(count - workload.num_params / 1e9) < 6e-4 for count in billions)
     if workload.num_params in log.parameters or (not log.parameters and (is_near or not billions)):

@@ -28,7 +28,8 @@ from harness.models import named_models
 from papers.figures.point import machine_of
 from papers.report.bundle import FOLDER, MANIFEST
 
-ENDINGS = (".json", ".txt", ".csv", ".pdf", ".png", ".html", ".md")  # endings of the files that an archive may hold
+# endings of the files that an archive may hold
+ENDINGS = (".json", ".txt", ".csv", ".pdf", ".png", ".html", ".md")
 TAKEN = re.compile(rf"(?:{probe.FOLDER}/)?log_[\w .,+=@~-]+\.json|log_[\w .,+=@~-]+\.txt")
 
 
@@ -47,8 +48,12 @@ def add(source: Path, results: Path) -> Iterator[str]:
     runs = {name: record for name, record in there.items() if name not in probes and record.origin == "run"}
     new = _new(runs, results)
     if not new:
-        told = f"expected a new run, got {len(runs)} known" if runs else "expected a record of a run, got none"
-        others = f" of a model that is known here; {_of_others(sent, there)}" if len(there) < len(sent) else ""
+        told = (
+            f"expected a new run, got {len(runs)} known" if runs else "expected a record of a run, got none"
+        )
+        others = (
+            f" of a model that is known here; {_of_others(sent, there)}" if len(there) < len(sent) else ""
+        )
         raise ValueError(f"{source}: {told}{others}; nothing was added")
     beside = Beside(list(runs.values()), list(probes.values()))
     judged = {name: _judged(source, name, record, beside) for name, record in new.items()}
@@ -61,7 +66,11 @@ def add(source: Path, results: Path) -> Iterator[str]:
     for machine in sorted({machine_of(record) for record in new.values()}):
         own = {name: record for name, record in judged.items() if machine_of(record) == machine}
         beside_it = {name: record for name, record in probes.items() if machine_of(record) == machine}
-        texts = {name: taken[name] for name in (f"{each.removesuffix('.json')}.txt" for each in own) if name in taken}
+        texts = {
+            name: taken[name]
+            for name in (f"{each.removesuffix('.json')}.txt" for each in own)
+            if name in taken
+        }
         for name, record in own.items():
             yield _line(record, new[name])
         yield str(_write(results, machine, {**own, **beside_it}, texts))
@@ -77,7 +86,9 @@ def _known_configs(results: Path) -> set[str | None]:
 
 
 def _of_others(sent: dict[str, Record], taken: dict[str, Record]) -> str:
-    names = sorted({f"{record.job.workload.model_name:.60}" for name, record in sent.items() if name not in taken})
+    names = sorted(
+        {f"{record.job.workload.model_name:.60}" for name, record in sent.items() if name not in taken}
+    )
     some = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
     records = counted(len(sent) - len(taken), "record")
     return f"left out: {records} of models that are not known here ({some}): train them first"
@@ -86,7 +97,11 @@ def _of_others(sent: dict[str, Record], taken: dict[str, Record]) -> str:
 def _of_folder(folder: Path) -> dict[str, bytes]:
     """Return the records and logs of a folder of results, by their paths in it. Raises ValueError if one of them is a
     link or a device."""
-    found = [*folder.glob("log_*.json"), *folder.glob("log_*.txt"), *(folder / probe.FOLDER).glob("log_*.json")]
+    found = [
+        *folder.glob("log_*.json"),
+        *folder.glob("log_*.txt"),
+        *(folder / probe.FOLDER).glob("log_*.json"),
+    ]
     if len(found) > MOST_FILES:
         raise ValueError(f"{folder}: expected at most {MOST_FILES} records and logs, got {len(found)}")
     if (folder / probe.FOLDER).is_symlink():
@@ -132,7 +147,9 @@ def _judged(source: Path, name: str, record: Record, beside: Beside) -> Record:
 def _write(results: Path, machine: str, records: dict[str, Record], texts: dict[str, bytes]) -> Path:
     """Write the records of one machine, and the texts of their logs, into a new folder; return its path. Other programs
     see the folder only when it is complete."""
-    identity = hashlib.sha256("".join(sorted(f"{each.key}{each.started}" for each in records.values())).encode())
+    identity = hashlib.sha256(
+        "".join(sorted(f"{each.key}{each.started}" for each in records.values())).encode()
+    )
     name = re.sub(r"[^A-Za-z0-9]+", "-", machine).strip("-")[:60] or "unnamed"
     folder = own_folder(results / ADDED) / f"{name}-{identity.hexdigest()[:8]}"
     stage = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
@@ -152,7 +169,9 @@ def _write(results: Path, machine: str, records: dict[str, Record], texts: dict[
 
 def _line(record: Record, sent: Record) -> str:
     load, speed = record.job.workload, record.samples_per_second
-    size = f"{record.job.method}, {counted(load.num_layers, 'layer')}, {params_text(load.num_params)} parameters"
+    size = (
+        f"{record.job.method}, {counted(load.num_layers, 'layer')}, {params_text(load.num_params)} parameters"
+    )
     if record.status != "ok":
         return f"{size}: ended as {record.status}"
     told = f"gate {record.gate.verdict}: {record.gate.text}"

@@ -58,7 +58,10 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
         hosts = [host for record in records for host in redact.nodes(str(record.machine.get("nodes", "")))]
         _fill(stage, results, names or redact.here(known_words(records), hosts))
         paths = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
-        lines = [f"{hashlib.sha256((stage / path).read_bytes()).hexdigest()}  {path.as_posix()}\n" for path in paths]
+        lines = [
+            f"{hashlib.sha256((stage / path).read_bytes()).hexdigest()}  {path.as_posix()}\n"
+            for path in paths
+        ]
         (stage / MANIFEST).write_text("".join(lines))
         packed = _packed(stage, [Path(MANIFEST), *paths])
     archive.parent.mkdir(parents=True, exist_ok=True)
@@ -73,9 +76,18 @@ def known_words(records: Iterable[Record]) -> set[str]:
     found = {*STATUSES, *VERDICTS, *method.names(), *PACKAGES, *scaled.NAMES, *machines}
     found |= {f"{name}_{on}" for name in scaled.NAMES for on in machines}
     for record in records:
-        found |= {record.job.method, record.job.device, record.clock, record.origin, record.phase, record.gate.reason}
+        found |= {
+            record.job.method,
+            record.job.device,
+            record.clock,
+            record.origin,
+            record.phase,
+            record.gate.reason,
+        }
         found |= set(_keys(record.to_dict()))
-        found |= {value for value in record.job.options.values() if isinstance(value, str) and "/" not in value}
+        found |= {
+            value for value in record.job.options.values() if isinstance(value, str) and "/" not in value
+        }
     return found
 
 
@@ -111,9 +123,12 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
         chosen = verify.of_one_machine(records, name if part else None)
         for used, number, _ in page.tables(chosen, results):
             for path in case.load(number).kept(used, results):
-                if path.resolve() == path and [*_listable([path])]:  # skip links, which could lead out of the folder
+                if path.resolve() == path and [*_listable([path])]:
+                    # skip links, which could lead out of the folder
                     _put_text(path, stage / path.relative_to(results.resolve()), names)
-            case_files.draw(number, case_files.extract(number, used, chosen, stage / "figures" / part, results))
+            case_files.draw(
+                number, case_files.extract(number, used, chosen, stage / "figures" / part, results)
+            )
         for profile, shown in page.traces(chosen, stage):
             overlap.extract(shown, profile, stage / "figures" / part)
             overlap.draw(shown, profile, stage / "figures" / part)
@@ -173,5 +188,9 @@ def _packed(stage: Path, paths: Iterable[Path]) -> bytes:
         tarfile.open(mode="w", fileobj=zipped, format=tarfile.PAX_FORMAT) as tar,
     ):
         for path in paths:  # deep=False: a deep copy of an entry would copy the whole archive
-            tar.add(stage / path, f"{FOLDER}/{path.as_posix()}", filter=lambda it: it.replace(**NOBODYS, deep=False))
+            tar.add(
+                stage / path,
+                f"{FOLDER}/{path.as_posix()}",
+                filter=lambda it: it.replace(**NOBODYS, deep=False),
+            )
     return buffer.getvalue()

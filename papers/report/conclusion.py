@@ -14,10 +14,13 @@ from papers.figures import plot
 
 MOST_NAMED = 2  # most claims of one kind that are quoted
 ENDS = {
-    "oom-device": "ran out of device memory", "oom-host": "ran out of host memory",
-    "does-not-fit": "did not fit by plan", "timeout": "took too long", "crash": "crashed",
+    "oom-device": "ran out of device memory",
+    "oom-host": "ran out of host memory",
+    "does-not-fit": "did not fit by plan",
+    "timeout": "took too long",
+    "crash": "crashed",
     "unavailable": "lacked an engine",
-}  # fmt: skip
+}
 KINDS = (
     ((judge.PASS, judge.XPASS), "holds", "hold"),
     ((judge.FAIL, judge.XFAIL), "does not hold", "do not hold"),
@@ -35,10 +38,16 @@ def _measured(records: Sequence[Record], machines: Sequence[str]) -> str:
     runs = [record for record in records if record.origin == "run"]
     shown = runs or list(records)
     clocks = dict.fromkeys(plot.CLOCKS.get(record.clock, record.clock) for record in runs)
-    where = f"On {'; and on '.join(machines)}, by the clock {' and '.join(clocks)}" if runs else "In imported logs"
+    where = (
+        f"On {'; and on '.join(machines)}, by the clock {' and '.join(clocks)}"
+        if runs
+        else "In imported logs"
+    )
     methods = len({record.job.method for record in shown})
     trained = sum(record.status == "ok" and record.gate.passed for record in shown)
-    told = [f"{trained} of {counted(len(shown), 'run')} of {counted(methods, 'method')} trained as the reference does"]
+    told = [
+        f"{trained} of {counted(len(shown), 'run')} of {counted(methods, 'method')} trained as the reference does"
+    ]
     told += [f"{failed} failed the gate" for failed in [sum(map(_has_failed, shown))] if failed]
     ends = [record.status for record in shown if record.status != "ok"]
     told += [f"{ends.count(each)} {ENDS.get(each, f'ended as {each}')}" for each in dict.fromkeys(ends)]

@@ -40,19 +40,25 @@ def show_neighbors() -> None:
     """Print the other processes on the GPU and the GPU's free memory; without a GPU, print the load average."""
     gpu = machine.gpu()
     if not gpu:
-        print(f"no GPU here: runs are on the CPU or on sim, load average {machine.surroundings('cpu')['load_average']}")
+        print(
+            f"no GPU here: runs are on the CPU or on sim, load average {machine.surroundings('cpu')['load_average']}"
+        )
         return
     others = machine.surroundings("cuda").get("foreign_processes", [])
     print(f"{gpu['gpu']}: {gib(machine.gpu_free_bytes() or 0)} of {gib(gpu['gpu_bytes'])} are free")
     for other in others:
-        print(f"process {other['pid']} has {gib(other['device_bytes'] or 0)}: times measured beside it are its, too")
+        print(
+            f"process {other['pid']} has {gib(other['device_bytes'] or 0)}: times measured beside it are its, too"
+        )
 
 
 def show_minutes(profile: str | None, machine: str | None, results: Path) -> None:
     """Print a line for each case, with a rough estimate of the time that its missing runs take."""
     used = case.profile_of(profile, machine)
     for number in case.numbers_of_all():
-        print(f"case {number}: {collect.closing_line(collect.Campaign([number], used, results).points(), used)}")
+        print(
+            f"case {number}: {collect.closing_line(collect.Campaign([number], used, results).points(), used)}"
+        )
 
 
 def clean_up(results: Path, everything: bool = False) -> None:
@@ -63,7 +69,9 @@ def clean_up(results: Path, everything: bool = False) -> None:
     for path in made:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     kept = counted(len(list(results.glob("log_*.json"))), "record")
-    print(f"{kept} in {results}" + ("" if everything else "; clean_up(RESULTS, everything=True) removes them"))
+    print(
+        f"{kept} in {results}" + ("" if everything else "; clean_up(RESULTS, everything=True) removes them")
+    )
 
 
 def show_claims(results: Path, against: str | None = None, machine: str | None = None) -> None:

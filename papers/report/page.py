@@ -75,7 +75,9 @@ class SentIn:
     records: DataFrame
 
 
-def write(results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None) -> list[Path]:
+def write(
+    results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None
+) -> list[Path]:
     """Write the page and, beside it, the review; return their paths.
 
     `out`: the page's path; None: a file in `results`. `profile`: only its figures are shown; None: all. `machine`: only
@@ -84,7 +86,9 @@ def write(results: Path, out: Path | None = None, profile: str | None = None, ma
     """
     page = out or results / "report" / PAGE
     if page.name == REVIEW:
-        raise ValueError(f"--out: expected a name other than {REVIEW}, the review's: try --out {page.parent / PAGE}")
+        raise ValueError(
+            f"--out: expected a name other than {REVIEW}, the review's: try --out {page.parent / PAGE}"
+        )
     check_replaceable(page, b"<!DOCTYPE html>")
     check_replaceable(page.parent / REVIEW, b"# Review of measurements")
     told = gather(results, profile, machine)
@@ -106,11 +110,17 @@ def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
     found, complaints = read_all(results)
     if not found and complaints:
         told = shortened(sorted(complaints))
-        raise ValueError(f"expected readable records in {results}, got none: {told}; try another --results folder")
+        raise ValueError(
+            f"expected readable records in {results}, got none: {told}; try another --results folder"
+        )
     if not found and (sent := added_folders(results)):
-        raise ValueError(f"expected your own records in {results}, got only records sent in: try --results {sent[0]}")
+        raise ValueError(
+            f"expected your own records in {results}, got only records sent in: try --results {sent[0]}"
+        )
     if not found:
-        raise ValueError(f"no record in {results}: try ./run.sh case all --profile demo, or another --results folder")
+        raise ValueError(
+            f"no record in {results}: try ./run.sh case all --profile demo, or another --results folder"
+        )
     return found, complaints
 
 
@@ -128,10 +138,13 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
     advice = advise.of_records(records)
     commits = _each(" ".join(str(record.software.get("commit")).split()) for record in runs)
     reasons = {
-        "sim": any(record.clock == "sim" for record in runs), "commits": commits, "num_runs": len(runs),
-        "dirty": any(commit.endswith("+") for commit in commits), "imported": len(records) - len(runs),
+        "sim": any(record.clock == "sim" for record in runs),
+        "commits": commits,
+        "num_runs": len(runs),
+        "dirty": any(commit.endswith("+") for commit in commits),
+        "imported": len(records) - len(runs),
         "fewest": FEWEST_FOR_INTERVAL,
-    }  # fmt: skip
+    }
     machines = _each(pages.machine(record) for record in runs)
     return {
         "conclusion": conclusion.sentences(records, here, machines),
@@ -154,12 +167,17 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
         "untrained": untrained(entries),
         "of_logs": verify.is_of_logs(here),
         "doubts": _render("doubts.txt.j2", reasons).splitlines(),
-        "commands": [*(["./run.sh import LOGS..."] if len(runs) < len(records) else []), *commands(runs, sections)],
+        "commands": [
+            *(["./run.sh import LOGS..."] if len(runs) < len(records) else []),
+            *commands(runs, sections),
+        ],
         "profiles": list(dict.fromkeys(section.profile for section in sections)),
         "clocks": _each(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
         "machines": machines,
         "facts": _each(
-            told for record in runs for told in map(pages.pairs, (lasting(record.machine), lasting(record.software)))
+            told
+            for record in runs
+            for told in map(pages.pairs, (lasting(record.machine), lasting(record.software)))
         ),
         "methods": _each(record.job.method for record in records),
         "num_runs": len(runs),
@@ -179,7 +197,9 @@ def sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]
         number += len(entries)
         sections = [dataclasses.replace(each, sender=folder.name) for each in figures(entries, None, folder)]
         name = pages.machine(entries[-1].record)
-        yield SentIn(name, entries, sections, pages.table(f"Records of {name}", map(pages.record_row, entries)))
+        yield SentIn(
+            name, entries, sections, pages.table(f"Records of {name}", map(pages.record_row, entries))
+        )
 
 
 def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[PageSection]:
@@ -202,7 +222,9 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
         yield _section(number, used.name, its.title, its.figure(rows, note), table)
     for of, found in traced:
         title, note = str(overlap.__doc__).partition("\n")[0], f"profile {of}"
-        table = pages.table(f"Case overlap, {note}: the numbers of the figure", overlap.table(found).to_dict("records"))
+        table = pages.table(
+            f"Case overlap, {note}: the numbers of the figure", overlap.table(found).to_dict("records")
+        )
         keys = [[each.record.key] if each.record else [] for each in found]
         table["records"] = [Cell(links=pages.numbers_of(own, entries)) for own in keys]
         yield _section(overlap.NAME, of, title, overlap.figure(found, note), table)
@@ -263,7 +285,9 @@ def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[st
     of_all = [str(number) for number in case.numbers_of_all()]
     cases = _each(scaled.call("all" if each.case in of_all else each.case, each.profile) for each in sections)
     used = list(_profiles(runs))
-    references = {record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()}
+    references = {
+        record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()
+    }
     loose = _each(
         again(record)
         for record in runs
@@ -285,13 +309,19 @@ def _render(name: str, told: dict[str, Any]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=name.endswith(".html.j2"), trim_blocks=True,
-        lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=name.endswith(".html.j2"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
     environment.filters |= {"markdown": markdown, "counted": counted}
     return environment.get_template(name).render(told)
 
 
 def markdown(text: str) -> str:
     """Return the text as one cell of a Markdown table, with Markdown's own characters escaped."""
-    return " ".join("".join(f"\\{character}" if character in "\\`*[<|" else character for character in text).split())
+    return " ".join(
+        "".join(f"\\{character}" if character in "\\`*[<|" else character for character in text).split()
+    )

@@ -56,10 +56,23 @@ system, compilers, drivers, clocks and temperatures, and whatever else runs: a r
 .yaml, .csv) that its source names by a constant and that lie beside it, and what the folder of `--resume` holds: after
 a change of these measure into a new folder of results.
 """
-# Matches a line that declares a field of a class: its name, its type and default, and the comment beside it.
-FIELD = re.compile(r"^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)
-PARTS = (Record, Job, Workload, Budget, Rates, Gate, record_parts.Tensor, record_parts.Other, record_parts.Evidence,
-         record_parts.MachineFacts, record_parts.SoftwareFacts, record_parts.ScheduleFacts)  # fmt: skip
+# Matches a line that declares a field of a class: the comment above it, its name, its type and default, and the comment
+# beside it.
+FIELD = re.compile(r"(?:^    # (.*)\n)?^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)
+PARTS = (
+    Record,
+    Job,
+    Workload,
+    Budget,
+    Rates,
+    Gate,
+    record_parts.Tensor,
+    record_parts.Other,
+    record_parts.Evidence,
+    record_parts.MachineFacts,
+    record_parts.SoftwareFacts,
+    record_parts.ScheduleFacts,
+)
 
 
 def page() -> str:
@@ -68,7 +81,7 @@ def page() -> str:
 
 
 def _table(kind: Any) -> str:
-    """Return, in Markdown, a table of a class's fields as the source declares them, with the comment beside each."""
+    """Return, in Markdown, a table of a class's fields as the source declares them, with each one's comment."""
     rows = [
         f"## {kind.__name__}",
         "",
@@ -77,11 +90,13 @@ def _table(kind: Any) -> str:
         "| field | type | meaning |",
         "|---|---|---|",
     ]
-    for name, declared, remark in FIELD.findall(inspect.getsource(kind)):
+    for above, name, declared, beside in FIELD.findall(inspect.getsource(kind)):
         type_text, _, default = declared.partition(" = ")
         type_text, mark = _mark(type_text.strip())
         is_required = mark == "Required" or not (mark or default or getattr(kind, "__total__", True) is False)
-        note = "; ".join(part for part in ("required" if is_required else "", _plain(remark)) if part)
+        note = "; ".join(
+            part for part in ("required" if is_required else "", _plain(beside or above)) if part
+        )
         rows.append(f"| `{name}` | {_plain(type_text).replace(' / ', ' or ')} | {note} |")
     return "\n".join([*rows, ""])
 

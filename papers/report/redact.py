@@ -38,8 +38,9 @@ BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 # Matches the network address of any machine.
 ADDRESSES = re.compile(
     rf"(?<![\w.:=-])(?!127\.|0\.0\.0\.0)(?:{BYTE}\.){{3}}{BYTE}(?![\w.])"
-    r"|(?<![\w:.])[0-9a-f]{1,4}(?::[0-9a-f]{0,4}){4,7}(?![\w:])", re.IGNORECASE,
-)  # fmt: skip
+    r"|(?<![\w:.])[0-9a-f]{1,4}(?::[0-9a-f]{0,4}){4,7}(?![\w:])",
+    re.IGNORECASE,
+)
 SECRETS = re.compile(
     r"\b(?:hf_|gh[a-z]_|github_pat_|glpat-|sk-|xox[a-z]-|AKIA)[\w-]{12,}"
     r"|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"

@@ -28,16 +28,23 @@ from papers.figures.point import METRICS, FigureRow
 
 GOOD, BAD, OPEN, DOUBT, THERE = "good", "bad", "open", "doubt", "there"
 LOOKS = {
-    judge.PASS: GOOD, judge.FAIL: BAD, judge.XPASS: BAD, judge.XFAIL: OPEN, examine.OPEN: OPEN,
-    judge.SIMULATED: OPEN, judge.NOT_TESTED: OPEN, judge.OTHER_MACHINE: OPEN,
-}  # fmt: skip
+    judge.PASS: GOOD,
+    judge.FAIL: BAD,
+    judge.XPASS: BAD,
+    judge.XFAIL: OPEN,
+    examine.OPEN: OPEN,
+    judge.SIMULATED: OPEN,
+    judge.NOT_TESTED: OPEN,
+    judge.OTHER_MACHINE: OPEN,
+}
 TENSORS, FAILED = "tensors", "failed"
 LOG = "imported log"
 CLAIM_TABLES = {
-    "": "Claims that these records decide", judge.SIMULATED: "Claims that only a simulation speaks of",
+    "": "Claims that these records decide",
+    judge.SIMULATED: "Claims that only a simulation speaks of",
     judge.NOT_TESTED: "Claims that nothing here tests",
     judge.OTHER_MACHINE: "Claims that are said of another machine",
-}  # fmt: skip
+}
 MOST_SIZES = 6  # most columns of sizes in one table, so that it fits a screen
 
 
@@ -70,7 +77,11 @@ class Entry:
             return Cell(f"ended: {record.status}", look=OPEN if record.is_result else BAD)
         if record.gate.passed:
             return Cell(f"passed ({record.gate.verdict})", look=GOOD)
-        return Cell("FAILED THE GATE", look=BAD) if record.gate.verdict == FAILED else Cell("not judged", look=OPEN)
+        return (
+            Cell("FAILED THE GATE", look=BAD)
+            if record.gate.verdict == FAILED
+            else Cell("not judged", look=OPEN)
+        )
 
     @property
     def title(self) -> str:
@@ -80,7 +91,11 @@ class Entry:
 
     @property
     def when(self) -> str:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.record.started)) if self.record.started else ""
+        return (
+            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.record.started))
+            if self.record.started
+            else ""
+        )
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -91,7 +106,9 @@ class Entry:
             "run again": _run_again(record) if record.origin == "run" else "",
             "origin": f"{record.origin}, {self.when}, clock {record.clock}",
             "options": frame.options(record),
-            "peaks": ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in record.peaks.items()),
+            "peaks": ", ".join(
+                f"{name.replace('_', ' ')} {gib(size)}" for name, size in record.peaks.items()
+            ),
             "device memory": record.slowed_by,
             "limits": pairs(record.limits),
             "machine": pairs(record.machine),
@@ -129,7 +146,11 @@ def _joined(*parts: str) -> str:
 
 def pairs(facts: Mapping[str, Any]) -> str:
     """Return facts as one line of text, with bytes in readable units. Empty facts are left out."""
-    sizes = {name: gib(value) for name, value in facts.items() if name.endswith("_bytes") and isinstance(value, int)}
+    sizes = {
+        name: gib(value)
+        for name, value in facts.items()
+        if name.endswith("_bytes") and isinstance(value, int)
+    }
     told = {name.removesuffix("_bytes"): value for name, value in {**facts, **sizes}.items()}
     return ", ".join(f"{name} {value}" for name, value in told.items() if value not in (None, "", {}, []))
 
@@ -165,7 +186,11 @@ def texts(made: DataFrame) -> DataFrame:
 
 def record_row(entry: Entry) -> dict[str, Cell | str]:
     record, load = entry.record, entry.record.job.workload
-    speed, device, host = record.samples_per_second, record.peaks.get("device_allocated"), record.host_peak_bytes
+    speed, device, host = (
+        record.samples_per_second,
+        record.peaks.get("device_allocated"),
+        record.host_peak_bytes,
+    )
     return {
         "record": Cell("", entry.number, links=(entry.number,)),
         "method": Cell(record.job.method, more="" if record.origin == "run" else LOG),
@@ -200,7 +225,9 @@ def _row(row: FigureRow, entries: Sequence[Entry]) -> dict[str, Cell | str]:
         "hidden": Cell(str(row.hidden_size), row.hidden_size),
         "window": Cell(str(row.window_size or ""), row.window_size),
         "value": Cell(
-            size if has_ended else value_text(row), row.value, look="" if row.valid else DOUBT,
+            size if has_ended else value_text(row),
+            row.value,
+            look="" if row.valid else DOUBT,
             more="" if row.is_final else "search not finished",
         ),
         "95 % interval": Cell(bounds, row.low),
@@ -212,7 +239,7 @@ def _row(row: FigureRow, entries: Sequence[Entry]) -> dict[str, Cell | str]:
         "why": row.reason,
         "origin": row.origin,
         "records": Cell(links=numbers_of(row.keys, entries)),
-    }  # fmt: skip
+    }
 
 
 def numbers_of(keys: Iterable[str], entries: Sequence[Entry]) -> tuple[int, ...]:
@@ -224,22 +251,29 @@ def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: 
     published."""
     where, seen = ("imported logs", "seen in the logs") if verify.is_of_logs(here) else ("here", "seen here")
     there = {finding.claim.id: finding for finding in published}
-    return table("Claims of the papers", [
-        {
-            "claim": finding.claim.id,
-            "said": f"{finding.claim.text} ({finding.claim.source})",
-            "expected": finding.claim.expected.text,
-            where: Cell(finding.verdict, look=LOOKS[finding.verdict]),
-            seen: Cell(finding.seen, more=why(finding)),
-            "records": Cell(links=numbers_of({key for row in finding.rests_on for key in row.keys}, entries)),
-            "published": Cell(other.verdict, look=f"{LOOKS[other.verdict]} {THERE}"),
-            "seen there": Cell(other.seen, more=why(other)),
-        }
-        for finding, other in ((finding, there[finding.claim.id]) for finding in here)
-    ])  # fmt: skip
+    return table(
+        "Claims of the papers",
+        [
+            {
+                "claim": finding.claim.id,
+                "said": f"{finding.claim.text} ({finding.claim.source})",
+                "expected": finding.claim.expected.text,
+                where: Cell(finding.verdict, look=LOOKS[finding.verdict]),
+                seen: Cell(finding.seen, more=why(finding)),
+                "records": Cell(
+                    links=numbers_of({key for row in finding.rests_on for key in row.keys}, entries)
+                ),
+                "published": Cell(other.verdict, look=f"{LOOKS[other.verdict]} {THERE}"),
+                "seen there": Cell(other.seen, more=why(other)),
+            }
+            for finding, other in ((finding, there[finding.claim.id]) for finding in here)
+        ],
+    )
 
 
-def claims_shown(here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]) -> list[DataFrame]:
+def claims_shown(
+    here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]
+) -> list[DataFrame]:
     """Return up to three tables of claims: those that the records decide, in the order of `verify`; those that no
     record tests; and those about another machine. An empty table is left out."""
     there = {finding.claim.id: finding for finding in published}
@@ -247,12 +281,16 @@ def claims_shown(here: Sequence[Finding], published: Sequence[Finding], entries:
     made = []
     for kind, caption in CLAIM_TABLES.items():
         own = [
-            finding for verdict in verify.VERDICTS for finding in here
+            finding
+            for verdict in verify.VERDICTS
+            for finding in here
             if finding.verdict == verdict and kind == (verdict if verdict in CLAIM_TABLES else "")
-        ]  # fmt: skip
+        ]
         if own:
             made.append(
-                table(caption, [_claim_row(finding, there[finding.claim.id], where, entries) for finding in own])
+                table(
+                    caption, [_claim_row(finding, there[finding.claim.id], where, entries) for finding in own]
+                )
             )
             made[-1].attrs["is_open"] = not kind
     return made
@@ -263,7 +301,9 @@ def _claim_row(finding: Finding, other: Finding, where: str, entries: Sequence[E
     keys = {key for row in finding.rests_on for key in row.keys}
     return {
         "sentence": Cell(claim.text, more=f"{claim.source}. {claim.id}: {claim.expected.text}"),
-        "published": Cell(other.seen or "no number", more=_joined(other.verdict, why(other)) if other.rests_on else ""),
+        "published": Cell(
+            other.seen or "no number", more=_joined(other.verdict, why(other)) if other.rests_on else ""
+        ),
         where: Cell(finding.seen, links=numbers_of(keys, entries)),
         "verdict": Cell(finding.verdict, look=LOOKS[finding.verdict], more=why(finding)),
     }
@@ -282,12 +322,15 @@ def summary(entries: Sequence[Entry]) -> DataFrame:
     has_clocks = records["clock"].nunique() > 1
     rows = [
         {
-            "method": name, **({"clock": clock} if has_clocks else {}),
+            "method": name,
+            **({"clock": clock} if has_clocks else {}),
             **{params_text(size): cell if isinstance(cell, Cell) else "" for size, cell in own.items()},
         }
         for (name, clock), own in did[_sizes_shown(did.notna())].iterrows()
-    ]  # fmt: skip
-    return table("Samples/s, verdict, and peaks of memory of the newest judged record of each method and size", rows)
+    ]
+    return table(
+        "Samples/s, verdict, and peaks of memory of the newest judged record of each method and size", rows
+    )
 
 
 def _is_judged_result(record: Record) -> bool:
@@ -310,13 +353,19 @@ def _sizes_shown(is_there: DataFrame) -> list[int]:
 
 def _did(entry: Entry) -> Cell:
     record, verdict = entry.record, entry.verdict
-    speed, device, host = record.samples_per_second, record.peaks.get("device_allocated"), record.host_peak_bytes
+    speed, device, host = (
+        record.samples_per_second,
+        record.peaks.get("device_allocated"),
+        record.host_peak_bytes,
+    )
     window = record.job.options.get("window_size")
     facts = [f"window {window}"] if window is not None else []
     facts += [f"{name} {gib(peak)}" for name, peak in (("device", device), ("host", host)) if peak]
     if speed is None:
         return Cell(verdict.text, None, verdict.look, (entry.number,), ", ".join(facts))
-    return Cell(f"{speed:.4g}/s", speed, verdict.look, (entry.number,), ", ".join([record.gate.verdict, *facts]))
+    return Cell(
+        f"{speed:.4g}/s", speed, verdict.look, (entry.number,), ", ".join([record.gate.verdict, *facts])
+    )
 
 
 def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
@@ -329,22 +378,28 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
         if "error" in row:
             continue
         runs = [
-            entry for entry in entries
+            entry
+            for entry in entries
             if (entry.record.job.method, entry.record.job.workload) == (row["method"], load)
-            and entry.record.samples_per_second and has_disk(entry.record) == bool(row["disk"])
-        ]  # fmt: skip
+            and entry.record.samples_per_second
+            and has_disk(entry.record) == bool(row["disk"])
+        ]
         took = min((seconds for entry in runs if (seconds := entry.record.median_step_seconds)), default=None)
         predicted = row["step_seconds"] if row["fits"] or runs else None
-        rows.append({
-            "method": name_text(row),
-            "fits": Cell(fits_text(row), look=GOOD if row["fits"] and not row["missing"] else OPEN),
-            "predicted s": Cell("" if predicted is None else f"{predicted:.3g}", predicted),
-            "measured s": Cell("" if took is None else f"{took:.3g}", took, links=tuple(each.number for each in runs)),
-            "binds": (row["binds"] or "") if predicted else "",
-            "largest -l": Cell(str(row["largest_layers"]), row["largest_layers"]),
-            "beside the others": row["reason"],
-            "predictions off by": off_text(row),
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": name_text(row),
+                "fits": Cell(fits_text(row), look=GOOD if row["fits"] and not row["missing"] else OPEN),
+                "predicted s": Cell("" if predicted is None else f"{predicted:.3g}", predicted),
+                "measured s": Cell(
+                    "" if took is None else f"{took:.3g}", took, links=tuple(each.number for each in runs)
+                ),
+                "binds": (row["binds"] or "") if predicted else "",
+                "largest -l": Cell(str(row["largest_layers"]), row["largest_layers"]),
+                "beside the others": row["reason"],
+                "predictions off by": off_text(row),
+            }
+        )
     made = table(f"A step of {size}, on {advice.place.about}", rows)
     return made[[name for name in made if any(cell.text or cell.links for cell in made[name])]]
 
@@ -352,7 +407,9 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
 def why(finding: Finding) -> str:
     """Return the reasons for a finding as text: the profile of its rows, its note and, if one of its runs did not
     train, the verdict by the numbers alone."""
-    measured = f"profile {finding.profile}" if finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED) else ""
+    measured = (
+        f"profile {finding.profile}" if finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED) else ""
+    )
     alone = finding.numbers if finding.is_untrained else ""
     told = f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""
     return "; ".join(part for part in (measured, finding.note, told) if part)

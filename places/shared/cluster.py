@@ -38,13 +38,17 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
             found |= checked(dict[str, Any], read_yaml(Path(text)))
         except (OSError, ValueError) as error:
             told = " ".join(str(error).split())
-            raise ValueError(f"--{place} {text}: expected NAME=VALUE or a YAML file of NAME: VALUE; {told}") from error
+            raise ValueError(
+                f"--{place} {text}: expected NAME=VALUE or a YAML file of NAME: VALUE; {told}"
+            ) from error
     try:
         options = dataclasses.asdict(checked(kind, found))
         for name, value in options.items():
             # forbid all but PLAIN characters, because the text becomes part of a script or manifest
             if isinstance(value, str) and not PLAIN.fullmatch(value):
-                raise ValueError(f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}")
+                raise ValueError(
+                    f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}"
+                )
     except ValueError as error:
         names = ", ".join(item.name for item in dataclasses.fields(kind))
         raise ValueError(f"--{place} {error}; try the names {names}") from error
@@ -56,7 +60,9 @@ def num_nodes(world_size: int, asked: int, option: str) -> int:
     divided evenly among the nodes."""
     found = min(asked, world_size)
     if world_size % found:
-        raise ValueError(f"{world_size} ranks do not spread evenly over {found} nodes: try other --ranks or {option}")
+        raise ValueError(
+            f"{world_size} ranks do not spread evenly over {found} nodes: try other --ranks or {option}"
+        )
     return found
 
 
@@ -89,9 +95,16 @@ def unavailable(text: str, name: str) -> Failure:
 
 
 def complete(
-    job: Job, key: str, stem: Path, record: Record | None, end: Failure, said: str, place: dict[str, Any],
-    evidence: dict[str, Any], seen: dict[str, Any] | None = None,
-) -> Path:  # fmt: skip
+    job: Job,
+    key: str,
+    stem: Path,
+    record: Record | None,
+    end: Failure,
+    said: str,
+    place: dict[str, Any],
+    evidence: dict[str, Any],
+    seen: dict[str, Any] | None = None,
+) -> Path:
     """Write a job's record, and return its path. `record`: the record merged from the nodes' records; None if no node
     wrote a record, and then a new record states the job's `end`.
 

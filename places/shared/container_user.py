@@ -150,7 +150,9 @@ class Exchange:
             # Skip root's files: the engine, as root, made mount points in this folder for the files that the container
             # sees.
             others = (each for each in entries if each.stat(follow_symlinks=False).st_uid == USER)
-            others = (each for each in others if each.name not in (record, log, *builds) and each.name[0] != ".")
+            others = (
+                each for each in others if each.name not in (record, log, *builds) and each.name[0] != "."
+            )
             self.left += [f"{each.name!a:.80}" for each in islice(others, MOST_NAMES)]
 
 
@@ -170,7 +172,9 @@ def left(results: Path) -> Iterator[Exchange]:
 def _check_one_name(path: Path) -> None:
     status = os.lstat(path)
     if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-        raise OSError(errno.EMLINK, f"expected a file with one name, got {status.st_nlink} hard links", str(path))
+        raise OSError(
+            errno.EMLINK, f"expected a file with one name, got {status.st_nlink} hard links", str(path)
+        )
 
 
 def _umask() -> int:

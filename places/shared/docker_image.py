@@ -20,7 +20,9 @@ from places.shared import container_user
 
 # pattern of color codes, with which the engine marks text that a step of the build printed to standard error
 COLOR = re.compile(r"\x1b\[\d+m")
-device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch's device.")
+device_option = click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="PyTorch's device."
+)
 name_option = click.option(
     "--image", "name", metavar="NAME", help="Name of the image; default: the name that --on docker uses."
 )
@@ -42,10 +44,17 @@ def image(context: click.Context) -> None:
     metavar="IMAGE",
     help="Base image, a Debian with Python 3.11 or newer; default: the base image in docker/Dockerfile.",
 )
-@click.option("--wheelhouse", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Install from the wheels in this folder, without network; pip wheel -w DIR makes them.")  # fmt: skip
-@click.option("--build-arg", "given", multiple=True, metavar="NAME=VALUE", help="Set an ARG of docker/Dockerfile.")
-def build(device: str, name: str | None, base: str | None, wheelhouse: Path | None, given: tuple[str, ...]) -> None:
+@click.option(
+    "--wheelhouse",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Install from the wheels in this folder, without network; pip wheel -w DIR makes them.",
+)
+@click.option(
+    "--build-arg", "given", multiple=True, metavar="NAME=VALUE", help="Set an ARG of docker/Dockerfile."
+)
+def build(
+    device: str, name: str | None, base: str | None, wheelhouse: Path | None, given: tuple[str, ...]
+) -> None:
     """Build the image from docker/Dockerfile with the pinned dependencies. The build takes some minutes."""
     client, name = engine(), name or default_image(device)
     values = dict(text.partition("=")[::2] for text in given) | {"DEVICE": device}
@@ -56,9 +65,15 @@ def build(device: str, name: str | None, base: str | None, wheelhouse: Path | No
         context.seek(0)
         try:
             lines = client.api.build(
-                fileobj=context, custom_context=True, dockerfile="docker/Dockerfile", tag=name, rm=True, decode=True,
-                buildargs=values | ({"BASE": base} if base else {}), network_mode="host",
-            )  # fmt: skip
+                fileobj=context,
+                custom_context=True,
+                dockerfile="docker/Dockerfile",
+                tag=name,
+                rm=True,
+                decode=True,
+                buildargs=values | ({"BASE": base} if base else {}),
+                network_mode="host",
+            )
             for line in lines:
                 if "error" in line:
                     error = " ".join(line["error"].split())
@@ -114,7 +129,9 @@ def load(file: IO[bytes]) -> None:
         (made,) = patient().images.load(file)
     except (APIError, ImageLoadError, ValueError) as error:
         text = " ".join(str(error).split())
-        raise ValueError(f"expected a file that ./run.sh image save wrote, got {file.name}: {text}") from error
+        raise ValueError(
+            f"expected a file that ./run.sh image save wrote, got {file.name}: {text}"
+        ) from error
     print(f"loaded {', '.join(made.tags)}")
 
 

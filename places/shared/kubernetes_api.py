@@ -26,7 +26,8 @@ class Cluster:
 
         found = client.Configuration()
         try:
-            file = os.environ.get("KUBECONFIG")  # the client reads this variable only once, when it is imported
+            # the client reads this variable only once, when it is imported
+            file = os.environ.get("KUBECONFIG")
             config.load_kube_config(file, client_configuration=found)
             context = config.list_kube_config_contexts(file)[1]["context"]
             self.namespace = namespace or context.get("namespace") or "default"
@@ -37,7 +38,11 @@ class Cluster:
                 raise Unavailable(NO_CLUSTER.format("there is no kubeconfig")) from error
             self.namespace = namespace or "default"
         api = client.ApiClient(found)
-        self.core, self.batch, self.custom = client.CoreV1Api(api), client.BatchV1Api(api), client.CustomObjectsApi(api)
+        self.core, self.batch, self.custom = (
+            client.CoreV1Api(api),
+            client.BatchV1Api(api),
+            client.CustomObjectsApi(api),
+        )
         self.has_jobsets = self._has_jobsets()
 
     def ask(self, call: Any, *words: Any, **options: Any) -> Any:
@@ -47,7 +52,9 @@ class Cluster:
         from urllib3.exceptions import HTTPError
 
         try:
-            return json.loads(call(*words, **options, _preload_content=False, _request_timeout=ANSWER_SECONDS).data)
+            return json.loads(
+                call(*words, **options, _preload_content=False, _request_timeout=ANSWER_SECONDS).data
+            )
         except HTTPError as error:
             raise Unavailable(NO_CLUSTER.format(" ".join(str(error).split()))) from error
         except ApiException as error:
@@ -72,7 +79,10 @@ class Cluster:
             made = self.ask(self.batch.create_namespaced_job, self.namespace, first)
         names = {name: first[name] for name in ("apiVersion", "kind")}
         owner = {**names, "name": first["metadata"]["name"], "uid": made["metadata"]["uid"]}
-        calls = {"ConfigMap": self.core.create_namespaced_config_map, "Service": self.core.create_namespaced_service}
+        calls = {
+            "ConfigMap": self.core.create_namespaced_config_map,
+            "Service": self.core.create_namespaced_service,
+        }
         for document in others:
             owned = {**document, "metadata": {**document["metadata"], "ownerReferences": [owner]}}
             self.ask(calls[document["kind"]], self.namespace, owned)
@@ -103,7 +113,12 @@ class Cluster:
         """Return a response that streams a pod's log until the pod's main container has ended."""
         read = self.core.read_namespaced_pod_log
         return read(
-            pod, self.namespace, container=MAIN, follow=True, _preload_content=False, _request_timeout=LOG_SECONDS
+            pod,
+            self.namespace,
+            container=MAIN,
+            follow=True,
+            _preload_content=False,
+            _request_timeout=LOG_SECONDS,
         )
 
 

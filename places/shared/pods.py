@@ -29,8 +29,14 @@ MAIN = "job"  # name of the container that trains
 SAID_LENGTH = 4096
 POD_SECONDS = 60.0  # seconds within which a cluster makes a pod, even if no node has room for the pod
 # Kubernetes' reasons why a container will never start, such as a wrong image, or a program that the image lacks.
-NEVER_STARTS = ("InvalidImageName", "ErrImageNeverPull", "ImagePullBackOff", "CreateContainerConfigError",
-                "ContainerCannotRun", "StartError")  # fmt: skip
+NEVER_STARTS = (
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "ImagePullBackOff",
+    "CreateContainerConfigError",
+    "ContainerCannotRun",
+    "StartError",
+)
 UNPLACED = ("Unschedulable", "SchedulingGated")
 
 
@@ -58,17 +64,28 @@ def state_of(pod: dict[str, Any]) -> PodState:
     containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
     states = [(each["name"], each.get("state", {})) for each in containers]
     ended = [state["terminated"] for _, state in states if state.get("terminated", {}).get("exitCode")]
-    waiting = [state["waiting"] for _, state in states if state.get("waiting", {}).get("reason") in NEVER_STARTS]
+    waiting = [
+        state["waiting"] for _, state in states if state.get("waiting", {}).get("reason") in NEVER_STARTS
+    ]
     conditions = {(each["type"], each["status"]): each for each in status.get("conditions", ())}
     of_pod = [status] if status.get("reason") else []
-    seen = [conditions.get(("DisruptionTarget", "True")), *ended, *waiting, conditions.get(("PodScheduled", "False"))]
+    seen = [
+        conditions.get(("DisruptionTarget", "True")),
+        *ended,
+        *waiting,
+        conditions.get(("PodScheduled", "False")),
+    ]
     told = next(each for each in [*of_pod, *seen, {}] if each is not None)
     return PodState(
-        metadata["name"], int(metadata.get("annotations", {}).get(INDEX, 0)), status.get("phase", "Pending"),
-        pod.get("spec", {}).get("nodeName", ""), told.get("reason", ""), told.get("message", ""),
+        metadata["name"],
+        int(metadata.get("annotations", {}).get(INDEX, 0)),
+        status.get("phase", "Pending"),
+        pod.get("spec", {}).get("nodeName", ""),
+        told.get("reason", ""),
+        told.get("message", ""),
         ended[0]["exitCode"] if ended else 0,
         any(name == MAIN and state.keys() & {"running", "terminated"} for name, state in states),
-    )  # fmt: skip
+    )
 
 
 def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures.Failure:
@@ -77,7 +94,9 @@ def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures
     if state.reason == "OOMKilled":
         return out_of_memory(phase, limit_bytes)
     if state.reason == "DeadlineExceeded":
-        return late(phase, f"its pod ran longer than it may, at {phase}: lower -l or --steps, or raise --timeout")
+        return late(
+            phase, f"its pod ran longer than it may, at {phase}: lower -l or --steps, or raise --timeout"
+        )
     if state.reason in NEVER_STARTS:
         text = f"no pod starts with the image {image}: {told}; try --kubernetes image=NAME, which the nodes can pull"
         return unavailable(text, "image")
@@ -143,7 +162,8 @@ class PodJob:
         self.gone: set[str] = set()
         self.logs: dict[str, PodLog] = {}
         self.records: dict[int, Record] = {}
-        self.said: dict[int, str] = {}  # by node: the last SAID_LENGTH characters of the pod's output, without events
+        # by node: the last SAID_LENGTH characters of the pod's output, without events
+        self.said: dict[int, str] = {}
         self.end: failures.Failure | None = None
         self.is_deleted = False
         self.began = time.monotonic()
@@ -169,7 +189,9 @@ class PodJob:
             self.end = named(stuck[0], self.events.phase, 0, image)
         waited = time.monotonic() - self.began
         if not self.pods and not self.end and not self.is_deleted and waited >= max(wait, POD_SECONDS):
-            text = f"Kubernetes made no pod for {self.name} in {waited:.0f} s: kubectl get events may tell why"
+            text = (
+                f"Kubernetes made no pod for {self.name} in {waited:.0f} s: kubectl get events may tell why"
+            )
             self.end = unavailable(text, "node")
 
     def report_to(self, report: Report) -> None:
@@ -183,7 +205,9 @@ class PodJob:
         # After a pod has failed, Kubernetes makes no further pods for the job.
         has_failed = self.gone or any(pod.phase == "Failed" for pod in self.pods.values())
         are_all = bool(self.pods) and (len(self.pods) >= self.num_nodes or bool(has_failed))
-        return self.end is not None or ((are_all or self.is_deleted) and all(map(self._is_read, self.pods.values())))
+        return self.end is not None or (
+            (are_all or self.is_deleted) and all(map(self._is_read, self.pods.values()))
+        )
 
     def _is_read(self, pod: PodState) -> bool:
         log = self.logs[pod.name]
@@ -226,7 +250,9 @@ class PodJob:
         pods = sorted(self.pods.values(), key=lambda pod: pod.number)
         place = {"on": "kubernetes", "image": image, "nodes": ",".join(pod.node for pod in pods)}
         evidence = {"kubernetes": [pod._asdict() for pod in pods]}
-        return complete(self.job, self.key, self.stem, record, end, said, place, evidence, self.events.fields())
+        return complete(
+            self.job, self.key, self.stem, record, end, said, place, evidence, self.events.fields()
+        )
 
     def _end(self, is_interrupted: bool, image: str) -> failures.Failure:
         """Return the job's end, derived from one of the pods that did not succeed. Prefer a pod without a record; among
@@ -234,7 +260,9 @@ class PodJob:
         if is_interrupted:
             return failures.of_stop(failures.End(self.events.phase, stopped="interrupt"))
         failed = [pod for pod in self.pods.values() if pod.phase != "Succeeded"]
-        first = min(failed, key=lambda pod: (pod.number in self.records, not pod.reason, pod.number), default=None)
+        first = min(
+            failed, key=lambda pod: (pod.number in self.records, not pod.reason, pod.number), default=None
+        )
         if first is None:
             return failures.of_process(failures.End(self.events.phase))
         return named(first, self.events.phase, memory_limit(self.job) or 0, image)

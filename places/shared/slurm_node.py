@@ -47,8 +47,14 @@ def _meet(order: dict[str, Any]) -> Path:
     # srun runs on the first node; this variable holds the address at which other nodes reach srun's node.
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or nodes.master_addr
     os.environ |= {
-        "PET_NNODES": str(nodes.world_size), "PET_NODE_RANK": str(nodes.rank),
-        "PET_RDZV_ID": os.environ["SLURM_JOB_ID"], "PET_MASTER_ADDR": address,
+        "PET_NNODES": str(nodes.world_size),
+        "PET_NODE_RANK": str(nodes.rank),
+        "PET_RDZV_ID": os.environ["SLURM_JOB_ID"],
+        "PET_MASTER_ADDR": address,
         "PET_MASTER_PORT": str(nodes.master_port),
-    }  # fmt: skip
-    return node_stem(Path(order["folder"]), Path(order["stem"]), nodes.rank) if nodes.rank else Path(order["stem"])
+    }
+    return (
+        node_stem(Path(order["folder"]), Path(order["stem"]), nodes.rank)
+        if nodes.rank
+        else Path(order["stem"])
+    )

@@ -21,10 +21,19 @@ from typing import Any
 from harness.run.place import perform
 
 RELAY_SECONDS = 0.5
-PORT = "HARNESS_RANKS_PORT"  # variable with the port of rank 0's agent; torchrun's own store listens at MASTER_PORT
+# variable with the port of rank 0's agent; torchrun's own store listens at MASTER_PORT
+PORT = "HARNESS_RANKS_PORT"
 # Environment variables that describe torchrun's own processes. A job of one process must not see these variables.
-OF_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR",
-               "MASTER_PORT")  # fmt: skip
+OF_TORCHRUN = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 PREFIXES = ("ROLE_", "TORCHELASTIC_")
 
 
@@ -60,13 +69,17 @@ def meet(environment: dict[str, str]) -> dict[str, str]:
     variables that describe torchrun's own processes. Raises ValueError if torchrun started several processes on a
     node."""
     if environment["LOCAL_WORLD_SIZE"] != "1":
-        raise ValueError(f"expected one process per node, got {environment['LOCAL_WORLD_SIZE']}; try"
-                         " --nproc-per-node 1, and --ranks for the number of ranks")  # fmt: skip
+        raise ValueError(
+            f"expected one process per node, got {environment['LOCAL_WORLD_SIZE']}; try"
+            " --nproc-per-node 1, and --ranks for the number of ranks"
+        )
     nodes = {
-        "PET_NNODES": environment["WORLD_SIZE"], "PET_NODE_RANK": environment["RANK"],
-        "PET_MASTER_ADDR": environment["MASTER_ADDR"], "PET_RDZV_ID": environment["TORCHELASTIC_RUN_ID"],
+        "PET_NNODES": environment["WORLD_SIZE"],
+        "PET_NODE_RANK": environment["RANK"],
+        "PET_MASTER_ADDR": environment["MASTER_ADDR"],
+        "PET_RDZV_ID": environment["TORCHELASTIC_RUN_ID"],
         "PET_MASTER_PORT": environment.get(PORT, str(int(environment["MASTER_PORT"]) + 1)),
-    }  # fmt: skip
+    }
     kept = {name: value for name, value in environment.items() if not name.startswith(PREFIXES)}
     return {name: value for name, value in kept.items() if name not in OF_TORCHRUN} | nodes
 

@@ -34,18 +34,36 @@ V2_MOUNT = "41 31 0:38 ROOT TOP rw,relatime - cgroup2 cgroup2 rw\n"
     ("groups", "mounts", "files", "limit"),
     [
         # A nested group: the least limit on the way up holds.
-        ("0::/a/b\n", V2_MOUNT.replace("ROOT", "/"),
-         {"top/a/b/memory.max": "max\n", "top/a/memory.max": "1000\n", "top/cgroup.procs": ""}, 1000),
-        ("4:memory:/a/b\n0::/\n", V1_MOUNT.replace("ROOT", "/") + V2_MOUNT.replace("ROOT", "/"),
-         {"top/a/b/memory.limit_in_bytes": "3000\n", "top/a/memory.limit_in_bytes": "2000\n"}, 2000),
+        (
+            "0::/a/b\n",
+            V2_MOUNT.replace("ROOT", "/"),
+            {"top/a/b/memory.max": "max\n", "top/a/memory.max": "1000\n", "top/cgroup.procs": ""},
+            1000,
+        ),
+        (
+            "4:memory:/a/b\n0::/\n",
+            V1_MOUNT.replace("ROOT", "/") + V2_MOUNT.replace("ROOT", "/"),
+            {"top/a/b/memory.limit_in_bytes": "3000\n", "top/a/memory.limit_in_bytes": "2000\n"},
+            2000,
+        ),
         # A container of docker: its group is the top of what it sees.
-        ("4:memory:/docker/1\n", V1_MOUNT.replace("ROOT", "/docker/1"), {"top/memory.limit_in_bytes": "500\n"}, 500),
+        (
+            "4:memory:/docker/1\n",
+            V1_MOUNT.replace("ROOT", "/docker/1"),
+            {"top/memory.limit_in_bytes": "500\n"},
+            500,
+        ),
         ("0::/\n", V2_MOUNT.replace("ROOT", "/"), {"top/memory.max": "700\n"}, 700),
         # And one that names a group it cannot see.
-        ("4:memory:/elsewhere\n", V1_MOUNT.replace("ROOT", "/docker/1"), {"top/memory.limit_in_bytes": "9\n"}, 9),
+        (
+            "4:memory:/elsewhere\n",
+            V1_MOUNT.replace("ROOT", "/docker/1"),
+            {"top/memory.limit_in_bytes": "9\n"},
+            9,
+        ),
         ("0::/a\n", V2_MOUNT.replace("ROOT", "/"), {"top/a/memory.max": "max\n"}, None),
     ],
-)  # fmt: skip
+)
 def test_the_limit_in_force_is_the_least_on_the_way_up(
     tmp_path: Path, groups: str, mounts: str, files: dict, limit: int | None
 ) -> None:
@@ -56,16 +74,28 @@ def test_the_limit_in_force_is_the_least_on_the_way_up(
 @pytest.mark.parametrize(
     ("groups", "mounts", "files", "cores"),
     [
-        ("0::/a/b\n", V2_MOUNT.replace("ROOT", "/"),
-         {"top/a/b/cpu.max": "max 100000\n", "top/a/cpu.max": "250000 100000\n"}, 2.5),
+        (
+            "0::/a/b\n",
+            V2_MOUNT.replace("ROOT", "/"),
+            {"top/a/b/cpu.max": "max 100000\n", "top/a/cpu.max": "250000 100000\n"},
+            2.5,
+        ),
         ("0::/\n", V2_MOUNT.replace("ROOT", "/"), {"top/cpu.max": "max 100000\n"}, None),
-        ("3:cpu,cpuacct:/a\n0::/\n", (V1_MOUNT + V2_MOUNT).replace("ROOT", "/").replace("rw,memory", "rw,cpu,cpuacct"),
-         {"top/a/cpu.cfs_quota_us": "50000\n", "top/a/cpu.cfs_period_us": "100000\n"}, 0.5),
-        ("3:cpu:/docker/1\n", V1_MOUNT.replace("ROOT", "/docker/1").replace("memory", "cpu"),
-         {"top/cpu.cfs_quota_us": "-1\n", "top/cpu.cfs_period_us": "100000\n"}, None),
+        (
+            "3:cpu,cpuacct:/a\n0::/\n",
+            (V1_MOUNT + V2_MOUNT).replace("ROOT", "/").replace("rw,memory", "rw,cpu,cpuacct"),
+            {"top/a/cpu.cfs_quota_us": "50000\n", "top/a/cpu.cfs_period_us": "100000\n"},
+            0.5,
+        ),
+        (
+            "3:cpu:/docker/1\n",
+            V1_MOUNT.replace("ROOT", "/docker/1").replace("memory", "cpu"),
+            {"top/cpu.cfs_quota_us": "-1\n", "top/cpu.cfs_period_us": "100000\n"},
+            None,
+        ),
         ("4:memory:/a\n", V1_MOUNT.replace("ROOT", "/"), {"top/a/memory.limit_in_bytes": "9\n"}, None),
     ],
-)  # fmt: skip
+)
 def test_the_quota_in_force_is_the_least_on_the_way_up(
     tmp_path: Path, groups: str, mounts: str, files: dict, cores: float | None
 ) -> None:
@@ -78,7 +108,9 @@ def group(make_memory_group):
 
 
 def test_a_group_bounds_what_is_in_it_and_leaves_nothing_behind(group: cgroup.Group) -> None:
-    code = "import mmap; input(); pages = mmap.mmap(-1, 2**27); [pages.write(bytes(4096)) for _ in range(2**15)]"
+    code = (
+        "import mmap; input(); pages = mmap.mmap(-1, 2**27); [pages.write(bytes(4096)) for _ in range(2**15)]"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     group.enter(process.pid)
     process.communicate(b"\n")
@@ -109,7 +141,9 @@ def test_a_group_of_a_dead_parent_is_removed_by_the_next(group: cgroup.Group) ->
         "import os; from harness.base import cgroup; print(cgroup.make(2**26).folder, flush=True);"
         "os.kill(os.getpid(), 9)"
     )
-    left = Path(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip())
+    left = Path(
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    )
     assert left.is_dir()
     cgroup.make(2**26).remove()
     assert not left.exists() and group.folder.exists()

@@ -22,20 +22,32 @@ CASES = {
     "another file": ("load('part')", "part.py"),
     "a file in an archive": ("sys.path.insert(0, HERE + '/archive.zip'); load('inside')", "archive.zip"),
     "a compiled file without a source": ("load('compiled')", "compiled.pyc"),
-    "a file in a folder called site-packages": ("sys.path.insert(0, HERE + '/site-packages'); load('loose')",
-                                                "site-packages/loose.py"),
+    "a file in a folder called site-packages": (
+        "sys.path.insert(0, HERE + '/site-packages'); load('loose')",
+        "site-packages/loose.py",
+    ),
     "a file by runpy": ("import runpy; runpy.run_path(HERE + '/part.py')", "part.py"),
     "a text": ("exec('x = 1')", "a text in own.py line 4"),
-    "a text in the name of a known file": ("exec(compile('x = 1', __file__, 'exec'), {})", "a text in own.py line 4"),
-    "a text by a thread": ("t = threading.Thread(target=exec, args=('x = 1', {})); t.start(); t.join()",
-                           "a text in an unknown place"),
-    "a file in a fork": ("p = context('fork').Process(target=load, args=('part',)); p.start(); p.join()", "part.py"),
+    "a text in the name of a known file": (
+        "exec(compile('x = 1', __file__, 'exec'), {})",
+        "a text in own.py line 4",
+    ),
+    "a text by a thread": (
+        "t = threading.Thread(target=exec, args=('x = 1', {})); t.start(); t.join()",
+        "a text in an unknown place",
+    ),
+    "a file in a fork": (
+        "p = context('fork').Process(target=load, args=('part',)); p.start(); p.join()",
+        "part.py",
+    ),
     "a program": ("subprocess.run(['true'])", "the program true, started in own.py line 4"),
     "a program by the shell": ("os.system('true')", "the program true, started in own.py line 4"),
     "a library that a package compiles and cannot load": ("load_by_torch('absent')", None),
-    "another Python": ("p = context('spawn').Process(target=print); p.start(); p.join()",
-                       "another Python, started in own.py line 4"),
-}  # fmt: skip
+    "another Python": (
+        "p = context('spawn').Process(target=print); p.start(); p.join()",
+        "another Python, started in own.py line 4",
+    ),
+}
 OWN = """import importlib, os, subprocess, sys, threading
 from multiprocessing import get_context as context
 def act():
@@ -85,12 +97,15 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 def test_what_is_executed_is_noted(name: str, notes: dict[str, list[str]]) -> None:
     expected = CASES[name][1]
     assert [text for text in notes[name] if not text.startswith(str(Path(pytest.__file__).parents[1]))] == [
-        "own.py", *([expected] if expected else [])
-    ]  # fmt: skip
+        "own.py",
+        *([expected] if expected else []),
+    ]
 
 
 def test_only_folders_of_pythons_layout_have_installed_packages() -> None:
-    assert executed_code.site_folder("/usr/lib/python3/dist-packages/yaml/__init__.py").endswith("dist-packages")
+    assert executed_code.site_folder("/usr/lib/python3/dist-packages/yaml/__init__.py").endswith(
+        "dist-packages"
+    )
     assert not executed_code.site_folder("/home/me/site-packages/decay.py")
 
 

@@ -32,7 +32,11 @@ def entry(name: str, data: bytes = DATA, kind: bytes = tarfile.REGTYPE, link: st
 
 def archive(path: Path, *entries: Entry, listed: str | None = None) -> Path:
     """Write an archive with these entries, by default with a manifest that lists them."""
-    lines = [f"{hashlib.sha256(data).hexdigest()}  {it.name.partition('/')[2]}" for it, data in entries if it.isreg()]
+    lines = [
+        f"{hashlib.sha256(data).hexdigest()}  {it.name.partition('/')[2]}"
+        for it, data in entries
+        if it.isreg()
+    ]
     manifest = entry("bundle/MANIFEST", ("\n".join(lines) if listed is None else listed).encode())
     with tarfile.open(path, "w:gz") as tar:
         for made, data in (manifest, *entries):
@@ -78,9 +82,13 @@ def test_a_file_twice_is_refused(tmp_path: Path) -> None:
         read(archive(tmp_path / "b.tar.gz", entry("bundle/log_1.json"), entry("bundle/log_1.json", b"2")))
 
 
-@pytest.mark.parametrize("listed", [f"{'0' * 64}  log_1.json", "", f"{RIGHT}  log_1.json\n{'0' * 64}  log_2.json"])
+@pytest.mark.parametrize(
+    "listed", [f"{'0' * 64}  log_1.json", "", f"{RIGHT}  log_1.json\n{'0' * 64}  log_2.json"]
+)
 def test_a_file_that_is_not_as_listed_or_not_listed_or_missing_is_named(listed: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected the files that MANIFEST lists, got others: 'log_[12].json'"):
+    with pytest.raises(
+        ValueError, match=r"expected the files that MANIFEST lists, got others: 'log_[12].json'"
+    ):
         read(archive(tmp_path / "b.tar.gz", entry("bundle/log_1.json"), listed=listed))
 
 
@@ -90,7 +98,9 @@ def test_a_claimed_size_is_refused_before_it_is_read(tmp_path: Path, monkeypatch
         read(archive(tmp_path / "b.tar.gz", entry("bundle/log_1.json", b"0" * 101)))
 
 
-def test_what_comes_out_is_limited_whatever_it_was_packed_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_out_is_limited_whatever_it_was_packed_as(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A name of 60 MB in a header packs into 60 KB."""
     monkeypatch.setattr(foreign_archive, "MOST_UNPACKED", 2**20)
     sent = archive(tmp_path / "b.tar.gz", entry("bundle/" + "a" * 60_000_000))

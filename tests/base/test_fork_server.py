@@ -81,9 +81,16 @@ def test_a_worker_has_what_a_new_process_would_have(
 
 @pytest.mark.parametrize(
     ("first", "code"),
-    [("os._exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", -9), ("os.kill(os.getppid(), signal.SIGKILL)", -9),
-     ("1 / 0", 1), ("sys.exit()", 0), ("sys.exit(300)", 44), ("sys.exit('why')", 1)],
-)  # fmt: skip
+    [
+        ("os._exit(7)", 7),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("os.kill(os.getppid(), signal.SIGKILL)", -9),
+        ("1 / 0", 1),
+        ("sys.exit()", 0),
+        ("sys.exit(300)", 44),
+        ("sys.exit('why')", 1),
+    ],
+)
 def test_its_end_is_told(folder: Path, environment: dict[str, str], first: str, code: int) -> None:
     found, log = ended(folder, environment, first)
     assert found == code and ("ZeroDivisionError" in log, "why" in log) == (first == "1 / 0", "why" in first)
@@ -124,7 +131,9 @@ def test_a_worker_has_the_limits_that_its_caller_has_now(folder: Path, environme
     _, most = limits = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (4096, most))
     try:
-        _, log = ended(folder, environment, "import resource; print(resource.getrlimit(resource.RLIMIT_CORE)[0])")
+        _, log = ended(
+            folder, environment, "import resource; print(resource.getrlimit(resource.RLIMIT_CORE)[0])"
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_CORE, limits)
     assert log.startswith("4096\n")
@@ -158,7 +167,9 @@ fork_server._connection(dict(os.environ), ())
 print(fork_server._server.process.pid, flush=True)
 signal.pause()
 """
-    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    caller = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert caller.stdout
     process = psutil.Process(int(caller.stdout.readline()))
     caller.send_signal(signal.SIGKILL)

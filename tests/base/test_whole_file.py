@@ -33,7 +33,9 @@ def test_only_a_file_that_an_earlier_call_wrote_is_replaced(tmp_path: Path) -> N
     empty.touch()
     for path in (trace, empty, tmp_path / "new"):
         check_replaceable(path, b'{"displayTimeUnit"')
-    with pytest.raises(ValueError, match=r"script.py: expected a new file, or one that an earlier call wrote"):
+    with pytest.raises(
+        ValueError, match=r"script.py: expected a new file, or one that an earlier call wrote"
+    ):
         check_replaceable(script, b'{"displayTimeUnit"')
 
 

@@ -15,24 +15,50 @@ from tests.support.configured import configured
 
 # By the family that has a convention, the faults that break it.
 BROKEN = {
-    "llama3.1": ["rotated neighbours", "angles of base 10,000", "angles not scaled", "gate and up projection swapped",
-                 "keys and values swapped", "queries of the next group of keys", "tanh GELU for SiLU",
-                 "norm epsilon 1e-6"],
+    "llama3.1": [
+        "rotated neighbours",
+        "angles of base 10,000",
+        "angles not scaled",
+        "gate and up projection swapped",
+        "keys and values swapped",
+        "queries of the next group of keys",
+        "tanh GELU for SiLU",
+        "norm epsilon 1e-6",
+    ],
     "qwen2": ["biases of queries left out"],
-    "qwen3": ["scores scaled by the hidden size", "queries and keys not normalized", "one norm over all heads",
-              "queries and keys normalized after the rotation", "angles rounded to bf16"],
+    "qwen3": [
+        "scores scaled by the hidden size",
+        "queries and keys not normalized",
+        "one norm over all heads",
+        "queries and keys normalized after the rotation",
+        "angles rounded to bf16",
+    ],
     "gpt2": ["GELU for tanh GELU"],
-    "gpt_neox": ["whole heads rotated", "attention and MLP one after the other", "tanh GELU for GELU",
-                 "rows of queries, keys and values not head by head"],
-    "gemma2": ["scores not capped", "logits not capped", "scores scaled by the head size", "norm epsilon 1e-6",
-               "norms' weights not counted from one", "GELU for tanh GELU"],
+    "gpt_neox": [
+        "whole heads rotated",
+        "attention and MLP one after the other",
+        "tanh GELU for GELU",
+        "rows of queries, keys and values not head by head",
+    ],
+    "gemma2": [
+        "scores not capped",
+        "logits not capped",
+        "scores scaled by the head size",
+        "norm epsilon 1e-6",
+        "norms' weights not counted from one",
+        "GELU for tanh GELU",
+    ],
     "gemma3": ["tokens not scaled", "angles of base 10,000", "scores scaled by the head size"],
-    "granite": ["tokens not multiplied", "residuals not multiplied", "logits not divided",
-                "scores scaled by the head size"],
+    "granite": [
+        "tokens not multiplied",
+        "residuals not multiplied",
+        "logits not divided",
+        "scores scaled by the head size",
+    ],
     "olmo2": ["a norm for each head", "norms before attention and MLP"],
     "phi3": ["keys and values swapped", "gate and up projection swapped"],
     "smollm3": ["every layer rotated"],
-}  # fmt: skip
+}
 TOKENS = {"qwen3": 64}  # of a sample: angles that are merely rounded show in long ones
 STEPS = 4  # of a probe: each of these faults shows in the forward pass
 QUICK = {"llama3.1", "qwen2", "qwen3"}  # a floor of roundings for each further family takes seconds
@@ -40,7 +66,9 @@ QUICK = {"llama3.1", "qwen2", "qwen3"}  # a floor of roundings for each further 
 
 def case_of(family: str, dtype: str = "fp32", **options: str) -> PowerCase:
     size = configured(family, seq_len=TOKENS.get(family, 16))
-    return PowerCase("planted", options, {}, dtype, gate_power.SEEDS[0], options.get("fault", ""), size, STEPS)
+    return PowerCase(
+        "planted", options, {}, dtype, gate_power.SEEDS[0], options.get("fault", ""), size, STEPS
+    )
 
 
 @functools.cache
@@ -57,7 +85,9 @@ def trained(case: PowerCase) -> Record:
 @pytest.mark.parametrize(
     ("family", "fault"),
     [
-        pytest.param(family, fault, id=f"{family}: {fault}", marks=[pytest.mark.heavy] * (family not in QUICK))
+        pytest.param(
+            family, fault, id=f"{family}: {fault}", marks=[pytest.mark.heavy] * (family not in QUICK)
+        )
         for family in BROKEN
         for fault in BROKEN[family]
     ],
@@ -77,7 +107,9 @@ def test_without_a_fault_the_training_is_the_reference_s() -> None:
 @pytest.mark.parametrize(
     "options", [{"fault": "norms rounded after their weight alone"}, {"rounding": "plain-attention"}], ids=str
 )
-def test_a_norm_or_a_softmax_rounded_otherwise_in_bf16_is_seen_where_bits_are_promised(options: dict[str, str]) -> None:
+def test_a_norm_or_a_softmax_rounded_otherwise_in_bf16_is_seen_where_bits_are_promised(
+    options: dict[str, str],
+) -> None:
     reference = trained(case_of("llama3.1", "bf16").reference())
     trial = Trial(trained(case_of("llama3.1", "bf16", **options)), reference)
     assert departures.beyond_rounding(trial, is_held_to_bits=True) is not None

@@ -28,7 +28,9 @@ def test_another_seed_of_dropout_departs_by_more_than_rounding_and_less_than_the
     tmp_path: Path, trained_here: None
 ) -> None:
     """One layer x 32, the smallest size of the bench."""
-    told = CliRunner().invoke(dropout_rule.main, ["--case", "other seed 3", "--out", str(tmp_path / "out.json")])
+    told = CliRunner().invoke(
+        dropout_rule.main, ["--case", "other seed 3", "--out", str(tmp_path / "out.json")]
+    )
     assert told.exit_code == 0, told.output
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert row["name"] == "other seed 3" and row["verdict"] == "tolerance"
@@ -36,12 +38,16 @@ def test_another_seed_of_dropout_departs_by_more_than_rounding_and_less_than_the
 
 
 def test_a_case_that_there_is_not_is_a_usage_error_that_names_those_there_are(tmp_path: Path) -> None:
-    told = CliRunner().invoke(dropout_rule.main, ["--case", "other sead 3", "--out", str(tmp_path / "out.json")])
+    told = CliRunner().invoke(
+        dropout_rule.main, ["--case", "other sead 3", "--out", str(tmp_path / "out.json")]
+    )
     assert told.exit_code == 2 and "try one of megatron-lm 1, " in told.output
 
 
 def test_no_recorded_honest_run_fails_and_the_artifact_has_their_range() -> None:
-    assert {row["verdict"] for row in HONEST} == {"tolerance"} and FIGURES["allowed"] == limits.DROPOUT_ALLOWED
+    assert {row["verdict"] for row in HONEST} == {"tolerance"} and FIGURES[
+        "allowed"
+    ] == limits.DROPOUT_ALLOWED
     times = [row["times"] for row in HONEST]
     told = f"{len(HONEST)} honest runs need {min(times):.1f} to {max(times):.1f} times"
     assert told in " ".join((ROOT / "ARTIFACT.md").read_text().split())

@@ -32,7 +32,10 @@ def test_the_artifact_tells_the_recorded_figures() -> None:
     assert f"| more than a rounding | {FIGURES['harmful']} | {FIGURES['seen']} |" in page
     assert f"| no more than a rounding | {FIGURES['others']} | {FIGURES['others_seen']} |" in page
     most = FIGURES["most_of_honest"]
-    assert f"within {most['learning']:.1e} of their mean, at the published schedule {most['published']:.1e}" in page
+    assert (
+        f"within {most['learning']:.1e} of their mean, at the published schedule {most['published']:.1e}"
+        in page
+    )
 
 
 @pytest.mark.parametrize(("loss", "is_harmful"), [(4.15, False), (4.25, True), (3.75, True)])
@@ -43,11 +46,18 @@ def test_a_fault_is_more_than_a_rounding_from_twice_the_farthest_honest_run_on_i
     (case,) = (case for case in gate_power.path_cases("bf16") if case.fault == "tanh GELU")
     runs = {"reference": ("resident", {}), "other": ("l2l", {})}
     monkeypatch.setattr(gate_harm, "HONEST", dict.fromkeys(gate_power.SEEDS, runs))
-    monkeypatch.setattr(gate_power, "outcome", lambda case, records: SimpleNamespace(verdicts={"cpu": Gate()}))
+    monkeypatch.setattr(
+        gate_power, "outcome", lambda case, records: SimpleNamespace(verdicts={"cpu": Gate()})
+    )
     ends = [(gate_harm.of_case(case), loss)]
-    ends += [(gate_harm.jobs_of(*runs[name], seed), end) for name, end in (("reference", 4.1), ("other", 3.9))
-             for seed in gate_power.SEEDS]  # fmt: skip
+    ends += [
+        (gate_harm.jobs_of(*runs[name], seed), end)
+        for name, end in (("reference", 4.1), ("other", 3.9))
+        for seed in gate_power.SEEDS
+    ]
     records = {
-        job.key(): SimpleNamespace(losses=[end] * gate_harm.STEPS) for jobs, end in ends for job in jobs.values()
+        job.key(): SimpleNamespace(losses=[end] * gate_harm.STEPS)
+        for jobs, end in ends
+        for job in jobs.values()
     }
     assert gate_harm.figures([case], records)["harmful"] == is_harmful

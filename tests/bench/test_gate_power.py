@@ -17,7 +17,9 @@ from harness.gate.trial import Trial
 from tests.support.training import STEPS
 
 FIGURES = json.loads((ROOT / "results" / "gate-power.json").read_text())["figures"]
-ROWS = [pytest.param(row, id=f"{dtype}, {way}") for dtype, ways in FIGURES.items() for way, row in ways.items()]
+ROWS = [
+    pytest.param(row, id=f"{dtype}, {way}") for dtype, ways in FIGURES.items() for way, row in ways.items()
+]
 HELD_OUT = json.loads((ROOT / "results" / "gate-power-held-out.json").read_text())["figures"]
 PROBED = [row for row in ROWS if "without" not in str(row.id)]
 
@@ -87,7 +89,10 @@ def test_every_fault_has_a_right_name() -> None:
         "no decay",
         "gradients doubled",
         "a batch twice",
-        *(pytest.param(name, marks=pytest.mark.heavy) for name in ("norm epsilon 1e-6", "clip off", "moments in bf16")),
+        *(
+            pytest.param(name, marks=pytest.mark.heavy)
+            for name in ("norm epsilon 1e-6", "clip off", "moments in bf16")
+        ),
     ],
 )
 def test_a_planted_fault_is_seen_and_named(fault: str) -> None:

@@ -99,12 +99,17 @@ def test_a_step_in_bf16_is_timed_20_times_beyond_the_clocks_rise() -> None:
         if "--steps" in one.command
     }
     assert timed == {"bf16": 20, "fp32": 5}
-    assert {words(one, "--dtype") for one in gpu.steps(CUDA, ROOT) if "--calibrate" in one.command} == {"bf16", "fp32"}
+    assert {words(one, "--dtype") for one in gpu.steps(CUDA, ROOT) if "--calibrate" in one.command} == {
+        "bf16",
+        "fp32",
+    }
 
 
 def test_every_job_on_a_gpu_has_a_limit_and_a_budget_of_the_host() -> None:
     jobs = [one for one in gpu.steps(CUDA, ROOT) if one.command[3:4] == ("run",)]
-    assert jobs and all(words(one, "--host-memory") == "90GiB" and words(one, "--timeout") == "400" for one in jobs)
+    assert jobs and all(
+        words(one, "--host-memory") == "90GiB" and words(one, "--timeout") == "400" for one in jobs
+    )
 
 
 def test_a_machine_with_less_memory_has_smaller_budgets() -> None:
@@ -155,7 +160,9 @@ def test_what_another_machine_or_other_packages_have_shown_is_shown_again(
     assert call(results).left([one]) == [one]
 
 
-def test_a_step_that_always_needs_too_long_holds_up_no_other(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_always_needs_too_long_holds_up_no_other(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     slow, quick = step("slow", ENDLESS, seconds=0.5), step("quick")
     call(results).run([slow])
     made = call(results)
@@ -165,12 +172,17 @@ def test_a_step_that_always_needs_too_long_holds_up_no_other(results: Path, caps
     assert told.index("quick: done") < told.rindex("slow: ended")
 
 
-def test_a_step_that_the_calls_end_cuts_off_keeps_its_place(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_the_calls_end_cuts_off_keeps_its_place(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu, "ended", lambda command, output, seconds: None)
     call(results, gpu.ENDING_SECONDS + gpu.LEAST_SECONDS + 1e4).run([step("cut", seconds=1e5)])
     assert call(results).tried["cut"] | {"seconds": 0, "source": ""} == {
-        "code": None, "seconds": 0, "times": 0, "source": "",
-    }  # fmt: skip
+        "code": None,
+        "seconds": 0,
+        "times": 0,
+        "source": "",
+    }
 
 
 def test_a_call_ends_within_its_limit(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,8 +266,12 @@ def test_the_verdict_names_what_is_left_what_went_wrong_and_each_run(results: Pa
 
 
 @pytest.mark.parametrize(("second", "told"), [(2.0, "2 runs, the same bits"), (2.5, "2 runs, other bits")])
-def test_the_verdict_tells_if_two_runs_of_a_job_had_the_same_bits(results: Path, second: float, told: str) -> None:
-    records.write(results, *(records.record(Job("resident", Workload()), losses=[loss] * 20) for loss in (2.0, second)))
+def test_the_verdict_tells_if_two_runs_of_a_job_had_the_same_bits(
+    results: Path, second: float, told: str
+) -> None:
+    records.write(
+        results, *(records.record(Job("resident", Workload()), losses=[loss] * 20) for loss in (2.0, second))
+    )
     assert told in call(results).verdict([])[-1]
 
 
@@ -273,7 +289,9 @@ def test_one_step_can_be_asked_for_by_its_title(monkeypatch: pytest.MonkeyPatch,
     assert refused.exit_code == 2 and "got three; try one of one; two" in " ".join(refused.output.split())
 
 
-def test_without_a_package_that_records_need_nothing_is_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_package_that_records_need_nothing_is_begun(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr(gpu.signal, "signal", lambda kind, handler: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -286,10 +304,13 @@ def measured(results: Path) -> Path:
     """A folder of results, in a tree with a calibration and a kernel."""
     tree = results.parents[1]
     for path, size in (
-        (results / "log_a.json", 100), (results / "steps" / "one.txt", 100), (results / "trace-a.json", 3000),
-        (results / "figures" / "large.png", 2000), (tree / "results" / "calibration.json", 100),
+        (results / "log_a.json", 100),
+        (results / "steps" / "one.txt", 100),
+        (results / "trace-a.json", 3000),
+        (results / "figures" / "large.png", 2000),
+        (tree / "results" / "calibration.json", 100),
         (tree / ".venv" / "adam" / "adam-1.so", 100),
-    ):  # fmt: skip
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(os.urandom(size))
     return results
@@ -380,7 +401,9 @@ def test_wheels_are_those_of_the_lock(tmp_path: Path) -> None:
     assert " wheel " in built and "deepspeed==0.19.8" in built and not (tmp_path / "old.whl").exists()
     lock = (ROOT / "requirements" / "run.txt").read_text()
     asked = [word for word in fetched.split() if "==" in word]
-    assert len(asked) == 8 and all(f"{each} " in lock for each in asked) and "--python-version 3.12" in fetched
+    assert (
+        len(asked) == 8 and all(f"{each} " in lock for each in asked) and "--python-version 3.12" in fetched
+    )
     with pytest.raises(subprocess.CalledProcessError):
         door_call(tmp_path, "--wheels", str(tmp_path), "apex")
 
@@ -398,7 +421,9 @@ def test_a_fact_that_fails_is_its_error(tmp_path: Path, monkeypatch: pytest.Monk
     assert found["fail"] == {"error": "RuntimeError: no driver"} and found["tell"] == 1.5
 
 
-def test_the_facts_of_a_gpu_are_measured_by_its_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_facts_of_a_gpu_are_measured_by_its_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All but the messages, for which this torch has no NCCL."""
     gpu_of, cuda = FakeGpu(32 * GIB, 0, 500 * 2**20), FakeCuda(1).install(monkeypatch)
     gpu_of.install_nvml(monkeypatch)
@@ -448,7 +473,9 @@ def test_the_demo_does_every_step_and_goes_on_from_its_archive(
     (tests,) = (one for one in listed if one.title == "tests")
     command = (word.replace(str(demo_tree), str(ROOT)) for word in tests.command)
     chosen = tests._replace(command=(*command, "--collect-only"))  # they train for long
-    monkeypatch.setattr(gpu, "steps", lambda *of: [chosen if one.title == "tests" else one for one in steps(*of)])
+    monkeypatch.setattr(
+        gpu, "steps", lambda *of: [chosen if one.title == "tests" else one for one in steps(*of)]
+    )
     monkeypatch.setattr(gpu, "ended", in_process)
     done = CliRunner().invoke(gpu.main, ["gpu-demo", "--demo", "--limit", "1e6"], catch_exceptions=False)
     assert done.exit_code == 0, done.output[-4000:]

@@ -30,11 +30,37 @@ MAP = case10.ReleaseMap()
 SCRIPTED = [name for name, row in ROWS.items() if ENGINES[row.engine].script and row.is_scripted]
 # What public threads told of wrong trainings when the map was made.
 KNOWN = (
-    *(f"deepspeedai/DeepSpeed#{number}" for number in (
-        6550, 7967, 7981, 7718, 5692, 7773, 7749, 7837, 5294, 4298, 7905, 7906, 7925, 7302, 7292, 8068, 8010, 8207)),
-    "huggingface/trl#4540", "huggingface/trl#4631", "huggingface/accelerate#3877", "axolotl-ai-cloud/axolotl#3058",
-    "pytorch/pytorch#148532", "huggingface/transformers#35438", "NVIDIA/Megatron-LM#2417",
-)  # fmt: skip
+    *(
+        f"deepspeedai/DeepSpeed#{number}"
+        for number in (
+            6550,
+            7967,
+            7981,
+            7718,
+            5692,
+            7773,
+            7749,
+            7837,
+            5294,
+            4298,
+            7905,
+            7906,
+            7925,
+            7302,
+            7292,
+            8068,
+            8010,
+            8207,
+        )
+    ),
+    "huggingface/trl#4540",
+    "huggingface/trl#4631",
+    "huggingface/accelerate#3877",
+    "axolotl-ai-cloud/axolotl#3058",
+    "pytorch/pytorch#148532",
+    "huggingface/transformers#35438",
+    "NVIDIA/Megatron-LM#2417",
+)
 NORM = (
     "gradient norm 0.8472355 instead of 1.708618 at step 1 (relative 5.0e-01, 1e-03 allowed), where the loss still"
     " agrees: the gradients, or the norm of them, are not the reference's"
@@ -45,10 +71,19 @@ def row(name: str, release: str, verdict: str = "passed", reason: str = "") -> F
     """A cell's row; `verdict`: passed, failed, or how its run ended."""
     load = case10.workload_of(name)
     return FigureRow(
-        "loss_difference", ROWS[name].method, load.num_layers, load.hidden_size, None, 1e-7, series=name,
-        group=release, status="ok" if verdict in ("passed", "failed") else verdict, reason=reason,
-        machine="some CPU, 2 cores", valid=verdict == "passed",
-    )  # fmt: skip
+        "loss_difference",
+        ROWS[name].method,
+        load.num_layers,
+        load.hidden_size,
+        None,
+        1e-7,
+        series=name,
+        group=release,
+        status="ok" if verdict in ("passed", "failed") else verdict,
+        reason=reason,
+        machine="some CPU, 2 cores",
+        valid=verdict == "passed",
+    )
 
 
 def cell(name: str, release: str | None, **changes: Any) -> Record:
@@ -71,8 +106,11 @@ def test_a_report_is_about_rows_or_has_a_reason(report: Any) -> None:
 
 
 def test_the_map_has_every_stage_with_and_without_offload_and_micro_batches() -> None:
-    found = {(each.options.get("stage"), each.options.get("offload"), each.workload.get("micro_batches", 1))
-             for each in ROWS.values() if each.method == "deepspeed"}  # fmt: skip
+    found = {
+        (each.options.get("stage"), each.options.get("offload"), each.workload.get("micro_batches", 1))
+        for each in ROWS.values()
+        if each.method == "deepspeed"
+    }
     places = [(stage, None) for stage in range(4)] + [(1, "optimizer"), (2, "optimizer"), (3, "all")]
     assert {(*place, parts) for place in places for parts in (1, 4)} <= found
 
@@ -106,22 +144,29 @@ def test_a_record_of_a_version_that_is_none_is_no_cell() -> None:
 
 
 def test_a_cell_is_its_newest_result() -> None:
-    found = [cell("stage-2", "0.18.9"), cell("stage-2", "0.18.9", gate=Gate("failed", "gradient", NORM)),
-             cell("stage-2", "0.18.9", status="crash")]  # fmt: skip
+    found = [
+        cell("stage-2", "0.18.9"),
+        cell("stage-2", "0.18.9", gate=Gate("failed", "gradient", NORM)),
+        cell("stage-2", "0.18.9", status="crash"),
+    ]
     (made,) = MAP.table(found, DEMO)
     assert (made.status, made.reason, made.valid) == ("ok", NORM, False)
 
 
 def test_a_cell_without_a_verdict_neither_passes_nor_fails() -> None:
-    (made,) = MAP.table([cell("stage-2", "0.18.9", gate=Gate("untested", "no-reference", "no reference"))], DEMO)
+    (made,) = MAP.table(
+        [cell("stage-2", "0.18.9", gate=Gate("untested", "no-reference", "no reference"))], DEMO
+    )
     assert words.word(made) == "untested: no reference"
 
 
 def test_runs_of_several_releases_are_kept_though_their_software_differs() -> None:
     """A method's runs by an older state of its code are left out, for each release by itself."""
     told = [("0.18.9", "0.18.9", "a"), ("0.18.4", "0.18.4", "a"), ("0.18.9", "0.18.9", "b")]
-    found = [cell("stage-2", release, key=str(number), software={"deepspeed": version, "source": source})
-             for number, (release, version, source) in enumerate(told)]  # fmt: skip
+    found = [
+        cell("stage-2", release, key=str(number), software={"deepspeed": version, "source": source})
+        for number, (release, version, source) in enumerate(told)
+    ]
     assert measurements.of_newest_code(found) == found[1:]
     assert case.select(10, DEMO, found) == found[1:]
 
@@ -151,7 +196,9 @@ def test_the_word_of_a_cell(verdict: str, reason: str, told: str) -> None:
 
 
 def test_numbers_that_differ_in_their_last_digits_keep_these() -> None:
-    told = words.word(row("stage-2", "0.18.9", "failed", "loss 6.247884 instead of 6.247893 at step 2 (relative 1e-6)"))
+    told = words.word(
+        row("stage-2", "0.18.9", "failed", "loss 6.247884 instead of 6.247893 at step 2 (relative 1e-6)")
+    )
     assert told == "fails: loss 6.247884 instead of 6.247893 at step 2"
 
 
@@ -161,13 +208,18 @@ def test_a_cell_whose_line_was_edited_does_not_pass() -> None:
 
 
 def test_a_report_stands_beside_a_failed_cell_and_is_missed_where_there_is_none() -> None:
-    known, unknown = row("stage-2-offload-4", "0.18.9", "failed", NORM), row("stage-1", "0.18.9", "failed", NORM)
+    known, unknown = (
+        row("stage-2-offload-4", "0.18.9", "failed", NORM),
+        row("stage-1", "0.18.9", "failed", NORM),
+    )
     assert "DeepSpeed/issues/7967" in words.reports_text(known) and not words.is_unreported(known)
     assert words.reports_text(unknown) == f"**{words.NONE_KNOWN}**" and words.is_unreported(unknown)
 
 
 def test_a_report_of_an_error_stands_beside_a_crash_alone() -> None:
-    crash, wrong = (row("stage-2-offload-4-2-ranks", "0.17.6", status, "why") for status in ("crash", "failed"))
+    crash, wrong = (
+        row("stage-2-offload-4-2-ranks", "0.17.6", status, "why") for status in ("crash", "failed")
+    )
     assert "issues/7629" in words.reports_text(crash) and "issues/7967" not in words.reports_text(crash)
     assert "issues/7967" in words.reports_text(wrong) and "issues/7629" not in words.reports_text(wrong)
     assert words.reports_text(row("stage-2-offload-4-2-ranks", "0.17.6", "unavailable", "why")) == ""
@@ -176,7 +228,9 @@ def test_a_report_of_an_error_stands_beside_a_crash_alone() -> None:
 def test_a_setting_that_trains_otherwise_by_design_needs_no_report() -> None:
     late = [row("zenflow-bf16", "0.19.8", "failed", "loss"), row("zenflow", "0.18.2", "failed", "norm")]
     transposed = row("zenflow", "0.19.8", "failed", "loss")
-    assert {words.reports_text(each) for each in late} == {"by design: most gradients are applied some steps late"}
+    assert {words.reports_text(each) for each in late} == {
+        "by design: most gradients are applied some steps late"
+    }
     assert words.is_unreported(transposed) and not any(map(words.is_unreported, late))
 
 
@@ -186,13 +240,19 @@ def test_a_report_that_a_passing_cell_does_not_show_is_told() -> None:
 
 
 def test_neighbors_of_one_word_share_a_line_of_the_page() -> None:
-    wrong = [row("stage-2-offload-4", release, "failed", NORM) for release in ("0.15.2", "0.15.3", "0.15.4", "0.18.9")]
+    wrong = [
+        row("stage-2-offload-4", release, "failed", NORM)
+        for release in ("0.15.2", "0.15.3", "0.15.4", "0.18.9")
+    ]
     lines = list(words.page_rows([*wrong, row("stage-2-offload-4", "0.19.8")]))
     assert [(line[1], line[2]) for line in lines[:2]] == [
-        ("fails: gradient norm 0.8472 instead of 1.709 at step 1", "0.15.2 to 0.15.4, 0.18.9"), ("passes", "0.19.8"),
-    ]  # fmt: skip
+        ("fails: gradient norm 0.8472 instead of 1.709 at step 1", "0.15.2 to 0.15.4, 0.18.9"),
+        ("passes", "0.19.8"),
+    ]
     name, verdict, releases, _ = lines[2]
-    assert (name, verdict) == ("`stage-2-offload-4`", "not run") and releases.startswith("0.14.0 to 0.15.1, 0.16.0 to ")
+    assert (name, verdict) == ("`stage-2-offload-4`", "not run") and releases.startswith(
+        "0.14.0 to 0.15.1, 0.16.0 to "
+    )
 
 
 def test_the_page_tells_what_was_not_tried() -> None:
@@ -204,8 +264,12 @@ def test_the_page_tells_what_was_not_tried() -> None:
 
 
 def test_the_figure_has_a_word_in_each_cell_and_a_frame_around_what_no_report_tells() -> None:
-    rows = [row("stage-1", "0.18.9", "failed", NORM), row("stage-2-offload-4", "0.18.9", "failed", NORM),
-            row("stage-2-offload-4", "0.19.8"), row("megatron", "0.15.3")]  # fmt: skip
+    rows = [
+        row("stage-1", "0.18.9", "failed", NORM),
+        row("stage-2-offload-4", "0.18.9", "failed", NORM),
+        row("stage-2-offload-4", "0.19.8"),
+        row("megatron", "0.15.3"),
+    ]
     made = MAP.figure(rows, "demo")
     first, second = made.axes
     assert [text.get_text() for text in first.texts] == ["fails", "fails", "passes"]
@@ -235,7 +299,9 @@ def test_colors_of_cells_differ_in_grey() -> None:
 
 def test_since_and_until_choose_releases() -> None:
     found = chosen(Choice("deepspeed", ["stage-2", "zenflow"], "0.18.9", "0.19.1"))
-    assert found == [(name, each) for name in ("stage-2", "zenflow") for each in ("0.18.9", "0.19.0", "0.19.1")]
+    assert found == [
+        (name, each) for name in ("stage-2", "zenflow") for each in ("0.18.9", "0.19.0", "0.19.1")
+    ]
 
 
 def test_a_setting_begins_with_the_first_release_that_has_it() -> None:
@@ -267,7 +333,10 @@ def test_quick_leaves_out_what_a_cpu_cannot_show() -> None:
         ({"names": ["stage-9"]}, "expected a setting of stage-0, "),
         ({"engine": "fsdp2", "names": ["stage-2"]}, "expected a setting of fsdp2, got stage-2"),
         ({"since": "0.18.9"}, "expected releases of one engine, got deepspeed, megatron-core, transformers"),
-        ({"engine": "deepspeed", "until": "new"}, "release: expected a version of deepspeed such as 0.18.9, got 'new'"),
+        (
+            {"engine": "deepspeed", "until": "new"},
+            "release: expected a version of deepspeed such as 0.18.9, got 'new'",
+        ),
     ],
 )
 def test_what_the_map_lacks_is_named(asked: dict[str, Any], told: str) -> None:
@@ -305,7 +374,9 @@ def run_script(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["stage-2-offload-4", "stage-2-4-caller", "stage-3-4", "stage-2-offload-4-bf16"])
+@pytest.mark.parametrize(
+    "name", ["stage-2-offload-4", "stage-2-4-caller", "stage-3-4", "stage-2-offload-4-bf16"]
+)
 def test_the_script_of_the_installed_release_shows_equal_norms_and_updates(name: str, tmp_path: Path) -> None:
     done = run_script(name, tmp_path)
     pairs = re.findall(r"(?:gradient norm|weights moved) ([\d.]+) torch, ([\d.]+) DeepSpeed", done.stdout)

@@ -17,8 +17,12 @@ from papers.report import tables
 from tests.papers.figures.test_case import DEMO, FACTS, METHODS, demo_records, record
 
 SELECTION = case6.ModelSelection()
-PROFILES = [DEMO, profile.make("quick", None, METHODS, FACTS), profile.make("paper", "v100-vm", METHODS, FACTS),
-            profile.make("fit", "v100-vm", METHODS, FACTS)]  # fmt: skip
+PROFILES = [
+    DEMO,
+    profile.make("quick", None, METHODS, FACTS),
+    profile.make("paper", "v100-vm", METHODS, FACTS),
+    profile.make("fit", "v100-vm", METHODS, FACTS),
+]
 
 
 def plan_of(job: Job):
@@ -36,7 +40,10 @@ def test_no_model_fits_the_device_and_all_fit_the_host(used: profile.CaseProfile
     assert all(plan_of(job).shortfall(room_of(job)) is None for job in jobs)
     both = next(job for job in jobs if job.method == "hydra")
     assert method.create("resident", {}).plan(both.workload, room_of(both)).shortfall(room_of(both))
-    assert both.options["num_models"] == (4 if used.kind == "demo" else 12) and both.options["num_batch_sizes"] == 2
+    assert (
+        both.options["num_models"] == (4 if used.kind == "demo" else 12)
+        and both.options["num_batch_sizes"] == 2
+    )
 
 
 @pytest.mark.parametrize("used", PROFILES, ids=lambda used: used.name)
@@ -55,15 +62,18 @@ def test_half_a_batch_takes_the_same_samples_in_twice_the_steps() -> None:
 def speed(name: str, rows: list[FigureRow], series: str = "") -> FigureRow:
     (found,) = (
         row for row in rows if (row.metric, row.method, row.series) == ("samples_per_second", name, series)
-    )  # fmt: skip
+    )
     return found
 
 
 def test_one_after_another_is_all_samples_over_all_seconds() -> None:
     """A sample takes 1 / 4 s in the whole batch and 1.5 / 2 s in half of it; the same number of samples in each."""
     seconds = {4: 1.0, 2: 1.5}
-    records = [record(job, seconds[job.workload.batch_size], key=f"{job.method}{job.workload.batch_size}")
-               for job in SELECTION.jobs(DEMO, {}) if job.method != "hydra"]  # fmt: skip
+    records = [
+        record(job, seconds[job.workload.batch_size], key=f"{job.method}{job.workload.batch_size}")
+        for job in SELECTION.jobs(DEMO, {})
+        if job.method != "hydra"
+    ]
     row = speed("zero-infinity", SELECTION.table(records, DEMO))
     assert row.value == pytest.approx(2 / (1 / 4 + 1.5 / 2)) and row.valid and len(row.keys) == 2
 
@@ -92,7 +102,11 @@ def test_the_chart_has_the_turns_of_the_last_round() -> None:
     (found,) = [found for found in demo_records() if found.job == job]
     rows = case6._turns(dataclasses.replace(found, step_seconds=[0.4, 0.4]))
     assert [row.x for row in rows] == pytest.approx([0, 0.1, 0.2, 0.3])
-    assert [row.group for row in rows][1:] == ["lr 5.0e-01, batch 2", "lr 2.5e-01, batch 4", "lr 1.2e-01, batch 2"]
+    assert [row.group for row in rows][1:] == [
+        "lr 5.0e-01, batch 2",
+        "lr 2.5e-01, batch 4",
+        "lr 1.2e-01, batch 2",
+    ]
 
 
 def test_a_speed_up_is_no_more_than_there_are_devices_or_models() -> None:
@@ -104,10 +118,16 @@ def test_a_speed_up_is_no_more_than_there_are_devices_or_models() -> None:
 
 
 def test_what_was_simulated_says_so_in_the_figure() -> None:
-    titles = [axes.get_title(loc="left") for axes in SELECTION.figure(case.table(6, DEMO, demo_records()), "demo").axes]
+    titles = [
+        axes.get_title(loc="left")
+        for axes in SELECTION.figure(case.table(6, DEMO, demo_records()), "demo").axes
+    ]
     assert [title.partition(",")[0].partition(":")[0] for title in titles] == [
-        "measured", "simulated (virtual clock)", "measured", "simulated (virtual clock)",
-    ]  # fmt: skip
+        "measured",
+        "simulated (virtual clock)",
+        "measured",
+        "simulated (virtual clock)",
+    ]
 
 
 def test_longest_remaining_first_is_within_two_percent_of_the_optimum_in_the_figure() -> None:
@@ -120,8 +140,9 @@ def test_other_cases_do_not_see_what_several_models_or_half_a_batch_measured() -
     assert len(case.select(6, DEMO, own)) == len(own) == 6
     seen = case.select(1, DEMO, own)
     assert {(found.job.method, found.job.workload.batch_size) for found in seen} == {
-        ("zero-infinity", 4), ("stronghold", 4),
-    }  # fmt: skip
+        ("zero-infinity", 4),
+        ("stronghold", 4),
+    }
     assert all(case.is_of(DEMO, found.job) for found in own)
 
 
@@ -133,5 +154,9 @@ def test_nothing_is_simulated_where_nothing_was_measured(tmp_path: Path) -> None
 def test_the_table_of_the_report_holds_speeds_alone() -> None:
     table = tables.row_table("", case.table(6, DEMO, demo_records()), [])
     assert [cell.text + cell.more for cell in table["method"]] == [
-        "resident", "zero-infinity", "stronghold", "hydra", "hydraone slot",
-    ]  # fmt: skip
+        "resident",
+        "zero-infinity",
+        "stronghold",
+        "hydra",
+        "hydraone slot",
+    ]

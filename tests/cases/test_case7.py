@@ -36,8 +36,10 @@ def left_by_measuring(results: Path) -> list[FigureRow]:
     Profile(False, None, [Section(1, 0.5, [cost])] * 2, [], []).write(folder / "profile")
     for name in ("undisturbed", "morphed"):
         (folder / name / "job").mkdir(parents=True)
-        steps = [{"step": step, "loss": 5.0 - step, "num_workers": 4 - step, "round": step, "time": 3.0 * step}
-                 for step in (1, 2)]  # fmt: skip
+        steps = [
+            {"step": step, "loss": 5.0 - step, "num_workers": 4 - step, "round": step, "time": 3.0 * step}
+            for step in (1, 2)
+        ]
         (folder / name / "job" / "steps.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
     rows = PIPELINES.table([record(job, 2.0) for job in PIPELINES.jobs(DEMO, {})], DEMO)
     return [*rows, *PIPELINES.beside(rows, DEMO, results)]
@@ -50,16 +52,21 @@ def test_steps_are_foretold_by_the_profile_beside_the_measured_ones(tmp_path: Pa
     rows = left_by_measuring(tmp_path)
     foretold = {row.group: (row.x, row.value) for row in rows if row.metric == "foretold_seconds"}
     assert foretold["1 stage, micro-batches of 1"] == (2.0, 2 * 4.0 + 1.0)
-    claimed = {row.series: row.value for row in rows if row.origin == "simulated" and row.metric == PIPELINES.metric}
+    claimed = {
+        row.series: row.value for row in rows if row.origin == "simulated" and row.metric == PIPELINES.metric
+    }
     assert claimed["varuna"] and 1.15 < (claimed["1f1b"] or 0.0) / claimed["varuna"] < 1.35
 
 
 def test_losses_and_pauses_are_those_of_the_jobs(tmp_path: Path) -> None:
     found = {(row.metric, row.x): row.value for row in left_by_measuring(tmp_path) if row.series == "morphed"}
     assert found == {
-        ("loss", 1.0): 4.0, ("workers", 1.0): 3.0, ("loss", 2.0): 3.0, ("workers", 2.0): 2.0,
+        ("loss", 1.0): 4.0,
+        ("workers", 1.0): 3.0,
+        ("loss", 2.0): 3.0,
+        ("workers", 2.0): 2.0,
         ("pause_seconds", 2.0): 3.0,
-    }  # fmt: skip
+    }
 
 
 def test_the_trace_takes_the_pause_that_was_measured(tmp_path: Path) -> None:
@@ -68,13 +75,19 @@ def test_the_trace_takes_the_pause_that_was_measured(tmp_path: Path) -> None:
     for rows in ([], left_by_measuring(tmp_path)):
         mean = {row.series: row.value for row in PIPELINES.simulated(rows) if row.metric == "mean_speed"}
         speeds[len(rows) > 0] = mean
-    assert speeds[True]["morphs"] > speeds[False]["morphs"] and speeds[True]["restarts"] == speeds[False]["restarts"]
+    assert (
+        speeds[True]["morphs"] > speeds[False]["morphs"]
+        and speeds[True]["restarts"] == speeds[False]["restarts"]
+    )
 
 
 def test_a_trace_by_hand() -> None:
     """10 samples/s on each machine; one of two leaves after 150 s, and is back after 200. Who morphs pauses 5 s twice;
     who restarts has a checkpoint every 100 s, pauses 20 s, and goes on with one."""
-    trace, speed = [MachineChange(0, 2), MachineChange(150, 1), MachineChange(200, 2)], lambda number: 10.0 * number
+    trace, speed = (
+        [MachineChange(0, 2), MachineChange(150, 1), MachineChange(200, 2)],
+        lambda number: 10.0 * number,
+    )
     morphed, restarted = (
         through(trace, 300, speed, checkpoint_seconds=100, pause_seconds=pause, tells=tells)
         for pause, tells in ((5, True), (20, False))
@@ -104,16 +117,23 @@ def test_the_names_of_foretold_steps_say_what_they_are_within_their_panel(tmp_pa
     made = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
     made.draw_without_rendering()
     (panel,) = [axes for axes in made.axes if "foretold" in axes.get_title(loc="left")]
-    assert [text.get_text() for text in panel.texts] == ["1 stage, micro-batches of 1", "2 stages, micro-batches of 1"]
+    assert [text.get_text() for text in panel.texts] == [
+        "1 stage, micro-batches of 1",
+        "2 stages, micro-batches of 1",
+    ]
     frame = panel.get_window_extent()
-    assert all(text.get_window_extent().x0 >= frame.x0 and text.get_window_extent().x1 <= frame.x1
-               for text in panel.texts)  # fmt: skip
+    assert all(
+        text.get_window_extent().x0 >= frame.x0 and text.get_window_extent().x1 <= frame.x1
+        for text in panel.texts
+    )
 
 
 def test_the_trace_of_machines_lies_below_all_speeds(tmp_path: Path) -> None:
     rows = left_by_measuring(tmp_path)
     made = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
-    (speed,) = [axes for axes in made.axes if axes.get_title(loc="left") == "simulated: synthetic trace of machines"]
+    (speed,) = [
+        axes for axes in made.axes if axes.get_title(loc="left") == "simulated: synthetic trace of machines"
+    ]
     (machines,) = [axes for axes in made.axes if axes.get_ylabel() == "Machines"]
     most, zero = machines.transData.transform((0, 12)), speed.transData.transform((0, 0))
     assert most[1] < zero[1] and min(speed.get_yticks()) == 0

@@ -38,7 +38,10 @@ def test_one_batch_is_split_and_one_sample_is_each_ranks(used: profile.CaseProfi
 
 def test_every_job_of_one_gpu_fits_beside_its_context_and_reserve() -> None:
     for job in (each for each in SCALING.jobs(QUICK, {}) if each.world_size == 1):
-        assert method.create(job.method, job.options).plan(job.workload, QUICK.room).shortfall(QUICK.room) is None
+        assert (
+            method.create(job.method, job.options).plan(job.workload, QUICK.room).shortfall(QUICK.room)
+            is None
+        )
 
 
 def rows(machine: dict) -> list[FigureRow]:
@@ -49,8 +52,11 @@ def rows(machine: dict) -> list[FigureRow]:
 
 def test_each_point_is_foretold_by_the_rates_of_its_machine() -> None:
     found = {(row.series, row.x, row.metric): row.value for row in rows(V100) if row.method == "zero-offload"}
-    (job,) = [job for job in SCALING.jobs(QUICK, {})
-              if (job.method, job.world_size, job.workload.batch_size) == ("zero-offload", 2, 4)]  # fmt: skip
+    (job,) = [
+        job
+        for job in SCALING.jobs(QUICK, {})
+        if (job.method, job.world_size, job.workload.batch_size) == ("zero-offload", 2, 4)
+    ]
     rates = named_machines.load(named_machines.of_gpu(V100["gpu"], V100["gpu_bytes"])).rates("fp32")
     trained = method.create(job.method, job.options)
     plan = trained.plan(job.workload, dataclasses.replace(job.budget.share(2).room, rates=rates))
@@ -59,7 +65,8 @@ def test_each_point_is_foretold_by_the_rates_of_its_machine() -> None:
     )
     alone = dataclasses.replace(plan, exchanged={})
     assert (
-        found["strong", 2.0, case8.FORETOLD] < 4 / predicted(trained, job.workload, alone, rates, num_ranks=2).seconds
+        found["strong", 2.0, case8.FORETOLD]
+        < 4 / predicted(trained, job.workload, alone, rates, num_ranks=2).seconds
     )
 
 
@@ -75,7 +82,9 @@ def test_nothing_is_foretold_of_a_machine_without_rates() -> None:
 
 
 def test_a_method_without_a_run_of_one_rank_has_no_panel() -> None:
-    made = [record(job, 1.0) for job in SCALING.jobs(DEMO, {}) if job.world_size == 1 or job.method == "varuna"]
+    made = [
+        record(job, 1.0) for job in SCALING.jobs(DEMO, {}) if job.world_size == 1 or job.method == "varuna"
+    ]
     kept = [each for each in made if each.job.world_size > 1 or each.job.method != "varuna"]
     assert {row.method for row in SCALING.table(kept, DEMO)} == set(SCALING.methods) - {"varuna"}
 

@@ -11,7 +11,10 @@ SPEED = case9.SpeedByTokens()
 
 
 def test_every_method_is_run_at_every_batch_with_every_layer_of_stronghold_streamed() -> None:
-    for used, sizes in ((DEMO, (1, 4, 16)), (profile.make("quick", None, METHODS, FACTS), (1, 2, 4, 8, 16, 32))):
+    for used, sizes in (
+        (DEMO, (1, 4, 16)),
+        (profile.make("quick", None, METHODS, FACTS), (1, 2, 4, 8, 16, 32)),
+    ):
         jobs = SPEED.jobs(used, {})
         assert [(job.method, job.workload.batch_size) for job in jobs] == [
             (name, size) for name in SPEED.methods for size in sizes
@@ -29,8 +32,10 @@ def test_a_speed_is_tokens_over_seconds_and_a_batch_that_does_not_fit_is_a_cross
     found = [record(job, 0.5, end, key=f"{job}") for job, end in zip(jobs, ends, strict=True)]
     rows = SPEED.table(found, DEMO)
     assert [(row.x, row.value, row.status) for row in rows] == [
-        (64, 128, "ok"), (256, 512, "ok"), (1024, None, "oom-device"),
-    ]  # fmt: skip
+        (64, 128, "ok"),
+        (256, 512, "ok"),
+        (1024, None, "oom-device"),
+    ]
     panel = SPEED.figure(rows, "demo").axes[0]
     assert panel.get_title(loc="left") == "Resident"
     assert [line.get_xdata()[0] for line in panel.lines if line.get_marker() == "x"] == [1024]

@@ -24,11 +24,16 @@ def offered(words: str) -> set[str]:
 @pytest.mark.parametrize(
     ("words", "among"),
     [
-        ("./run.sh ad", "advise"), ("./run.sh -m str", "stronghold"), ("./run.sh sweep -m l2l,res", "l2l,resident"),
-        ("./run.sh plan --machine rtx40", "rtx4090"), ("./run.sh advise --model gpt2-", "gpt2-xl"),
-        ("./run.sh search la", "largest"), ("./run.sh run --dev", "--device-memory"), ("./run.sh completion z", "zsh"),
+        ("./run.sh ad", "advise"),
+        ("./run.sh -m str", "stronghold"),
+        ("./run.sh sweep -m l2l,res", "l2l,resident"),
+        ("./run.sh plan --machine rtx40", "rtx4090"),
+        ("./run.sh advise --model gpt2-", "gpt2-xl"),
+        ("./run.sh search la", "largest"),
+        ("./run.sh run --dev", "--device-memory"),
+        ("./run.sh completion z", "zsh"),
     ],
-)  # fmt: skip
+)
 def test_what_may_follow_is_offered(words: str, among: str) -> None:
     found = offered(words)
     assert among in found and all(each.startswith(words.split(" ")[-1]) for each in found)

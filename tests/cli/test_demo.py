@@ -26,7 +26,9 @@ def test_each_method_is_shown_once_at_the_same_depth() -> None:
     assert len({job.workload for job in jobs}) == 1
 
 
-def test_the_demo_leaves_out_what_compiles_for_long_and_says_how_to_add_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_leaves_out_what_compiles_for_long_and_says_how_to_add_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(deepspeed_config, "is_built", lambda kernel, release=None: False)
     monkeypatch.setattr(native_build, "has_header", lambda name: True)
     monkeypatch.setattr(native_build, "find", lambda: "g++")
@@ -35,7 +37,9 @@ def test_the_demo_leaves_out_what_compiles_for_long_and_says_how_to_add_it(monke
     assert "./run.sh setup" in told["zenflow"] and "NVIDIA" in told["superoffload"]
 
 
-def test_without_a_header_no_compiler_is_started_and_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_header_no_compiler_is_started_and_its_package_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(deepspeed_config, "is_built", lambda kernel, release=None: False)
     monkeypatch.setattr(native_build, "has_header", lambda name: name != "libaio.h")
     monkeypatch.setattr(native_build, "find", lambda: "g++")
@@ -44,7 +48,9 @@ def test_without_a_header_no_compiler_is_started_and_its_package_is_named(monkey
     assert method.create("zenflow", {}).to_build()
 
 
-def test_headers_are_found_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_found_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "some_kernel.h").touch()
     assert not native_build.has_header("some_kernel.h")
     monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path}")
@@ -78,7 +84,9 @@ def test_the_demo_shows_all_and_the_notebook_shows_it_again(
     monkeypatch.setattr("harness.jobs.sweep.launch", records.launch)
     quick = run("demo", "--quick", "--results", tmp_path)
     assert quick.returncode == 0, quick.stdout + quick.stderr
-    assert {path.stem for path in tmp_path.glob("figures/*.png")} == {f"case{number}_demo" for number in (3, 4, 5)}
+    assert {path.stem for path in tmp_path.glob("figures/*.png")} == {
+        f"case{number}_demo" for number in (3, 4, 5)
+    }
     before = read_all(tmp_path)[0]
     assert {record.job.method for record in before.values()} == {"l2l", "stronghold", "resident"}
     done = run("demo", "--results", tmp_path)

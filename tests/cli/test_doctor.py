@@ -55,7 +55,10 @@ def test_a_calibration_that_cannot_be_kept_is_not_measured(monkeypatch, tmp_path
     monkeypatch.setattr(machine, "CALIBRATION", Path("/proc/results/calibration.json"))
     done = run("doctor", "--calibrate", "--device", "cpu", "--results", tmp_path)
     assert done.returncode == 2 and "calibrating" not in done.stdout
-    assert done.stderr.startswith("error: cannot write to /proc/results: ") and len(done.stderr.splitlines()) == 1
+    assert (
+        done.stderr.startswith("error: cannot write to /proc/results: ")
+        and len(done.stderr.splitlines()) == 1
+    )
 
 
 def test_rates_of_a_calibration_by_hand() -> None:
@@ -66,7 +69,9 @@ def test_rates_of_a_calibration_by_hand() -> None:
     workload = Workload(num_layers=10)
     rates = rates_of(FOUND, workload, "cuda")
     tokens = 4 * 1024
-    assert rates.device_flops_per_second == pytest.approx(4 * (24 * tokens * 2048**2 + 2 * tokens * 1024 * 2048) / 4)
+    assert rates.device_flops_per_second == pytest.approx(
+        4 * (24 * tokens * 2048**2 + 2 * tokens * 1024 * 2048) / 4
+    )
     assert (rates.forward_share, rates.head_flops_per_second) == (0.25, 6 * tokens * 50304 * 2048 / 5)
     assert (rates.duplex_share, rates.host_bytes_per_second) == (0.5, 62e9)
     assert (rates.host_adam_params_per_second, rates.device_bytes_per_second) == (2e9, 28e10)
@@ -92,7 +97,9 @@ def test_a_real_calibration_makes_rates_and_is_shown(monkeypatch, tmp_path: Path
         "load_average": 1000.0,
         "computed": computed,
     }
-    machine.keep_calibration({**entry(SMALL, 1), **sizes, "measured": found, "rates": dataclasses.asdict(rates)})
+    machine.keep_calibration(
+        {**entry(SMALL, 1), **sizes, "measured": found, "rates": dataclasses.asdict(rates)}
+    )
     told = run("doctor", "--device", "cpu").stdout
     assert "64 wide, 2 x 32 tokens" in told and "the machine was busy" in told
     assert machine.room(Budget(), "sim", SMALL).rates == rates
@@ -110,7 +117,9 @@ def test_the_calibration_of_the_nearest_size_is_used() -> None:
 
 @pytest.mark.parametrize(("load", "is_busy"), [(0.5, False), (1000.0, True)])
 @pytest.mark.parametrize("verb", ["plan", "advise"])
-def test_who_uses_rates_that_were_measured_beside_other_work_says_so(verb: str, load: float, is_busy: bool) -> None:
+def test_who_uses_rates_that_were_measured_beside_other_work_says_so(
+    verb: str, load: float, is_busy: bool
+) -> None:
     machine.keep_calibration({**entry(Workload(), 1e12), "load_average": load})
     told = run(verb, "-m", "resident", "-l", "2").stdout
     assert (f"caution: this machine's rates were measured at a load of {load:.3g} on " in told) == is_busy
@@ -123,9 +132,24 @@ def test_the_entry_of_this_machine_gives_elsewhere_the_rates_that_were_measured_
     monkeypatch.setattr(machine, "devices", lambda: ["cuda", "cpu", "sim"])
     monkeypatch.setattr(machine, "gpu", lambda: {"gpu": "NVIDIA X 1", "gpu_bytes": 24 * 2**30, "driver": "1"})
     monkeypatch.setattr(machine, "has_bf16", lambda: True)
-    here = Rates(1e14, 0.3, 9e11, 2.5e10, 2.4e10, 0.8, 5e10, 2e9, disk_read_bytes_per_second=3e9,
-                 disk_write_bytes_per_second=2e9)  # fmt: skip
-    kept = {**entry(Workload(dtype="bf16"), 1), "device": "cuda", "dtype": "bf16", "rates": dataclasses.asdict(here)}
+    here = Rates(
+        1e14,
+        0.3,
+        9e11,
+        2.5e10,
+        2.4e10,
+        0.8,
+        5e10,
+        2e9,
+        disk_read_bytes_per_second=3e9,
+        disk_write_bytes_per_second=2e9,
+    )
+    kept = {
+        **entry(Workload(dtype="bf16"), 1),
+        "device": "cuda",
+        "dtype": "bf16",
+        "rates": dataclasses.asdict(here),
+    }
     machine.keep_calibration(kept)
     (file := tmp_path / "mine.yaml").write_text(run("rates", "--results", tmp_path).stdout)
     there = named_machines.load("nvidiax1", file)
@@ -185,15 +209,23 @@ def test_facts_without_a_rate_that_is_needed_make_none(missing: str) -> None:
 
 @pytest.mark.parametrize(
     "rates",
-    [{"device_flops_per_second": 0}, {"device_flops_per_second": 5e-324}, {"device_flops_per_second": 1e308},
-     {"device_flops_per_second": math.inf}, {"inbound_bytes_per_second": math.nan}, {"forward_share": 1.0},
-     {"duplex_share": 1e-300}],
-)  # fmt: skip
+    [
+        {"device_flops_per_second": 0},
+        {"device_flops_per_second": 5e-324},
+        {"device_flops_per_second": 1e308},
+        {"device_flops_per_second": math.inf},
+        {"inbound_bytes_per_second": math.nan},
+        {"forward_share": 1.0},
+        {"duplex_share": 1e-300},
+    ],
+)
 def test_rates_of_no_machine_are_refused(rates: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"expected .*, got"):
         Rates(**{"device_flops_per_second": 1e12, **rates})
 
 
 def test_a_fact_of_no_machine_is_told() -> None:
-    with pytest.raises(ValueError, match=r"^a machine's device_flops_per_second: expected 1 to .*, got 1e-08$"):
+    with pytest.raises(
+        ValueError, match=r"^a machine's device_flops_per_second: expected 1 to .*, got 1e-08$"
+    ):
         of_facts(dict.fromkeys(NEEDED, 1e-20))

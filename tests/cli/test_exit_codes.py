@@ -18,15 +18,21 @@ from tests.support import cli, tiny
 
 README = (ROOT / "README.md").read_text().split("| exit code | meaning |")[1].split("\n\n")[0]
 WITHOUT_TRAINING = {0: "fairness --help", 1: "verify --against published", 2: "-m strongholt"}
-ENDS = {3: "raise KeyError('any')", 4: "raise torch.OutOfMemoryError('any')", 5: "loss = 2.5",
-        7: "raise Unavailable('an engine is missing')"}  # fmt: skip
+ENDS = {
+    3: "raise KeyError('any')",
+    4: "raise torch.OutOfMemoryError('any')",
+    5: "loss = 2.5",
+    7: "raise Unavailable('an engine is missing')",
+}
 
 
 def end(folder: Path, how: str, *words: object) -> int:
     """The exit code of a run by a method that does, after its first step, what is asked for."""
     lines = "\n".join(f"if self.how == 'of {code}': {line}" for code, line in ENDS.items())
     job = [*tiny.WORDS, "-m", "ending", "--steps", "2", "--option", f"how={how}"]
-    return cli.run(*job, "--methods", tiny.write_ending(folder, lines), "--results", folder, *words).returncode
+    return cli.run(
+        *job, "--methods", tiny.write_ending(folder, lines), "--results", folder, *words
+    ).returncode
 
 
 def test_the_table_has_every_code_that_is_provoked_here_and_no_other() -> None:
@@ -59,7 +65,9 @@ def test_a_call_whose_reader_has_gone_ends_in_130_without_a_word() -> None:
 def test_a_call_without_an_output_takes_no_file_for_one(tmp_path: Path) -> None:
     """The next file that is opened would have the number of the one that was closed."""
     words = [sys.executable, "-m", "harness", "verify", "--results", str(tmp_path)]
-    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     assert (done.stderr, done.returncode) == ("", 0)
 
 

@@ -61,20 +61,33 @@ def closed(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     "verb",
-    ["verify", "report", "doctor", "compare l2l resident", "fairness", "bundle", "case 3 --profile demo --extract",
-     "advise -l 2 -h 64", "import .", " ".join(tiny.WORDS)],
-)  # fmt: skip
+    [
+        "verify",
+        "report",
+        "doctor",
+        "compare l2l resident",
+        "fairness",
+        "bundle",
+        "case 3 --profile demo --extract",
+        "advise -l 2 -h 64",
+        "import .",
+        " ".join(tiny.WORDS),
+    ],
+)
 def test_results_below_a_folder_that_may_not_be_read_are_one_line(verb: str, closed: Path) -> None:
     with as_anybody_here():
         done = cli.run(*verb.split(), "--results", closed / "results")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done
     assert (
-        done.stderr.startswith("error: cannot ") and f"{closed}" in done.stderr and "Permission denied" in done.stderr
+        done.stderr.startswith("error: cannot ")
+        and f"{closed}" in done.stderr
+        and "Permission denied" in done.stderr
     )
 
 
 def test_results_in_a_folder_that_may_not_be_read_are_one_line(closed: Path) -> None:
-    words = [*as_anybody(), sys.executable, "-m", "harness", "verify", "--results", str(closed)]  # asks by access()
+    # asks by access()
+    words = [*as_anybody(), sys.executable, "-m", "harness", "verify", "--results", str(closed)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     told = f"error: Invalid value for '--results': Directory '{closed}' is not readable; see --help\n"
     assert (done.returncode, done.stderr) == (2, told)
@@ -94,9 +107,22 @@ def test_what_is_added_from_a_folder_that_may_not_be_read_is_one_line(
 @pytest.mark.parametrize("how", ["removed", "closed"])
 def test_a_results_folder_that_goes_away_during_a_run_is_one_line(how: str, tmp_path: Path) -> None:
     results = tmp_path / "results"
-    lines = {"removed": f"import shutil; shutil.rmtree({str(results)!r})", "closed": f"os.chmod({str(results)!r}, 0)"}
+    lines = {
+        "removed": f"import shutil; shutil.rmtree({str(results)!r})",
+        "closed": f"os.chmod({str(results)!r}, 0)",
+    }
     methods = tiny.write_ending(tmp_path, lines[how])
-    words = [*tiny.WORDS, "-m", "ending", "--methods", str(methods), "--steps", "2", "--results", str(results)]
+    words = [
+        *tiny.WORDS,
+        "-m",
+        "ending",
+        "--methods",
+        str(methods),
+        "--steps",
+        "2",
+        "--results",
+        str(results),
+    ]
     if how == "closed":  # for the worker, too
         call = [*as_anybody(), sys.executable, "-m", "harness", *words]
         done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
@@ -109,5 +135,7 @@ def test_a_results_folder_that_goes_away_during_a_run_is_one_line(how: str, tmp_
 
 def test_a_folder_that_is_a_link_to_nothing_is_said_to_be_one(tmp_path: Path) -> None:
     (link := tmp_path / "results").symlink_to("nowhere")
-    with pytest.raises(ValueError, match="results: it is a link to nothing; try another folder with --results"):
+    with pytest.raises(
+        ValueError, match="results: it is a link to nothing; try another folder with --results"
+    ):
         check_writable(link)

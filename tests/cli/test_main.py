@@ -28,16 +28,20 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
 @pytest.mark.parametrize(
     ("words", "device"),
     [
-        ("--on slurm --slurm gpus=1", "cuda"), ("--on kubernetes --kubernetes gpus=2", "cuda"),
-        ("--on slurm --slurm cpus=1", "sim"), ("--on slurm --slurm gpus=1 --device cpu", "cpu"),
+        ("--on slurm --slurm gpus=1", "cuda"),
+        ("--on kubernetes --kubernetes gpus=2", "cuda"),
+        ("--on slurm --slurm cpus=1", "sim"),
+        ("--on slurm --slurm gpus=1 --device cpu", "cpu"),
     ],
-)  # fmt: skip
+)
 def test_a_place_that_is_asked_for_gpus_trains_on_them(
     monkeypatch: pytest.MonkeyPatch, words: str, device: str
 ) -> None:
     monkeypatch.setattr(machine, "devices", lambda: ["cpu", "sim"])
     monkeypatch.setattr(machine, "gpu", dict)
-    asked = job_verbs.run.make_context("run", ["-m", "resident", "--device-memory", "24GiB", *words.split()]).params
+    asked = job_verbs.run.make_context(
+        "run", ["-m", "resident", "--device-memory", "24GiB", *words.split()]
+    ).params
     assert make_jobs(asked, ())[0].device == device
 
 
@@ -66,10 +70,19 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("-m resident -l -3", "num_layers: expected at least 1, got -3"),
         ("plan -m l2l -l 1000000000", "num_layers: expected at most 1048576"),
         ("-m resident --data=", "expected the prefix of PREFIX.bin and PREFIX.idx, got ''; leave --data out"),
-        ("varuna launch --machine-list README.md --batch-size 4 --stall-minutes nan a.py", "minutes above 0, got nan"),
-        ("varuna launch --machine-list README.md --batch-size 4 --stall-minutes -1 a.py", "minutes above 0, got -1"),
+        (
+            "varuna launch --machine-list README.md --batch-size 4 --stall-minutes nan a.py",
+            "minutes above 0, got nan",
+        ),
+        (
+            "varuna launch --machine-list README.md --batch-size 4 --stall-minutes -1 a.py",
+            "minutes above 0, got -1",
+        ),
         ("-m resident -b 0", "batch_size: expected at least 1"),
-        ("-m resident -b 6 --micro-batches 4", "--micro-batches: expected a divisor of batch 6 (1, 2, 3, 6), got 4"),
+        (
+            "-m resident -b 6 --micro-batches 4",
+            "--micro-batches: expected a divisor of batch 6 (1, 2, 3, 6), got 4",
+        ),
         ("-m resident --micro-batches 2 --dropout 0.1", "dropout and micro-batches exclude each other"),
         ("-m resident -l four", "expected numbers such as 4, 1,2,4 or 2:8:2, got 'four'"),
         ("-m resident -l 8:2", "expected a range first:last:step such as 2:8:2, got '8:2'"),
@@ -92,7 +105,10 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("-m resident --results /proc/results", "try another folder with --results"),
         ("-m resident --results /dev/null", "--results"),
         ("case 4 --profile demo --results /tmp --out /proc/figures", "try another folder with --out"),
-        ("-m hydra -l 2 -h 32 --models 2 --devices 2 --device sim", "leave --devices out, or add --device cpu"),
+        (
+            "-m hydra -l 2 -h 32 --models 2 --devices 2 --device sim",
+            "leave --devices out, or add --device cpu",
+        ),
         ("-m resident --dtype fp64", "fp32, bf16 or fp16"),
         ("-m hydra --dtype fp16", "no loss scale for fp16: try --dtype bf16, or -m deepspeed, fsdp2-offload"),
         ("-m resident --dropout 1", "--dropout: expected from 0 to below 1, got 1.0"),
@@ -108,7 +124,10 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         (f"-m resident -l 1 --steps {'9' * 400}", "steps: expected at most 1000000000"),
         (f"-m hydra -l 1 --models {'9' * 400}", "option num_models: expected -1000000000 to 1000000000"),
         ("-m resident,l2l -l 2 --trace /tmp/trace.json", "--trace needs a single run on this machine"),
-        ("-m l2l -l 2 --no-probe --probe-layers all", "--no-probe, or --probe, --probe-layers and --probe-steps, got"),
+        (
+            "-m l2l -l 2 --no-probe --probe-layers all",
+            "--no-probe, or --probe, --probe-layers and --probe-steps, got",
+        ),
         ("-m l2l -l 2 --probe-layers some", "'some' is not a valid"),
         ("-m l2l -l 2 --probe-steps 61", "61 is not in the range 20<=x<=60"),
         ("-m l2l -l 2 --trace /proc/traces/trace.json", "try another folder with --trace"),
@@ -128,7 +147,10 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("-m resident --methods /nowhere", "/nowhere"),
         ("-m resident --device cuda", "--device: expected cpu or sim on this machine, got cuda"),
         ("no-such-verb", "No such command"),
-        ("--results /tmp plan -m l2l", "expected the verb as the first word, got plan after others; try ./run.sh plan"),
+        (
+            "--results /tmp plan -m l2l",
+            "expected the verb as the first word, got plan after others; try ./run.sh plan",
+        ),
         ("-m resident --no-such-option", "No such option"),
         ("plan --tokens 7B", "No such option '--tokens'; advise has it\n"),
         ("plan --model llama", "no model 'llama': did you mean llama-7b"),
@@ -188,13 +210,27 @@ def test_json_is_one_object_a_line(tmp_path: Path) -> None:
 @pytest.mark.heavy
 def test_a_sweep_crosses_its_lists_and_takes_each_job_once(tmp_path: Path, forked: None) -> None:
     done = run(
-        "sweep", "-m", "l2l,stronghold", "-w", "1,2", *SMALL, "-l", "1:3:2", "--json", "--results", str(tmp_path)
+        "sweep",
+        "-m",
+        "l2l,stronghold",
+        "-w",
+        "1,2",
+        *SMALL,
+        "-l",
+        "1:3:2",
+        "--json",
+        "--results",
+        str(tmp_path),
     )
     ends = [json.loads(line)["record"] for line in done.stdout.splitlines() if '"end"' in line]
     points = [(end["method"], end["num_layers"], end["options"].get("window_size")) for end in ends]
     assert points == [
-        ("l2l", 1, None), ("l2l", 3, None), ("stronghold", 1, 1), ("stronghold", 3, 1), ("stronghold", 3, 2),
-    ]  # fmt: skip
+        ("l2l", 1, None),
+        ("l2l", 3, None),
+        ("stronghold", 1, 1),
+        ("stronghold", 3, 1),
+        ("stronghold", 3, 2),
+    ]
     assert done.stderr.splitlines() == [
         "left out: stronghold, 1 layer: -w: expected a window of 1 to 1, the number of layers, got 2"
     ]
@@ -216,13 +252,24 @@ def test_lists_and_ranges(text: str, numbers: list[int]) -> None:
     "job",
     [
         Job("l2l", Workload(num_layers=3, micro_batches=2)),
-        Job("stronghold", Workload(2, 128, 4, 64, 1, 1, 512, dropout=0.1, clip_norm=0.0, learning_rate=1e-3, seed=7),
-            {"window_size": 2, "resident_layers": 1}, Budget(12345678, 3 * GIB, None, 60, 2**28), "sim", 5, 2),
-        Job("zero-infinity-nvme", Workload(dtype="bf16", corpus="a folder/text"),
-            {"disk": "some folder", "pipelined": True, "reentrant": False}, Budget(disk_bytes=7)),
+        Job(
+            "stronghold",
+            Workload(2, 128, 4, 64, 1, 1, 512, dropout=0.1, clip_norm=0.0, learning_rate=1e-3, seed=7),
+            {"window_size": 2, "resident_layers": 1},
+            Budget(12345678, 3 * GIB, None, 60, 2**28),
+            "sim",
+            5,
+            2,
+        ),
+        Job(
+            "zero-infinity-nvme",
+            Workload(dtype="bf16", corpus="a folder/text"),
+            {"disk": "some folder", "pipelined": True, "reentrant": False},
+            Budget(disk_bytes=7),
+        ),
     ],
     ids=lambda job: job.method,
-)  # fmt: skip
+)
 def test_the_command_of_a_job_makes_that_job(job: Job) -> None:
     words = shlex.split(command(job))[1:]
     parsed = job_verbs.run.make_context("run", words).params
@@ -235,15 +282,20 @@ def test_an_option_of_a_method_may_be_given_twice_alike() -> None:
     assert job.options == {"window_size": 2, "placement": "R2W2"}
 
 
-@pytest.mark.parametrize("words", ["-m l2l --models 4", "-m l2l,resident --placement R2", "-m l2l --hybrid off"])
+@pytest.mark.parametrize(
+    "words", ["-m l2l --models 4", "-m l2l,resident --placement R2", "-m l2l --hybrid off"]
+)
 def test_a_word_that_no_method_has_a_use_for_is_an_error(words: str) -> None:
     parsed = job_verbs.run.make_context("run", words.split()).params
-    with pytest.raises(ValueError, match=f"{words.split()[2]} does not apply to {words.split()[1]}".replace(",", ", ")):
+    with pytest.raises(
+        ValueError, match=f"{words.split()[2]} does not apply to {words.split()[1]}".replace(",", ", ")
+    ):
         make_jobs(parsed, ())
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1.5GiB", GIB * 3 // 2), ("64GB", 64 * 10**9), ("64gb", 64 * 10**9), ("16 gib", 16 * GIB)]
+    ("text", "size"),
+    [("1.5GiB", GIB * 3 // 2), ("64GB", 64 * 10**9), ("64gb", 64 * 10**9), ("16 gib", 16 * GIB)],
 )
 def test_sizes_have_units(text: str, size: int) -> None:
     assert Bytes().convert(text, None, None) == size
@@ -269,7 +321,9 @@ def test_the_same_words_give_sizes_in_every_verb(verb: str) -> None:
     for word in verb.split():
         command = command.commands[word]
     words = {word for param in command.params for word in param.opts}
-    assert words >= set("-l -h -b -w --heads --seq --vocab --dtype --model --params --micro-batches --disk".split())
+    assert words >= set(
+        "-l -h -b -w --heads --seq --vocab --dtype --model --params --micro-batches --disk".split()
+    )
     assert words >= {"--device-memory", "--host-memory", "--disk-memory", "--machine", "--machines"}
 
 
@@ -287,10 +341,19 @@ def test_a_model_of_our_architecture_is_said_to_be_none_of_its_name() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["compare l2l resident", "fairness", "verify", "case 3 --draw", "advise -m l2l -l 2 -h 64 --gpu rtx4090", "bundle"],
+    [
+        "compare l2l resident",
+        "fairness",
+        "verify",
+        "case 3 --draw",
+        "advise -m l2l -l 2 -h 64 --gpu rtx4090",
+        "bundle",
+    ],
 )
 def test_each_verb_that_reads_results_names_the_files_that_it_cannot_use(tmp_path: Path, words: str) -> None:
-    made = [records.record(Job(name, TINY), started=1e9, software={"source": "a"}) for name in ("l2l", "resident")]
+    made = [
+        records.record(Job(name, TINY), started=1e9, software={"source": "a"}) for name in ("l2l", "resident")
+    ]
     records.write(tmp_path, *made, made[0])
     (tmp_path / "log_bad.json").write_text("{}")
     told = run(*words.split(), "--results", tmp_path).stderr

@@ -46,12 +46,16 @@ def test_every_method_has_a_row_by_kind_that_adds_up(capsys, monkeypatch) -> Non
     assert [row["method"] for row in found] == method.names()
     for row in found:
         for memory in ("device", "host", "disk"):
-            assert set(row[memory]) <= set(STATE_KINDS) and sum(row[memory].values()) == row[f"{memory}_bytes"]
+            assert (
+                set(row[memory]) <= set(STATE_KINDS) and sum(row[memory].values()) == row[f"{memory}_bytes"]
+            )
 
 
 def test_the_largest_depth_fits_and_one_layer_more_does_not(capsys, monkeypatch) -> None:
     budget = ["--device-memory", "16MiB", "--host-memory", "64MiB", "--disk-memory", "64MiB"]
-    for row in plan(capsys, monkeypatch, "-m", "resident,l2l,stronghold,zero-offload,zero-infinity", *SMALL, *budget):
+    for row in plan(
+        capsys, monkeypatch, "-m", "resident,l2l,stronghold,zero-offload,zero-infinity", *SMALL, *budget
+    ):
         depth = row["largest_layers"]
         sizes = ["-m", row["method"], *SMALL[2:], *budget]
         (fits,) = plan(capsys, monkeypatch, *sizes, "-l", str(depth))
@@ -63,8 +67,10 @@ def test_a_resident_run_is_bound_by_the_device_and_a_streamed_one_by_the_host(ca
     budget = ["--device-memory", "16MiB", "--host-memory", "64MiB"]
     found = plan(capsys, monkeypatch, "-m", "resident,l2l,stronghold", *SMALL, *budget)
     assert {row["method"]: row["binding"] for row in found} == {
-        "resident": "device", "l2l": "host", "stronghold": "host",
-    }  # fmt: skip
+        "resident": "device",
+        "l2l": "host",
+        "stronghold": "host",
+    }
     largest = {row["method"]: row["largest_layers"] for row in found}
     assert largest["resident"] < largest["l2l"] <= largest["stronghold"]
 
@@ -123,11 +129,15 @@ def test_the_memories_that_are_assumed_and_where_each_is_from(tmp_path: Path, ve
     words = (verb, "-m", "resident", "-l", "2", "--machine")
 
     def told(*words: object) -> str:
-        return next(line for line in run(*words).stdout.splitlines() if line.startswith("memories that plans fill: "))
+        return next(
+            line for line in run(*words).stdout.splitlines() if line.startswith("memories that plans fill: ")
+        )
 
     entry = f"mine in {file}"
     line = told(*words, "mine", "--machines", file)
-    assert f"device 23.0 GiB ({entry}: 24GiB, less a reserve); host 64.0 GiB (assumed: {entry} has none;" in line
+    assert (
+        f"device 23.0 GiB ({entry}: 24GiB, less a reserve); host 64.0 GiB (assumed: {entry} has none;" in line
+    )
     line = told(*words, "v100-vm")
     assert line.endswith(
         "29.9 GiB (v100-vm in machines.yaml: 31900MiB, less a reserve); host 90.4 GiB (v100-vm in machines.yaml)"
@@ -164,9 +174,12 @@ def test_the_published_machine_tells_what_bound_the_published_runs(capsys, monke
     found = plan(capsys, monkeypatch, "-m", "resident", "-l", "32", "--machine", "v100-vm")
     published = {row["published"]["method"]: row["published"] for row in found if "published" in row}
     assert {name: (row["published_layers"], row["binding"]) for name, row in published.items()} == {
-        "Megatron-LM": (32, "device"), "L2L": (78, "device"), "ZeRO-Offload": (48, "device"),
-        "ZeRO-Infinity": (48, "host"), "STRONGHOLD": (100, "host"),
-    }  # fmt: skip
+        "Megatron-LM": (32, "device"),
+        "L2L": (78, "device"),
+        "ZeRO-Offload": (48, "device"),
+        "ZeRO-Infinity": (48, "host"),
+        "STRONGHOLD": (100, "host"),
+    }
     other = plan(capsys, monkeypatch, "-m", "resident", "-l", "32", "-h", "1024", "--machine", "v100-vm")
     assert not [row for row in other if "published" in row]
 
@@ -246,7 +259,14 @@ def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
         "num_heads": 4,
         "seq_len": [64],
     }
-    rest = {"vocab_size": 512, "dtype": "fp32", "dropout": 0.0, "clip_norm": 1.0, "learning_rate": 1e-4, "seed": 1}
+    rest = {
+        "vocab_size": 512,
+        "dtype": "fp32",
+        "dropout": 0.0,
+        "clip_norm": 1.0,
+        "learning_rate": 1e-4,
+        "seed": 1,
+    }
     words |= {
         **sizes,
         **rest,
@@ -304,7 +324,9 @@ def test_no_step_is_planned_shorter_than_what_it_reads_from_a_disk_and_writes_th
     load = Workload(num_layers=32)
     assert least_seconds(load, Plan({}, disk={"weights": 6 * 10**10}), rates) == 40
     slow = of_facts({**facts, "host_adam_gparams_per_second": 0.1})
-    assert least_seconds(load, Plan({}, disk={"optimizer": 12 * load.num_params}), slow) == load.num_params / 1e8
+    assert (
+        least_seconds(load, Plan({}, disk={"optimizer": 12 * load.num_params}), slow) == load.num_params / 1e8
+    )
 
 
 def test_the_bound_is_below_the_published_times_of_what_trained() -> None:

@@ -55,7 +55,10 @@ def test_the_map_is_a_page_a_table_and_a_figure(tmp_path: Path, launched: list[s
     call(tmp_path, "0.18.9")
     page = (tmp_path / "releases.md").read_text()
     assert "| setting | verdict | releases | public report |" in page
-    assert "| `stage-2` | passes | 0.18.9 | " in page and "| `stage-2-offload-4` | crash: it breaks | 0.18.9 | " in page
+    assert (
+        "| `stage-2` | passes | 0.18.9 | " in page
+        and "| `stage-2-offload-4` | crash: it breaks | 0.18.9 | " in page
+    )
     files = sorted(path.name for path in (tmp_path / "runs" / "figures").iterdir())
     assert files == ["case10_demo.csv", "case10_demo.pdf", "case10_demo.png"]
     done = run("case", "10", "--profile", "demo", "--draw", "--results", tmp_path / "runs")
@@ -67,8 +70,9 @@ def test_programs_read_the_map_as_json(tmp_path: Path, launched: list[str]) -> N
     lines = [json.loads(line) for line in told.splitlines()]
     assert lines[0]["event"] == "plan" and lines[0]["to_run"] == 2
     assert [(line["setting"], line["verdict"]) for line in lines if "setting" in line] == [
-        ("stage-2", "passes"), ("stage-2-offload-4", "crash"),
-    ]  # fmt: skip
+        ("stage-2", "passes"),
+        ("stage-2-offload-4", "crash"),
+    ]
 
 
 def test_what_the_index_could_not_give_is_tried_again(tmp_path: Path, launched: list[str]) -> None:
@@ -82,7 +86,11 @@ def test_what_the_index_could_not_give_is_tried_again(tmp_path: Path, launched: 
 
 def test_a_script_is_printed_and_nothing_runs(launched: list[str]) -> None:
     done = run("releases", "--script", "stage-2-offload-4@0.18.9")
-    assert done.returncode == 0 and done.stdout.startswith('"""DeepSpeed 0.18.9, stage-2-offload-4: ') and not launched
+    assert (
+        done.returncode == 0
+        and done.stdout.startswith('"""DeepSpeed 0.18.9, stage-2-offload-4: ')
+        and not launched
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,10 +99,16 @@ def test_a_script_is_printed_and_nothing_runs(launched: list[str]) -> None:
         ("--setting stage-9", "expected a setting of stage-0"),
         ("--only deepspeed --since 9.9", "expected at least one cell, got none"),
         ("--script stage-9@0.18.9", "--script: expected a setting of stage-0"),
-        ("--setting stage-2 --release new", "release: expected a version of deepspeed such as 0.18.9, got 'new'"),
+        (
+            "--setting stage-2 --release new",
+            "release: expected a version of deepspeed such as 0.18.9, got 'new'",
+        ),
         ("--setting zenflow --release 0.17.4", "expected at least one cell, got none"),
         ("--script stage-2@new", "release: expected a version of deepspeed such as 0.18.9, got 'new'"),
-        ("--script stage-2@0.18.9 --only deepspeed", "--script: expected no other option beside it, got --only"),
+        (
+            "--script stage-2@0.18.9 --only deepspeed",
+            "--script: expected no other option beside it, got --only",
+        ),
     ],
 )
 def test_a_wrong_call_is_one_line(words: str, told: str, tmp_path: Path) -> None:
@@ -111,8 +125,17 @@ def test_another_file_is_not_replaced_by_the_map(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_the_installed_release_trains_in_a_setting(tmp_path: Path) -> None:
-    done = run("releases", "--setting", "stage-2-offload-4", "--release", installed(),
-               "--results", tmp_path / "runs", "--out", tmp_path / "out.md")  # fmt: skip
+    done = run(
+        "releases",
+        "--setting",
+        "stage-2-offload-4",
+        "--release",
+        installed(),
+        "--results",
+        tmp_path / "runs",
+        "--out",
+        tmp_path / "out.md",
+    )
     assert done.returncode == 0, done.stderr
     assert f"| `stage-2-offload-4` | passes | {installed()} | " in (tmp_path / "out.md").read_text()
 
@@ -120,8 +143,17 @@ def test_the_installed_release_trains_in_a_setting(tmp_path: Path) -> None:
 @pytest.mark.heavy
 def test_a_release_that_dropped_gradients_is_found(tmp_path: Path) -> None:
     releases.need("deepspeed", "0.18.4")
-    done = run("releases", "--setting", "stage-2-offload-4", "--release", "0.18.4", "--results", tmp_path / "runs",
-               "--out", tmp_path / "out.md")  # fmt: skip
+    done = run(
+        "releases",
+        "--setting",
+        "stage-2-offload-4",
+        "--release",
+        "0.18.4",
+        "--results",
+        tmp_path / "runs",
+        "--out",
+        tmp_path / "out.md",
+    )
     assert done.returncode == 5, done.stderr
     line = next(line for line in (tmp_path / "out.md").read_text().splitlines() if " | 0.18.4 | " in line)
     assert "fails: gradient norm 0.8472 instead of 1.709 at step 1" in line and "DeepSpeed 7967" in line

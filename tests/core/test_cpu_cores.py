@@ -41,9 +41,13 @@ else:
 @pytest.mark.parametrize(("kind", "told"), [("pool", "1 2 True"), ("calling", "2 2 True")])
 def test_threads_of_one_core_leave_the_gradients_of_attention_as_they_are(kind: str, told: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ATTENTION, kind], cwd=ROOT, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", ATTENTION, kind],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
         env=os.environ | {"OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
+    )
     assert done.stdout.strip() == told
 
 
@@ -52,7 +56,9 @@ def quota_of_one_core() -> Iterator[Path]:
     """A control group whose processes may take the time of one core and a half; gone afterwards."""
     here = cgroup.current(controller="cpu")
     folder = here.folder / f"quota-{os.getpid()}" if here else Path("none")
-    name, text = ("cpu.cfs_quota_us", "150000") if here and here.version == 1 else ("cpu.max", "150000 100000")
+    name, text = (
+        ("cpu.cfs_quota_us", "150000") if here and here.version == 1 else ("cpu.max", "150000 100000")
+    )
     try:
         folder.mkdir()
         (folder / name).write_text(text)
@@ -78,8 +84,12 @@ print(machine.facts()["cores"], num_update_threads("cpu"), told)
 
 def test_threads_keep_to_the_quota_of_the_group(quota_of_one_core: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", IN_GROUP, str(quota_of_one_core)], cwd=ROOT, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", IN_GROUP, str(quota_of_one_core)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
         env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
-    )  # fmt: skip
+    )
     is_narrower = len(os.sched_getaffinity(0)) > 1  # on one core torch itself sees that there is no other
     assert done.stdout.split() == ["1", "1", "1" if is_narrower else "None"]

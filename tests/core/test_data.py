@@ -147,19 +147,29 @@ def test_missing_index_is_told_by_its_path(tmp_path: Path) -> None:
 def test_missing_tokens_are_told_by_their_path(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [1], 8, "H")
     (tmp_path / "text.bin").unlink()
-    assert told_of(prefix) == f"cannot read the corpus {prefix}.bin: No such file or directory; try another --data"
+    assert (
+        told_of(prefix)
+        == f"cannot read the corpus {prefix}.bin: No such file or directory; try another --data"
+    )
 
 
-@pytest.mark.parametrize("content", [b"", b"MMIDIDX\x00\x00\x01", b"some other file, long enough to be an index"])
+@pytest.mark.parametrize(
+    "content", [b"", b"MMIDIDX\x00\x00\x01", b"some other file, long enough to be an index"]
+)
 def test_what_is_no_index_is_told_so(tmp_path: Path, content: bytes) -> None:
     prefix = write_corpus(tmp_path, [1], 8, "H")
     (tmp_path / "text.idx").write_bytes(content)
-    assert told_of(prefix) == f"{prefix}.idx: expected a Megatron index; try --data with the prefix of a .bin/.idx pair"
+    assert (
+        told_of(prefix)
+        == f"{prefix}.idx: expected a Megatron index; try --data with the prefix of a .bin/.idx pair"
+    )
 
 
 def test_index_of_floats_is_told_by_its_code(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [1] * 50, 6, "f")
-    assert told_of(prefix) == f"{prefix}.idx: expected version 1 and integer tokens, got version 1 and dtype 6"
+    assert (
+        told_of(prefix) == f"{prefix}.idx: expected version 1 and integer tokens, got version 1 and dtype 6"
+    )
 
 
 def test_empty_corpus_is_told_so(tmp_path: Path) -> None:
@@ -169,7 +179,9 @@ def test_empty_corpus_is_told_so(tmp_path: Path) -> None:
 
 def test_corpus_below_one_sample_is_told_by_both_lengths(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [1] * 16, 8, "H")
-    assert told_of(prefix).startswith(f"{prefix}.bin: expected at least one sample of 17 tokens, got 16 tokens;")
+    assert told_of(prefix).startswith(
+        f"{prefix}.bin: expected at least one sample of 17 tokens, got 16 tokens;"
+    )
 
 
 def test_a_corpus_cut_between_tokens_is_told_by_both_counts(tmp_path: Path) -> None:
@@ -187,7 +199,9 @@ def test_an_index_of_more_sequences_than_tokens_is_told_by_both_counts(tmp_path:
 
 def test_id_beyond_the_vocabulary_is_told_with_it(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [101] * 50, 8, "H")
-    assert told_of(prefix).startswith(f"{prefix}.bin: expected tokens from 0 to 100, as --vocab says, got 101;")
+    assert told_of(prefix).startswith(
+        f"{prefix}.bin: expected tokens from 0 to 100, as --vocab says, got 101;"
+    )
 
 
 def test_last_id_of_the_vocabulary_is_allowed(tmp_path: Path) -> None:
@@ -218,5 +232,7 @@ def test_a_pipe_in_place_of_a_corpus_is_not_waited_for(tmp_path: Path, suffix: s
     prefix = write_corpus(tmp_path, [1] * 50, 8, "H")
     Path(f"{prefix}{suffix}").unlink()
     os.mkfifo(f"{prefix}{suffix}")
-    assert told_of(prefix) == f"{prefix}{suffix}: expected a regular file, got another kind; try another --data"
+    assert (
+        told_of(prefix) == f"{prefix}{suffix}: expected a regular file, got another kind; try another --data"
+    )
     assert len(corpus_hash(tiny(corpus=prefix), 4)) == 16

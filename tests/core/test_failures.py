@@ -75,47 +75,167 @@ pages = mmap.mmap(file.fileno(), 4096); file.truncate(0); pages[0]
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)\nwhile True: time.sleep(0.1)"
 KILLED_CHILD = "os.kill(os.getpid(), 9)"
 ROWS = (
-    Fate("device", sim("device"), "oom-device", "allocator", "device", NUMBERS + "lower -l, -b, --seq or -w, or raise"),
-    Fate("host-account", sim("host"), "oom-host", "allocator", "host", NUMBERS + "lower -l or -b, or raise --host-mem"),
-    Fate("pinned", sim("pinned"), "oom-host", "allocator", "pinned", NUMBERS + "lower -l or raise --host-memory"),
+    Fate(
+        "device",
+        sim("device"),
+        "oom-device",
+        "allocator",
+        "device",
+        NUMBERS + "lower -l, -b, --seq or -w, or raise",
+    ),
+    Fate(
+        "host-account",
+        sim("host"),
+        "oom-host",
+        "allocator",
+        "host",
+        NUMBERS + "lower -l or -b, or raise --host-mem",
+    ),
+    Fate(
+        "pinned",
+        sim("pinned"),
+        "oom-host",
+        "allocator",
+        "pinned",
+        NUMBERS + "lower -l or raise --host-memory",
+    ),
     Fate("torch-absurd", "torch.empty(2**50)", "oom-host", "allocator", "host", "asked for 4194304.0 GiB"),
-    Fate("numpy", "import numpy; numpy.empty(2**50)", "oom-host", "allocator", "host", "asked for 8388608.0 GiB"),
+    Fate(
+        "numpy",
+        "import numpy; numpy.empty(2**50)",
+        "oom-host",
+        "allocator",
+        "host",
+        "asked for 8388608.0 GiB",
+    ),
     Fate("python", "bytearray(2**50)", "oom-host", "allocator", "host", "MemoryError"),
-    Fate("rlimit", "kept = []\nwhile True: kept.append(torch.ones(2**20))", "oom-host", "rlimit", "host",
-        "of 320.0 MiB in use", 320),
-    Fate("rlimit-python", "kept = []\nwhile True: kept.append(bytearray(2**20))", "oom-host", "rlimit", "host",
-        "of 320.0 MiB in use", 320),
+    Fate(
+        "rlimit",
+        "kept = []\nwhile True: kept.append(torch.ones(2**20))",
+        "oom-host",
+        "rlimit",
+        "host",
+        "of 320.0 MiB in use",
+        320,
+    ),
+    Fate(
+        "rlimit-python",
+        "kept = []\nwhile True: kept.append(bytearray(2**20))",
+        "oom-host",
+        "rlimit",
+        "host",
+        "of 320.0 MiB in use",
+        320,
+    ),
     Fate("rlimit-threads", THREADS, "oom-host", "rlimit", "host", "of 320.0 MiB in use", 320),
-    Fate("no-threads", "raise RuntimeError(\"can't start new thread\")", "crash", "exception", "",
-        "can't start new thread at step 1"),
+    Fate(
+        "no-threads",
+        'raise RuntimeError("can\'t start new thread")',
+        "crash",
+        "exception",
+        "",
+        "can't start new thread at step 1",
+    ),
     Fate("kernel-kill", FILL, "oom-host", "kernel-kill", "host", "of 320.0 MiB in use", 320),
-    Fate("loader-kernel-kill", LOADER.format(FILL), "oom-host", "kernel-kill", "host", "a process of this run", 320),
+    Fate(
+        "loader-kernel-kill",
+        LOADER.format(FILL),
+        "oom-host",
+        "kernel-kill",
+        "host",
+        "a process of this run",
+        320,
+    ),
     Fate("loader-killed", LOADER.format(KILLED_CHILD), "crash", "exception", "", "DataLoader worker"),
-    Fate("loader-memory-error", LOADER.format("return bytearray(2**50)"), "oom-host", "allocator", "host",
-        "MemoryError"),
-    Fate("bad-alloc", "ctypes.CDLL('libstdc++.so.6')._ZSt17__throw_bad_allocv()", "oom-host", "log", "host",
-        "bad_alloc"),
+    Fate(
+        "loader-memory-error",
+        LOADER.format("return bytearray(2**50)"),
+        "oom-host",
+        "allocator",
+        "host",
+        "MemoryError",
+    ),
+    Fate(
+        "bad-alloc",
+        "ctypes.CDLL('libstdc++.so.6')._ZSt17__throw_bad_allocv()",
+        "oom-host",
+        "log",
+        "host",
+        "bad_alloc",
+    ),
     Fate("wrapped", WRAPPED.format(""), "oom-host", "swallowed", "host", "can't allocate memory"),
-    Fate("wrapped-from", WRAPPED.format(" from error"), "oom-host", "swallowed", "host", "can't allocate memory"),
-    Fate("wrapped-from-none", WRAPPED.format(" from None"), "oom-host", "swallowed", "host", "can't allocate memory"),
-    Fate("disk", "file = open('/dev/full', 'w'); file.write('x'); file.flush()", "does-not-fit", "file system", "disk",
-        "out of room on the disk at step 1"),
+    Fate(
+        "wrapped-from",
+        WRAPPED.format(" from error"),
+        "oom-host",
+        "swallowed",
+        "host",
+        "can't allocate memory",
+    ),
+    Fate(
+        "wrapped-from-none",
+        WRAPPED.format(" from None"),
+        "oom-host",
+        "swallowed",
+        "host",
+        "can't allocate memory",
+    ),
+    Fate(
+        "disk",
+        "file = open('/dev/full', 'w'); file.write('x'); file.flush()",
+        "does-not-fit",
+        "file system",
+        "disk",
+        "out of room on the disk at step 1",
+    ),
     Fate("import", "import no_such_engine", "unavailable", "import", "import", "no_such_engine"),
-    Fate("unavailable", "raise Unavailable('needs an engine: pip install it')", "unavailable", "import", "import",
-        "pip install it"),
+    Fate(
+        "unavailable",
+        "raise Unavailable('needs an engine: pip install it')",
+        "unavailable",
+        "import",
+        "import",
+        "pip install it",
+    ),
     Fate("import-handled", FALLBACK, "crash", "exception", "", "ValueError: no fallback either"),
     Fate("numeric", "raise ValueError('the loss is NaN')", "crash", "numeric", "", "the loss is NaN"),
-    Fate("error", "raise RuntimeError('bad\\n luck')", "crash", "exception", "", "RuntimeError: bad luck at step 1"),
-    Fate("exit-0", "os._exit(0)", "crash", "exit", "",
-        "exit 0 without a result at step 1; look for sys.exit() and os._exit() in the method's file"),
+    Fate(
+        "error",
+        "raise RuntimeError('bad\\n luck')",
+        "crash",
+        "exception",
+        "",
+        "RuntimeError: bad luck at step 1",
+    ),
+    Fate(
+        "exit-0",
+        "os._exit(0)",
+        "crash",
+        "exit",
+        "",
+        "exit 0 without a result at step 1; look for sys.exit() and os._exit() in the method's file",
+    ),
     Fate("exit-1", "os._exit(1)", "crash", "exit", "", "exit 1 without a result at step 1"),
-    Fate("sys-exit", "sys.exit(0)", "crash", "exit", "",
-        "exit 0 without a result at step 1; look for sys.exit() and os._exit() in the method's file"),
-    Fate("sigkill", "os.kill(os.getpid(), signal.SIGKILL)", "killed", "signal", "", "SIGKILL from outside at step 1"),
+    Fate(
+        "sys-exit",
+        "sys.exit(0)",
+        "crash",
+        "exit",
+        "",
+        "exit 0 without a result at step 1; look for sys.exit() and os._exit() in the method's file",
+    ),
+    Fate(
+        "sigkill",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "killed",
+        "signal",
+        "",
+        "SIGKILL from outside at step 1",
+    ),
     Fate("sigsegv", "ctypes.string_at(0)", "crash", "signal", "", "ended by SIGSEGV at step 1"),
     Fate("sigbus", TRUNCATED, "crash", "signal", "", "ended by SIGBUS at step 1"),
     Fate("interrupt", INTERRUPT, "interrupted", "interrupt", "", "step 1"),
-)  # fmt: skip
+)
 
 # Near another row, or slow.
 HEAVY = set(
@@ -146,7 +266,11 @@ def ignored(event: dict[str, Any]) -> None:
 
 
 def ended(
-    folder: Path, lines: str, launch: Callable[..., Path] = launch, report: Callable[..., None] = ignored, **budget: Any
+    folder: Path,
+    lines: str,
+    launch: Callable[..., Path] = launch,
+    report: Callable[..., None] = ignored,
+    **budget: Any,
 ) -> Record:
     """The record of a method that runs `lines` after its first step."""
     methods = write_ending(folder, lines)
@@ -161,7 +285,8 @@ def memory_group(make_memory_group):
 
 @pytest.mark.shows("a run that ends out of memory or otherwise has a record that names its end")
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=pytest.mark.heavy if row.name in HEAVY else ()) for row in ROWS]
+    "row",
+    [pytest.param(row, id=row.name, marks=pytest.mark.heavy if row.name in HEAVY else ()) for row in ROWS],
 )
 def test_each_end_has_its_name(tmp_path: Path, row: Fate, request: pytest.FixtureRequest) -> None:
     if row.kind == "kernel-kill":
@@ -169,7 +294,9 @@ def test_each_end_has_its_name(tmp_path: Path, row: Fate, request: pytest.Fixtur
     started = forks.launch if row.name in BY_EXCEPTION else launch
     record = ended(tmp_path, row.lines, started, host_bytes=row.host_mib and row.host_mib * MIB)
     assert (record.status, record.losses) == (row.status, [1.5]), record.reason
-    assert (record.evidence["class"], record.evidence["resource"]) == (row.kind, row.resource), record.evidence
+    assert (record.evidence["class"], record.evidence["resource"]) == (row.kind, row.resource), (
+        record.evidence
+    )
     assert row.words in record.reason and "\n" not in record.reason
 
 
@@ -178,7 +305,9 @@ def test_a_crash_names_the_line_of_the_methods_file_and_its_log(tmp_path: Path) 
     sizes = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2".split()
     done = run("-m", "ending", *sizes, "--methods", str(methods), "--results", str(tmp_path / "out"))
     (log,) = (tmp_path / "out").glob("log_*.txt")
-    (number,) = [n for n, text in enumerate((methods / "ending.py").read_text().splitlines(), 1) if "loads" in text]
+    (number,) = [
+        n for n, text in enumerate((methods / "ending.py").read_text().splitlines(), 1) if "loads" in text
+    ]
     last = done.stdout.splitlines()[-1]
     assert done.returncode == 3 and last.endswith(
         f" at step 1, ending.py line {number}: json.loads('{{'); its log has the traceback ({log})"
@@ -197,8 +326,8 @@ def test_a_container_that_kills_is_known_by_its_own_count(tmp_path: Path, memory
 FULL_SHM = {
     "allocator": "kept = [torch.zeros(2**20).share_memory_() for _ in range(9)]",
     "signal": "file = open('/dev/shm/full', 'w+b'); file.truncate(2**26)\n"
-              "pages = mmap.mmap(file.fileno(), 2**26)\nfor place in range(0, 2**26, 4096): pages[place] = 1",
-}  # fmt: skip
+    "pages = mmap.mmap(file.fileno(), 2**26)\nfor place in range(0, 2**26, 4096): pages[place] = 1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +338,9 @@ def in_full_shm(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
         subprocess.run([*mount, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no mount of its own can be made here: {error}")
-    return ended_elsewhere({tmp_path_factory.mktemp(kind): lines for kind, lines in FULL_SHM.items()}, prefix=mount)
+    return ended_elsewhere(
+        {tmp_path_factory.mktemp(kind): lines for kind, lines in FULL_SHM.items()}, prefix=mount
+    )
 
 
 @pytest.mark.parametrize("number", range(len(FULL_SHM)), ids=["message", "sigbus"])
@@ -242,7 +373,9 @@ for folder, methods in {folders!r}:
     ids=["nan", "swallowed"],
 )
 @pytest.mark.cover(0)
-def test_a_run_that_ended_and_did_not_train_is_left_to_the_gate(tmp_path: Path, lines: str, reason: str) -> None:
+def test_a_run_that_ended_and_did_not_train_is_left_to_the_gate(
+    tmp_path: Path, lines: str, reason: str
+) -> None:
     methods = write_ending(tmp_path, lines)
     (record,) = Sweep(tmp_path, (methods,)).run([Job("ending", TINY, steps=3, warmup=0)])
     assert (record.status, record.gate.verdict, record.gate.reason) == ("ok", "failed", reason)
@@ -267,13 +400,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SetForwardClock:
 
 def test_a_job_over_its_time_ends_as_timeout(tmp_path: Path, clock: SetForwardClock) -> None:
     record = ended(tmp_path, "signal.pause()", report=over(clock, 50_000.0), seconds=50_000.0)
-    assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == ("timeout", "deadline", "step 1")
+    assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == (
+        "timeout",
+        "deadline",
+        "step 1",
+    )
     assert "50000 seconds, at step 1" in record.reason and record.losses == [1.5]
 
 
 def test_what_is_unavailable_says_so_once() -> None:
     failure = failures.of_exception(Unavailable("it needs an engine: pip install it"), "import", {})
-    assert (failure.status, failure.reason) == ("unavailable", "it needs an engine: pip install it (at import)")
+    assert (failure.status, failure.reason) == (
+        "unavailable",
+        "it needs an engine: pip install it (at import)",
+    )
 
 
 @pytest.mark.heavy
@@ -283,7 +423,11 @@ def test_a_job_that_gives_no_sign_of_life_ends_as_timeout(
     monkeypatch.setattr(run_time, "deadline_seconds", lambda job: math.inf)
     silence_seconds = run_time.silence_seconds(Job("ending", TINY))
     record = ended(tmp_path, "signal.pause()", report=over(clock, silence_seconds))
-    assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == ("timeout", "hang", "step 1")
+    assert (record.status, record.evidence["class"], record.evidence["last_phase"]) == (
+        "timeout",
+        "hang",
+        "step 1",
+    )
     assert f"hangs at step 1: nothing heard for {silence_seconds:g}" in record.reason
 
 
@@ -311,15 +455,24 @@ GIB = 2**30
     [
         (CUDA.format(" 31.40 GiB allowed;"), {}, ("oom-device", "device", 2 * GIB, 30.5 * GIB, 31.4 * GIB)),
         (CUDA.format(""), {}, ("oom-device", "device", 2 * GIB, 30.5 * GIB, 139.72 * GIB)),
-        ("CUDA error: out of memory", {"device_free_bytes": 0, "device_total_bytes": GIB},
-         ("oom-device", "device", None, None, None)),
-        ("CUDA error: out of memory", {"device_free_bytes": GIB // 2, "device_total_bytes": GIB},
-         ("oom-host", "pinned", None, None, None)),
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", {},
-         ("oom-device", "device", None, None, None)),
+        (
+            "CUDA error: out of memory",
+            {"device_free_bytes": 0, "device_total_bytes": GIB},
+            ("oom-device", "device", None, None, None),
+        ),
+        (
+            "CUDA error: out of memory",
+            {"device_free_bytes": GIB // 2, "device_total_bytes": GIB},
+            ("oom-host", "pinned", None, None, None),
+        ),
+        (
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            {},
+            ("oom-device", "device", None, None, None),
+        ),
         ("[Errno 12] Cannot allocate memory", {}, ("oom-host", "host", None, None, None)),
     ],
-)  # fmt: skip
+)
 def test_messages_of_cuda_are_known(text: str, memory: dict, expected: tuple) -> None:
     failure = failures.of_exception(RuntimeError(text), "step 2", memory)
     numbers = [failure.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit")]
@@ -328,10 +481,15 @@ def test_messages_of_cuda_are_known(text: str, memory: dict, expected: tuple) ->
 
 
 @pytest.mark.parametrize(
-    ("peak", "system_kills", "status"), [(96, 1, "oom-host"), (96, 0, "killed"), (90, 1, "killed"), (90, 0, "killed")]
+    ("peak", "system_kills", "status"),
+    [(96, 1, "oom-host"), (96, 0, "killed"), (90, 1, "killed"), (90, 0, "killed")],
 )
-def test_a_kill_with_no_count_of_its_own_is_inferred_from_two_signs(peak: int, system_kills: int, status: str) -> None:
-    end = failures.End("step 1", -9, system_oom_kills=system_kills, host_peak_bytes=peak, host_limit_bytes=100)
+def test_a_kill_with_no_count_of_its_own_is_inferred_from_two_signs(
+    peak: int, system_kills: int, status: str
+) -> None:
+    end = failures.End(
+        "step 1", -9, system_oom_kills=system_kills, host_peak_bytes=peak, host_limit_bytes=100
+    )
     failure = failures.of_process(end)
     assert failure.status == status
     assert failure.evidence.get("inferred", False) == (status == "oom-host")

@@ -16,9 +16,17 @@ from harness.core.rates import Rates
 
 # The original artifact's logs, "total parameters": layers and billions.
 PUBLISHED_BILLIONS = {
-    16: ".911", 24: "1.314", 32: "1.717", 40: "2.119", 48: "2.522",
-    56: "2.925", 64: "3.328", 78: "4.033", 92: "4.738", 100: "5.141",
-}  # fmt: skip
+    16: ".911",
+    24: "1.314",
+    32: "1.717",
+    40: "2.119",
+    48: "2.522",
+    56: "2.925",
+    64: "3.328",
+    78: "4.033",
+    92: "4.738",
+    100: "5.141",
+}
 
 JOB = Job("resident", Workload(), {"window_size": 2}, Budget())
 JOB_CHANGES: dict[str, Any] = {
@@ -49,7 +57,13 @@ WORKLOAD_CHANGES: dict[str, Any] = {
     "corpus": "text",
     "model": "a name",
     "config": json.dumps(
-        {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 16, "vocab_size": 9}
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 16,
+            "vocab_size": 9,
+        }
     ),
 }
 
@@ -115,12 +129,16 @@ def test_a_workload_may_set_the_turns_of_its_schedule() -> None:
     short = Workload(learning_rate=1.0, lr_warmup_steps=4, lr_decay_steps=8)
     rates = [short.learning_rate_at(step) for step in (1, 4, 6, 8, 100)]
     assert rates == pytest.approx([0.25, 1.0, 0.5 + 0.5e-5, 1e-5, 1e-5])
-    with pytest.raises(ValueError, match="expected lr_decay_steps above lr_warmup_steps \\(9\\), got 9; try 10"):
+    with pytest.raises(
+        ValueError, match="expected lr_decay_steps above lr_warmup_steps \\(9\\), got 9; try 10"
+    ):
         Workload(lr_warmup_steps=9, lr_decay_steps=9)
 
 
 def test_a_job_of_the_published_schedule_keeps_its_key() -> None:
-    text = Job("l2l", Workload(lr_warmup_steps=3200, lr_decay_steps=320_000, loss_scale_window=None)).to_dict()
+    text = Job(
+        "l2l", Workload(lr_warmup_steps=3200, lr_decay_steps=320_000, loss_scale_window=None)
+    ).to_dict()
     assert text["workload"].keys().isdisjoint({"lr_warmup_steps", "lr_decay_steps", "loss_scale_window"})
 
 
@@ -162,7 +180,9 @@ def test_equal_jobs_have_equal_keys(job: Job) -> None:
 
 def test_equal_jobs_have_equal_keys_whether_a_number_is_written_as_1_or_as_1_0() -> None:
     whole = Job("resident", Workload(dropout=0, clip_norm=1, learning_rate=1), budget=Budget(seconds=60))
-    point = Job("resident", Workload(dropout=0.0, clip_norm=1.0, learning_rate=1.0), budget=Budget(seconds=60.0))
+    point = Job(
+        "resident", Workload(dropout=0.0, clip_norm=1.0, learning_rate=1.0), budget=Budget(seconds=60.0)
+    )
     assert whole == point
     assert whole.key() == point.key()
 
@@ -198,7 +218,11 @@ def test_how_long_a_job_may_take_is_not_in_its_key() -> None:
 
 def test_the_rates_that_a_job_was_planned_by_are_no_part_of_it() -> None:
     planned = dataclasses.replace(JOB, budget=Budget(rates=Rates(1e12)))
-    assert planned.key() == JOB.key() and planned == JOB and Job.from_dict(planned.to_dict()).budget.rates is None
+    assert (
+        planned.key() == JOB.key()
+        and planned == JOB
+        and Job.from_dict(planned.to_dict()).budget.rates is None
+    )
 
 
 def test_a_job_without_micro_batches_keeps_the_key_of_before_there_were_any() -> None:
@@ -269,17 +293,23 @@ def test_shortfall_names_the_first_memory_that_does_not_suffice() -> None:
 
 @pytest.mark.parametrize("room", [Room(), Room(device_bytes=3, host_bytes=2, disk_bytes=1)])
 def test_no_shortfall_where_the_plan_just_fits(room: Room) -> None:
-    assert Plan(device={"weights": 1, "buffers": 2}, host={"weights": 2}, disk={"weights": 1}).shortfall(room) is None
+    assert (
+        Plan(device={"weights": 1, "buffers": 2}, host={"weights": 2}, disk={"weights": 1}).shortfall(room)
+        is None
+    )
 
 
 @pytest.mark.parametrize("size", [..., "4", -1, float("nan"), float("inf"), 10**400])
 def test_a_plan_of_what_are_no_bytes_is_told_in_one_line(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"^expected a plan's bytes as numbers from 0 to 1e\+100, got .* for grad"):
+    with pytest.raises(
+        ValueError, match=r"^expected a plan's bytes as numbers from 0 to 1e\+100, got .* for grad"
+    ):
         Plan(device={"weights": 4, "gradients": size})
 
 
 @pytest.mark.parametrize(
-    "changes", [{"moved_bytes": "many"}, {"stages": "abc"}, {"stages": {"a": -1}}, {"step_seconds": float("nan")}]
+    "changes",
+    [{"moved_bytes": "many"}, {"stages": "abc"}, {"stages": {"a": -1}}, {"step_seconds": float("nan")}],
 )
 def test_a_plan_of_what_is_no_number_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^expected a plan's (bytes|stages|step_seconds)"):

@@ -40,10 +40,14 @@ def test_a_file_that_does_not_load_is_named_and_stops_no_other_method(tmp_path: 
     every = run("plan", "-m", "all", *words)
     assert every.returncode == 0 and "plain-loop" in every.stdout
     assert [text.split(" does not load: ")[0] for text in every.stderr.splitlines()] == [
-        f"left out: exits: {added}/exits.py", f"left out: half-done: {added}/half_done.py",
-    ]  # fmt: skip
+        f"left out: exits: {added}/exits.py",
+        f"left out: half-done: {added}/half_done.py",
+    ]
     one = run("-m", "half-done", *words)
-    assert (one.returncode, len(one.stderr.splitlines())) == (2, 1) and "half_done.py does not load" in one.stderr
+    assert (one.returncode, len(one.stderr.splitlines())) == (
+        2,
+        1,
+    ) and "half_done.py does not load" in one.stderr
     for words in (("--help", "--methods", str(added)), ("--methods", str(added), "--help")):
         told = run(*words)
         assert told.returncode == 0 and "plain-loop" in told.stdout and "unavailable: " in told.stdout
@@ -60,8 +64,12 @@ ARITHMETIC_VERBS = ["run", "plan", "sweep", "search largest", "advise --gpu rtx4
 
 
 @pytest.mark.parametrize("verb", ARITHMETIC_VERBS)
-@pytest.mark.parametrize("mistake", ["workload.number", "raise SystemExit(0)", "raise BaseException('of its own')"])
-def test_a_plan_that_fails_is_one_line_with_its_file_and_line(verb: str, mistake: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mistake", ["workload.number", "raise SystemExit(0)", "raise BaseException('of its own')"]
+)
+def test_a_plan_that_fails_is_one_line_with_its_file_and_line(
+    verb: str, mistake: str, tmp_path: Path
+) -> None:
     """It was a traceback and exit code 1, or no word and 0."""
     name = tmp_path.name  # no two tests have a module of the same name
     (tmp_path / f"{name}.py").write_text(ONE_FILE.replace("params = workload.num_params", mistake))
@@ -69,7 +77,9 @@ def test_a_plan_that_fails_is_one_line_with_its_file_and_line(verb: str, mistake
     folder = ["--results", tmp_path / "results"] * (verb.split()[0] in ("run", "sweep", "search"))
     done = run(*verb.split(), "-m", name.replace("_", "-"), *size, "--methods", tmp_path, *folder)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done
-    assert f"{tmp_path}/{name}.py's plan() " in done.stderr and f", {name}.py line 18: {mistake}" in done.stderr
+    assert (
+        f"{tmp_path}/{name}.py's plan() " in done.stderr and f", {name}.py line 18: {mistake}" in done.stderr
+    )
 
 
 def keep(check: method_contract.Check, *subject) -> None:
@@ -89,7 +99,11 @@ def test_keeps_the_contract_on_paper(
 @pytest.mark.shows("every method trains and passes the gate, or fails it by design")
 @pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it
 @pytest.mark.parametrize(
-    "check", [pytest.param(name, marks=[pytest.mark.heavy] * ("bf16" in name)) for name in method_contract.BY_TRAINING]
+    "check",
+    [
+        pytest.param(name, marks=[pytest.mark.heavy] * ("bf16" in name))
+        for name in method_contract.BY_TRAINING
+    ],
 )
 def test_keeps_the_contract_in_training(
     method_name: str, check: str, folders: tuple[Path, ...], shared_results: Path, quick: None, forked: None
@@ -115,7 +129,9 @@ def test_a_check_that_fails_is_one_line_and_exit_1(tmp_path: Path) -> None:
     assert "AttributeError" in first and others == ["as told above"] * 4
 
 
-@pytest.mark.parametrize(("old", "new"), [("workload.num_params", "workload.number"), ("frozen=True", "frozen=")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("workload.num_params", "workload.number"), ("frozen=True", "frozen=")]
+)
 def test_a_check_that_fails_names_the_users_file(old: str, new: str, tmp_path: Path) -> None:
     """It named a copy in a temporary folder."""
     told = [line for line in checked(tmp_path, old, new)[1] if line.startswith("failed")]
@@ -145,17 +161,24 @@ def test_a_wrong_gradient_is_named_with_its_tensor(tmp_path: Path) -> None:
     wrong = "loss.backward(); model.layers[1].fc1.weight.grad.mul_(0.5)"
     _, lines = checked(tmp_path, "loss.backward()", wrong)
     (told,) = [line for line in lines if "fp32:" in line]
-    assert told.endswith("; beside the others' the gradient of step 1 is wrong in layers.1.fc1.weight (0.5 times)")
+    assert told.endswith(
+        "; beside the others' the gradient of step 1 is wrong in layers.1.fc1.weight (0.5 times)"
+    )
 
 
 def test_a_file_without_a_method_is_one_line_and_exit_1(tmp_path: Path) -> None:
     code, (line,) = checked(tmp_path, "@dataclass(frozen=True)")
-    assert code == 1 and line.startswith("failed  its file loads: ") and "must hold one frozen dataclass" in line
+    assert (
+        code == 1 and line.startswith("failed  its file loads: ") and "must hold one frozen dataclass" in line
+    )
 
 
 def test_what_is_no_methods_file_is_refused() -> None:
     done = run("check-method", ROOT / "README.md")
-    assert (done.returncode, done.stdout) == (2, "") and "expected a method's file, such as my_method.py" in done.stderr
+    assert (done.returncode, done.stdout) == (
+        2,
+        "",
+    ) and "expected a method's file, such as my_method.py" in done.stderr
 
 
 @pytest.mark.heavy
@@ -225,7 +248,9 @@ def test_an_added_method_appears_in_help(added: Path) -> None:
 
 def test_the_folder_of_an_added_method_may_be_named_before_the_verb(added: Path) -> None:
     words = ["plan", "-m", "plain-loop", "-l", "2", "-h", "64", "--heads", "4"]
-    before, after = (run(*each) for each in (["--methods", str(added), *words], [*words, "--methods", str(added)]))
+    before, after = (
+        run(*each) for each in (["--methods", str(added), *words], [*words, "--methods", str(added)])
+    )
     assert before.returncode == 0 and before.stdout == after.stdout
 
 
@@ -316,7 +341,9 @@ def test_the_largest_depth_is_found(largest: int) -> None:
 
 
 @pytest.mark.parametrize("label", ["this test's", "the other's"])
-def test_a_test_loads_its_own_method_where_another_test_wrote_one_of_the_same_name(tmp_path: Path, label: str) -> None:
+def test_a_test_loads_its_own_method_where_another_test_wrote_one_of_the_same_name(
+    tmp_path: Path, label: str
+) -> None:
     folder = tiny.write_ending(tmp_path, "pass")
     file = folder / "ending.py"
     file.write_text(f"{file.read_text()}\nEnding.label = {label!r}\n")
@@ -326,5 +353,7 @@ def test_a_test_loads_its_own_method_where_another_test_wrote_one_of_the_same_na
 def test_a_method_that_cannot_sum_micro_batches_names_those_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     l2l = method.create("l2l", {})
     monkeypatch.setattr(type(l2l), "accumulates", False)
-    with pytest.raises(ValueError, match=r"L2L does not sum gradients.*try --micro-batches 1, or -m [^!]*resident"):
+    with pytest.raises(
+        ValueError, match=r"L2L does not sum gradients.*try --micro-batches 1, or -m [^!]*resident"
+    ):
         method.check(l2l, dataclasses.replace(TINY, micro_batches=2))

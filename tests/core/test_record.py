@@ -99,7 +99,10 @@ def test_what_is_no_record_is_named_and_left_out(tmp_path: Path, text: str) -> N
         ({"step_seconds": [1.0, -2.0]}, "expected step_seconds from 1e-09 and finite, got -2.0"),
         ({"step_seconds": [1e-320]}, "expected step_seconds from 1e-09 and finite, got 1e-320"),
         ({"started": 1e300}, "expected started as seconds from 1970 to the year 9999, got 1e+300"),
-        ({"gate": Gate("super")}, "expected a verdict of exact, tolerance, twin, failed, untested, got 'super'"),
+        (
+            {"gate": Gate("super")},
+            "expected a verdict of exact, tolerance, twin, failed, untested, got 'super'",
+        ),
         ({"losses": [], "gate": Gate("exact")}, "expected 4 finite losses beside the verdict exact, got 0"),
         (
             {"losses": [1.0, 2.0], "gate": Gate("exact")},
@@ -113,7 +116,10 @@ def test_what_is_no_record_is_named_and_left_out(tmp_path: Path, text: str) -> N
             {"step_seconds": [1.0], "gate": Gate("exact")},
             "expected 4 finite step_seconds beside the verdict exact, got 1",
         ),
-        ({"losses": [1.0] * 8, "gate": Gate("exact")}, "expected 4 finite losses beside the verdict exact, got 8"),
+        (
+            {"losses": [1.0] * 8, "gate": Gate("exact")},
+            "expected 4 finite losses beside the verdict exact, got 8",
+        ),
         ({"status": "super"}, f"expected a status of {', '.join(STATUSES)}, got 'super'"),
         ({"peaks": {"host_anonymous": -5}}, "expected a peak host_anonymous of at least 0, got -5"),
         ({"job": dataclasses.replace(RECORD.job, device="")}, "expected device cpu, cuda, sim, got ''"),
@@ -129,7 +135,10 @@ def test_what_no_run_can_have_measured_is_no_record(tmp_path: Path, told: dict, 
 def test_an_interval_of_no_steps_is_no_record(tmp_path: Path) -> None:
     path = tmp_path / "log_a.json"
     path.write_text(json.dumps({**RECORD.to_dict(), "interval_steps": 0}))
-    assert read_all(tmp_path) == ({}, [f"{path} is not a record: expected interval_steps of at least 1, got 0"])
+    assert read_all(tmp_path) == (
+        {},
+        [f"{path} is not a record: expected interval_steps of at least 1, got 0"],
+    )
 
 
 def test_copies_of_a_record_count_once_and_are_named(tmp_path: Path) -> None:
@@ -160,7 +169,9 @@ def test_a_record_of_a_clock_that_is_ahead_counts_as_the_oldest_and_is_named(tmp
         dataclasses.replace(RECORD, started=started, step_seconds=[]).write(tmp_path / name)
     found, complaints = read_all(tmp_path)
     assert [path.name for path in found] == ["log_ahead.json", "log_past.json", "log_now.json"]
-    assert complaints == [f"{tmp_path}/log_ahead.json: written by a clock that is ahead, so it counts as the oldest"]
+    assert complaints == [
+        f"{tmp_path}/log_ahead.json: written by a clock that is ahead, so it counts as the oldest"
+    ]
 
 
 def test_names_follow_the_published_pattern_and_are_never_taken_twice(tmp_path: Path) -> None:
@@ -188,7 +199,9 @@ def test_scripts_made_for_the_published_logs_read_ours(wanted: str, column: int,
 
 def test_a_small_models_parameters_are_logged_to_the_last_one() -> None:
     """They were 0.000 B, of which the original's scripts drew nothing."""
-    load = dataclasses.replace(JOB.workload, num_layers=1, hidden_size=32, num_heads=2, vocab_size=97, seq_len=16)
+    load = dataclasses.replace(
+        JOB.workload, num_layers=1, hidden_size=32, num_heads=2, vocab_size=97, seq_len=16
+    )
     job = dataclasses.replace(JOB, workload=load, steps=10)
     measured = {"losses": [5.0] * 10, "grad_norms": [1.0] * 10, "step_seconds": [2.0] * 10, **UNSCALED}
     line = next(line for line in interval_lines(job, measured, {}) if "total parameters" in line)
@@ -202,7 +215,12 @@ def test_metric_lines_have_the_published_words() -> None:
         " number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
     job = dataclasses.replace(JOB, steps=50)
-    measured = {"losses": [10.90563] * 10, "grad_norms": [36.791] * 10, "step_seconds": [5.4003] * 10, **UNSCALED}
+    measured = {
+        "losses": [10.90563] * 10,
+        "grad_norms": [36.791] * 10,
+        "step_seconds": [5.4003] * 10,
+        **UNSCALED,
+    }
     assert interval_lines(job, measured, {})[0] == published
 
 

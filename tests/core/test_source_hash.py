@@ -28,7 +28,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source_hash, "ROOT", copy)
-        patch.setattr(source_hash, "SHARED", tuple(copy / path.relative_to(ROOT) for path in source_hash.SHARED))
+        patch.setattr(
+            source_hash, "SHARED", tuple(copy / path.relative_to(ROOT) for path in source_hash.SHARED)
+        )
         yield copy
 
 
@@ -43,12 +45,16 @@ def changes(tree: Path, method: str, file: str) -> bool:
     return after != before
 
 
-@pytest.mark.parametrize("file", ["methods/sharding/dispatch.py", "methods/engines/megatron.py", "methods/hydra.py"])
+@pytest.mark.parametrize(
+    "file", ["methods/sharding/dispatch.py", "methods/engines/megatron.py", "methods/hydra.py"]
+)
 def test_an_edit_of_another_methods_library_leaves_stronghold_fresh(tree: Path, file: str) -> None:
     assert not changes(tree, "stronghold.py", file)
 
 
-@pytest.mark.parametrize("file", ["methods/streaming/slot.py", "methods/stronghold.py", "harness/models/gpt.py"])
+@pytest.mark.parametrize(
+    "file", ["methods/streaming/slot.py", "methods/stronghold.py", "harness/models/gpt.py"]
+)
 def test_an_edit_of_what_stronghold_imports_makes_it_stale(tree: Path, file: str) -> None:
     assert changes(tree, "stronghold.py", file)
 
@@ -94,7 +100,9 @@ def test_what_only_reads_records_makes_none_stale(tree: Path, file: str) -> None
 
 def test_an_import_for_types_alone_does_not_count(tree: Path) -> None:
     path = tree / "methods" / "mine.py"
-    path.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from methods.streaming import slot\n")
+    path.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from methods.streaming import slot\n"
+    )
     assert not changes(tree, "mine.py", "methods/streaming/slot.py")
 
 
@@ -151,9 +159,12 @@ def compiled(path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("write", "file", "entry"),
-    [(zipped, "aside.zip", "aside.zip"), (compiled, "aside.pyc", ""), (Path.write_text, "site-packages/aside.py",
-     "site-packages")],
-)  # fmt: skip
+    [
+        (zipped, "aside.zip", "aside.zip"),
+        (compiled, "aside.pyc", ""),
+        (Path.write_text, "site-packages/aside.py", "site-packages"),
+    ],
+)
 def test_code_in_an_archive_a_compiled_file_or_a_folder_called_site_packages_counts(
     tmp_path: Path, write: Callable[[Path, str], None], file: str, entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +187,9 @@ def test_a_compiled_file_beside_the_method_belongs_to_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["sitecustomize", "usercustomize"])
-def test_what_python_imports_by_itself_counts(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_python_imports_by_itself_counts(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text("A = 1\n")
     before = source_hash.source_hash(tmp_path / "mine.py")
     (tmp_path / "path").mkdir()
@@ -197,9 +210,15 @@ class Method:
 
 @pytest.mark.parametrize(
     ("old", "new", "is_changed"),
-    [('"""A method."""', "", False), ('"""Trains."""', '"""Trains well."""', False), ('"""Train."""', '"""x"""', False),
-     ("  # a comment", "", False), ("return 1", "return 2", True), ("return 1", 'return """Train."""', True)],
-)  # fmt: skip
+    [
+        ('"""A method."""', "", False),
+        ('"""Trains."""', '"""Trains well."""', False),
+        ('"""Train."""', '"""x"""', False),
+        ("  # a comment", "", False),
+        ("return 1", "return 2", True),
+        ("return 1", 'return """Train."""', True),
+    ],
+)
 def test_docstrings_and_comments_do_not_count_and_all_else_does(
     tmp_path: Path, old: str, new: str, is_changed: bool
 ) -> None:
@@ -258,7 +277,9 @@ def test_a_file_of_another_name_is_another_package(tmp_path: Path, monkeypatch: 
     assert source_hash.source_hash(tmp_path / "mine.py") != before
 
 
-@pytest.mark.parametrize("line", ["import beyond", "import json, beyond.part as b", "    from beyond.part import RATE"])
+@pytest.mark.parametrize(
+    "line", ["import beyond", "import json, beyond.part as b", "    from beyond.part import RATE"]
+)
 def test_a_package_that_one_on_pythons_path_imports_counts(
     tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +304,9 @@ READS = ('json.loads(Path(__file__).with_name("settings.json").read_text())', 'o
 
 
 @pytest.mark.parametrize("line", LOADS)
-def test_a_file_beside_that_is_loaded_by_a_constant_name_belongs_to_the_method(tmp_path: Path, line: str) -> None:
+def test_a_file_beside_that_is_loaded_by_a_constant_name_belongs_to_the_method(
+    tmp_path: Path, line: str
+) -> None:
     (tmp_path / "own.py").write_text(f"def train():\n    {line}\n")
     (tmp_path / "_part.py").write_text("A = 1")
     assert (tmp_path / "_part.py").resolve() in source_hash.closure(tmp_path / "own.py")
@@ -316,7 +339,14 @@ def test_a_long_text_that_ends_like_a_files_name_is_none(tmp_path: Path) -> None
 def test_of_the_executed_files_those_are_told_that_the_hash_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for file in ("own/_part.py", "own/decay.py", "own/kernel.so", "path/aside/part.py", "other/one.py", "other/one.so"):
+    for file in (
+        "own/_part.py",
+        "own/decay.py",
+        "own/kernel.so",
+        "path/aside/part.py",
+        "other/one.py",
+        "other/one.so",
+    ):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("")
     (tmp_path / "own" / "own.py").write_text("from methods import _part\nimport numpy, aside\n")
@@ -325,8 +355,13 @@ def test_of_the_executed_files_those_are_told_that_the_hash_lacks(
     executed += [str(each.__file__) for each in (json, pytest)]
     notes = [*(Executed(file, 0) for file in executed), Executed("a text in own.py line 7", None)]
     lacking = source_hash.Listed.of(tmp_path / "own" / "own.py").lacks(notes)
-    assert lacking == [f"{tmp_path}/other/one.py", f"{tmp_path}/other/one.so", "a text in own.py line 7", "decay.py",
-                       "kernel.so"]  # fmt: skip
+    assert lacking == [
+        f"{tmp_path}/other/one.py",
+        f"{tmp_path}/other/one.so",
+        "a text in own.py line 7",
+        "decay.py",
+        "kernel.so",
+    ]
 
 
 def test_an_installed_package_counts_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,12 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [("--host-memory 64MiB", "the smallest budget is "), ("--host-memory 64TiB", "at most ")]
+    ("words", "told"),
+    [("--host-memory 64MiB", "the smallest budget is "), ("--host-memory 64TiB", "at most ")],
 )
-def test_a_budget_that_no_run_could_keep_is_one_line_and_exit_2(tmp_path: Path, words: str, told: str) -> None:
+def test_a_budget_that_no_run_could_keep_is_one_line_and_exit_2(
+    tmp_path: Path, words: str, told: str
+) -> None:
     done = run(*WORDS, *words.split(), "--device", "cpu", "--results", str(tmp_path / "new"))
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and told in done.stderr
@@ -44,7 +47,9 @@ def test_a_budget_that_no_run_could_keep_is_one_line_and_exit_2(tmp_path: Path, 
 def test_the_smallest_budget_that_is_named_suffices_for_a_small_run(tmp_path: Path) -> None:
     refused = run(*WORDS, "--host-memory", "1MiB", "--device", "cpu")
     smallest = refused.stderr.rpartition(" ")[2].strip()
-    done = run(*WORDS, "--host-memory", smallest, "--device", "cpu", "--steps", "3", "--results", str(tmp_path))
+    done = run(
+        *WORDS, "--host-memory", smallest, "--device", "cpu", "--steps", "3", "--results", str(tmp_path)
+    )
     assert done.returncode == 0, done.stdout
     (record,) = read_all(tmp_path)[0].values()
     assert record.host_peak_bytes <= int(smallest.removesuffix("MiB")) * MIB
@@ -52,7 +57,8 @@ def test_the_smallest_budget_that_is_named_suffices_for_a_small_run(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("device", "num_ranks", "expected"), [("cpu", 1, 600), ("cpu", 2, 200), ("sim", 1, 1200), ("cuda", 1, 900)]
+    ("device", "num_ranks", "expected"),
+    [("cpu", 1, 600), ("cpu", 2, 200), ("sim", 1, 1200), ("cuda", 1, 900)],
 )
 def test_a_plan_leaves_room_for_the_imports_of_each_rank_and_on_a_cpu_for_fragments(
     device: str, num_ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +112,9 @@ print(budgets.process_bytes()["VmData"] - before)
 
 def test_stacks_of_the_threads_of_torch_do_not_count_in_a_budget() -> None:
     """Seven stacks of 8 MiB, mapped and hardly used, and a product's buffers."""
-    done = subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 8 * MIB
 
 
@@ -123,12 +131,17 @@ def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", ["harness-cpu.lock", "harness-cpu.queue", "harness-cpu.holders"])
 @pytest.mark.parametrize(
     ("make", "got"),
-    [(os.mkfifo, "another kind, of user"), (os.mkdir, "Is a directory"),
-     (lambda path: os.symlink("own", path), "Too many"),
-     (lambda path: os.link(path.with_name("own"), path), "one with 2 names, of user")],
+    [
+        (os.mkfifo, "another kind, of user"),
+        (os.mkdir, "Is a directory"),
+        (lambda path: os.symlink("own", path), "Too many"),
+        (lambda path: os.link(path.with_name("own"), path), "one with 2 names, of user"),
+    ],
     ids=["pipe", "folder", "link", "second-name"],
-)  # fmt: skip
-def test_what_is_no_file_of_locks_is_refused_and_not_waited_for(locks: Path, name: str, make, got: str) -> None:
+)
+def test_what_is_no_file_of_locks_is_refused_and_not_waited_for(
+    locks: Path, name: str, make, got: str
+) -> None:
     (locks / "own").write_text("kept")
     make(locks / name)
     with (
@@ -163,7 +176,9 @@ def test_a_turn_is_waited_for_where_either_run_is_timed_and_its_holder_is_named(
         order.append("first")
     thread.join()
     assert order == ["first", "second"] and device_lock.wait_seconds(job) == 0
-    assert lines[0].startswith(f"waiting for the cpu device: process {os.getpid()} has it for some, 2 layers since ")
+    assert lines[0].startswith(
+        f"waiting for the cpu device: process {os.getpid()} has it for some, 2 layers since "
+    )
     assert lines[0].endswith(", about 100 s more")
 
 
@@ -237,10 +252,19 @@ def odd_list(**odd: object) -> str:
 
 
 ODD_LISTS = [
-    "", "{", "[]", '{"holders": [1], "entered": 1}', '{"holders": [], "entered": "x"}', odd_list(pid=2**63 - 1),
-    odd_list(pid=-1), odd_list(since=1e300), odd_list(since="x"), odd_list(foreseen_seconds=1e300),
-    odd_list(job=2000 * "x"), odd_list(number=None),
-]  # fmt: skip
+    "",
+    "{",
+    "[]",
+    '{"holders": [1], "entered": 1}',
+    '{"holders": [], "entered": "x"}',
+    odd_list(pid=2**63 - 1),
+    odd_list(pid=-1),
+    odd_list(since=1e300),
+    odd_list(since="x"),
+    odd_list(foreseen_seconds=1e300),
+    odd_list(job=2000 * "x"),
+    odd_list(number=None),
+]
 
 
 @pytest.mark.parametrize("text", ODD_LISTS)
@@ -352,7 +376,9 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
 
     def tell(**sizes: int) -> None:
         lines = [f"{name}:\t{size * 1024:8} kB" for name, size in sizes.items()]
-        (tmp_path / str(os.getpid()) / "status").write_text("\n".join(["Name:\tpython", *lines, "Threads:\t1"]))
+        (tmp_path / str(os.getpid()) / "status").write_text(
+            "\n".join(["Name:\tpython", *lines, "Threads:\t1"])
+        )
 
     return tell
 
@@ -365,7 +391,9 @@ def test_a_kernel_that_tells_less_of_a_process_fails_no_run(kernel: Callable[...
     assert budgets.lift(job) == {}
 
 
-@pytest.mark.parametrize(("anonymous", "shared", "is_refused"), [(900, 100, False), (700, 400, True), (300, 800, True)])
+@pytest.mark.parametrize(
+    ("anonymous", "shared", "is_refused"), [(900, 100, False), (700, 400, True), (300, 800, True)]
+)
 def test_page_locked_memory_beyond_the_budget_is_out_of_memory_without_a_memory_group(
     kernel: Callable[..., None], anonymous: int, shared: int, is_refused: bool
 ) -> None:
@@ -418,7 +446,9 @@ def test_a_method_that_hides_memory_from_its_limit_is_out_of_memory(tmp_path: Pa
         "job = Job('shares', tiny.TINY, budget=Budget(host_bytes=room), steps=2, warmup=0);"
         "print(worker.run(job, '', (Path(sys.argv[1]),), lambda event: None).reason)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
     assert "out of pinned host memory at drain" in done.stdout, done.stdout + done.stderr
 
 

@@ -44,7 +44,11 @@ def test_a_plan_that_fills_the_device_leaves_the_reserve_below_the_cap(gpu: Fake
     _, plan, shortfall = resolve(job)
     budgets._cap_device(job.budget.device_bytes)
     assert shortfall is None
-    assert plan.device_bytes + cuda_budget.RESERVE_BYTES < gpu.cap_bytes < HEADLINE.device_bytes - gpu.context_bytes
+    assert (
+        plan.device_bytes + cuda_budget.RESERVE_BYTES
+        < gpu.cap_bytes
+        < HEADLINE.device_bytes - gpu.context_bytes
+    )
 
 
 def test_the_budget_that_a_refusal_names_suffices_and_less_does_not(gpu: FakeGpu) -> None:
@@ -62,7 +66,10 @@ def test_the_cap_and_what_was_measured_are_on_record(gpu: FakeGpu) -> None:
     found = budgets._cap_device(4 * GIB)
     cap = 4 * GIB - cuda_budget.CONTEXT_BYTES
     assert gpu.cap_bytes == pytest.approx(cap, abs=1)
-    assert f"at {cap} bytes" in found["device"] and f"fill {cuda_budget.tensor_bytes(4 * GIB)}" in found["device"]
+    assert (
+        f"at {cap} bytes" in found["device"]
+        and f"fill {cuda_budget.tensor_bytes(4 * GIB)}" in found["device"]
+    )
     assert found["device_context"] == f"{768 * MIB} bytes planned, {500 * MIB} measured"
 
 
@@ -73,7 +80,9 @@ def test_the_cap_ends_with_training_because_the_inspection_takes_memory_of_its_o
 
 
 def test_a_measured_context_takes_the_place_of_the_stated_one(gpu: FakeGpu) -> None:
-    machine.keep_calibration({**entry(Workload(), 1e12), "device": "cuda", "measured": {"context_bytes": 600 * MIB}})
+    machine.keep_calibration(
+        {**entry(Workload(), 1e12), "device": "cuda", "measured": {"context_bytes": 600 * MIB}}
+    )
     found = machine.room(Budget(4 * GIB), "cuda").device_bytes
     assert found == cuda_budget.tensor_bytes(4 * GIB, 600 * MIB) > cuda_budget.tensor_bytes(4 * GIB)
     budgets._cap_device(4 * GIB)
@@ -83,7 +92,9 @@ def test_a_measured_context_takes_the_place_of_the_stated_one(gpu: FakeGpu) -> N
 def test_a_machine_by_name_has_one_room_whatever_the_context_here(gpu: FakeGpu) -> None:
     v100 = named_machines.load("v100-vm")
     before = machine.room(v100.budget_on("cuda"), "cuda").device_bytes
-    machine.keep_calibration({**entry(Workload(), 1e12), "device": "cuda", "measured": {"context_bytes": 600 * MIB}})
+    machine.keep_calibration(
+        {**entry(Workload(), 1e12), "device": "cuda", "measured": {"context_bytes": 600 * MIB}}
+    )
     assert machine.room(v100.budget_on("cuda"), "cuda").device_bytes == before == v100.room.device_bytes
 
 
@@ -94,7 +105,9 @@ def test_jobs_for_a_gpu_elsewhere_have_no_limit_where_no_gpu_is_here(monkeypatch
     assert resolve(job)[2] is None
 
 
-@pytest.mark.parametrize(("device", "asked", "told"), [("cuda", 8, 7.25), ("cuda", None, 79.560546875), ("cpu", 8, 8)])
+@pytest.mark.parametrize(
+    ("device", "asked", "told"), [("cuda", 8, 7.25), ("cuda", None, 79.560546875), ("cpu", 8, 8)]
+)
 def test_a_peak_is_compared_with_what_the_allocator_may_reserve(
     gpu: FakeGpu, device: str, asked: int | None, told: float
 ) -> None:
@@ -121,7 +134,9 @@ def test_each_of_several_ranks_leaves_room_for_nccl(gpu: FakeGpu) -> None:
 
 
 def test_a_budget_that_the_context_nearly_fills_is_refused(gpu: FakeGpu) -> None:
-    with pytest.raises(ValueError, match=r"device-memory of at least 1289MiB, because the GPU.* got 361.0 MiB"):
+    with pytest.raises(
+        ValueError, match=r"device-memory of at least 1289MiB, because the GPU.* got 361.0 MiB"
+    ):
         budgets.check(Budget(361 * MIB), "cuda")
     budgets.check(Budget(1289 * MIB), "cuda")
 
@@ -133,7 +148,12 @@ def test_a_budget_beyond_the_gpu_is_refused(gpu: FakeGpu) -> None:
 
 @pytest.mark.parametrize(
     ("taken", "budget", "named"),
-    [(200 * MIB, None, None), (1200 * MIB, None, 80270), (1200 * MIB, 78 * GIB, None), (3 * GIB, 78 * GIB, 78398)],
+    [
+        (200 * MIB, None, None),
+        (1200 * MIB, None, 80270),
+        (1200 * MIB, 78 * GIB, None),
+        (3 * GIB, 78 * GIB, 78398),
+    ],
 )
 def test_memory_that_other_programs_take_of_the_gpu_is_told_with_the_budget_that_is_left(
     gpu: FakeGpu, taken: int, budget: int | None, named: int | None
@@ -141,17 +161,23 @@ def test_memory_that_other_programs_take_of_the_gpu_is_told_with_the_budget_that
     """A display's memory, of which NVML names no process. Of 80 GiB the driver takes 450 MiB."""
     gpu.reserved_bytes = taken
     told = machine.warnings_beside(Job("stronghold", Workload(), budget=Budget(budget), device="cuda"), {})
-    assert [re.search(r"--device-memory (\d+)MiB", text)[1] for text in told] == [str(named)] * (named is not None)  # type: ignore[index]
+    assert [re.search(r"--device-memory (\d+)MiB", text)[1] for text in told] == [str(named)] * (
+        named is not None
+    )  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("has_v2", "total"), [(True, 80 * GIB - 450 * MIB), (False, 80 * GIB)])
-def test_the_drivers_own_part_is_no_part_of_a_gpu(monkeypatch: pytest.MonkeyPatch, has_v2: bool, total: int) -> None:
+def test_the_drivers_own_part_is_no_part_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, has_v2: bool, total: int
+) -> None:
     FakeGpu(80 * GIB, 450 * MIB, 0, has_v2=has_v2).install(monkeypatch)
     assert machine.gpu()["gpu_bytes"] == total
 
 
 @pytest.mark.parametrize("method", ["resident", "stronghold"])
-def test_below_the_context_a_job_is_refused_by_the_least_budget_not_by_its_plan(gpu: FakeGpu, method: str) -> None:
+def test_below_the_context_a_job_is_refused_by_the_least_budget_not_by_its_plan(
+    gpu: FakeGpu, method: str
+) -> None:
     with pytest.raises(ValueError, match="expected --device-memory of at least 1289MiB, because the GPU"):
         resolve(Job(method, Workload(num_layers=2), budget=Budget(500 * MIB, 90 * GIB), device="cuda"))
 
@@ -160,7 +186,10 @@ def test_below_the_context_a_job_is_refused_by_the_least_budget_not_by_its_plan(
 def test_plans_and_advice_fill_one_number_of_a_named_machine(gpu: FakeGpu, name: str) -> None:
     """What the file says is beside the context; on a GPU, simulated, and in advice all of it but the reserve."""
     there = named_machines.load(name)
-    fills = {device: machine.room(there.budget_on(device), device).device_bytes for device in ("cuda", "sim", "cpu")}
+    fills = {
+        device: machine.room(there.budget_on(device), device).device_bytes
+        for device in ("cuda", "sim", "cpu")
+    }
     fills["advice"] = named_place(name, Budget()).room_for(Workload()).device_bytes
     size = re.fullmatch(r"([\d.]+)(MiB|GiB)", str(there.device_memory))
     assert size

@@ -125,7 +125,12 @@ def test_an_ordering_bug_is_found_a_second_way(cuda: FakeCuda, bug: Bug) -> None
         # The thread's current stream is not the one that the events are of.
         ("methods/offload/transfer.py", "with device.streams.use(stream):", "if True:", "without a wait"),
         # A copy on another stream reads what is freed, and may be given out again, at once.
-        ("methods/offload/clip.py", "self._send(self.squares[-1])", "self._send(self.squares[-1] + 0)", "freed to"),
+        (
+            "methods/offload/clip.py",
+            "self._send(self.squares[-1])",
+            "self._send(self.squares[-1] + 0)",
+            "freed to",
+        ),
         ("methods/offload/transfer.py", "for event in after:", "for event in ():", "without a wait"),
     ],
     ids=["current stream", "freed while in use", "events"],
@@ -144,7 +149,9 @@ def test_streams_of_another_device_are_found(cuda: FakeCuda, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("name", "is_inherited"), [("cuda", False), ("cpu", True)])
-def test_a_forked_child_lacks_the_memory_that_a_gpu_reads(running: FakeCuda, name: str, is_inherited: bool) -> None:
+def test_a_forked_child_lacks_the_memory_that_a_gpu_reads(
+    running: FakeCuda, name: str, is_inherited: bool
+) -> None:
     with Device(name, 1) as device:
         slab = device.room(2**20, torch.float32, host=True)
         mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
@@ -201,7 +208,9 @@ def test_a_process_for_a_gpu_locks_the_homes_that_it_shares_and_takes_the_share_
 ) -> None:
     workload = tiny(num_layers=2)
     with Device("cpu") as host:
-        models = [gpt.at_home(workload, [1, 1, 1, 1], host, is_shared=True, in_halves=False) for _ in range(2)]
+        models = [
+            gpt.at_home(workload, [1, 1, 1, 1], host, is_shared=True, in_halves=False) for _ in range(2)
+        ]
     homes = [shards[0].slabs["weights"].untyped_storage() for shards in models]
     with cuda.running():
         made = device_process.make_worker("cuda:1", models, {}, 0.25)
@@ -217,7 +226,9 @@ def test_a_process_for_a_gpu_takes_the_memory_that_a_user_allows_it(gpu: FakeGpu
     assert gpu.cap_bytes == pytest.approx(4 * GIB - cuda_budget.CONTEXT_BYTES, abs=1)
 
 
-def test_how_often_a_rehearsal_emptied_the_allocator_s_cache_is_not_in_the_record(cuda: FakeCuda, gpu: FakeGpu) -> None:
+def test_how_often_a_rehearsal_emptied_the_allocator_s_cache_is_not_in_the_record(
+    cuda: FakeCuda, gpu: FakeGpu
+) -> None:
     """A rehearsal may have tried shards that do not fit."""
     gpu.num_retries = 3
     trained(cuda, "hydra", tiny(num_layers=2), shard_layers=1)
@@ -295,7 +306,15 @@ def test_a_run_on_a_gpu_makes_a_record_a_trace_and_no_mistake(
     gpu.num_retries = 2
     inspect_training.signs()  # the threads share it by functools.cache, whose order is not followed
     file, budget = tmp_path / "trace.json", Budget(device_bytes=4 * GIB)
-    job = Job(name, tiny(num_layers=4, dtype=dtype), budget=budget, device="cuda", steps=5, warmup=1, trace=str(file))
+    job = Job(
+        name,
+        tiny(num_layers=4, dtype=dtype),
+        budget=budget,
+        device="cuda",
+        steps=5,
+        warmup=1,
+        trace=str(file),
+    )
     with cuda.running():
         record = worker.run(job, "key", (), lambda event: None)
     assert record.status == "ok", record.evidence["traceback"]
@@ -305,7 +324,9 @@ def test_a_run_on_a_gpu_makes_a_record_a_trace_and_no_mistake(
     assert len(read(file).steps) >= 2
 
 
-def test_a_gpus_kernel_is_compiled_before_the_first_step(running: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_kernel_is_compiled_before_the_first_step(
+    running: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told, workload = [], tiny(dtype="bf16")
     monkeypatch.setattr(adamw_cuda, "_load", lambda device_index: told.append("compiled"))
 
@@ -347,13 +368,21 @@ class Switches(resident.Resident):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("by", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "switches"])
 def test_a_run_in_fp32_does_not_compute_in_tf32(
-    gpu: FakeGpu, cuda: FakeCuda, ieee: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, dtype: str
+    gpu: FakeGpu,
+    cuda: FakeCuda,
+    ieee: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    by: str,
+    dtype: str,
 ) -> None:
     if by == "switches":
         (tmp_path / "switches.py").write_text(SWITCHES)
     else:
         monkeypatch.setenv(by, "1")
-    job = Job("switches" if by == "switches" else "resident", tiny(dtype=dtype), device="cuda", steps=2, warmup=0)
+    job = Job(
+        "switches" if by == "switches" else "resident", tiny(dtype=dtype), device="cuda", steps=2, warmup=0
+    )
     with cuda.running():
         record = worker.run(job, "", (tmp_path,), lambda event: None)
     assert record.status == ("crash" if dtype == "fp32" else "ok"), record.evidence

@@ -54,7 +54,9 @@ def test_both_groups_are_ready_before_training(monkeypatch: pytest.MonkeyPatch) 
     cuda, summed, all_reduce = FakeCuda(1).install(monkeypatch), [], dist.all_reduce
     monkeypatch.setattr(exchange, "join_others", lambda device: None)
     monkeypatch.setattr(
-        dist, "all_reduce", lambda tensor, group=None: (summed.append((tensor.device.type, group)), all_reduce(tensor))
+        dist,
+        "all_reduce",
+        lambda tensor, group=None: (summed.append((tensor.device.type, group)), all_reduce(tensor)),
     )
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
     try:

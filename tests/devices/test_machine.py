@@ -56,7 +56,12 @@ def of(number: int, option: str = "num_devices") -> Job:
 
 @pytest.mark.parametrize(
     ("visible", "uuids"),
-    [(None, ["GPU-a", "GPU-b"]), ("2,1,0", ["GPU-c", "GPU-b"]), ("GPU-d,GPU-a", ["GPU-d", "GPU-a"]), ("3", ["GPU-d"])],
+    [
+        (None, ["GPU-a", "GPU-b"]),
+        ("2,1,0", ["GPU-c", "GPU-b"]),
+        ("GPU-d,GPU-a", ["GPU-d", "GPU-a"]),
+        ("3", ["GPU-d"]),
+    ],
 )
 @pytest.mark.parametrize("option", ["num_devices", "world_size"])
 def test_the_gpus_of_a_job_are_the_first_visible_ones(
@@ -65,7 +70,9 @@ def test_the_gpus_of_a_job_are_the_first_visible_ones(
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine.gpu_uuids(of(2, option)) == uuids
-    assert [path.stem for path in device_lock._paths(of(2, option))] == [f"harness-{uuid}" for uuid in sorted(uuids)]
+    assert [path.stem for path in device_lock._paths(of(2, option))] == [
+        f"harness-{uuid}" for uuid in sorted(uuids)
+    ]
 
 
 @pytest.mark.parametrize(("visible", "names"), [(None, ["0", "1"]), ("3,1", ["3", "1"]), ("GPU-x", ["0"])])
@@ -141,13 +148,18 @@ def test_doctor_says_what_an_old_driver_lacks(driver: Callable[..., None]) -> No
     driver("2.13.0+cu130", 12040)
     told = dict(doctor.hardware(Path()))["gpu"]
     assert "driver 1; torch is built for CUDA 13, the driver supports 12.4: update the driver until" in told
-    assert "or take a torch for CUDA 12 (docs/places.md, Without a set-up)" in told and len(told.splitlines()) == 1
+    assert (
+        "or take a torch for CUDA 12 (docs/places.md, Without a set-up)" in told
+        and len(told.splitlines()) == 1
+    )
 
 
 def test_doctor_says_where_to_look_for_an_index_of_cpu_builds(driver: Callable[..., None]) -> None:
     driver("2.13.0+cpu", 13000)
     told = dict(doctor.hardware(Path()))["gpu"]
-    assert "pip config list or PIP_EXTRA_INDEX_URL names, remove .venv" in told and len(told.splitlines()) == 1
+    assert (
+        "pip config list or PIP_EXTRA_INDEX_URL names, remove .venv" in told and len(told.splitlines()) == 1
+    )
 
 
 def test_doctor_finds_nothing_wrong_with_a_driver_that_suffices(driver: Callable[..., None]) -> None:
@@ -159,10 +171,17 @@ def test_an_old_driver_at_a_place_is_told_in_the_record(driver: Callable[..., No
     driver("2.13.0+cu130", 12040)
     place.perform(place.order(Job("resident", TINY, device="cuda"), "key", tmp_path / "log", ()))
     record = Record.read(tmp_path / "log.json")
-    assert (record.status, "got cpu and sim: torch is built for CUDA 13" in record.reason) == ("unavailable", True)
+    assert (record.status, "got cpu and sim: torch is built for CUDA 13" in record.reason) == (
+        "unavailable",
+        True,
+    )
 
 
-def test_a_gpu_that_is_asked_for_and_cannot_be_used_is_refused_with_the_reason(driver: Callable[..., None]) -> None:
+def test_a_gpu_that_is_asked_for_and_cannot_be_used_is_refused_with_the_reason(
+    driver: Callable[..., None],
+) -> None:
     driver("2.13.0+cu130", 12040)
-    with pytest.raises(ValueError, match=r"expected cpu or sim on this machine, got cuda: torch is built for CUDA 13"):
+    with pytest.raises(
+        ValueError, match=r"expected cpu or sim on this machine, got cuda: torch is built for CUDA 13"
+    ):
         job_options._device({"device": "cuda"}, Budget())

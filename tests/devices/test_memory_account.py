@@ -24,7 +24,9 @@ STREAMED = [
 METHODS = [("resident", {}), *STREAMED]
 
 
-def train_on_sim(tracker: Tracker, method: str, workload: Workload, steps: int, **options: Any) -> list[list[float]]:
+def train_on_sim(
+    tracker: Tracker, method: str, workload: Workload, steps: int, **options: Any
+) -> list[list[float]]:
     """Every step's loss and norm of a training on the tracker's device."""
     with tracker:
         result = train(method, workload, steps, device="sim", **options)
@@ -180,7 +182,12 @@ def test_afterwards_torch_is_as_before() -> None:
     before = (torch.Tensor.to, torch.Tensor.device, torch.UntypedStorage.resize_, ThreadPoolExecutor.submit)
     with Tracker():
         pass
-    assert (torch.Tensor.to, torch.Tensor.device, torch.UntypedStorage.resize_, ThreadPoolExecutor.submit) == before
+    assert (
+        torch.Tensor.to,
+        torch.Tensor.device,
+        torch.UntypedStorage.resize_,
+        ThreadPoolExecutor.submit,
+    ) == before
 
 
 def _run_without_a_compiler() -> list[tuple]:
@@ -192,5 +199,9 @@ def _run_without_a_compiler() -> list[tuple]:
 
 def test_without_a_compiler_a_job_on_sim_runs_by_this_account() -> None:
     fits, fails = forks.call(_run_without_a_compiler)
-    assert fits[0] == "ok" and fits[2] == "sim's account in Python" and 2**16 < fits[3]["device_allocated"] <= 2**19
+    assert (
+        fits[0] == "ok"
+        and fits[2] == "sim's account in Python"
+        and 2**16 < fits[3]["device_allocated"] <= 2**19
+    )
     assert fails[0] == "oom-device" and fails[3]["device_allocated"] <= 2**16

@@ -32,8 +32,17 @@ SIZES: list[Any] = [
     {"hidden_size": 512, "num_layers": 3, "vocab_size": 12576},  # a layer is several blocks of an update
     {"hidden_size": 512, "num_layers": 3, "vocab_size": 256},  # a layer's transient is larger than the loss's
     {"hidden_size": 128, "num_layers": 4, "seq_len": 64, "vocab_size": 512},
-    {"hidden_size": 256, "num_layers": 3, "seq_len": 256, "vocab_size": 512, "batch_size": 6, "micro_batches": 3},
-    pytest.param({"hidden_size": 256, "num_layers": 3, "seq_len": 1024, "vocab_size": 512}, marks=pytest.mark.heavy),
+    {
+        "hidden_size": 256,
+        "num_layers": 3,
+        "seq_len": 256,
+        "vocab_size": 512,
+        "batch_size": 6,
+        "micro_batches": 3,
+    },
+    pytest.param(
+        {"hidden_size": 256, "num_layers": 3, "seq_len": 1024, "vocab_size": 512}, marks=pytest.mark.heavy
+    ),
     pytest.param({"hidden_size": 1024, "num_layers": 3}, marks=pytest.mark.heavy),
     pytest.param({"hidden_size": 1024, "num_layers": 3, "vocab_size": 1024}, marks=pytest.mark.heavy),
     pytest.param(  # fewer tokens than hidden units
@@ -43,8 +52,13 @@ SIZES: list[Any] = [
 ]
 # The loss's transient is larger, or, in bf16, that of the ends' update.
 MANY_PARTS = {
-    "hidden_size": 128, "num_layers": 3, "seq_len": 64, "vocab_size": 8192, "batch_size": 6, "micro_batches": 6
-}  # fmt: skip
+    "hidden_size": 128,
+    "num_layers": 3,
+    "seq_len": 64,
+    "vocab_size": 8192,
+    "batch_size": 6,
+    "micro_batches": 6,
+}
 
 # A block of the loss has 220 tokens: 129,000 logits fewer than it may have.
 MANY_WORDS = {"hidden_size": 128, "num_layers": 3, "seq_len": 512, "batch_size": 1, "vocab_size": 151_936}
@@ -135,7 +149,9 @@ def test_a_layer_of_the_published_megatron_is_16_bytes_a_parameter_and_its_input
 @pytest.mark.heavy
 def test_a_prediction_takes_no_memory() -> None:
     before = psutil.Process().memory_info().rss
-    predicted = predict(create("stronghold", {"window_size": 3, "resident_layers": 0}), Workload(num_layers=8))
+    predicted = predict(
+        create("stronghold", {"window_size": 3, "resident_layers": 0}), Workload(num_layers=8)
+    )
     assert predicted.device_bytes + predicted.host_bytes > 9 * 2**30
     assert psutil.Process().memory_info().rss - before < 0.5 * 2**30
 

@@ -37,7 +37,9 @@ def hold(tensors: list[torch.Tensor], own_bytes: int, told: Any, ended: Any) -> 
 def holders(number: int, tensors: list[torch.Tensor], own_bytes: int) -> Iterator[list[int]]:
     """The numbers of processes that have the tensors resident."""
     told, ended = forks.PROCESSES.Queue(), forks.PROCESSES.Event()
-    processes = [forks.PROCESSES.Process(target=hold, args=(tensors, own_bytes, told, ended)) for _ in range(number)]
+    processes = [
+        forks.PROCESSES.Process(target=hold, args=(tensors, own_bytes, told, ended)) for _ in range(number)
+    ]
     for process in processes:
         process.start()
     try:
@@ -95,10 +97,13 @@ def test_page_locked_memory_of_two_ranks_counts_twice(processes: Path) -> None:
     """It has a segment of its own in each process; a file's mapping and the driver's are no shared memory."""
     for pid in (1, 2):
         maps(
-            processes, pid, f"10000000-20000000 rw-s 00000000 00:01 {pid}  /dev/zero (deleted)",
-            "20000000-90000000 rw-s 00000000 00:06 563  /dev/nvidiactl", "90000000-a0000000 rw-p 00000000 00:00 0",
+            processes,
+            pid,
+            f"10000000-20000000 rw-s 00000000 00:01 {pid}  /dev/zero (deleted)",
+            "20000000-90000000 rw-s 00000000 00:06 563  /dev/nvidiactl",
+            "90000000-a0000000 rw-p 00000000 00:00 0",
             "a0000000-f0000000 r--s 00000000 fe:00 33  /data/corpus.bin",
-        )  # fmt: skip
+        )
     assert shared_memory.total_bytes({1: 256 * MIB, 2: 256 * MIB}) == 512 * MIB
 
 
@@ -117,9 +122,11 @@ def test_a_segment_that_is_hardly_touched_counts_by_what_is_resident(processes: 
 def test_a_segment_in_two_mappings_has_the_size_of_both(processes: Path) -> None:
     for pid in (1, 2):
         maps(
-            processes, pid, "10000000-18000000 rw-s 00000000 00:01 7  /dev/shm/a b",
+            processes,
+            pid,
+            "10000000-18000000 rw-s 00000000 00:01 7  /dev/shm/a b",
             "18000000-20000000 r--s 08000000 00:01 7  /dev/shm/a b",
-        )  # fmt: skip
+        )
     assert shared_memory.total_bytes({1: 256 * MIB, 2: 256 * MIB}) == 256 * MIB
 
 

@@ -35,7 +35,9 @@ def trained_on_sim(compiled_sim: None) -> list[Any]:
     return call(on_sim.train_all, CASES)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: f"{CASES[number][0]}-{CASES[number][1]}")
+@pytest.mark.parametrize(
+    "number", range(len(CASES)), ids=lambda number: f"{CASES[number][0]}-{CASES[number][1]}"
+)
 def test_training_has_the_very_bits_of_the_cpus(number: int, trained_on_sim: list[Any]) -> None:
     method, changes, options = CASES[number]
     assert trained_on_sim[number] == digest(train(method, tiny(**changes), 4, **options))
@@ -100,7 +102,8 @@ def test_stronghold_hides_copies_that_l2l_waits_for() -> None:
     """In one of many tries, because a busy machine may let a copy's thread wait for a core."""
     link = {"link_bytes_per_second": 20e6}
     alone = call(on_sim.step_seconds, "l2l", {}, **link)
-    assert alone > 18 * 4 * 12 * 64**2 / 20e6  # three copies of each of six layers' weights, one after the other
+    # three copies of each of six layers' weights, one after the other
+    assert alone > 18 * 4 * 12 * 64**2 / 20e6
     options = {"window_size": 2, "resident_layers": 0}
     until(lambda: call(on_sim.step_seconds, "stronghold", options, **link) < 0.8 * alone)
 
@@ -141,7 +144,8 @@ def test_deepspeed_trains_within_both_budgets(shared_results: Path, name: str) -
     budget = Budget(device_bytes=4 * MIB, host_bytes=16 * MIB)
     record = run(shared_results, name, budget, adam="fused")
     assert record.status == "ok" and record.gate.passed, (record.reason, record.gate.text)
-    assert 12 * SMALL.num_params <= record.peaks["host_accounted"] <= 16 * MIB  # an fp32 master and two moments
+    # an fp32 master and two moments
+    assert 12 * SMALL.num_params <= record.peaks["host_accounted"] <= 16 * MIB
     assert record.peaks["device_allocated"] <= 4 * MIB
 
 
@@ -156,8 +160,12 @@ def test_other_engines_train_on_sim(shared_results: Path, name: str) -> None:
 def test_the_plan_of_fsdp2_has_room_for_its_sums_in_fp32() -> None:
     """Of a layer, and of an embedding larger than all layers; most of it where activations are few."""
     sizes = [{"hidden_size": 128, "vocab_size": 16}, {"hidden_size": 32, "vocab_size": 8192}]
-    loads = [tiny(**size, num_heads=4, batch_size=4, micro_batches=parts, dtype=dtype)
-             for size in sizes for parts in (1, 4) for dtype in ("fp32", "bf16")]  # fmt: skip
+    loads = [
+        tiny(**size, num_heads=4, batch_size=4, micro_batches=parts, dtype=dtype)
+        for size in sizes
+        for parts in (1, 4)
+        for dtype in ("fp32", "bf16")
+    ]
     peaks = call(on_sim.peaks, [("fsdp2-offload", load, {}) for load in loads])
     for load, (peak, _) in zip(loads, peaks, strict=True):
         planned = create("fsdp2-offload", {}).plan(load, Room()).device_bytes
@@ -186,5 +194,7 @@ def test_deepspeed_is_refused_what_the_host_has_not(shared_results: Path) -> Non
 def test_memories_as_large_as_planned_are_enough(tmp_path: Path, name: str, workload: Workload) -> None:
     planned = create(name, {}).plan(workload, Room(1, 1))
     budget = Budget(planned.device_bytes, planned.host_bytes)
-    (record,) = Sweep(tmp_path).run([resolve(Job(name, workload, budget=budget, device="sim", steps=3, warmup=1))[0]])
+    (record,) = Sweep(tmp_path).run(
+        [resolve(Job(name, workload, budget=budget, device="sim", steps=3, warmup=1))[0]]
+    )
     assert record.status == "ok", record.reason

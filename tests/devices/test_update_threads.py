@@ -52,7 +52,8 @@ def one_worker() -> Iterator[Workers]:
 def test_every_chunk_is_worked_on_once(workers: Workers, num_chunks: int) -> None:
     taken: list[int] = []
     updates = [
-        workers.update(0, Landing(), num_chunks, lambda first, last: taken.extend(range(first, last))) for _ in range(5)
+        workers.update(0, Landing(), num_chunks, lambda first, last: taken.extend(range(first, last)))
+        for _ in range(5)
     ]
     for update in updates:
         update.result()
@@ -133,7 +134,9 @@ def test_an_update_that_fails_says_so_to_who_waits(workers: Workers) -> None:
 
 def test_an_error_of_the_device_reaches_whoever_waits_for_an_update(one_worker: Workers) -> None:
     failed = Failed()
-    updates = [one_worker.update(0, failed, 1, lambda first, last: failed.synchronize() and None) for _ in range(3)]
+    updates = [
+        one_worker.update(0, failed, 1, lambda first, last: failed.synchronize() and None) for _ in range(3)
+    ]
     for update in updates:
         with pytest.raises(RuntimeError, match="device-side assert"):
             update.result()
@@ -162,7 +165,9 @@ def test_an_update_that_waits_at_the_end_is_done_before_the_threads_end() -> Non
     done: list[int] = []
     gate = threading.Event()
     workers = Workers(ThreadPoolExecutor(1), 1)
-    update = workers.update(0, Landing(), 9, lambda first, last: gate.wait() and done.extend(range(first, last)))
+    update = workers.update(
+        0, Landing(), 9, lambda first, last: gate.wait() and done.extend(range(first, last))
+    )
     threading.Timer(0.05, gate.set).start()
     workers.shutdown()
     assert update.done() and done == [*range(9)]

@@ -19,7 +19,16 @@ from harness.models.gpt import initial
 from tests.support.tiny import TINY
 
 HALF = SKETCH_ROWS * SKETCH_BUCKETS
-SHAPES = [(5,), (37, 41), (HALF - 1,), (HALF + 1,), (BLOCK,), (BLOCK + 8, 1), (2, BLOCK - 4), (2 * BLOCK + 15,)]
+SHAPES = [
+    (5,),
+    (37, 41),
+    (HALF - 1,),
+    (HALF + 1,),
+    (BLOCK,),
+    (BLOCK + 8, 1),
+    (2, BLOCK - 4),
+    (2 * BLOCK + 15,),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +85,8 @@ def test_as_many_tensors_as_cores_are_kept_at_once() -> None:
             yield TensorState(f"layers.{number}.ln1.weight", weight)
 
     found = inspect(made_on_demand(), OfJob())  # type: ignore[arg-type]
-    assert len(found) == 64 and most <= len(os.sched_getaffinity(0)) + 3  # one waits, one is made, one was just done
+    # one waits, one is made, one was just done
+    assert len(found) == 64 and most <= len(os.sched_getaffinity(0)) + 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

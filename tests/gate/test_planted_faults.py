@@ -52,7 +52,9 @@ def trained(method: str, dtype: str, **options: str) -> Record:
 
 def departure_of(dtype: str, **options: str) -> Departure | None:
     others = trained("rounded", dtype, names=",".join(ROUNDED)).models()
-    return departures.of_trial(Trial(trained("planted", dtype, **options), trained("resident", dtype), tuple(others)))
+    return departures.of_trial(
+        Trial(trained("planted", dtype, **options), trained("resident", dtype), tuple(others))
+    )
 
 
 @pytest.mark.shows("the gate sees a dozen planted faults in each dtype")

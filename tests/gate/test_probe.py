@@ -50,7 +50,9 @@ class Large(L2L):
 
 def job(method: str = "l2l", options: dict | None = None, **changes) -> Job:
     folders = PLANTED if method == "planted" else ()
-    return resolve(Job(method, dataclasses.replace(TINY, **changes), options or {}, steps=4, warmup=1), folders)[0]
+    return resolve(
+        Job(method, dataclasses.replace(TINY, **changes), options or {}, steps=4, warmup=1), folders
+    )[0]
 
 
 def probed(events: list[dict]) -> list[tuple[str, int, int, str]]:
@@ -60,8 +62,16 @@ def probed(events: list[dict]) -> list[tuple[str, int, int, str]]:
 
 
 def tensor(**changes) -> dict:
-    return {"changed": 1.0, "moved": 1.0, "size": 1.0, "sketch": [1.0, 0.0], "exp_avg": 1.0, "exp_avg_sq": 1.0,
-            "sha256": "a", **changes}  # fmt: skip
+    return {
+        "changed": 1.0,
+        "moved": 1.0,
+        "size": 1.0,
+        "sketch": [1.0, 0.0],
+        "exp_avg": 1.0,
+        "exp_avg_sq": 1.0,
+        "sha256": "a",
+        **changes,
+    }
 
 
 def trained(losses: list[float], norms: list[float] | None = None, **changes) -> Record:
@@ -144,23 +154,31 @@ def test_a_tensor_s_floor_is_the_median_tensor_s_at_least() -> None:
 
 
 @pytest.mark.parametrize(("moment", "name"), [("exp_avg", "first"), ("exp_avg_sq", "second")])
-def test_a_moment_that_some_tensors_lack_is_a_departure_and_one_that_all_lack_is_said(moment: Any, name: str) -> None:
+def test_a_moment_that_some_tensors_lack_is_a_departure_and_one_that_all_lack_is_said(
+    moment: Any, name: str
+) -> None:
     names = ("a", "b")
     reference = trained(BASE, tensors=dict.fromkeys(names, tensor()))
     some = trained(BASE, tensors={"a": tensor(), "b": tensor(**{moment: None})})
     assert evidence.moment_differences(some, reference, moment) == {"a": 0.0, "b": math.inf}
     none = trained(BASE, tensors=dict.fromkeys(names, tensor(**{moment: None})))
-    assert f"{name} moments were not tested" in probed_verdict(none, reference, Probe(untested="no probe")).text
+    assert (
+        f"{name} moments were not tested" in probed_verdict(none, reference, Probe(untested="no probe")).text
+    )
 
 
 def test_a_second_moment_off_by_more_than_rounding_is_a_departure_where_all_else_agrees() -> None:
     wrong = trained(BASE, tensors={"layers.0.fc1.weight": tensor(exp_avg_sq=1.1)})
     found = departures.departure(wrong, trained(BASE), LIMITS)
-    assert found is not None and found.reason == "gradient-scale" and "second moment 1.0e-01 off" in found.seen
+    assert (
+        found is not None and found.reason == "gradient-scale" and "second moment 1.0e-01 off" in found.seen
+    )
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.05, "tolerance"), (1.07, "failed")])
-def test_what_drops_other_elements_may_differ_by_six_times_what_dropout_changes(factor: float, verdict: str) -> None:
+def test_what_drops_other_elements_may_differ_by_six_times_what_dropout_changes(
+    factor: float, verdict: str
+) -> None:
     """Dropout changes a loss by 1 % here."""
     reference, undropped = trained(BASE), trained([loss / 1.01 for loss in BASE])
     found = judge(trained([loss * factor for loss in BASE]), reference, undropped=undropped)
@@ -183,7 +201,9 @@ def test_of_other_dropout_the_farthest_tensor_is_held_to_the_farthest(moment: fl
 def test_what_drops_nothing_is_named_where_dropout_shows() -> None:
     """It is as far from the reference as dropout takes that, which is within six times."""
     undropped = trained([loss / 1.01 for loss in BASE])
-    found = judge(trained([loss * (1 + 1e-7) for loss in undropped.losses]), trained(BASE), undropped=undropped)  # type: ignore[operator]
+    found = judge(
+        trained([loss * (1 + 1e-7) for loss in undropped.losses]), trained(BASE), undropped=undropped
+    )  # type: ignore[operator]
     assert (found.verdict, found.reason) == ("failed", "dropout")
     hardly = trained([loss * (1 + 1e-7) for loss in undropped.losses])  # type: ignore[operator]
     assert judge(undropped, hardly, undropped=undropped).passed
@@ -210,20 +230,27 @@ def test_a_run_whose_probe_ended_badly_has_no_throughput() -> None:
     trial = Trial(trained(BASE, status="timeout", reason="too slow"), trained(BASE))
     verdict = probed_verdict(trained(BASE), trained(BASE), Probe((trial,)))
     assert (verdict.verdict, verdict.reason) == ("untested", "probe")
-    assert verdict.text.startswith("the probe in fp32 ended as timeout: too slow; ") and "--no-probe" in verdict.text
+    assert (
+        verdict.text.startswith("the probe in fp32 ended as timeout: too slow; ")
+        and "--no-probe" in verdict.text
+    )
 
 
 def test_where_the_reference_s_probe_ended_badly_nothing_is_tested() -> None:
     ended = trained(BASE, status="timeout", reason="too slow")
     for trial in (Trial(trained(BASE), ended), Trial(ended, ended)):
         verdict = probed_verdict(trained(BASE), trained(BASE), Probe((trial,)))
-        assert verdict.passed and "the reference's probe in fp32 did not train: ended as timeout" in verdict.text
+        assert (
+            verdict.passed and "the reference's probe in fp32 did not train: ended as timeout" in verdict.text
+        )
 
 
 def test_another_norm_beside_the_reference_s_bits_fails_the_probe() -> None:
     """What a method says of its norm was not compared where its weights were the reference's."""
     said = trained(BASE, [1.00009] * 4)
-    verdict = probed_verdict(trained(BASE), trained(BASE), Probe((Trial(said, trained(BASE), (trained(BASE),)),)))
+    verdict = probed_verdict(
+        trained(BASE), trained(BASE), Probe((Trial(said, trained(BASE), (trained(BASE),)),))
+    )
     assert (verdict.verdict, verdict.reason) == ("failed", "gradient"), verdict.text
 
 
@@ -253,12 +280,16 @@ def test_a_bias_of_keys_may_end_anywhere_that_adamw_can_take_it(keys: float, ver
 def test_a_step_skipped_outside_fp16_fails_the_probe() -> None:
     """No step after it was compared, and the verdict passed."""
     skipping = trained([2.0, 1.9, 1.5, 1.4], skipped_steps=[1])
-    verdict = probed_verdict(trained(BASE), trained(BASE), Probe((Trial(skipping, trained(BASE), (trained(BASE),)),)))
+    verdict = probed_verdict(
+        trained(BASE), trained(BASE), Probe((Trial(skipping, trained(BASE), (trained(BASE),)),))
+    )
     assert (verdict.verdict, verdict.reason) == ("failed", "loss-scale"), verdict.text
 
 
 @pytest.mark.probe
-def test_a_limit_of_time_for_few_steps_is_longer_for_a_probe_of_more(tmp_path: Path, in_process: None) -> None:
+def test_a_limit_of_time_for_few_steps_is_longer_for_a_probe_of_more(
+    tmp_path: Path, in_process: None
+) -> None:
     """Else a run within its limit would have no throughput since its probe is not."""
     events: list[dict] = []
     limited = dataclasses.replace(job(), budget=Budget(seconds=100))
@@ -274,7 +305,9 @@ def test_a_method_that_plans_no_probe_of_its_run_s_own_size_has_no_throughput(
 ) -> None:
     name = f"refuses{len(mistake)}"
     refusal = f"if workload.learning_rate > 1e-3:\n            {mistake}\n        "
-    text = page_blocks("python")[0].replace("params = workload.num_params", f"{refusal}params = workload.num_params")
+    text = page_blocks("python")[0].replace(
+        "params = workload.num_params", f"{refusal}params = workload.num_params"
+    )
     (tmp_path / f"{name}.py").write_text(text)
     refusing = resolve(Job(name, TINY, steps=4, warmup=1), (tmp_path,))[0]
     record = Sweep(tmp_path, (tmp_path,)).run([refusing])[0]
@@ -326,7 +359,9 @@ def test_more_roundings_are_trained_only_where_the_first_leave_a_departure(
 ) -> None:
     events: list[dict] = []
     Sweep(tmp_path, PLANTED, events.append).run([job("planted", options)])
-    jobs = [event["job"] for event in events if event["event"] == "start" and event["job"].method == "rounded"]
+    jobs = [
+        event["job"] for event in events if event["event"] == "start" and event["job"].method == "rounded"
+    ]
     assert [each.options["names"] for each in jobs] == [",".join(names) for names in probe.ROUNDINGS[:parts]]
 
 
@@ -374,10 +409,17 @@ def test_a_later_verdict_rests_on_no_less_and_trains_nothing_again(tmp_path: Pat
 def test_a_probe_has_a_size_of_its_own_which_larger_jobs_share(tmp_path: Path, in_process: None) -> None:
     events: list[dict] = []
     for sizes in ({"hidden_size": 128, "seq_len": 96, "vocab_size": 600}, {"hidden_size": 96, "seq_len": 80}):
-        record = Sweep(tmp_path, report=events.append).run([job(num_heads=8, **{"vocab_size": 576, **sizes})])[0]
-        size = f"64 of {sizes['hidden_size']} columns, 64 of {sizes['seq_len']} tokens"  # what lies beyond is not seen
+        record = Sweep(tmp_path, report=events.append).run(
+            [job(num_heads=8, **{"vocab_size": 576, **sizes})]
+        )[0]
+        # what lies beyond is not seen
+        size = f"64 of {sizes['hidden_size']} columns, 64 of {sizes['seq_len']} tokens"
         assert f"probe: 20 steps at {size}, 512 of {sizes.get('vocab_size', 576)} words" in record.gate.text
-    loads = [event["job"].workload for event in events if event.get("role") == "probe" and event["event"] == "start"]
+    loads = [
+        event["job"].workload
+        for event in events
+        if event.get("role") == "probe" and event["event"] == "start"
+    ]
     sizes = {(load.hidden_size, load.num_heads, load.seq_len, load.vocab_size) for load in loads}
     assert sizes == {(64, 8, 64, 512)} and len(loads) == 2
 
@@ -421,7 +463,10 @@ def test_half_precision_is_probed_by_small_gradients_where_the_method_clips(
     dtype: str, clip_norm: float, rate: float
 ) -> None:
     load = probe.workload(dataclasses.replace(TINY, clip_norm=clip_norm), dtype)
-    assert (load.learning_rate, load.clip_norm) == (rate, clip_norm and pytest.approx(3e-11 * TINY.num_params**0.5))
+    assert (load.learning_rate, load.clip_norm) == (
+        rate,
+        clip_norm and pytest.approx(3e-11 * TINY.num_params**0.5),
+    )
 
 
 @pytest.mark.parametrize(("far", "reason"), [(2.1e-7, "forward"), (1.9e-7, "gradient")])
@@ -441,7 +486,9 @@ def shares(missing: float, key: str) -> dict:
 
 @pytest.mark.parametrize("key", ["changed", "with_gradient"])
 @pytest.mark.parametrize(("missing", "spread", "is_seen"), [(16, 0, True), (3, 0, False), (16, 8, False)])
-def test_a_few_elements_that_were_never_updated_are_seen(key: str, missing: int, spread: int, is_seen: bool) -> None:
+def test_a_few_elements_that_were_never_updated_are_seen(
+    key: str, missing: int, spread: int, is_seen: bool
+) -> None:
     """The last 16 elements of a tensor were never updated in bf16, within its rounding."""
     reference = trained(BASE, tensors=shares(0, key))
     ours, other = (trained(BASE, tensors=shares(num, key)) for num in (missing, spread))
@@ -464,10 +511,18 @@ def test_a_method_that_trains_its_own_width_alone_is_probed_at_it(tmp_path: Path
     events: list[dict] = []
     wide, folders = resolve(wide, (tmp_path,))[0], (tmp_path,)
     verdict = (
-        Sweep(Path(tempfile.mkdtemp(dir=tmp_path)), folders, events.append).run([resolve(wide, folders)[0]])[0].gate
+        Sweep(Path(tempfile.mkdtemp(dir=tmp_path)), folders, events.append)
+        .run([resolve(wide, folders)[0]])[0]
+        .gate
     )
-    loads = [event["job"].workload for event in events if event.get("role") == "probe" and event["event"] == "start"]
-    assert {load.hidden_size for load in loads} == {96} and "probe: 20 steps in fp32" in verdict.text, verdict.text
+    loads = [
+        event["job"].workload
+        for event in events
+        if event.get("role") == "probe" and event["event"] == "start"
+    ]
+    assert {load.hidden_size for load in loads} == {96} and "probe: 20 steps in fp32" in verdict.text, (
+        verdict.text
+    )
 
 
 def test_seconds_of_a_probe_grow_with_its_layers_and_steps(tmp_path: Path) -> None:
@@ -482,7 +537,11 @@ def test_seconds_of_a_probe_grow_with_its_layers_and_steps(tmp_path: Path) -> No
 def test_one_sample_and_dropout_are_probed_with_two_and_without(tmp_path: Path, in_process: None) -> None:
     events: list[dict] = []
     Sweep(tmp_path, report=events.append).run([job(batch_size=1, dropout=0.1)])
-    loads = [event["job"].workload for event in events if event.get("role") == "probe" and event["event"] == "start"]
+    loads = [
+        event["job"].workload
+        for event in events
+        if event.get("role") == "probe" and event["event"] == "start"
+    ]
     assert {(load.batch_size, load.dropout) for load in loads} == {(2, 0.0)}
 
 
@@ -508,7 +567,9 @@ def test_a_reference_that_never_fits_leaves_nothing_to_probe_by(tmp_path: Path, 
 def test_the_door_probes_unless_told_not_to(tmp_path: Path, forked: None) -> None:
     words = [*WORDS[:1], "l2l", *WORDS[2:], "--device", "cpu", "--results", tmp_path]
     without = cli.run(*words, "--no-probe")
-    assert without.returncode == 0 and "; the probe was left out; decay and the learning rate" in without.stdout
+    assert (
+        without.returncode == 0 and "; the probe was left out; decay and the learning rate" in without.stdout
+    )
     probed = cli.run(*words)
     assert probed.returncode == 0 and "; probe: 20 steps in fp32" in probed.stdout
 
@@ -523,7 +584,9 @@ def test_a_norm_may_be_off_by_what_one_sum_over_a_vocabulary_rounds(norm: float,
     """An engine that sums in fp64 was 2.8e-4 from the reference at this vocabulary and width."""
     workload = dataclasses.replace(job().workload, hidden_size=64, vocab_size=50304)
     made = trained(BASE), trained(BASE, [norm] * 4, tensors={"layers.0.fc1.weight": tensor(sha256="b")})
-    theirs, ours = (dataclasses.replace(each, job=dataclasses.replace(each.job, workload=workload)) for each in made)
+    theirs, ours = (
+        dataclasses.replace(each, job=dataclasses.replace(each.job, workload=workload)) for each in made
+    )
     assert judge(ours, theirs).verdict == verdict
 
 
@@ -533,7 +596,9 @@ def test_the_rounding_of_steps_that_are_a_few_ulps_long_is_no_departure(ulps: fl
     of, losses = dataclasses.replace(job(), steps=20, warmup=0), [2.0] * 20
     way = 283 * 2**-24
     reference, near = (
-        trained(losses, job=of, tensors={"a": tensor(moved=way, sketch=[way + far * 2**-24], sha256=str(far))})
+        trained(
+            losses, job=of, tensors={"a": tensor(moved=way, sketch=[way + far * 2**-24], sha256=str(far))}
+        )
         for far in (0.0, ulps)
     )
     assert judge(near, reference).verdict == verdict
@@ -570,7 +635,9 @@ def test_where_a_rounding_decides_which_steps_fp16_skips_is_no_measure(
 
 def test_a_deeper_probe_has_a_wider_limit() -> None:
     """Noise of an ulp in each product was 25 times the floor in 6 layers."""
-    deep, flat = (trained(BASE, job=dataclasses.replace(job(num_layers=num), steps=4, warmup=0)) for num in (6, 4))
+    deep, flat = (
+        trained(BASE, job=dataclasses.replace(job(num_layers=num), steps=4, warmup=0)) for num in (6, 4)
+    )
     assert [_times_the_floor(one).losses[0] for one in (flat, deep)] == pytest.approx([20, 30])
 
 
@@ -593,6 +660,9 @@ def _times_the_floor(reference: Record) -> limits.Limits:
 @pytest.mark.parametrize(("size", "reason"), [(1 + 1.4e-5, None), (1 + 6e-5, "gradient-scale")])
 def test_a_second_moment_may_be_off_by_what_beta_rounds_in_fp32(size: float, reason: str | None) -> None:
     """DeepSpeed's Adam of a CPU was 1.3e-5 from the reference in every tensor."""
-    theirs, ours = trained(BASE), trained(BASE, tensors={"layers.0.fc1.weight": tensor(sha256="b", exp_avg_sq=size)})
+    theirs, ours = (
+        trained(BASE),
+        trained(BASE, tensors={"layers.0.fc1.weight": tensor(sha256="b", exp_avg_sq=size)}),
+    )
     found = departures.beyond_rounding(Trial(ours, theirs, (theirs,)), is_held_to_bits=False)
     assert (found and found.reason) == reason

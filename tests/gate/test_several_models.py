@@ -28,15 +28,17 @@ def told_of(folder: Path, others: str, option: str) -> str:
         ("import Method, Step", "import Method, OtherModel, Step"),
         ("    fused: bool = True", f"    {option}\n    fused: bool = True"),
         ("        for step, (inputs", "        steps = []\n        for step, (inputs"),
-        ("yield Step(loss.detach(), norm)", "steps.append(Step(loss.detach(), norm))\n            yield steps[-1]"),
+        (
+            "yield Step(loss.detach(), norm)",
+            "steps.append(Step(loss.detach(), norm))\n            yield steps[-1]",
+        ),
         ("        return Trained([", "        tensors = ["),
         ("for name, p, state in named])", "for name, p, state in named]"),
     ):
         assert old in text, old
         text = text.replace(old, new)
-    text += (
-        f"        others = {others}\n        return Trained(tensors, 0, {{'num_models': 1 + len(others)}}, others)\n"
-    )
+    text += f"        others = {others}\n        return Trained(tensors, 0,"
+    text += " {'num_models': 1 + len(others)}, others)\n"
     name = f"tells_of_more_{next(_serial)}"
     (folder / f"{name}.py").write_text(text)
     return name.replace("_", "-")
@@ -58,7 +60,9 @@ def test_models_that_the_job_does_not_ask_for_have_no_throughput(
     assert record.gate.text == "51 models trained, the job asks for 1"
 
 
-def test_a_model_of_another_workload_than_the_job_asks_for_has_no_throughput(tmp_path: Path, in_process: None) -> None:
+def test_a_model_of_another_workload_than_the_job_asks_for_has_no_throughput(
+    tmp_path: Path, in_process: None
+) -> None:
     """The second of two models has half the learning rate: the first one's training is not it."""
     record = judged(tmp_path, "[OtherModel.of({}, steps, tensors)]", "num_models: int = 1", num_models=2)
     assert (record.gate.verdict, record.gate.reason) == ("failed", "models"), record.gate.text

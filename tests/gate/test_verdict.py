@@ -100,7 +100,8 @@ def test_bf16_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("matrices", "vectors", "is_told"), [(1, 0, True), (0, 0, False), (5, 0, False), (-1, 0, False), (1, 1, False)]
+    ("matrices", "vectors", "is_told"),
+    [(1, 0, True), (0, 0, False), (5, 0, False), (-1, 0, False), (1, 1, False)],
 )
 def test_matrices_that_end_larger_by_what_decay_takes_are_told_as_without_decay(
     matrices: float, vectors: float, is_told: bool
@@ -110,11 +111,17 @@ def test_matrices_that_end_larger_by_what_decay_takes_are_told_as_without_decay(
     taken = WEIGHT_DECAY * sum(WORKLOAD.learning_rate_at(step) for step in range(1, STEPS + 1))
     ends = {"layers.0.qkv.weight": matrices, "layers.0.qkv.bias": vectors, "layers.0.ln1.weight": vectors}
     ours, theirs = (
-        Record(job, "", "ok", tensors={
-            name: {"changed": 1.0, "moved": 1.0, "size": 1 + times * share * taken} for name, share in ends.items()
-        })
+        Record(
+            job,
+            "",
+            "ok",
+            tensors={
+                name: {"changed": 1.0, "moved": 1.0, "size": 1 + times * share * taken}
+                for name, share in ends.items()
+            },
+        )
         for times in (1, 0)
-    )  # fmt: skip
+    )
     told = causes.without_decay(ours, theirs)
     assert told.endswith("as without decay") == is_told and bool(told) == is_told
 
@@ -127,7 +134,9 @@ def test_weight_decay_on_norms_is_seen_in_where_the_weights_end_though_they_move
 
 
 @pytest.mark.parametrize("learning_rate", [1e-5, 1.6e-5])
-def test_weights_near_1_need_not_move_where_a_step_is_shorter_than_their_rounding(learning_rate: float) -> None:
+def test_weights_near_1_need_not_move_where_a_step_is_shorter_than_their_rounding(
+    learning_rate: float,
+) -> None:
     """At step 8 the rates are 2.5e-8 and 4e-8, of which a step of AdamW is a part; the floats beside 1 are 6e-8 below
     and 12e-8 above."""
     record = reference(learning_rate=learning_rate)
@@ -218,7 +227,10 @@ def test_no_throughput_without_a_passing_gate() -> None:
 def test_of_several_models_the_worst_one_is_the_verdict_and_named() -> None:
     good, bad = Gate("exact", "", "bit-equal"), Gate("failed", "loss", "loss 2 instead of 1")
     found = together([good, bad, good])
-    assert (found.verdict, found.reason) == ("failed", "loss") and found.text == "model 2 of 3: loss 2 instead of 1"
+    assert (found.verdict, found.reason) == (
+        "failed",
+        "loss",
+    ) and found.text == "model 2 of 3: loss 2 instead of 1"
     assert found.evidence["models"] == ["exact", "failed", "exact"]
     assert together([good, good]).text == "each of 2 models: bit-equal"
     assert together([good]) is good
@@ -230,7 +242,9 @@ def test_a_run_of_whose_steps_none_was_trained_here_is_untested() -> None:
     assert (verdict.verdict, verdict.reason) == ("untested", "no-step"), verdict.text
 
 
-@pytest.mark.parametrize(("source", "verdict"), [("here", "exact"), ("elsewhere", "untested"), ("", "untested")])
+@pytest.mark.parametrize(
+    ("source", "verdict"), [("here", "exact"), ("elsewhere", "untested"), ("", "untested")]
+)
 def test_steps_that_other_source_trained_are_untested(source: str, verdict: str) -> None:
     schedule = {"resumed_steps": 3, "resumed_source": source}
     resumed = dataclasses.replace(reference(), schedule=schedule, software={"source": "here"})
@@ -263,7 +277,9 @@ def test_a_reference_that_other_code_trained_is_none(name: str) -> None:
 
 
 def test_a_twin_that_other_code_trained_is_none() -> None:
-    verdict = judge(of_code(reference(), source="new"), twins=(of_code(reference(), source="old"), reference()))
+    verdict = judge(
+        of_code(reference(), source="new"), twins=(of_code(reference(), source="old"), reference())
+    )
     assert (verdict.verdict, verdict.reason) == ("untested", "changed-code")
 
 
@@ -274,10 +290,16 @@ def test_a_probe_that_other_code_trained_is_none(software: dict) -> None:
     assert (verdict.verdict, verdict.reason) == ("untested", "probe")
 
 
-@pytest.mark.parametrize(("is_exact", "verdict", "is_probed"), [
-    (False, "exact", True), (False, "tolerance", True), (False, "twin", True), (False, "failed", False),
-    (True, "failed", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("is_exact", "verdict", "is_probed"),
+    [
+        (False, "exact", True),
+        (False, "tolerance", True),
+        (False, "twin", True),
+        (False, "failed", False),
+        (True, "failed", True),
+    ],
+)
 def test_a_method_that_is_inexact_by_design_passes_only_with_a_probe(
     is_exact: bool, verdict: str, is_probed: bool
 ) -> None:
@@ -299,7 +321,9 @@ MATRIX, SAMPLE, TOKENS = 16384, 10240, 8 * 2 * 49 * 8
         (MATRIX + SAMPLE + TOKENS, "exact"),
     ],
 )
-def test_a_device_that_held_less_than_a_layer_s_largest_product_trained_nothing(peak: int, verdict: str) -> None:
+def test_a_device_that_held_less_than_a_layer_s_largest_product_trained_nothing(
+    peak: int, verdict: str
+) -> None:
     elsewhere = dataclasses.replace(reference(), peaks={"device_allocated": peak})
     assert judge(elsewhere, reference()).verdict == verdict
 
@@ -323,7 +347,9 @@ def test_tokens_alone_are_no_training_however_many_there_are() -> None:
         ("fp32", ["products in fp32"], "exact"),
     ],
 )
-def test_a_training_in_fp32_has_no_speed_in_half_precision(dtype: str, kernels: list[str], verdict: str) -> None:
+def test_a_training_in_fp32_has_no_speed_in_half_precision(
+    dtype: str, kernels: list[str], verdict: str
+) -> None:
     """It is within what half precision rounds."""
     job = dataclasses.replace(reference().job, workload=dataclasses.replace(WORKLOAD, dtype=dtype))
     theirs = dataclasses.replace(reference(), job=job, kernels=kernels)
@@ -347,7 +373,10 @@ def test_memories_that_never_held_weights_and_moments_are_no_budget_s_peaks(
 ) -> None:
     """Arrays of numpy, say: the simulated device counts only tensors, so that any budget would hold any model."""
     job = dataclasses.replace(reference().job, device="sim", options=options)
-    peaks = {"device_allocated": MATRIX + SAMPLE + TOKENS, "host_accounted": host - (MATRIX + SAMPLE + TOKENS)}
+    peaks = {
+        "device_allocated": MATRIX + SAMPLE + TOKENS,
+        "host_accounted": host - (MATRIX + SAMPLE + TOKENS),
+    }
     assert judge(dataclasses.replace(reference(), job=job, peaks=peaks), reference()).verdict == verdict
 
 

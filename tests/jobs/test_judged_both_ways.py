@@ -36,7 +36,10 @@ def fields(**values: Any) -> Change:
 # For each change: whose record it changes (the run's, its reference's, its probe's, the probe's reference's), and how.
 CHANGES: dict[str, tuple[str, Change]] = {
     "nothing": ("run", lambda record: record),
-    "an earlier verdict": ("run", fields(gate=dataclasses.replace(Record(JOB, "", "ok").gate, verdict="failed"))),
+    "an earlier verdict": (
+        "run",
+        fields(gate=dataclasses.replace(Record(JOB, "", "ok").gate, verdict="failed")),
+    ),
     "the run's code": ("run", software(changed=["own.py"])),
     "code beyond the run's identity": ("run", software(unlisted=["own.py"])),
     "code beyond the reference's identity": ("reference", software(unlisted=["own.py"])),
@@ -71,7 +74,9 @@ def of(results: Path, whose: str) -> tuple[Path, Record]:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_record_is_judged_alike_in_a_sweep_and_as_an_archive(name: str, recorded: Path, tmp_path: Path) -> None:
+def test_a_record_is_judged_alike_in_a_sweep_and_as_an_archive(
+    name: str, recorded: Path, tmp_path: Path
+) -> None:
     whose, change = CHANGES[name]
     results = Path(shutil.copytree(recorded, tmp_path / "results"))
     path, record = of(results, whose)

@@ -59,8 +59,10 @@ WALL_OF_TOKENS = WALL.replace("workload.num_layers > self.wall", f"{TOKENS} > se
 
 @settings(max_examples=50)
 @given(
-    device=st.integers(4 * MIB, 40 * MIB), host=st.integers(MIB, 90 * MIB), num_layers=st.integers(1, 40),
-)  # fmt: skip
+    device=st.integers(4 * MIB, 40 * MIB),
+    host=st.integers(MIB, 90 * MIB),
+    num_layers=st.integers(1, 40),
+)
 def test_stronghold_plans_what_fits_wherever_anything_fits(device: int, host: int, num_layers: int) -> None:
     workload = Workload(num_layers=num_layers, hidden_size=128, seq_len=64, vocab_size=512)
     room = Room(device, host)
@@ -70,7 +72,9 @@ def test_stronghold_plans_what_fits_wherever_anything_fits(device: int, host: in
 
     windows = range(1, min(3, num_layers) + 1)
     any_fits = any(
-        fits(window_size=window, resident_layers=resident) for window in windows for resident in range(num_layers + 1)
+        fits(window_size=window, resident_layers=resident)
+        for window in windows
+        for resident in range(num_layers + 1)
     )
     assert fits() == any_fits
     assert create("stronghold", {}).plan(workload, room).options["window_size"] in windows
@@ -94,12 +98,16 @@ def searched(folder: Path, budget_mib: int, **words) -> tuple[dict, list[dict]]:
 
 def probes(events: list[dict]) -> list[int]:
     return [
-        event["job"].workload.num_layers for event in events if event["event"] == "start" and "probe" in event["role"]
+        event["job"].workload.num_layers
+        for event in events
+        if event["event"] == "start" and "probe" in event["role"]
     ]
 
 
 @pytest.mark.heavy
-def test_probes_run_beyond_what_the_plan_allows_and_are_judged_and_resumed(tmp_path: Path, in_process: None) -> None:
+def test_probes_run_beyond_what_the_plan_allows_and_are_judged_and_resumed(
+    tmp_path: Path, in_process: None
+) -> None:
     found, events = searched(tmp_path, budget_mib=1, wall=2)
     assert probes(events) == [1, 2, 4, 3]
     assert (found["largest"], found["fails_at"], found["gate"], found["trials"]) == (2, 3, "exact", 4)
@@ -117,7 +125,10 @@ def test_a_refusal_by_plan_is_no_failed_probe(tmp_path: Path, in_process: None) 
 
 def test_a_crash_is_not_too_large(tmp_path: Path, in_process: None) -> None:
     found, _ = searched(tmp_path, budget_mib=2, wall=1, end="RuntimeError('bad luck')")
-    assert found["stopped"].startswith("at 2 layers: crash: RuntimeError: bad luck") and found["fails_at"] is None
+    assert (
+        found["stopped"].startswith("at 2 layers: crash: RuntimeError: bad luck")
+        and found["fails_at"] is None
+    )
     assert found["record"].status == "crash" and "no answer: at 2 layers" in texts(found)["what binds"]
 
 
@@ -150,7 +161,8 @@ def test_the_largest_batch_sample_or_step_is_searched_at_one_depth(
     folders = ("--methods", tmp_path / "methods", "--results", tmp_path / "r")
     done = run("search", "largest", *words, *sizes.split(), *folders)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # no traceback of a failed probe
+    # no traceback of a failed probe
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     (row,) = [line for line in map(json.loads, lines) if line["event"] == "answer"]
     assert (row["largest"], row["fails_at"], row["tokens"]) == (largest, fails_at, tokens)
 
@@ -162,7 +174,9 @@ def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
     words = ["-m", "wall,absent", *sizes, "--methods", tmp_path / "methods", "--results", tmp_path / "r"]
     done = run("search", "largest", *words)
     assert done.returncode == 0, done.stderr
-    rows = {row["method"]: row for row in map(json.loads, done.stdout.splitlines()) if row["event"] == "answer"}
+    rows = {
+        row["method"]: row for row in map(json.loads, done.stdout.splitlines()) if row["event"] == "answer"
+    }
     assert (rows["wall"]["largest"], rows["wall"]["fails_at"]) == (1, 2)
     assert "no_such_engine" in rows["absent"]["stopped"]
 
@@ -192,19 +206,27 @@ def test_depths_that_stages_do_not_divide_are_no_sizes(stages: int, groups: int,
     answer = search(ends, ends.guess(), least=ends.least, most=ends.most(None))
     assert answer.is_sharp
     assert [ends.axis.amount(size) for size in (ends.least, answer.largest, answer.failed_above or 0)] == [
-        stages, stages * groups, stages * (groups + 1),
-    ]  # fmt: skip
+        stages,
+        stages * groups,
+        stages * (groups + 1),
+    ]
 
 
 def test_the_most_layers_asked_for_are_those_that_stages_divide(tmp_path: Path) -> None:
     load = dataclasses.replace(SMALL, num_layers=1, batch_size=2)
-    ends = Probes(Sweep(tmp_path), Job("megatron-lm", load, {"world_size": 2, "pipeline_parallel": 2}, device="cpu"))
+    ends = Probes(
+        Sweep(tmp_path), Job("megatron-lm", load, {"world_size": 2, "pipeline_parallel": 2}, device="cpu")
+    )
     assert ends.axis.amount(ends.most(7)) == 6
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (3, 3), (2, 3)])
-def test_samples_are_added_by_the_micro_batches_of_all_ranks(ranks: int, micro_batches: int, tmp_path: Path) -> None:
-    load = dataclasses.replace(SMALL, num_layers=1, batch_size=ranks * micro_batches, micro_batches=micro_batches)
+def test_samples_are_added_by_the_micro_batches_of_all_ranks(
+    ranks: int, micro_batches: int, tmp_path: Path
+) -> None:
+    load = dataclasses.replace(
+        SMALL, num_layers=1, batch_size=ranks * micro_batches, micro_batches=micro_batches
+    )
     job = Job("l2l", load, {"world_size": ranks}, device="cpu")
     ten = dataclasses.replace(job, workload=dataclasses.replace(load, batch_size=10 * ranks * micro_batches))
     job = dataclasses.replace(job, budget=Budget(plan_of(ten).device_bytes))
@@ -220,7 +242,10 @@ def test_samples_are_added_by_the_micro_batches_of_all_ranks(ranks: int, micro_b
         ("-w 0", "-w: expected a window of 1 to"),
         ("--repeats 0", "--repeats"),
         ("--placement R2W3", "placement R2W3: expected the model's 1 layer, got 5"),
-        ("--placement R2W2", "a search tries other depths: leave --placement out, or give its last run no length"),
+        (
+            "--placement R2W2",
+            "a search tries other depths: leave --placement out, or give its last run no length",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: str, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from harness.plan.fit import resolve
 from tests.support.cli import jobs_of, run
 
 DEEP = (
-    "-m stronghold -l 60 -h 64 -b 1 --heads 4 --seq 16 --vocab 128 --device-memory 1MiB --host-memory 16MiB --steps 5"
+    "-m stronghold -l 60 -h 64 -b 1 --heads 4 --seq 16 --vocab 128"
+    " --device-memory 1MiB --host-memory 16MiB --steps 5"
 )
 
 
@@ -62,14 +63,18 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     machine.facts.cache_clear()
 
 
-def test_the_largest_published_model_is_offered_scaled_on_disk_smaller_and_planned(small_machine: None) -> None:
+def test_the_largest_published_model_is_offered_scaled_on_disk_smaller_and_planned(
+    small_machine: None,
+) -> None:
     calls = dict(next_calls(jobs_of("./run.sh -m stronghold -l 100")[0]))
     scaled, disk, smaller, planned = calls
     assert scaled == "./run.sh -m stronghold -l 100 --scale fit" and "--disk" in disk
     assert " -l 100 --machine v100-vm" in planned and "hours" in calls[smaller]
     for call in (scaled, disk, smaller):
         assert resolve(jobs_of(call)[0])[2] is None
-    deeper = replace(jobs_of(smaller)[0], workload=Workload(num_layers=jobs_of(smaller)[0].workload.num_layers + 1))
+    deeper = replace(
+        jobs_of(smaller)[0], workload=Workload(num_layers=jobs_of(smaller)[0].workload.num_layers + 1)
+    )
     assert resolve(deeper)[2] is not None
     assert row(jobs_of(planned)[0], (), exact=False)["fits"]
 
@@ -81,25 +86,36 @@ def test_scaling_keeps_layers_and_divides_widths_and_memories_alike() -> None:
     assert (load.num_layers, load.num_heads, load.batch_size, job.device) == (100, 16, 4, "sim")
     assert (load.seq_len, load.vocab_size) == (1024 // factor, 50304 // factor)
     assert job.budget == Budget((31900 - 256) * 2**20 * 31 // 32 // factor**2, int(90.4 * GIB) // factor**2)
-    assert load.num_params == pytest.approx(full.num_params / factor**2, rel=0.02 * factor)  # biases: by the factor
+    # biases: by the factor
+    assert load.num_params == pytest.approx(full.num_params / factor**2, rel=0.02 * factor)
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(400)
 def test_the_scaled_experiment_trains(tmp_path: Path, compiled_sim: None, forked: None) -> None:
     done = run(*"-m stronghold -l 100 --scale fit --steps 3 --warmup 1 --results".split(), str(tmp_path))
-    assert done.returncode == 0 and "gate passed (exact)" in done.stdout.splitlines()[-1], done.stdout + done.stderr
+    assert done.returncode == 0 and "gate passed (exact)" in done.stdout.splitlines()[-1], (
+        done.stdout + done.stderr
+    )
 
 
-def test_an_estimate_is_steps_times_arithmetic_beside_what_a_process_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_is_steps_times_arithmetic_beside_what_a_process_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(machine, "facts", lambda: {"cores": 2})
     job = Job("resident", Workload(num_layers=8))
     plan = Plan({"weights": 4 * 10**9})
     steps = 20 * job.workload.flops_per_step / (2 * 2e10)
     assert run_time.run_seconds(job, plan) == pytest.approx(4 + 2 + steps)
     known = Rates(device_flops_per_second=1e12)
-    assert run_time.run_seconds(job, plan, known) == pytest.approx(6 + 20 * job.workload.flops_per_step / 1e12)
-    assert [run_time.text(seconds) for seconds in (40, 720, 19080)] == ["40 seconds", "12 minutes", "5.3 hours"]
+    assert run_time.run_seconds(job, plan, known) == pytest.approx(
+        6 + 20 * job.workload.flops_per_step / 1e12
+    )
+    assert [run_time.text(seconds) for seconds in (40, 720, 19080)] == [
+        "40 seconds",
+        "12 minutes",
+        "5.3 hours",
+    ]
 
 
 def test_a_probe_takes_as_many_trainings_of_4_layers_as_its_dtype_and_promises_ask_for() -> None:
@@ -110,14 +126,20 @@ def test_a_probe_takes_as_many_trainings_of_4_layers_as_its_dtype_and_promises_a
     small = Workload(num_layers=4, hidden_size=128, num_heads=16, seq_len=64, vocab_size=512)
     share = small.flops_per_step / load.flops_per_step
     for name, dtype, device, num_runs, num_models in (
-        ("l2l", "fp32", "cpu", 2, 2), ("l2l", "bf16", "cpu", 2, 2), ("l2l", "fp32", "cuda", 3, 3),
-        ("l2l", "bf16", "cuda", 6, 11), ("megatron-lm", "fp32", "cpu", 3, 3), ("megatron-lm", "bf16", "cpu", 6, 11),
+        ("l2l", "fp32", "cpu", 2, 2),
+        ("l2l", "bf16", "cpu", 2, 2),
+        ("l2l", "fp32", "cuda", 3, 3),
+        ("l2l", "bf16", "cuda", 6, 11),
+        ("megatron-lm", "fp32", "cpu", 3, 3),
+        ("megatron-lm", "bf16", "cpu", 6, 11),
         ("resident", "fp32", "cpu", 0, 0),
-    ):  # fmt: skip
+    ):
         job = Job(name, replace(load, dtype=dtype), device=device, steps=20)
         start = run_time.PROCESS_SECONDS[device]
         expected = num_runs * start + num_models * 100 * share
-        assert run_time.probe_seconds(job, start + 100, method.load(name), Extent()) == pytest.approx(expected)
+        assert run_time.probe_seconds(job, start + 100, method.load(name), Extent()) == pytest.approx(
+            expected
+        )
 
 
 def events(seconds: float) -> list[dict[str, Any]]:
@@ -129,10 +151,15 @@ def events(seconds: float) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("seconds", "told"),
-    [(20.0, ["long: about 13 minutes", "[1/1]", "  about 13 minutes left"]),
-     (3.0, ["[1/1]", "  about 2 minutes in all", "  about 2 minutes left"]), (0.1, ["[1/1]"])],
-)  # fmt: skip
-def test_a_long_run_says_so_first_and_the_rest_is_foretold_after_a_step(seconds: float, told: list[str]) -> None:
+    [
+        (20.0, ["long: about 13 minutes", "[1/1]", "  about 13 minutes left"]),
+        (3.0, ["[1/1]", "  about 2 minutes in all", "  about 2 minutes left"]),
+        (0.1, ["[1/1]"]),
+    ],
+)
+def test_a_long_run_says_so_first_and_the_rest_is_foretold_after_a_step(
+    seconds: float, told: list[str]
+) -> None:
     lines: list[str] = []
     report = progress._Lines(lines.append).report
     for event in events(seconds):
@@ -148,7 +175,8 @@ def test_what_is_left_after_a_step_has_the_time_of_the_reference_and_of_the_prob
     start, step, _ = events(3.0)
     for event in ({**start, "probe_runs": 2.0}, step):
         report(event)
-    assert lines[-1] == "  about 4 minutes left, its reference and its probe included"  # 19 + 20 + 40 steps of 3 s
+    # 19 + 20 + 40 steps of 3 s
+    assert lines[-1] == "  about 4 minutes left, its reference and its probe included"
 
 
 def test_factors_divide_by_the_heads() -> None:

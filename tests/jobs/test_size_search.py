@@ -46,7 +46,10 @@ def test_six_trials_suffice_on_average_where_the_guess_is_ten_percent_off() -> N
 
 
 @given(
-    edge=st.integers(16, 400), error=st.floats(-0.5, 1.0), start=st.integers(0, 10**6), slope=st.integers(10**4, 10**5)
+    edge=st.integers(16, 400),
+    error=st.floats(-0.5, 1.0),
+    start=st.integers(0, 10**6),
+    slope=st.integers(10**4, 10**5),
 )
 def test_two_small_runs_mend_a_plan_that_is_far_off(edge: int, error: float, start: int, slope: int) -> None:
     """Real needs are a line in size, the guess is half to twice as deep: two small runs, the edge, what fails."""
@@ -71,10 +74,14 @@ def test_beside_a_mended_guess_that_fails_the_next_size_below_is_tried_first() -
 
 
 @given(flaky=st.integers(1, 400), guess=sizes, repeats=st.integers(1, 3), seed=st.integers())
-def test_a_size_that_passes_by_chance_lies_in_the_interval(flaky: int, guess: int, repeats: int, seed: int) -> None:
+def test_a_size_that_passes_by_chance_lies_in_the_interval(
+    flaky: int, guess: int, repeats: int, seed: int
+) -> None:
     chance = random.Random(seed)
     answer = search(
-        lambda size: SizeOutcome(size < flaky or (size == flaky and chance.random() < 0.5)), guess, repeats=repeats
+        lambda size: SizeOutcome(size < flaky or (size == flaky and chance.random() < 0.5)),
+        guess,
+        repeats=repeats,
     )
     assert answer.failed_above is not None and answer.largest <= flaky <= answer.failed_above
     if flaky in answer.passing and flaky in answer.failing:
@@ -89,9 +96,13 @@ def test_a_blurred_edge_is_an_interval_within_the_blur(
     chance = random.Random(seed)
     answer = search(
         lambda size: SizeOutcome(size <= edge or (size <= edge + width and chance.random() < 0.5)),
-        guess, repeats=repeats, max_trials=1000,
-    )  # fmt: skip
-    assert answer.failed_above is not None and edge <= answer.largest < answer.failed_above <= edge + width + 1
+        guess,
+        repeats=repeats,
+        max_trials=1000,
+    )
+    assert (
+        answer.failed_above is not None and edge <= answer.largest < answer.failed_above <= edge + width + 1
+    )
 
 
 @pytest.mark.parametrize("guess", [20, 10, 40, 19])
@@ -114,7 +125,9 @@ def test_no_trial_contradicts_the_interval_whatever_the_oracle(passes: list[bool
 
 
 def test_an_end_that_is_not_about_size_stops_the_search() -> None:
-    answer = search(lambda size: SizeOutcome(True) if size < 5 else SizeOutcome(False, stop="at 6: crash"), guess=3)
+    answer = search(
+        lambda size: SizeOutcome(True) if size < 5 else SizeOutcome(False, stop="at 6: crash"), guess=3
+    )
     assert answer.stopped == "at 6: crash" and answer.failing == []
     assert answer.passing == [3, 4] and not answer.is_sharp
 
@@ -131,7 +144,9 @@ def test_two_small_runs_tell_the_published_peak_of_32_layers() -> None:
 
 
 @given(slopes=st.tuples(*[st.integers(0, 99)] * 2), starts=st.tuples(*[st.integers(0, 9999)] * 2), size=sizes)
-def test_each_phase_is_extrapolated_on_its_own(slopes: tuple[int, int], starts: tuple[int, int], size: int) -> None:
+def test_each_phase_is_extrapolated_on_its_own(
+    slopes: tuple[int, int], starts: tuple[int, int], size: int
+) -> None:
     def peaks(size: int) -> dict[str, int]:
         return {name: a * size + b for name, a, b in zip(("build", "step"), slopes, starts, strict=True)}
 

@@ -40,7 +40,9 @@ def test_the_reference_is_run_once_for_all_who_need_it(tmp_path: Path, in_proces
     assert [record.gate.verdict for record in records] == ["exact", "exact"]
 
 
-def test_other_threads_are_another_measurement_and_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_are_another_measurement_and_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from harness.run.launch import launch
     from papers.figures.point import machine_of
 
@@ -82,7 +84,9 @@ def test_another_python_is_another_measurement_and_a_patch_of_it_is_none(
     assert (keys[0] == keys[1]) == is_same
 
 
-@pytest.mark.parametrize("name", ["OMP_THREAD_LIMIT", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "CUDA_DEVICE_MAX_CONNECTIONS"])
+@pytest.mark.parametrize(
+    "name", ["OMP_THREAD_LIMIT", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "CUDA_DEVICE_MAX_CONNECTIONS"]
+)
 def test_another_variable_of_threads_or_kernels_is_another_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -107,7 +111,9 @@ def test_the_same_call_again_runs_only_what_is_missing(tmp_path: Path, in_proces
     assert starts(events) == ["stronghold"]
 
 
-def test_what_another_call_has_measured_meanwhile_is_not_measured_again(tmp_path: Path, in_process: None) -> None:
+def test_what_another_call_has_measured_meanwhile_is_not_measured_again(
+    tmp_path: Path, in_process: None
+) -> None:
     sweep = Sweep(tmp_path)  # has read the folder before
     Sweep(tmp_path).run(jobs("resident"))
     assert [record.status for record in sweep.run(jobs("resident"))] == ["ok"]
@@ -139,7 +145,9 @@ def test_a_reference_that_shared_its_device_judges_and_is_measured_again_for_its
     assert starts(events) == ["stronghold", "resident"] and again.is_timed
 
 
-def test_what_is_asked_for_is_timed_and_references_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_for_is_timed_and_references_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = []
 
     def launch(job: Job, *words, is_timed: bool, **others) -> Path:
@@ -203,7 +211,9 @@ def test_another_corpus_under_the_same_name_is_another_job(tmp_path: Path) -> No
     keys = set()
     for contents in (b"ab", b"abcd"):
         corpus.write_bytes(contents)
-        keys.add(Sweep(tmp_path).key(Job("resident", dataclasses.replace(TINY, corpus=str(tmp_path / "text")))))
+        keys.add(
+            Sweep(tmp_path).key(Job("resident", dataclasses.replace(TINY, corpus=str(tmp_path / "text"))))
+        )
     assert len(keys) == 2
 
 
@@ -244,7 +254,9 @@ def test_a_copied_corpus_is_the_same_job(tmp_path: Path) -> None:
     for time in (1, 2):
         (tmp_path / "text.bin").write_bytes(b"abcd")
         os.utime(tmp_path / "text.bin", ns=(time, time))
-        keys.add(Sweep(tmp_path).key(Job("resident", dataclasses.replace(TINY, corpus=str(tmp_path / "text")))))
+        keys.add(
+            Sweep(tmp_path).key(Job("resident", dataclasses.replace(TINY, corpus=str(tmp_path / "text"))))
+        )
     assert len(keys) == 1
 
 
@@ -270,7 +282,10 @@ def test_a_placement_that_does_not_fit_is_what_to_leave_out_where_others_do(plac
     _, found, rest = (resolve(job)[2] or "").partition(told)
     assert found
     depth = int(rest.partition(",")[0])
-    fits = [resolve(dataclasses.replace(job, workload=workload.at_depth(n), options={}))[2] for n in (depth, depth + 1)]
+    fits = [
+        resolve(dataclasses.replace(job, workload=workload.at_depth(n), options={}))[2]
+        for n in (depth, depth + 1)
+    ]
     assert fits[0] is None and fits[1] is not None
 
 
@@ -278,7 +293,9 @@ def test_a_placement_that_does_not_fit_is_what_to_leave_out_where_others_do(plac
 def test_where_the_reference_does_not_fit_a_twin_is_checked(tmp_path: Path, forked: None) -> None:
     workload = dataclasses.replace(TINY, num_layers=12)
     needed = resolve(Job("resident", dataclasses.replace(TINY, num_layers=4)))[1].device_bytes
-    job = Job("stronghold", workload, {"window_size": 2}, Budget(device_bytes=needed + 1000), steps=4, warmup=1)
+    job = Job(
+        "stronghold", workload, {"window_size": 2}, Budget(device_bytes=needed + 1000), steps=4, warmup=1
+    )
     record = Sweep(tmp_path).run([resolve(job)[0]])[0]
     assert (record.gate.verdict, record.gate.evidence["twin_layers"]) == ("twin", 4)
 
@@ -297,26 +314,35 @@ def test_two_references_of_one_call_do_not_print_alike(change: dict) -> None:
     )
 
 
-def test_several_jobs_end_in_a_table_with_a_column_for_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_jobs_end_in_a_table_with_a_column_for_what_differs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = [
         records.record(Job("l2l", Workload(num_layers=2))),
         records.record(Job("stronghold", Workload(num_layers=4), {"window_size": 2, "clipping": "deferred"})),
-        records.record(Job("stronghold", Workload(num_layers=4), {"window_size": 4, "clipping": "deferred"}), 2.0),
+        records.record(
+            Job("stronghold", Workload(num_layers=4), {"window_size": 4, "clipping": "deferred"}), 2.0
+        ),
         records.record(Job("stronghold", Workload(num_layers=8)), status="oom-host"),
     ]
     print_results(found)
     head, _, *lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert head == ["method", "layers", "window_size", "samples/s", "device", "host", "result"]
     assert lines == [
-        ["l2l", "2", "-", "4", "-", "-", "gate", "exact"], ["stronghold", "4", "2", "4", "-", "-", "gate", "exact"],
-        ["stronghold", "4", "4", "2", "-", "-", "gate", "exact"], ["stronghold", "8", "-", "-", "-", "-", "oom-host"],
-    ]  # fmt: skip
+        ["l2l", "2", "-", "4", "-", "-", "gate", "exact"],
+        ["stronghold", "4", "2", "4", "-", "-", "gate", "exact"],
+        ["stronghold", "4", "4", "2", "-", "-", "gate", "exact"],
+        ["stronghold", "8", "-", "-", "-", "-", "oom-host"],
+    ]
 
 
 @pytest.mark.parametrize(("total", "times"), [(1, 2), (3, 1)])
 def test_options_are_told_once_for_each_of_several_jobs(total: int, times: int) -> None:
     lines: list[str] = []
-    report, job = _Lines(lines.append).report, Job("stronghold", Workload(num_layers=2), {"placement": "R1W1"})
+    report, job = (
+        _Lines(lines.append).report,
+        Job("stronghold", Workload(num_layers=2), {"placement": "R1W1"}),
+    )
     report({"event": "start", "job": job, "plan": Plan({}), "index": 1, "total": total})
     report({"event": "end", "path": "log.json", "record": records.record(job)})
     assert sum("R1W1" in line for line in lines) == times
@@ -358,6 +384,10 @@ def test_a_refused_job_is_advised_about_what_was_asked_for() -> None:
     asked = Job("stronghold", Workload(num_layers=40), {"window_size": 2}, Budget(host_bytes=24 * GIB))
     resolved, _, shortfall = resolve(asked, room=asked.budget.room)
     again = resolve(resolved, room=asked.budget.room)[2]
-    assert "placement" in resolved.options and again == shortfall and "the largest that should fit has -l 2" in again
+    assert (
+        "placement" in resolved.options
+        and again == shortfall
+        and "the largest that should fit has -l 2" in again
+    )
     given = dataclasses.replace(asked, options={"placement": "R1W39"})
     assert "without --placement R1W39" in str(resolve(given, room=asked.budget.room)[2])

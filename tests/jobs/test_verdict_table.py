@@ -15,8 +15,11 @@ LLAMA, QWEN = (configured(family, model=f"tiny-{family}") for family in ("llama"
 
 
 def test_each_cell_tells_the_verdict_with_its_difference_or_how_the_run_ended() -> None:
-    jobs = [Job(name, load, options) for name, options in (("l2l", {}), ("varuna", {"num_stages": 2}))
-            for load in (LLAMA, QWEN)]  # fmt: skip
+    jobs = [
+        Job(name, load, options)
+        for name, options in (("l2l", {}), ("varuna", {"num_stages": 2}))
+        for load in (LLAMA, QWEN)
+    ]
     near = Gate("tolerance", "", "", {"loss_difference": 1.5e-7})
     outcomes = [
         records.record(jobs[0]),
@@ -25,15 +28,17 @@ def test_each_cell_tells_the_verdict_with_its_difference_or_how_the_run_ended() 
         records.record(jobs[3], status="oom-host"),
     ]
     assert verdict_table.rows(jobs, outcomes) == [
-        ["l2l", "exact", "refused"], ["varuna num_stages=2", "tolerance, 1.5e-07", "oom-host"],
-    ]  # fmt: skip
+        ["l2l", "exact", "refused"],
+        ["varuna num_stages=2", "tolerance, 1.5e-07", "oom-host"],
+    ]
 
 
 def test_a_verdict_stands_below_its_model_where_options_follow_the_model() -> None:
     jobs = [Job("stronghold", load, {"window_size": window}) for load, window in ((LLAMA, 2), (QWEN, 4))]
     assert verdict_table.rows(jobs, ["refused", records.record(jobs[1])]) == [
-        ["stronghold window_size=2", "refused", "-"], ["stronghold window_size=4", "-", "exact"],
-    ]  # fmt: skip
+        ["stronghold window_size=2", "refused", "-"],
+        ["stronghold window_size=4", "-", "exact"],
+    ]
 
 
 def test_columns_are_named_by_models_and_by_layers_where_a_model_has_several_numbers() -> None:
@@ -51,13 +56,28 @@ def test_columns_are_named_by_models_and_by_layers_where_a_model_has_several_num
 
 
 def test_a_sweep_over_models_writes_what_each_method_made_of_each(tmp_path: Path, in_process: None) -> None:
-    words = ("-m", "l2l,superoffload", "--model", "tiny-llama,tiny-qwen3", "-b", "2", "--seq", "16", "--steps", "3")
+    words = (
+        "-m",
+        "l2l,superoffload",
+        "--model",
+        "tiny-llama,tiny-qwen3",
+        "-b",
+        "2",
+        "--seq",
+        "16",
+        "--steps",
+        "3",
+    )
     ended = cli.run("sweep", *words, "--no-probe", "--results", tmp_path, "--out", tmp_path / "table.md")
     assert ended.returncode == 0, ended.stderr
     told = (tmp_path / "table.md").read_text()
     assert "| method | tiny-llama | tiny-qwen3 |\n| --- | --- | --- |\n| l2l | exact | exact |\n" in told
     assert "`./run.sh sweep -m l2l,superoffload --model tiny-llama,tiny-qwen3 -b 2" in told
-    assert told.count("- refused, such as superoffload, tiny-llama, 3 layers: ") == told.count("refused, such") == 1
+    assert (
+        told.count("- refused, such as superoffload, tiny-llama, 3 layers: ")
+        == told.count("refused, such")
+        == 1
+    )
     assert "exact" in ended.stdout
 
 

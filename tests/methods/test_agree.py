@@ -80,7 +80,9 @@ def test_one_stale_step_would_be_seen() -> None:
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 @pytest.mark.parametrize("num_layers", DEPTHS)
 @pytest.mark.cover(2)
-def test_l2l_has_the_very_bits_of_resident_training(num_layers: int, clip_norm: float, dropout: float) -> None:
+def test_l2l_has_the_very_bits_of_resident_training(
+    num_layers: int, clip_norm: float, dropout: float
+) -> None:
     workload = tiny(num_layers=num_layers, clip_norm=clip_norm, dropout=dropout)
     assert difference(train("l2l", workload), train_resident(workload)) == ""
 

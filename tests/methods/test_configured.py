@@ -21,9 +21,11 @@ SELDOM = [family for family in OTHERS if family not in ("gemma3", "gpt2")]  # fa
 IN_TWO = {"micro_batches": 2}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 STREAMED: list[tuple[str, dict[str, Any]]] = [
-    ("l2l", {}), ("stronghold", {"placement": "W3", "window_size": 2}),
-    ("stronghold", {"placement": "R1W1S1", "window_size": 1}), ("stronghold", {"placement": "P1S2", "window_size": 2}),
-]  # fmt: skip
+    ("l2l", {}),
+    ("stronghold", {"placement": "W3", "window_size": 2}),
+    ("stronghold", {"placement": "R1W1S1", "window_size": 1}),
+    ("stronghold", {"placement": "P1S2", "window_size": 2}),
+]
 
 
 @pytest.mark.shows("a model by its config.json trains exactly")
@@ -32,7 +34,9 @@ STREAMED: list[tuple[str, dict[str, Any]]] = [
     ("method", "options"), STREAMED, ids=[f"{name} {list(each.values())}" for name, each in STREAMED]
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_streamed_training_has_the_bits_of_resident(family: str, method: str, options: dict[str, Any]) -> None:
+def test_streamed_training_has_the_bits_of_resident(
+    family: str, method: str, options: dict[str, Any]
+) -> None:
     workload = configured(family)
     assert difference(train(method, workload, STEPS, **options), train_resident(workload, STEPS)) == ""
 
@@ -76,11 +80,15 @@ def test_so_it_has_for_conventions_that_hinder_nothing(family: str, changes: dic
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("hydra", {}), ("fsdp2-offload", {}), ("zero-offload", {}), ("zero-infinity", {}), ("hydra", IN_TWO),
+        ("hydra", {}),
+        ("fsdp2-offload", {}),
+        ("zero-offload", {}),
+        ("zero-infinity", {}),
+        ("hydra", IN_TWO),
         ("fsdp2-offload", {**IN_TWO, "dtype": "bf16"}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_engines_that_take_the_model_apart_pass_the_gate(
     name: str, changes: dict[str, Any], family: str, shared_results: Path
 ) -> None:
@@ -124,7 +132,8 @@ def test_a_pipeline_of_one_stage_and_trainer_train_as_resident(method: str, fami
 @pytest.mark.heavy
 @pytest.mark.usefixtures("with_engines")
 @pytest.mark.parametrize(
-    ("family", "schedule", "num_stages"), [("llama", "varuna", 2), ("qwen2", "varuna", 3), ("qwen2", "1f1b", 2)]
+    ("family", "schedule", "num_stages"),
+    [("llama", "varuna", 2), ("qwen2", "varuna", 3), ("qwen2", "1f1b", 2)],
 )
 def test_a_pipeline_of_stages_passes_the_gate(
     family: str, schedule: str, num_stages: int, shared_results: Path
@@ -139,5 +148,7 @@ def test_methods_that_train_the_published_gpt_alone_say_so() -> None:
     workload = configured("llama")
     for name, cls in loadable(()).items():
         if not cls.takes_config:
-            with pytest.raises(ValueError, match=r"trains only the published GPT, not llama: try -m .*resident"):
+            with pytest.raises(
+                ValueError, match=r"trains only the published GPT, not llama: try -m .*resident"
+            ):
                 check(create(name, {}), workload)

@@ -25,7 +25,16 @@ LOAD = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=64, batch_siz
 # DeepSpeed 0.15.2 to 0.18.9, stages 1 and 2 with the optimizer on the host, keep the gradient of the first micro-batch
 # only (deepspeedai/DeepSpeed 7967).
 FAULTY = "0.18.9"
-STAGES = [(0, None), (1, None), (1, "optimizer"), (2, None), (2, "optimizer"), (3, None), (3, "optimizer"), (3, "all")]
+STAGES = [
+    (0, None),
+    (1, None),
+    (1, "optimizer"),
+    (2, None),
+    (2, "optimizer"),
+    (3, None),
+    (3, "optimizer"),
+    (3, "all"),
+]
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -55,7 +64,13 @@ def faulty() -> str:
 @pytest.mark.parametrize(("stage", "offload"), STAGES)
 @pytest.mark.cover(2)
 def test_each_stage_trains_as_the_reference_does_but_stage_0_in_half_precision(
-    stage: int, offload: str | None, clip_norm: float, micro_batches: int, dtype: str, accumulation: str, results: Path
+    stage: int,
+    offload: str | None,
+    clip_norm: float,
+    micro_batches: int,
+    dtype: str,
+    accumulation: str,
+    results: Path,
 ) -> None:
     """DeepSpeed's optimizers of stage 0 in bf16 and fp16 make a step without gradients when they are built, so Adam's
     bias corrections are a step ahead: the first update is (0.1 / 0.19) / sqrt(0.001 / 0.001999) = 0.744 of Adam's."""
@@ -74,7 +89,9 @@ def test_backward_passes_that_are_not_marked_lose_gradients_in_stages_1_and_2(
     """As allenai/open-instruct 1498 reports of stage 2: each pass counts as the last one, and begins the sum anew."""
     load = dataclasses.replace(LOAD, micro_batches=4)
     record = run(results, "deepspeed", load, stage=stage, offload=offload, accumulation="unmarked")
-    assert (record.gate.verdict, record.gate.reason) == (("failed", "gradient") if stage < 3 else ("tolerance", ""))
+    assert (record.gate.verdict, record.gate.reason) == (
+        ("failed", "gradient") if stage < 3 else ("tolerance", "")
+    )
 
 
 @pytest.mark.heavy
@@ -107,13 +124,17 @@ def test_a_record_holds_the_release_and_its_archives_hash(faulty: str, results: 
     assert f"{archive['archive']}, sha256 {archive['sha256']}" in record.description["implementation"]
 
 
-def test_another_archive_of_the_same_release_is_another_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_archive_of_the_same_release_is_another_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("methods.engines.release.ENGINES", tmp_path)
     job, keys = Job("zero-offload", LOAD, {"release": FAULTY}), list[str]()
     for digest in ("a", "b", "a"):
         release = Release("deepspeed", FAULTY)
         release.packages.mkdir(parents=True, exist_ok=True)
-        (release.folder / "archive.json").write_text(f'{{"archive": "deepspeed.tar.gz", "sha256": "{digest}"}}')
+        (release.folder / "archive.json").write_text(
+            f'{{"archive": "deepspeed.tar.gz", "sha256": "{digest}"}}'
+        )
         keys.append(Sweep(tmp_path / "results").key(job))
     assert keys[0] == keys[2] != keys[1]
 
@@ -150,7 +171,10 @@ def test_a_release_that_is_not_installed_is_told_before_its_kernel_that_is_not_c
         ({"stage": 0, "offload": "optimizer"}, "expected stage 1 or higher, got 0; try stage=1"),
         ({"stage": 2, "offload": "all"}, "expected stage 3 or higher, got 2; try stage=3"),
         ({"offload": "disk"}, "offload: expected none or one of optimizer, all, got 'disk'"),
-        ({"accumulation": "mine"}, "accumulation: expected one of engine, accelerate, caller, unmarked, got 'mine'"),
+        (
+            {"accumulation": "mine"},
+            "accumulation: expected one of engine, accelerate, caller, unmarked, got 'mine'",
+        ),
     ],
     ids=str,
 )
@@ -163,15 +187,27 @@ def test_what_deepspeed_cannot_do_is_refused(options: dict[str, Any], told: str)
 @pytest.mark.usefixtures("compiled_sim")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, None), (2, None), (2, "optimizer"), (3, "all")])
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(0, None), (1, None), (2, None), (2, "optimizer"), (3, "all")]
+)
 @pytest.mark.cover(2)
 def test_training_takes_no_more_than_its_plan(
     stage: int, offload: str | None, micro_batches: int, dtype: str, results: Path
 ) -> None:
     """On sim, but for 5 % and 4 MiB of what no plan counts, such as norms, the batch and a rank's buffers."""
-    load = Workload(num_layers=4, hidden_size=256, num_heads=4, seq_len=128, batch_size=8, vocab_size=2048, dtype=dtype,
-                    micro_batches=micro_batches)  # fmt: skip
-    job = resolve(Job("deepspeed", load, {"stage": stage, "offload": offload}, device="sim", steps=3, warmup=1))[0]
+    load = Workload(
+        num_layers=4,
+        hidden_size=256,
+        num_heads=4,
+        seq_len=128,
+        batch_size=8,
+        vocab_size=2048,
+        dtype=dtype,
+        micro_batches=micro_batches,
+    )
+    job = resolve(
+        Job("deepspeed", load, {"stage": stage, "offload": offload}, device="sim", steps=3, warmup=1)
+    )[0]
     record = Sweep(results, probe=Extent(0, 0)).run([job])[0]
     for memory, peak in (("device", "device_allocated"), ("host", "host_accounted")):
         planned = sum(record.predicted[memory].values())
@@ -190,5 +226,7 @@ def test_a_plan_counts_the_activations_of_one_micro_batch() -> None:
 
 
 def test_superoffload_refuses_micro_batches_whose_gradients_it_counts_as_if_they_were_one() -> None:
-    with pytest.raises(ValueError, match="SuperOffload does not sum gradients of micro-batches: try --micro-batches 1"):
+    with pytest.raises(
+        ValueError, match="SuperOffload does not sum gradients of micro-batches: try --micro-batches 1"
+    ):
         check(create("superoffload", {}), dataclasses.replace(LOAD, micro_batches=4))

@@ -62,10 +62,16 @@ def test_weights_end_where_residents_do_and_the_library_is_the_real_one(name: st
 def test_fsdp2_sums_micro_batches_as_resident_training_does() -> None:
     """In half precision each rounds its own sums: bf16 by up to 2**-8."""
     of_three, of_two = {"batch_size": 6, "micro_batches": 3}, {"batch_size": 4, "micro_batches": 2}
-    loads = {"fp32": tiny(**of_three), "fp32, not clipped": tiny(**of_three, clip_norm=0.0),
-             "fp16": tiny(**of_three, dtype="fp16"), "bf16": configured("qwen2", **of_two, dtype="bf16")}  # fmt: skip
+    loads = {
+        "fp32": tiny(**of_three),
+        "fp32, not clipped": tiny(**of_three, clip_norm=0.0),
+        "fp16": tiny(**of_three, dtype="fp16"),
+        "bf16": configured("qwen2", **of_two, dtype="bf16"),
+    }
     found = forks.call(engine_runs.differences, "fsdp2-offload", loads)
-    assert max(found["fp32"], found["fp32, not clipped"]) < 1e-6 and max(found["fp16"], found["bf16"]) < 2**-8, found
+    assert (
+        max(found["fp32"], found["fp32, not clipped"]) < 1e-6 and max(found["fp16"], found["bf16"]) < 2**-8
+    ), found
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -135,13 +141,18 @@ PARALLEL: list[tuple[str, dict[str, Any]]] = [
     ("fp32", {"world_size": 4, "pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
     ("bf16", {"world_size": 2, "pipeline_parallel": 2}),
     ("bf16", {"world_size": 4, "pipeline_parallel": 2, "distributed_optimizer": True}),
-    ("bf16", {"world_size": 4, "tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True}),
+    (
+        "bf16",
+        {"world_size": 4, "tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True},
+    ),
 ]
 
 
 @pytest.mark.heavy
 @pytest.mark.usefixtures("with_engines")
-@pytest.mark.parametrize(("dtype", "options"), PARALLEL, ids=[f"{dtype} {' '.join(more)}" for dtype, more in PARALLEL])
+@pytest.mark.parametrize(
+    ("dtype", "options"), PARALLEL, ids=[f"{dtype} {' '.join(more)}" for dtype, more in PARALLEL]
+)
 def test_megatrons_ranks_train_as_the_reference_does(options: dict, dtype: str, shared_results: Path) -> None:
     load = dataclasses.replace(SMALL, num_layers=4, batch_size=4, micro_batches=2, dtype=dtype)
     record = run(shared_results, "megatron-lm", load, **options)
@@ -171,16 +182,28 @@ def test_an_engine_passes_in_fp16_where_its_probe_skips_other_steps(name: str, t
     ("options", "told"),
     [
         ({"world_size": 4, "tensor_parallel": 3}, "tensor_parallel: expected a divisor of --ranks 4, got 3"),
-        ({"world_size": 3, "tensor_parallel": 3}, "tensor_parallel: expected a divisor of num_heads 4, got 3"),
-        ({"world_size": 2, "sequence_parallel": True}, "sequence_parallel: expected tensor_parallel above 1, got 1"),
+        (
+            {"world_size": 3, "tensor_parallel": 3},
+            "tensor_parallel: expected a divisor of num_heads 4, got 3",
+        ),
+        (
+            {"world_size": 2, "sequence_parallel": True},
+            "sequence_parallel: expected tensor_parallel above 1, got 1",
+        ),
         ({"world_size": 3}, "a batch of 2 samples splits over 1, 2 ranks, not over 3; try -b 3"),
-        ({"world_size": 3, "pipeline_parallel": 2}, "pipeline_parallel: expected a divisor of --ranks 3, got 2; try"),
+        (
+            {"world_size": 3, "pipeline_parallel": 2},
+            "pipeline_parallel: expected a divisor of --ranks 3, got 2; try",
+        ),
         ({"world_size": 2, "pipeline_parallel": 2}, "a divisor of the 3 layers, got 2; try -l 2 or 4"),
         (
             {"world_size": 6, "tensor_parallel": 2, "pipeline_parallel": 2},
             "--ranks divided by tensor_parallel.*, got 2",
         ),
-        ({"world_size": 2, "micro": 2}, "--micro-batches: expected a divisor of the 1 sample of a rank, got 2"),
+        (
+            {"world_size": 2, "micro": 2},
+            "--micro-batches: expected a divisor of the 1 sample of a rank, got 2",
+        ),
     ],
 )
 def test_ranks_that_megatron_cannot_have_are_told(options: dict, told: str) -> None:
@@ -195,7 +218,9 @@ def test_the_stages_of_megatron_have_all_weights_and_the_tied_embedding_twice() 
     trained = create("megatron-lm", {"world_size": 2, "pipeline_parallel": 2})
     assert sum(trained._stage_params(load, stage) for stage in (0, 1)) == load.num_params + 8192 * 512
     first, last = (trained._stage_bytes(load, stage, 1) for stage in (0, 1))
-    assert sorted(trained.plan(load, Room()).stages.values()) == sorted([sum(first.values()), sum(last.values())])
+    assert sorted(trained.plan(load, Room()).stages.values()) == sorted(
+        [sum(first.values()), sum(last.values())]
+    )
 
 
 def test_a_rank_of_megatron_plans_its_part() -> None:
@@ -203,7 +228,11 @@ def test_a_rank_of_megatron_plans_its_part() -> None:
     load, room = dataclasses.replace(LARGE, batch_size=4), Room()
     one, shared, grouped = (
         create("megatron-lm", options).plan(load, room).device
-        for options in ({}, {"world_size": 2, "tensor_parallel": 2}, {"world_size": 2, "distributed_optimizer": True})
+        for options in (
+            {},
+            {"world_size": 2, "tensor_parallel": 2},
+            {"world_size": 2, "distributed_optimizer": True},
+        )
     )
     small = (6 * 8 + 2 + 64) * 512  # norms and biases of rows of 8 layers, the last norm, 64 positions
     assert shared["weights"] == 4 * (small + (load.num_params - small) / 2)
@@ -212,7 +241,10 @@ def test_a_rank_of_megatron_plans_its_part() -> None:
 
 @pytest.mark.parametrize("num_layers", [3, 9, 12, 15, 21])
 def test_the_deepest_pipeline_that_fits_is_found_among_depths_that_stages_divide(num_layers: int) -> None:
-    load, options = dataclasses.replace(LARGE, num_layers=3, batch_size=3), {"world_size": 3, "pipeline_parallel": 3}
+    load, options = (
+        dataclasses.replace(LARGE, num_layers=3, batch_size=3),
+        {"world_size": 3, "pipeline_parallel": 3},
+    )
     trained = create("megatron-lm", options)
     needed = trained.plan(load.at_depth(num_layers), Room()).device_bytes
     assert largest(trained, Job("megatron-lm", load, options), Room(needed)) == num_layers
@@ -221,7 +253,9 @@ def test_the_deepest_pipeline_that_fits_is_found_among_depths_that_stages_divide
 @pytest.mark.heavy
 @pytest.mark.usefixtures("with_engines")
 @pytest.mark.parametrize("pipelined", [True, False])
-def test_ranks_share_what_lies_on_the_disk(pipelined: bool, tmp_path: Path, shared_results: Path, libaio: None) -> None:
+def test_ranks_share_what_lies_on_the_disk(
+    pipelined: bool, tmp_path: Path, shared_results: Path, libaio: None
+) -> None:
     options = {"world_size": 2, "pipelined": pipelined, "disk": str(tmp_path)}
     record = run(shared_results, "zero-infinity-nvme", dataclasses.replace(SMALL, batch_size=4), **options)
     assert record.gate.passed and record.gate.evidence["loss_difference"] <= 1e-6, record.gate.text
@@ -235,7 +269,10 @@ def test_a_rank_plans_its_part_of_what_zero_shards() -> None:
         one, two = (create(name, {"world_size": n}).plan(load, room) for n in (1, 2))
         kept = whole * load.num_params
         assert two.host_bytes - kept == pytest.approx((one.host_bytes - kept) / 2, rel=1e-6)
-        assert two.device["activations"] < one.device["activations"] and two.moved_bytes <= one.moved_bytes // 2 + 1
+        assert (
+            two.device["activations"] < one.device["activations"]
+            and two.moved_bytes <= one.moved_bytes // 2 + 1
+        )
 
 
 @pytest.mark.heavy
@@ -273,7 +310,9 @@ def on_disk(shared_results: Path, libaio: None) -> tuple[Record, set[str], list[
     def look(event: dict) -> None:
         seen.update(path.name for path in folder.rglob("*.swp"))
 
-    job = resolve(Job("zero-infinity-nvme", LARGE, {"disk": str(folder), "pipelined": False}, steps=5, warmup=1))[0]
+    job = resolve(
+        Job("zero-infinity-nvme", LARGE, {"disk": str(folder), "pipelined": False}, steps=5, warmup=1)
+    )[0]
     return Sweep(shared_results, report=look).run([job])[0], seen, list(folder.iterdir())
 
 
@@ -318,7 +357,16 @@ def test_nvme_needs_less_host_memory_than_zero_infinity(on_disk: tuple, shared_r
 
 
 def test_no_folder_for_nvme_is_one_line_and_exit_2(tmp_path: Path) -> None:
-    words = ["-m", "zero-infinity-nvme", "-l", "2", "--disk", str(tmp_path / "none"), "--results", str(tmp_path / "r")]
+    words = [
+        "-m",
+        "zero-infinity-nvme",
+        "-l",
+        "2",
+        "--disk",
+        str(tmp_path / "none"),
+        "--results",
+        str(tmp_path / "r"),
+    ]
     done = cli.run(*words)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "try another with --disk DIR" in done.stderr and not (tmp_path / "r").exists()
@@ -332,7 +380,9 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, libaio: 
         assert list(folder.iterdir()) == []
 
 
-def test_a_missing_engine_is_unavailable_with_the_line_that_installs_it(tmp_path: Path, own_server: None) -> None:
+def test_a_missing_engine_is_unavailable_with_the_line_that_installs_it(
+    tmp_path: Path, own_server: None
+) -> None:
     """An empty package in front of the real one, as on a machine without it."""
     for package in ("megatron", "deepspeed", "accelerate"):
         (tmp_path / package).mkdir()
@@ -376,7 +426,9 @@ def test_fsdp2_page_locks_each_weight_and_each_gradient() -> None:
     """As above; with two ranks each has half of every tensor."""
     mib = 2**20
     for num_ranks in (1, 2):
-        plan = create("fsdp2-offload", {"world_size": num_ranks}).plan(Workload(num_layers=4), Room(page_locks=True))
+        plan = create("fsdp2-offload", {"world_size": num_ranks}).plan(
+            Workload(num_layers=4), Room(page_locks=True)
+        )
         each = ((4 * (64 + 16 + 64 + 64) + 512 + 8) * mib + mib // 2) // num_ranks
         assert (plan.host["weights"], plan.host["gradients"]) == (each, each)
 
@@ -433,7 +485,9 @@ def test_superoffload_trains_at_the_rate_of_each_step_tells_all_moments_and_keep
 ) -> None:
     """Without clipping it updates inside the backward pass; the first sub-group on the device, the others beside it."""
     forks.call(deepspeed.build, "cpu_adam")
-    run = forks.call(engine_runs.superoffload_beside_resident, dataclasses.replace(SMALL, clip_norm=clip_norm))
+    run = forks.call(
+        engine_runs.superoffload_beside_resident, dataclasses.replace(SMALL, clip_norm=clip_norm)
+    )
     assert run.losses[0] == pytest.approx(run.losses[1], rel=1e-6)
     assert len(run.apart) == 3 * 40 and max(run.apart) < 1e-3
     assert run.numels[0] == run.numels[1] and run.device_bytes[0] == run.device_bytes[1] > 0

@@ -29,7 +29,15 @@ from methods.shared.terms import Terms
 from tests.methods.test_agree import difference, largest_difference
 from tests.support.bugs import COMMITTED, overflow
 from tests.support.planting import planted
-from tests.support.training import EDGE, TrainingResult, answers_within, overflowing, tiny, train, train_resident
+from tests.support.training import (
+    EDGE,
+    TrainingResult,
+    answers_within,
+    overflowing,
+    tiny,
+    train,
+    train_resident,
+)
 
 STEPS = 8
 
@@ -68,9 +76,15 @@ def placed(workload: Workload, placement: str, clipping: str) -> str:
 
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("overflows", ["", "11111111", "10100110", "0000000", "00010000", "000001"])
-def test_the_scale_is_torchs_grad_scaler(overflows: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scale_is_torchs_grad_scaler(
+    overflows: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loss_scale, "LOSS_SCALE_WINDOW", window)
-    ours, theirs, tracker = LossScale(tiny(dtype="fp16")), torch.tensor(2.0**16), torch.zeros((), dtype=torch.int32)
+    ours, theirs, tracker = (
+        LossScale(tiny(dtype="fp16")),
+        torch.tensor(2.0**16),
+        torch.zeros((), dtype=torch.int32),
+    )
     for digit in overflows:
         assert ours.step(torch.zeros(()), None, is_skipped=digit == "1").loss_scale == float(theirs)
         torch._amp_update_scale_(theirs, tracker, torch.tensor(float(digit)), 2.0, 0.5, window)
@@ -79,7 +93,13 @@ def test_the_scale_is_torchs_grad_scaler(overflows: str, window: int, monkeypatc
 
 def test_a_workload_may_set_when_the_scale_doubles() -> None:
     for scale in (LossScale(load := tiny(dtype="fp16", loss_scale_window=2)), LossScale(Terms.of(load))):
-        assert [scale.step(torch.zeros(()), None).loss_scale for _ in range(5)] == [2**16, 2**16, 2**17, 2**17, 2**18]
+        assert [scale.step(torch.zeros(()), None).loss_scale for _ in range(5)] == [
+            2**16,
+            2**16,
+            2**17,
+            2**17,
+            2**18,
+        ]
 
 
 def test_the_scale_is_never_below_1() -> None:
@@ -112,7 +132,9 @@ def by_grad_scaler(workload: Workload) -> tuple[list[float], dict[str, Tensor]]:
     masters = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
     initialize(zip(names, masters, strict=True), workload)
     groups = [([p for p in masters if is_decayed(p.shape) is d], 0.01 * d) for d in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": p, "weight_decay": decay} for p, decay in groups], eps=1e-8, fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": p, "weight_decay": decay} for p, decay in groups], eps=1e-8, fused=True
+    )
     scaler = torch.amp.GradScaler(
         "cpu", init_scale=loss_scale.INITIAL_LOSS_SCALE, growth_interval=loss_scale.LOSS_SCALE_WINDOW
     )
@@ -136,7 +158,9 @@ def by_grad_scaler(workload: Workload) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("edge", ["at_the_edge", "from_far_above"])
-def test_resident_training_has_the_very_bits_of_torchs_grad_scaler(edge: str, request: pytest.FixtureRequest) -> None:
+def test_resident_training_has_the_very_bits_of_torchs_grad_scaler(
+    edge: str, request: pytest.FixtureRequest
+) -> None:
     request.getfixturevalue(edge)
     workload = overflowing()
     ours, (losses, weights) = resident(workload), by_grad_scaler(workload)
@@ -154,7 +178,11 @@ def test_fp16_training_is_near_that_of_fp32() -> None:
 def test_gradients_that_fp16_rounds_to_zero_are_there_with_a_scale() -> None:
     """Of 4096 tokens and 20,000 words each logit's gradient is about 1e-8, fp16's smallest number 6e-8."""
     torch.manual_seed(1)
-    x, weight, targets = torch.randn(4096, 8), torch.randn(20_000, 8) / 100, torch.zeros(4096, dtype=torch.int64)
+    x, weight, targets = (
+        torch.randn(4096, 8),
+        torch.randn(20_000, 8) / 100,
+        torch.zeros(4096, dtype=torch.int64),
+    )
 
     def gradient(dtype: torch.dtype, scale: float) -> Tensor:
         leaf = weight.to(dtype).requires_grad_()
@@ -163,7 +191,9 @@ def test_gradients_that_fp16_rounds_to_zero_are_there_with_a_scale() -> None:
         return leaf.grad[1:].float() / scale
 
     assert not gradient(torch.float16, 1.0).any()
-    torch.testing.assert_close(gradient(torch.float16, 2.0**16), gradient(torch.float32, 1.0), rtol=1e-2, atol=1e-8)
+    torch.testing.assert_close(
+        gradient(torch.float16, 2.0**16), gradient(torch.float32, 1.0), rtol=1e-2, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.0}, {"dropout": 0.1}], ids=str)
@@ -218,12 +248,15 @@ def test_an_update_ahead_is_not_begun_where_a_gradient_above_is_not_finite(
     said = answers_within(monkeypatch)
 
     def step(self: LossScale, loss: Tensor, norm: Tensor, *, is_skipped: bool) -> Step:
-        self.value = 2.0**40  # overflows from the second step on, which is updated ahead, because the first is good
+        # overflows from the second step on, which is updated ahead, because the first is good
+        self.value = 2.0**40
         return Step(loss, norm, is_skipped=is_skipped)
 
     monkeypatch.setattr(loss_scale, "INITIAL_LOSS_SCALE", 2.0**10)
     monkeypatch.setattr(LossScale, "step", step)
-    train("stronghold", tiny(num_layers=5, dtype="fp16", clip_norm=0.0), 3, placement="W5", clipping="speculate")
+    train(
+        "stronghold", tiny(num_layers=5, dtype="fp16", clip_norm=0.0), 3, placement="W5", clipping="speculate"
+    )
     assert said and not any(said)
 
 
@@ -238,7 +271,9 @@ def test_fp16_takes_16_bytes_a_parameter_at_home() -> None:
 
 def recorded(method: str, folders: tuple[Path, ...] = (), **options: Any) -> Record:
     workload = overflowing(learning_rate=0.1, clip_norm=COMMITTED)
-    record = worker.run(Job(method, workload, options, steps=STEPS, warmup=1), method, folders, lambda event: None)
+    record = worker.run(
+        Job(method, workload, options, steps=STEPS, warmup=1), method, folders, lambda event: None
+    )
     assert record.status == "ok", record.evidence
     return record
 
@@ -257,11 +292,15 @@ def test_the_same_steps_skipped_pass_the_gate(at_the_edge: None) -> None:
 # One broken line each: file, the line as it is, the line as it must not be, the gate's reason.
 MUTANTS = {
     "takes the step all the same": (
-        "methods/streaming/update_rules.py", "self.is_skipped = self.clip.overflows()", "self.is_skipped = False",
+        "methods/streaming/update_rules.py",
+        "self.is_skipped = self.clip.overflows()",
+        "self.is_skipped = False",
         "not-finite",
     ),
     "keeps the scale once": (
-        "methods/stronghold.py", "yield rule.step(loss)", "rule.is_skipped &= step > 1; yield rule.step(loss)",
+        "methods/stronghold.py",
+        "yield rule.step(loss)",
+        "rule.is_skipped &= step > 1; yield rule.step(loss)",
         "loss-scale",
     ),
     "counts a skipped update": (
@@ -270,7 +309,7 @@ MUTANTS = {
         "pass\n",
         "later",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("text", MUTANTS)
@@ -294,7 +333,10 @@ def test_norms_that_are_not_finite_agree_in_a_step_that_both_skip(at_the_edge: N
 def test_the_gate_names_where_scales_part(at_the_edge: None) -> None:
     record = recorded("resident")
     others = {"skipped_steps": [], "loss_scales": [EDGE] * STEPS}
-    said = {name: judge(dataclasses.replace(record, **{name: value}), record).text for name, value in others.items()}
+    said = {
+        name: judge(dataclasses.replace(record, **{name: value}), record).text
+        for name, value in others.items()
+    }
     assert said["skipped_steps"] == (
         "it skipped no step for gradients that are not finite, the reference steps 1, 3, 5 and 1 more"
     )
@@ -306,7 +348,9 @@ def test_every_method_that_has_a_loss_scale_skips_what_the_reference_skips(
     method_name: str, folders: tuple[Path, ...], shared_results: Path, forked: None
 ) -> None:
     """At the scale that all begin with, so few tokens have larger gradients than fp16 holds."""
-    asked = Job(method_name, tiny(dtype="fp16", seq_len=4, batch_size=1, learning_rate=0.1), steps=10, warmup=2)
+    asked = Job(
+        method_name, tiny(dtype="fp16", seq_len=4, batch_size=1, learning_rate=0.1), steps=10, warmup=2
+    )
     if not load(method_name, folders).scales_loss:
         with pytest.raises(ValueError, match="has no loss scale for fp16"):
             resolve(asked, folders)

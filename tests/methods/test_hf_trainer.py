@@ -31,13 +31,15 @@ TRAINER = "methods/engines/trainer.py"
 # One broken line each: the line as it is, the line as it must not be, the gate's reason.
 FAULTS = {
     "losses of micro-batches are summed": (
-        "(len(targets) if num_items_in_batch is None else num_items_in_batch)", "len(targets)", "forward",
+        "(len(targets) if num_items_in_batch is None else num_items_in_batch)",
+        "len(targets)",
+        "forward",
     ),
     "labels are not shifted": ("labels[:, 1:]", "labels[:, :-1]", "forward"),
     "no decay": ("weight_decay=WEIGHT_DECAY", "weight_decay=0.0", "update"),
     "a schedule that begins at rate 0": ("learning_rate_at(done + 1)", "learning_rate_at(done)", "update"),
     "no clip": ("max_grad_norm=workload.clip_norm", "max_grad_norm=0.0", "update"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,9 @@ def trained(method: str, micro_batches: int, **options: str) -> Record:
 def departure(micro_batches: int) -> Departure | None:
     """Of a training at the probe's learning rate from the reference's."""
     record = trained("hf-trainer", micro_batches)
-    rounded = of_reference("rounded", micro_batches, names="plain-attention,single-samples,split-products").models()
+    rounded = of_reference(
+        "rounded", micro_batches, names="plain-attention,single-samples,split-products"
+    ).models()
     return departures.of_trial(Trial(record, of_reference("resident", micro_batches), tuple(rounded)))
 
 
@@ -83,7 +87,9 @@ def test_trainer_divides_gpt_2s_loss_by_one_token_too_many_a_sample() -> None:
     not say that its loss shifts the labels: of 17 tokens it learns 16, and divides by 17."""
     workload = configured("gpt2")
     ours, theirs = train("hf-trainer", workload, 1), train_resident(workload, 1)
-    for mine, other in zip((*ours.losses, *ours.grad_norms), (*theirs.losses, *theirs.grad_norms), strict=True):
+    for mine, other in zip(
+        (*ours.losses, *ours.grad_norms), (*theirs.losses, *theirs.grad_norms), strict=True
+    ):
         assert mine == pytest.approx(other * 16 / 17, rel=1e-6)
 
 
@@ -101,7 +107,9 @@ def test_the_gate_passes_it_as_it_is(micro_batches: int) -> None:
 
 
 def test_the_kernels_of_the_loops_thread_are_seen() -> None:
-    training = create("hf-trainer", {}).train(tiny(), iter([(torch.zeros(2, 16, dtype=torch.int64),) * 2] * 2), "cpu")
+    training = create("hf-trainer", {}).train(
+        tiny(), iter([(torch.zeros(2, 16, dtype=torch.int64),) * 2] * 2), "cpu"
+    )
     next(training)
     with Kernels() as kernels:
         next(training)
@@ -112,7 +120,9 @@ def test_the_kernels_of_the_loops_thread_are_seen() -> None:
 def test_a_sample_for_which_the_model_has_no_further_position_is_refused() -> None:
     """Trainer's samples hold the last target, too."""
     most = int(configured("gpt2").anatomy.most_tokens)
-    with pytest.raises(ValueError, match=f"--seq: expected at most {most - 1} .*got {most}; try --seq {most - 1}"):
+    with pytest.raises(
+        ValueError, match=f"--seq: expected at most {most - 1} .*got {most}; try --seq {most - 1}"
+    ):
         create("hf-trainer", {}).plan(configured("gpt2", seq_len=most), Room())
 
 
@@ -173,7 +183,9 @@ def test_what_a_loop_raises_reaches_its_caller() -> None:
 
 def test_a_training_that_is_closed_leaves_no_thread() -> None:
     before = threading.active_count()
-    training = create("hf-trainer", {}).train(tiny(), iter([(torch.zeros(2, 16, dtype=torch.int64),) * 2] * 2), "cpu")
+    training = create("hf-trainer", {}).train(
+        tiny(), iter([(torch.zeros(2, 16, dtype=torch.int64),) * 2] * 2), "cpu"
+    )
     next(training)
     assert threading.active_count() == before + 1
     training.close()

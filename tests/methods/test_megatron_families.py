@@ -37,7 +37,9 @@ def test_megatrons_own_layers_train_the_families_whose_names_it_knows() -> None:
         ("qwen2", "bf16", {"tensor_parallel": 2}),
     ],
 )
-def test_megatrons_ranks_train_them_too(family: str, dtype: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_megatrons_ranks_train_them_too(
+    family: str, dtype: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     load = configured(family, num_layers=4, micro_batches=2, vocab_size=128, dtype=dtype)
     record = Sweep(tmp_path).run(
         [resolve(Job("megatron-lm", load, {"world_size": 2, **options}, steps=5, warmup=1))[0]]
@@ -49,9 +51,21 @@ def test_megatrons_ranks_train_them_too(family: str, dtype: str, options: dict[s
 @pytest.mark.parametrize(
     ("family", "options", "told"),
     [
-        ("smollm3", {}, "expected a model of type llama, mistral, qwen2, qwen3, got smollm3; try -m stronghold"),
-        ("llama", {"world_size": 4, "tensor_parallel": 4}, "a divisor of num_key_value_heads 2, got 4; try ten"),
-        ("qwen2", {"world_size": 2, "tensor_parallel": 2}, "a divisor of vocab_size 101, got 2; try tensor_parallel=1"),
+        (
+            "smollm3",
+            {},
+            "expected a model of type llama, mistral, qwen2, qwen3, got smollm3; try -m stronghold",
+        ),
+        (
+            "llama",
+            {"world_size": 4, "tensor_parallel": 4},
+            "a divisor of num_key_value_heads 2, got 4; try ten",
+        ),
+        (
+            "qwen2",
+            {"world_size": 2, "tensor_parallel": 2},
+            "a divisor of vocab_size 101, got 2; try tensor_parallel=1",
+        ),
     ],
 )
 def test_what_megatron_does_not_have_is_one_line(family: str, options: dict[str, Any], told: str) -> None:
@@ -67,7 +81,10 @@ def test_what_megatron_does_not_have_is_one_line(family: str, options: dict[str,
         ({"mlp_bias": True}, r"got mlp\.\w+_proj\.bias"),
         ({"pad_token_id": 0}, "pad_token_id None, got 0"),
         ({"is_causal": False}, "is_causal True, got False"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "1, got 0.5"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            "1, got 0.5",
+        ),
     ],
     ids=str,
 )
@@ -81,19 +98,39 @@ def test_megatron_refuses_what_it_computes_otherwise(changes: dict[str, Any], to
 # Fields that transformers' modules of these families read: sizes and biases, which the tensors' shapes show; angles,
 # which are copied; what sizes_of() and the anatomy hand over; what Workload bounds or sets to 0; and the conventions.
 SHOWN = {
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
-    "vocab_size", "attention_bias", "mlp_bias", "tie_word_embeddings", "rope_parameters", "max_position_embeddings",
-    "rms_norm_eps", "sliding_window", "layer_types", "attention_dropout", "_attn_implementation",
-}  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "head_dim",
+    "vocab_size",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "sliding_window",
+    "layer_types",
+    "attention_dropout",
+    "_attn_implementation",
+}
 
 
 @pytest.mark.parametrize("family", megatron_names.FAMILIES)
 def test_every_field_that_transformers_reads_is_known_to_megatrons_check(family: str) -> None:
     modules = (f"models.{family}.modeling_{family}", "masking_utils")
-    sources = [(Path(transformers.__file__).parent / f"{name.replace('.', '/')}.py").read_text() for name in modules]
+    sources = [
+        (Path(transformers.__file__).parent / f"{name.replace('.', '/')}.py").read_text() for name in modules
+    ]
     causal_masks = sources[1].partition("def create_chunked_causal_mask")[0]
-    read = {*re.findall(r"config\.(\w+)", sources[0])} | {*re.findall(r'getattr\(config, "(\w+)"', causal_masks)}
-    conventions = {name.rpartition(" ")[2] for name, _, _ in megatron_names._conventions(configured_fields(family))}
+    read = {*re.findall(r"config\.(\w+)", sources[0])} | {
+        *re.findall(r'getattr\(config, "(\w+)"', causal_masks)
+    }
+    conventions = {
+        name.rpartition(" ")[2] for name, _, _ in megatron_names._conventions(configured_fields(family))
+    }
     assert read <= SHOWN | conventions | {"hidden_act"}
 
 

@@ -47,16 +47,24 @@ def test_another_release_is_installed_before_a_run_and_told_with_its_archive(eng
     assert str(trained.to_build()).startswith("megatron-core 0.13.1, once")
     assert trained.identity() == {} and implementation(options) == "upstream: megatron-core 0.13.1"
     (wanted := Release("megatron-core", "0.13.1")).packages.mkdir(parents=True)
-    (wanted.folder / release.FACTS).write_text(json.dumps({"archive": "megatron_core-0.13.1.whl", "sha256": "ab" * 32}))
+    (wanted.folder / release.FACTS).write_text(
+        json.dumps({"archive": "megatron_core-0.13.1.whl", "sha256": "ab" * 32})
+    )
     assert trained.to_build() is None and trained.identity() == {"megatron-core 0.13.1": "ab" * 32}
-    assert implementation(options) == f"upstream: megatron-core 0.13.1 (megatron_core-0.13.1.whl, sha256 {'ab' * 32})"
+    assert (
+        implementation(options)
+        == f"upstream: megatron-core 0.13.1 (megatron_core-0.13.1.whl, sha256 {'ab' * 32})"
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"release": "newest"}, "release: expected a version of megatron-core such as 0.18.9, got 'newest'"),
-        ({"release": "0.11.0"}, "release: expected megatron-core 0.12 or newer, got 0.11.0; try --option release"),
+        (
+            {"release": "0.11.0"},
+            "release: expected megatron-core 0.12 or newer, got 0.11.0; try --option release",
+        ),
         (
             {"release": "0.12.3", "distributed_optimizer": True},
             "release: expected megatron-core 0.13 or newer for distributed_optimizer, got 0.12.3; try --option release",

@@ -34,7 +34,8 @@ STEPS = 10
 TOLERANCE = 1e-5  # in fp32
 QUICK = (*FAMILIES, "gemma3", "gpt2")
 OWN = {"gemma2": "eager"}  # the attention that transformers chooses, and the only one; elsewhere it is sdpa
-FUSED_BIAS = "attention.query_key_value.bias"  # GPT-NeoX's, with the keys' bias, whose gradient is mostly rounding
+# GPT-NeoX's, with the keys' bias, whose gradient is mostly rounding
+FUSED_BIAS = "attention.query_key_value.bias"
 Told = dict[str, Tensor]
 
 

@@ -95,7 +95,10 @@ def test_a_release_that_does_not_import_is_unavailable_in_one_line(index: Path) 
 
 
 def test_of_the_installed_engine_only_its_absence_is_unavailable() -> None:
-    with pytest.raises(Unavailable, match=r"^needs tiny \(ImportError: no tiny\)$"), importing(None, "needs tiny"):
+    with (
+        pytest.raises(Unavailable, match=r"^needs tiny \(ImportError: no tiny\)$"),
+        importing(None, "needs tiny"),
+    ):
         raise ImportError("no tiny")
     with pytest.raises(AttributeError), importing(None, "needs tiny"):
         raise AttributeError
@@ -110,7 +113,9 @@ def test_a_release_that_the_index_lacks_names_the_newest_ones(index: Path) -> No
     for version in ("1.0.0", "1.1.0", "1.2.3", "1.3.0"):
         wheel(index, version)
     wanted = Release(PACKAGE, "9.9.9")
-    told = "expected a release of tiny-engine, got 9.9.9, which the package index lacks; try 1.1.0, 1.2.3, 1.3.0"
+    told = (
+        "expected a release of tiny-engine, got 9.9.9, which the package index lacks; try 1.1.0, 1.2.3, 1.3.0"
+    )
     with pytest.raises(Unavailable, match=f"^{told}$"):
         wanted.install()
     with pytest.raises(Unavailable, match=f"^{told}$"):  # so says the run, in another process
@@ -118,13 +123,17 @@ def test_a_release_that_the_index_lacks_names_the_newest_ones(index: Path) -> No
     assert wanted.to_install()  # the next run tries again
 
 
-def test_an_index_that_cannot_be_reached_is_told_as_such(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_cannot_be_reached_is_told_as_such(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where another place has releases of the package."""
     wheel(index, "1.2.3")
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{free_ports(1)[0]}/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
-    with pytest.raises(Unavailable, match=r"^tiny-engine 9\.9\.9 cannot be installed: the package index cannot be rea"):
+    with pytest.raises(
+        Unavailable, match=r"^tiny-engine 9\.9\.9 cannot be installed: the package index cannot be rea"
+    ):
         Release(PACKAGE, "9.9.9").install()
 
 
@@ -161,12 +170,17 @@ def test_a_connection_that_came_back_is_not_the_reason_of_a_failure(server: Path
 
 
 def test_an_index_that_answers_without_the_package_was_reached(server: Path) -> None:
-    with pytest.raises(Unavailable, match=r"^expected a release of tiny-engine, got 1\.2\.3, which the package ind"):
+    with pytest.raises(
+        Unavailable, match=r"^expected a release of tiny-engine, got 1\.2\.3, which the package ind"
+    ):
         Release(PACKAGE, "1.2.3").install()
 
 
 def test_an_archives_name_is_without_the_query_of_its_address(tmp_path: Path) -> None:
-    info = {"url": "https://mirror/tiny-1.2.3.whl?token=secret#sha256=ab", "archive_info": {"hashes": {"sha256": "ab"}}}
+    info = {
+        "url": "https://mirror/tiny-1.2.3.whl?token=secret#sha256=ab",
+        "archive_info": {"hashes": {"sha256": "ab"}},
+    }
     (report := tmp_path / "report.json").write_text(json.dumps({"install": [{"download_info": info}]}))
     assert release._archive(report) == {"archive": "tiny-1.2.3.whl", "sha256": "ab"}
 
@@ -203,7 +217,9 @@ def test_a_failure_is_forgotten_once_the_release_is_installed(index: Path) -> No
     assert wanted.failure() == "" and wanted.is_installed
 
 
-def test_of_two_that_install_at_once_one_waits_and_finds_it_done(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_install_at_once_one_waits_and_finds_it_done(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second begins while the first one runs pip, and ends after it."""
     wheel(index, "1.2.3")
     wanted, run, lock = Release(PACKAGE, "1.2.3"), subprocess.run, fcntl.flock
@@ -228,7 +244,11 @@ def test_of_two_that_install_at_once_one_waits_and_finds_it_done(index: Path, mo
     assert len(runs) == 1 and wanted.is_installed
 
 
-@pytest.mark.parametrize("version", ["", "1", "latest", "0.18.x/..", "../0.18.9", "0.18.9 --pre", "0.18.9\n", "==0.18"])
+@pytest.mark.parametrize(
+    "version", ["", "1", "latest", "0.18.x/..", "../0.18.9", "0.18.9 --pre", "0.18.9\n", "==0.18"]
+)
 def test_a_version_that_is_none_is_refused(version: str) -> None:
-    with pytest.raises(ValueError, match=r"^release: expected a version of tiny-engine such as 0\.18\.9, got "):
+    with pytest.raises(
+        ValueError, match=r"^release: expected a version of tiny-engine such as 0\.18\.9, got "
+    ):
         Release(PACKAGE, version)

@@ -32,7 +32,9 @@ def theirs() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)
-def test_a_rounding_computes_the_same_gradients_in_other_bits(name: str, theirs: dict[str, torch.Tensor]) -> None:
+def test_a_rounding_computes_the_same_gradients_in_other_bits(
+    name: str, theirs: dict[str, torch.Tensor]
+) -> None:
     ours = gradients(name)
     for tensor, right in theirs.items():
         assert torch.dist(ours[tensor], right) <= 1e-4 * right.norm() + 1e-9, tensor

@@ -23,7 +23,9 @@ from methods.engines.transformers_release import OLDER_NAMES, arguments_of
 from tests.support import releases
 from tests.support.configured import configured
 
-LOAD = Workload(num_layers=3, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512, learning_rate=0.05)
+LOAD = Workload(
+    num_layers=3, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512, learning_rate=0.05
+)
 PARTS = dataclasses.replace(LOAD, micro_batches=2)
 ON_HOST = {"offload_optimizer": {"device": "cpu"}}
 ALL_ON_HOST = {**ON_HOST, "offload_param": {"device": "cpu"}}
@@ -54,7 +56,9 @@ def test_another_release_is_installed_before_a_run(tmp_path: Path, monkeypatch: 
 
 
 def test_a_text_that_is_no_release_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"release: expected a version of transformers such as .*, got 'newest'"):
+    with pytest.raises(
+        ValueError, match=r"release: expected a version of transformers such as .*, got 'newest'"
+    ):
         create("hf-trainer", {"release": "newest"})
 
 
@@ -76,14 +80,24 @@ def test_an_argument_that_a_release_lacks_is_not_dropped() -> None:
 
 @pytest.mark.parametrize("config", [zero(stage=2, **ON_HOST), zero(stage=3), zero(stage=0)])
 def test_a_plan_has_the_states_of_deepspeeds(config: str) -> None:
-    ours, theirs = (create(name, {"config": config}).plan(PARTS, Room()) for name in ("hf-trainer", "deepspeed"))
+    ours, theirs = (
+        create(name, {"config": config}).plan(PARTS, Room()) for name in ("hf-trainer", "deepspeed")
+    )
     for kind in ("weights", "gradients", "optimizer"):
-        assert ours.device.get(kind) == theirs.device.get(kind) and ours.host.get(kind) == theirs.host.get(kind)
+        assert ours.device.get(kind) == theirs.device.get(kind) and ours.host.get(kind) == theirs.host.get(
+            kind
+        )
 
 
 def test_the_settled_configuration_needs_no_file_and_settles_to_itself() -> None:
-    first = create("hf-trainer", {"config": str(ROOT / "examples/zero2_offload.json")}).plan(LOAD, Room()).options
-    again = create("hf-trainer", first).plan(dataclasses.replace(LOAD, dtype="bf16", micro_batches=4), Room()).options
+    first = (
+        create("hf-trainer", {"config": str(ROOT / "examples/zero2_offload.json")}).plan(LOAD, Room()).options
+    )
+    again = (
+        create("hf-trainer", first)
+        .plan(dataclasses.replace(LOAD, dtype="bf16", micro_batches=4), Room())
+        .options
+    )
     assert first == again and "optimizer" in json.loads(first["config"])
 
 
@@ -126,9 +140,14 @@ def test_adam_and_its_kernel_are_those_of_the_configuration(
 
 
 TRAINED = [
-    {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 1, **ON_HOST}, {"stage": 2, **ON_HOST}, {"stage": 3, **ON_HOST},
+    {"stage": 1},
+    {"stage": 2},
+    {"stage": 3},
+    {"stage": 1, **ON_HOST},
+    {"stage": 2, **ON_HOST},
+    {"stage": 3, **ON_HOST},
     {"stage": 3, **ALL_ON_HOST},
-]  # fmt: skip
+]
 
 
 @pytest.mark.heavy
@@ -153,8 +172,10 @@ def test_trainer_with_deepspeed_trains_as_the_reference_does(
 @pytest.mark.usefixtures("with_engines")
 def test_trainer_with_deepspeeds_own_adam_trains_as_deepspeed_does(shared_results: Path) -> None:
     """Without the gate's probe, to whose rounding the kernel's bias corrections in fp32 come near."""
-    jobs = [Job(name, PARTS, {"config": zero(stage=2, **ON_HOST)}, steps=5, warmup=1) for name in (
-        "hf-trainer", "deepspeed")]  # fmt: skip
+    jobs = [
+        Job(name, PARTS, {"config": zero(stage=2, **ON_HOST)}, steps=5, warmup=1)
+        for name in ("hf-trainer", "deepspeed")
+    ]
     ours, theirs = Sweep(shared_results, probe=NONE).run([resolve(job)[0] for job in jobs])
     assert ours.gate.passed, ours.reason or ours.gate.text
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
@@ -165,9 +186,13 @@ def test_trainer_with_deepspeeds_own_adam_trains_as_deepspeed_does(shared_result
 @pytest.mark.usefixtures("with_engines")
 def test_trainer_decays_biases_and_norms_if_the_configuration_has_an_optimizer(shared_results: Path) -> None:
     """Trainer then gives DeepSpeed all parameters as one group; DeepSpeed's method here gives it two."""
-    config = json.dumps({"zero_optimization": {"stage": 2}, "optimizer": {**ADAMW, "params": {"torch_adam": True}}})
+    config = json.dumps(
+        {"zero_optimization": {"stage": 2}, "optimizer": {**ADAMW, "params": {"torch_adam": True}}}
+    )
     record = run(shared_results, LOAD, config=config)
-    assert (record.gate.verdict, record.gate.reason) == ("failed", "weights"), record.reason or record.gate.text
+    assert (record.gate.verdict, record.gate.reason) == ("failed", "weights"), (
+        record.reason or record.gate.text
+    )
     assert ".ln" in record.gate.text
 
 
@@ -180,7 +205,9 @@ def test_trainer_with_deepspeed_takes_no_more_than_its_plan(
     entries: dict[str, Any], dtype: str, shared_results: Path
 ) -> None:
     """On sim, but for 5 % and 4 MiB of what no plan counts, such as norms and the batch."""
-    load = Workload(num_layers=4, hidden_size=256, num_heads=4, seq_len=128, batch_size=8, vocab_size=2048, dtype=dtype)
+    load = Workload(
+        num_layers=4, hidden_size=256, num_heads=4, seq_len=128, batch_size=8, vocab_size=2048, dtype=dtype
+    )
     sized = {"reduce_bucket_size": "auto", **entries}
     config = json.dumps({"zero_optimization": sized, "zero_force_ds_cpu_optimizer": False})
     asked = Job("hf-trainer", load, {"config": config}, Budget(2**30), device="sim", steps=3, warmup=1)

@@ -26,7 +26,9 @@ from tests.support import cli
 
 OURS = Path(__file__).parent / "configurations"
 EXAMPLE = ROOT / "examples/zero2_offload.json"
-LOAD = Workload(num_layers=3, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512, learning_rate=0.05)
+LOAD = Workload(
+    num_layers=3, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512, learning_rate=0.05
+)
 HALF = dataclasses.replace(LOAD, dtype="bf16")
 PARTS = dataclasses.replace(HALF, micro_batches=2)
 
@@ -39,7 +41,9 @@ def zero(**entries: Any) -> str:
     return as_text(zero_optimization=entries)
 
 
-def planned(config: str | Path, load: Workload = LOAD, name: str = "deepspeed", **options: Any) -> dict[str, Any]:
+def planned(
+    config: str | Path, load: Workload = LOAD, name: str = "deepspeed", **options: Any
+) -> dict[str, Any]:
     """The options that a plan settles."""
     return create(name, {"config": str(config), **options}).plan(load, Room()).options
 
@@ -64,8 +68,16 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # entries, changes o
         {"micro_batches": 2},
         "expected train_micro_batch_size_per_gpu 2, as -b 4, 2 micro-batches says, got 4; try -b 8",
     ),
-    ({"gradient_clipping": 0.5}, {}, "expected gradient_clipping 1.0, as --clip says, got 0.5; try --clip 0.5"),
-    ({"bf16": {"enabled": True}}, {}, "expected bf16.enabled false, as --dtype fp32 says, got true; try --dtype bf16"),
+    (
+        {"gradient_clipping": 0.5},
+        {},
+        "expected gradient_clipping 1.0, as --clip says, got 0.5; try --clip 0.5",
+    ),
+    (
+        {"bf16": {"enabled": True}},
+        {},
+        "expected bf16.enabled false, as --dtype fp32 says, got true; try --dtype bf16",
+    ),
     (
         {"fp16": {"enabled": False}},
         {"dtype": "fp16"},
@@ -84,7 +96,9 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # entries, changes o
 ]
 
 
-@pytest.mark.parametrize(("entries", "changes", "told"), SAYS, ids=[next(iter(entries)) for entries, *_ in SAYS])
+@pytest.mark.parametrize(
+    ("entries", "changes", "told"), SAYS, ids=[next(iter(entries)) for entries, *_ in SAYS]
+)
 def test_what_the_workload_gives_is_filled_in_or_must_be_the_same(
     entries: dict[str, Any], changes: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
@@ -94,7 +108,12 @@ def test_what_the_workload_gives_is_filled_in_or_must_be_the_same(
 
 
 def test_auto_and_the_same_value_are_the_configuration_without_it() -> None:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    names = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     load = dataclasses.replace(LOAD, micro_batches=2)
     expected = planned(zero(stage=1), load)
     same = dict(zip(names, (4, 2, 2, 1), strict=True)) | {"bf16": {"enabled": False}}
@@ -110,7 +129,10 @@ REFUSED = [
     (zero(stage=2, overlap_comm="yes"), 'expected zero_optimization.overlap_comm as bool, got "yes"'),
     (zero(stage=2, cpu_offload=True), "its name is now offload_optimizer, with device cpu; try that"),
     (zero(stage=2, offload_optimizer={"device": "nvme"}), "got nvme; try -m zero-infinity-nvme"),
-    (zero(stage=0, offload_optimizer={"device": "cpu"}), "expected stage 1 or higher for offload_optimizer, got 0"),
+    (
+        zero(stage=0, offload_optimizer={"device": "cpu"}),
+        "expected stage 1 or higher for offload_optimizer, got 0",
+    ),
     (
         zero(stage=2, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
         "expected stage 3 or higher for offload_param, got 2; try stage 3",
@@ -120,7 +142,10 @@ REFUSED = [
         "expected offload_optimizer on cpu beside offload_param, got none",
     ),
     (zero(stage=2, zenflow={"topk_ratio": 0.1}), "expected zero_optimization.zenflow switched off"),
-    (zero(stage=3, zero_quantized_weights=True), "expected zero_optimization.zero_quantized_weights false, got true"),
+    (
+        zero(stage=3, zero_quantized_weights=True),
+        "expected zero_optimization.zero_quantized_weights false, got true",
+    ),
     (as_text(optimizer={"type": "Lion"}), 'expected optimizer.type AdamW, as the reference, got "Lion"'),
     (
         as_text(optimizer={"type": "Adam", "params": {"adam_w_mode": False}}),
@@ -131,7 +156,10 @@ REFUSED = [
         "expected scheduler.params.warmup_num_steps left out, got 100: the workload gives the rate of each step",
     ),
     (as_text(scheduler={"type": "WarmupLR"}), 'expected scheduler.params, each "auto", got none'),
-    (as_text(scheduler={"type": "WarmupLR", "params": {}}), 'expected scheduler.params, each "auto", got none'),
+    (
+        as_text(scheduler={"type": "WarmupLR", "params": {}}),
+        'expected scheduler.params, each "auto", got none',
+    ),
     *(
         (json.dumps(entries), f'expected {path} as a value, because nothing fills it in, got "auto"')
         for path, entries in {
@@ -141,14 +169,20 @@ REFUSED = [
             "fp16.hysteresis": {"fp16": {"hysteresis": "auto"}},
             "zero_optimization.stage": {"zero_optimization": {"stage": "auto"}},
             "zero_optimization.offload_optimizer.pin_memory": {
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": "auto"}}
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_optimizer": {"device": "cpu", "pin_memory": "auto"},
+                }
             },
         }.items()
     ),
     (as_text(amp={"enabled": True}), "expected amp switched off"),
     (as_text(curriculum_learning={"enabled": True}), "expected curriculum_learning switched off"),
     (as_text(sparse_attention={"mode": "fixed"}), "expected sparse_attention switched off"),
-    (as_text(compression_training={"weight_quantization": {"a": 1}}), "expected compression_training switched off"),
+    (
+        as_text(compression_training={"weight_quantization": {"a": 1}}),
+        "expected compression_training switched off",
+    ),
     (as_text(pipeline={"stages": 2}), "try -m megatron-lm"),
     (as_text(expert_parallel={"enabled": True}), "expected expert_parallel switched off"),
     (
@@ -167,10 +201,16 @@ def test_an_entry_that_cannot_be_honored_is_refused_by_name(config: str, told: s
 
 def test_entries_that_change_no_training_are_left_out() -> None:
     quiet = {
-        "steps_per_print": 10, "wall_clock_breakdown": True, "flops_profiler": {"enabled": True}, "tensorboard": {},
-        "comms_logger": {"enabled": True}, "checkpoint": {"tag_validation": "Warn"}, "amp": {"enabled": False},
-        "activation_checkpointing": {"partition_activations": False}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+        "steps_per_print": 10,
+        "wall_clock_breakdown": True,
+        "flops_profiler": {"enabled": True},
+        "tensorboard": {},
+        "comms_logger": {"enabled": True},
+        "checkpoint": {"tag_validation": "Warn"},
+        "amp": {"enabled": False},
+        "activation_checkpointing": {"partition_activations": False},
+        "zero_allow_untested_optimizer": True,
+    }
     assert planned(as_text(**quiet, zero_optimization={"stage": 2})) == planned(zero(stage=2))
 
 
@@ -180,13 +220,18 @@ def test_no_entry_of_zero_in_the_installed_release_is_unknown() -> None:
     for name, section in {
         "runtime/zero/config.py": ("DeepSpeedZeroConfig", "zero_optimization"),
         "runtime/zero/offload_config.py": (
-            "DeepSpeedZeroOffloadOptimizerConfig", "zero_optimization.offload_optimizer",
+            "DeepSpeedZeroOffloadOptimizerConfig",
+            "zero_optimization.offload_optimizer",
         ),
         "runtime/precision_config.py": ("DeepSpeedBF16Config", "bf16"),
-    }.items():  # fmt: skip
+    }.items():
         tree = ast.parse((Path(spec.origin).parent / name).read_text())
         (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section[0]]
-        fields = [item for item in found.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+        fields = [
+            item
+            for item in found.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        ]
         for item in fields:
             assert isinstance(item.target, ast.Name)
             words = [word for call in ast.walk(item) if isinstance(call, ast.Call) for word in call.keywords]
@@ -215,7 +260,14 @@ def test_the_same_content_elsewhere_has_the_same_key_and_another_content_another
     )
     assert key(first) == key(second) == key(first.read_text())
     assert (
-        len({key(first), key(zero(stage=2, reduce_bucket_size=100)), key(zero(stage=1, reduce_bucket_size=2e8))}) == 3
+        len(
+            {
+                key(first),
+                key(zero(stage=2, reduce_bucket_size=100)),
+                key(zero(stage=1, reduce_bucket_size=2e8)),
+            }
+        )
+        == 3
     )
 
 
@@ -227,8 +279,18 @@ def test_the_settled_configuration_needs_no_file_and_settles_to_itself(name: str
     file.unlink()
     assert create("deepspeed", settled).plan(LOAD, Room()).options == settled
     # As a probe has it: another width, rate, clip, dtype and number of micro-batches.
-    other = Workload(num_layers=2, hidden_size=32, num_heads=4, seq_len=8, batch_size=8, micro_batches=2, dtype="bf16",
-                     clip_norm=0.01, vocab_size=97, learning_rate=1.0)  # fmt: skip
+    other = Workload(
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        seq_len=8,
+        batch_size=8,
+        micro_batches=2,
+        dtype="bf16",
+        clip_norm=0.01,
+        vocab_size=97,
+        learning_rate=1.0,
+    )
     assert create("deepspeed", settled).plan(other, Room()).options == settled
 
 
@@ -247,13 +309,17 @@ def test_sizes_of_auto_are_those_of_accelerate() -> None:
 
 def test_deepspeed_gets_the_files_entries_and_the_workloads() -> None:
     entries = {
-        "zero_optimization": {"stage": 1, "round_robin_gradients": True}, "prescale_gradients": True,
-        "bf16": {"check_grad_overflow": False}, "communication_data_type": "bf16",
+        "zero_optimization": {"stage": 1, "round_robin_gradients": True},
+        "prescale_gradients": True,
+        "bf16": {"check_grad_overflow": False},
+        "communication_data_type": "bf16",
         "optimizer": {"type": "Adam", "params": {"torch_adam": True, "foreach": False, "lr": "auto"}},
-    }  # fmt: skip
+    }
     load = dataclasses.replace(HALF, clip_norm=0.0)
     config = configured(entries, load, load)
-    assert config["zero_optimization"] == entries["zero_optimization"] and config["prescale_gradients"] is True
+    assert (
+        config["zero_optimization"] == entries["zero_optimization"] and config["prescale_gradients"] is True
+    )
     assert config["bf16"] == {"enabled": True, "check_grad_overflow": False}
     assert config["communication_data_type"] == "bf16" and config["gradient_clipping"] == 0
     given = {"lr": 0.05, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
@@ -291,21 +357,31 @@ def test_an_option_that_says_otherwise_than_the_configuration_is_refused() -> No
     told = "option stage: expected 3, as the configuration says, got 2; leave stage out"
     assert refusal(zero(stage=3), stage=2) == told  # given, though it is the default
     on_host = zero(stage=2, offload_optimizer={"device": "cpu"}, overlap_comm=True)
-    assert "option offload: expected optimizer, as the configuration says, got None" in refusal(on_host, offload=None)
-    assert "option adam: expected deepspeed, as the configuration says, got fused" in refusal(on_host, adam="fused")
+    assert "option offload: expected optimizer, as the configuration says, got None" in refusal(
+        on_host, offload=None
+    )
+    assert "option adam: expected deepspeed, as the configuration says, got fused" in refusal(
+        on_host, adam="fused"
+    )
     assert "option overlap_comm: expected True" in refusal(on_host, overlap_comm=False)
-    assert "option accumulation: expected accelerate" in refusal(OURS / "accelerate_zero1.yaml", accumulation="engine")
+    assert "option accumulation: expected accelerate" in refusal(
+        OURS / "accelerate_zero1.yaml", accumulation="engine"
+    )
     summed = {"name": "fsdp2-offload", "world_size": 2, "reshard_after_forward": True}
     assert "option reshard_after_forward: expected False" in refusal(
         OURS / "accelerate_fsdp2_kept.yaml", HALF, **summed
     )
     told = "option reshard_after_forward: expected True, as the configuration says, got False"
-    assert told in refusal(OURS / "accelerate_fsdp2_offload.yaml", name="fsdp2-offload", reshard_after_forward=False)
+    assert told in refusal(
+        OURS / "accelerate_fsdp2_offload.yaml", name="fsdp2-offload", reshard_after_forward=False
+    )
 
 
 def test_an_option_that_says_the_same_as_the_configuration_changes_nothing() -> None:
     config = zero(stage=2, offload_optimizer={"device": "cpu"})
-    assert planned(config, stage=2, offload="optimizer", adam="deepspeed", overlap_comm=False) == planned(config)
+    assert planned(config, stage=2, offload="optimizer", adam="deepspeed", overlap_comm=False) == planned(
+        config
+    )
 
 
 def test_without_a_configuration_the_record_holds_each_options_default() -> None:
@@ -316,9 +392,12 @@ def test_without_a_configuration_the_record_holds_each_options_default() -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "told"), [({"adam": "mine"}, "adam: expected one of fused"), ({"release": "new"}, "release: expected")]
+    ("options", "told"),
+    [({"adam": "mine"}, "adam: expected one of fused"), ({"release": "new"}, "release: expected")],
 )
-def test_an_option_beside_a_configuration_is_checked_as_without_it(options: dict[str, Any], told: str) -> None:
+def test_an_option_beside_a_configuration_is_checked_as_without_it(
+    options: dict[str, Any], told: str
+) -> None:
     assert told in refusal(zero(stage=2), **options)
 
 
@@ -327,18 +406,38 @@ EXAMPLES: list[tuple[str, str, Workload, int, dict[str, Any]]] = [  # file, meth
     ("zero3_offload.json", "deepspeed", LOAD, 1, {"stage": 3, "offload": "all", "adam": "deepspeed"}),
     ("zero3.json", "deepspeed", HALF, 2, {"stage": 3, "offload": None, "adam": "deepspeed"}),
     ("accelerate_zero1.yaml", "deepspeed", LOAD, 1, {"stage": 1, "offload": None, "adam": "fused"}),
-    ("accelerate_zero2.yaml", "deepspeed", PARTS, 2, {"stage": 2, "offload": None, "accumulation": "accelerate"}),
+    (
+        "accelerate_zero2.yaml",
+        "deepspeed",
+        PARTS,
+        2,
+        {"stage": 2, "offload": None, "accumulation": "accelerate"},
+    ),
     ("accelerate_zero2_offload.yaml", "deepspeed", LOAD, 1, {"stage": 2, "offload": "optimizer"}),
     ("accelerate_zero3.yaml", "deepspeed", LOAD, 1, {"stage": 3, "offload": None, "overlap_comm": True}),
-    ("accelerate_zero3_offload.yaml", "deepspeed", LOAD, 1, {"stage": 3, "offload": "all", "adam": "deepspeed"}),
+    (
+        "accelerate_zero3_offload.yaml",
+        "deepspeed",
+        LOAD,
+        1,
+        {"stage": 3, "offload": "all", "adam": "deepspeed"},
+    ),
     ("accelerate_with_file.yaml", "deepspeed", LOAD, 1, {"stage": 1, "adam": "published"}),
-    ("accelerate_fsdp2_offload.yaml", "fsdp2-offload", LOAD, 1, {"reshard_after_forward": True, "config": None}),
+    (
+        "accelerate_fsdp2_offload.yaml",
+        "fsdp2-offload",
+        LOAD,
+        1,
+        {"reshard_after_forward": True, "config": None},
+    ),
     ("accelerate_fsdp2_kept.yaml", "fsdp2-offload", HALF, 2, {"reshard_after_forward": False}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "load", "ranks", "expected"), EXAMPLES, ids=[f"{each[0]} {each[3]}" for each in EXAMPLES]
+    ("name", "method", "load", "ranks", "expected"),
+    EXAMPLES,
+    ids=[f"{each[0]} {each[3]}" for each in EXAMPLES],
 )
 def test_an_example_settles_to_what_it_says(
     name: str, method: str, load: Workload, ranks: int, expected: dict[str, Any]
@@ -358,9 +457,13 @@ EXAMPLES_REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "method", "told"), EXAMPLES_REFUSED, ids=[" ".join(e[:2]) for e in EXAMPLES_REFUSED])
+@pytest.mark.parametrize(
+    ("name", "method", "told"), EXAMPLES_REFUSED, ids=[" ".join(e[:2]) for e in EXAMPLES_REFUSED]
+)
 def test_an_example_that_cannot_be_trained_is_refused(name: str, method: str, told: str) -> None:
-    assert refusal(OURS / name, name=method).startswith(f"{name}: ") and told in refusal(OURS / name, name=method)
+    assert refusal(OURS / name, name=method).startswith(f"{name}: ") and told in refusal(
+        OURS / name, name=method
+    )
 
 
 def test_each_example_is_shown_to_run_or_to_be_refused() -> None:
@@ -373,7 +476,10 @@ def accelerate(**entries: Any) -> str:
 
 
 ACCELERATE_REFUSED = [
-    (accelerate(deepspeed_config={"zero_stge": 2}), 'got "deepspeed_config.zero_stge"; did you mean zero_stage?'),
+    (
+        accelerate(deepspeed_config={"zero_stge": 2}),
+        'got "deepspeed_config.zero_stge"; did you mean zero_stage?',
+    ),
     (
         accelerate(mixed_precision="bf16"),
         'expected mixed_precision "no", as --dtype fp32 says, got "bf16"; try --dtype',
@@ -383,7 +489,10 @@ ACCELERATE_REFUSED = [
         "expected gradient_accumulation_steps 1, as --micro-batches says, got 2; try --micro-batches 2",
     ),
     (accelerate(deepspeed_config={"gradient_clipping": 0.5}), "got 0.5; try --clip 0.5"),
-    (accelerate(deepspeed_config={"offload_optimizer_device": "nvme"}), "got nvme; try -m zero-infinity-nvme"),
+    (
+        accelerate(deepspeed_config={"offload_optimizer_device": "nvme"}),
+        "got nvme; try -m zero-infinity-nvme",
+    ),
     (
         accelerate(deepspeed_config={"deepspeed_config_file": "a.json", "zero_stage": 2}),
         "expected no other entries beside deepspeed_config_file, got zero_stage; try them in a.json",
@@ -399,7 +508,9 @@ ACCELERATE_REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("config", "told"), ACCELERATE_REFUSED, ids=[config[:90] for config, _ in ACCELERATE_REFUSED])
+@pytest.mark.parametrize(
+    ("config", "told"), ACCELERATE_REFUSED, ids=[config[:90] for config, _ in ACCELERATE_REFUSED]
+)
 def test_an_entry_of_accelerate_that_cannot_be_honored_is_refused_by_name(config: str, told: str) -> None:
     assert told in refusal(config)
 
@@ -435,9 +546,21 @@ fsdp_config:
             "deepspeed",
             'expected distributed_type DEEPSPEED, as -m deepspeed, got ["FSDP"]',
         ),
-        ("distributed_type: DEEPSPEED\nmixed_precision: [bf16]\n", "deepspeed", 'got ["bf16"]; try no or bf16 or fp16'),
-        ("distributed_type: DEEPSPEED\nmixed_precision: {2026-01-01: 1}\n", "deepspeed", "expected mixed_precision"),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: [2]\n", "deepspeed", "expected deepspeed_config as a section"),
+        (
+            "distributed_type: DEEPSPEED\nmixed_precision: [bf16]\n",
+            "deepspeed",
+            'got ["bf16"]; try no or bf16 or fp16',
+        ),
+        (
+            "distributed_type: DEEPSPEED\nmixed_precision: {2026-01-01: 1}\n",
+            "deepspeed",
+            "expected mixed_precision",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: [2]\n",
+            "deepspeed",
+            "expected deepspeed_config as a section",
+        ),
     ],
 )
 def test_an_oddly_typed_yaml_is_refused_in_a_line(text: str, name: str, told: str, tmp_path: Path) -> None:
@@ -448,7 +571,16 @@ def test_an_oddly_typed_yaml_is_refused_in_a_line(text: str, name: str, told: st
 
 @pytest.mark.shows("bad input is one line and exit code 2")
 def test_a_configuration_that_is_not_there_is_one_line_and_exit_2(tmp_path: Path) -> None:
-    words = ["-m", "deepspeed", "-l", "2", "--option", f"config={tmp_path}/none.json", "--results", tmp_path / "r"]
+    words = [
+        "-m",
+        "deepspeed",
+        "-l",
+        "2",
+        "--option",
+        f"config={tmp_path}/none.json",
+        "--results",
+        tmp_path / "r",
+    ]
     done = cli.run(*words)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "none.json: No such file or directory" in done.stderr and not (tmp_path / "r").exists()
@@ -460,19 +592,25 @@ def run(results: Path, config: str | Path, load: Workload, name: str = "deepspee
 
 
 TRAINED = [
-    (EXAMPLE, LOAD, 1), (EXAMPLE, PARTS, 2),
+    (EXAMPLE, LOAD, 1),
+    (EXAMPLE, PARTS, 2),
     (OURS / "zero1_torch_adam.json", LOAD, 1),
-    (OURS / "zero3_offload.json", HALF, 2), (OURS / "zero3.json", LOAD, 1), (OURS / "accelerate_zero2.yaml", PARTS, 2),
-    (OURS / "accelerate_zero3_offload.yaml", LOAD, 1), (OURS / "accelerate_fsdp2_offload.yaml", LOAD, 1),
+    (OURS / "zero3_offload.json", HALF, 2),
+    (OURS / "zero3.json", LOAD, 1),
+    (OURS / "accelerate_zero2.yaml", PARTS, 2),
+    (OURS / "accelerate_zero3_offload.yaml", LOAD, 1),
+    (OURS / "accelerate_fsdp2_offload.yaml", LOAD, 1),
     (OURS / "accelerate_fsdp2_kept.yaml", HALF, 2),
-]  # fmt: skip
+]
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(1800)  # the first to need a compiled kernel builds it
 @pytest.mark.usefixtures("with_engines")
 @pytest.mark.parametrize(
-    ("file", "load", "ranks"), TRAINED, ids=[f"{file.stem} {load.dtype} {ranks}" for file, load, ranks in TRAINED]
+    ("file", "load", "ranks"),
+    TRAINED,
+    ids=[f"{file.stem} {load.dtype} {ranks}" for file, load, ranks in TRAINED],
 )
 def test_a_configuration_trains_as_the_reference_does(
     file: Path, load: Workload, ranks: int, shared_results: Path
@@ -492,7 +630,7 @@ SIZED = [
     {"stage": 3, "reduce_bucket_size": "auto"},
     {"stage": 3, "reduce_bucket_size": "auto", **ON_HOST},
     {"stage": 3, "reduce_bucket_size": 8_000_000, "offload_param": {"device": "cpu"}, **ON_HOST},
-]  # fmt: skip
+]
 
 
 @pytest.mark.heavy
@@ -527,7 +665,9 @@ OTHERWISE = [
 
 @pytest.mark.heavy
 @pytest.mark.usefixtures("with_engines")
-@pytest.mark.parametrize(("entries", "load", "ranks"), OTHERWISE, ids=[next(iter(each[0])) for each in OTHERWISE])
+@pytest.mark.parametrize(
+    ("entries", "load", "ranks"), OTHERWISE, ids=[next(iter(each[0])) for each in OTHERWISE]
+)
 def test_the_gate_fails_a_configuration_that_trains_otherwise(
     entries: dict[str, Any], load: Workload, ranks: int, shared_results: Path
 ) -> None:

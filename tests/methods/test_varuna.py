@@ -36,13 +36,28 @@ BUG_PLACES = {"gradient_of_a_replica_dropped": (1, 2)}
 METHOD_BUGS = [bug.symptom for bug in BUGS if bug.file.endswith("gradients.py") or "overflow" in bug.symptom]
 
 
-def job(place: tuple[int, int], schedule: str = "varuna", workload: Workload = WORKLOAD, steps: int = STEPS,
-        **more: Any) -> dict[str, Any]:  # fmt: skip
+def job(
+    place: tuple[int, int],
+    schedule: str = "varuna",
+    workload: Workload = WORKLOAD,
+    steps: int = STEPS,
+    **more: Any,
+) -> dict[str, Any]:
     num_stages, num_replicas = place
-    options = {"num_stages": num_stages, "chunk_size": more.pop("chunk_size", 1), "schedule": schedule,
-               **more.pop("options", {})}  # fmt: skip
-    return {"kind": "method", "ranks": num_stages * num_replicas, "options": options, "steps": steps,
-            "workload": dataclasses.asdict(workload), **more}  # fmt: skip
+    options = {
+        "num_stages": num_stages,
+        "chunk_size": more.pop("chunk_size", 1),
+        "schedule": schedule,
+        **more.pop("options", {}),
+    }
+    return {
+        "kind": "method",
+        "ranks": num_stages * num_replicas,
+        "options": options,
+        "steps": steps,
+        "workload": dataclasses.asdict(workload),
+        **more,
+    }
 
 
 def overflow_job(**more: Any) -> dict[str, Any]:
@@ -89,13 +104,17 @@ def quick() -> TrainedByRanks:
 def special(tmp_path_factory: pytest.TempPathFactory) -> TrainedByRanks:
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     jobs: dict[Any, dict[str, Any]] = {}
-    jobs["bf16"] = job((2, 1), workload=dataclasses.replace(WORKLOAD, dtype="bf16", learning_rate=0.1), steps=8)
+    jobs["bf16"] = job(
+        (2, 1), workload=dataclasses.replace(WORKLOAD, dtype="bf16", learning_rate=0.1), steps=8
+    )
     jobs["overflow"] = overflow_job()
     jobs["saved"] = job((2, 2), steps=4, options={"checkpoint": folder, "checkpoint_every": 2})
     jobs["resumed"] = job((3, 1), options={"resume": folder})
     for name in METHOD_BUGS:
         jobs[name] = (
-            overflow_job(bug=name) if "overflow" in name else job(BUG_PLACES.get(name, (2, 1)), steps=4, bug=name)
+            overflow_job(bug=name)
+            if "overflow" in name
+            else job(BUG_PLACES.get(name, (2, 1)), steps=4, bug=name)
         )
     return TrainedByRanks(jobs)
 
@@ -112,7 +131,9 @@ def test_losses_and_norms_are_those_of_one_process(each: Any, quick: TrainedByRa
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("place", OTHERS, ids=str)
-def test_every_place_and_schedule_has_the_losses_and_norms_of_one_process(place: Any, every: TrainedByRanks) -> None:
+def test_every_place_and_schedule_has_the_losses_and_norms_of_one_process(
+    place: Any, every: TrainedByRanks
+) -> None:
     assert distance(every.first(place), resident(steps=FEW_STEPS)) < 1e-6
 
 
@@ -132,8 +153,9 @@ def test_every_rank_of_a_special_training_tells_the_same(name: str, special: Tra
 def test_one_micro_batch_has_the_very_bits_of_resident_training(quick: TrainedByRanks) -> None:
     found, reference = quick.first("one micro-batch"), resident(steps=8)
     assert (found["losses"], found["norms"]) == (reference.losses, reference.grad_norms)
-    assert found["tensors"] == {state.name: [bits(state.weight), bits(state.exp_avg)]
-                                for state in reference.trained.tensors}  # fmt: skip
+    assert found["tensors"] == {
+        state.name: [bits(state.weight), bits(state.exp_avg)] for state in reference.trained.tensors
+    }
 
 
 def test_one_rank_has_the_very_bits_of_resident_training_dropout_included() -> None:
@@ -162,11 +184,17 @@ def overflowing_resident() -> TrainingResult:
 def test_every_rank_skips_the_steps_that_resident_training_skips(special: TrainedByRanks) -> None:
     """Three, of which the last has no gradient beyond fp16 but the sum of the embedding's two."""
     for found in special.by_name["overflow"][:2]:
-        assert found["skipped"] == [not math.isfinite(norm) for norm in found["norms"]] == [True] * 3 + [False] * 5
+        assert (
+            found["skipped"]
+            == [not math.isfinite(norm) for norm in found["norms"]]
+            == [True] * 3 + [False] * 5
+        )
         assert distance(found, overflowing_resident()) < 1e-3
 
 
-def test_one_rank_has_the_very_bits_of_resident_training_through_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_has_the_very_bits_of_resident_training_through_overflows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("methods.shared.loss_scale.INITIAL_LOSS_SCALE", ABOVE)
     reference, found = overflowing_resident(), train("varuna", overflowing(batch_size=4), 8)
     assert found.losses == reference.losses
@@ -180,7 +208,8 @@ def test_a_planted_bug_shows(name: str, special: TrainedByRanks) -> None:
     """In the losses or norms of the first rank, by a hundred times the tolerance and more."""
     found = special.first(name)
     if "overflow" in name:
-        assert distance(found, overflowing_resident()) == math.inf  # other steps are skipped, or losses not finite
+        # other steps are skipped, or losses not finite
+        assert distance(found, overflowing_resident()) == math.inf
     else:
         assert distance(found, resident(steps=4)) > 1e-4
 
@@ -195,10 +224,16 @@ def test_a_job_resumes_with_other_stages_and_replicas(special: TrainedByRanks) -
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"world_size": 4, "num_stages": 3}, "expected a divisor of the 4 ranks, got 3; try 2 or 4, or --ranks 3"),
+        (
+            {"world_size": 4, "num_stages": 3},
+            "expected a divisor of the 4 ranks, got 3; try 2 or 4, or --ranks 3",
+        ),
         ({"num_stages": 2}, "expected a divisor of the 1 rank, got 2; try 1, or --ranks 2"),
         ({"world_size": 8, "num_stages": 8}, "num_stages: expected 1 to 4, the number of layers, got 8"),
-        ({"world_size": 2, "num_stages": 2, "chunk_size": 3}, "of the 4 samples of a replica, got 3; try 2 or 4"),
+        (
+            {"world_size": 2, "num_stages": 2, "chunk_size": 3},
+            "of the 4 samples of a replica, got 3; try 2 or 4",
+        ),
         ({"world_size": 3, "num_stages": 1}, "a batch of 4 does not divide by 3 replicas; try -b 3 or 6"),
         ({"world_size": 4, "num_stages": 4, "chunk_size": 2, "schedule": "1f1b"}, "at least 4 micro-batches"),
         ({"schedule": "zero"}, "expected varuna or 1f1b or gpipe, got 'zero'"),
@@ -283,7 +318,9 @@ def test_a_rank_that_stands_still_is_named_after_the_limit(tmp_path: Path) -> No
 @pytest.mark.heavy
 def test_a_job_resumes_at_the_door(tmp_path: Path) -> None:
     folder, words = tmp_path / "checkpoints", ["-m", "varuna", *SIZES, "--results", str(tmp_path)]
-    first = cli.run(*words, "--steps", "4", "--option", f"checkpoint={folder}", "--option", "checkpoint_every=4")
+    first = cli.run(
+        *words, "--steps", "4", "--option", f"checkpoint={folder}", "--option", "checkpoint_every=4"
+    )
     assert first.returncode == 0, first.stderr + first.stdout
     done = cli.run(*words, "--steps", "8", "--ranks", "2", "--resume", folder)
     assert done.returncode == 0 and "gate passed" in done.stdout, done.stderr + done.stdout
@@ -291,13 +328,16 @@ def test_a_job_resumes_at_the_door(tmp_path: Path) -> None:
     assert record.schedule["resumed_steps"] == 4 and len(record.timed_seconds) <= 4
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    ("--ranks 8 --option num_stages=8", "num_stages: expected 1 to 4"),
-    ("--ranks 4 --option num_stages=3", "expected a divisor of the 4 ranks, got 3"),
-    ("--option num_stages=2", "expected a divisor of the 1 rank, got 2"),
-    ("--ranks 2 --option chunk_size=3", "expected a divisor of the 4 samples"),
-    ("--resume no/such", "no/such: expected a complete checkpoint, got none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--ranks 8 --option num_stages=8", "num_stages: expected 1 to 4"),
+        ("--ranks 4 --option num_stages=3", "expected a divisor of the 4 ranks, got 3"),
+        ("--option num_stages=2", "expected a divisor of the 1 rank, got 2"),
+        ("--ranks 2 --option chunk_size=3", "expected a divisor of the 4 samples"),
+        ("--resume no/such", "no/such: expected a complete checkpoint, got none"),
+    ],
+)
 def test_bad_input_is_one_line_and_starts_nothing(words: str, told: str, tmp_path: Path) -> None:
     done = cli.run("-m", "varuna", *words.split(), *SIZES, "--results", tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and told in done.stderr, done.stderr

@@ -28,7 +28,12 @@ def meta(workload: Workload) -> GPT:
 
 @pytest.mark.parametrize(
     "workload",
-    [tiny(), tiny(num_layers=5, seq_len=7), tiny(hidden_size=8, num_heads=1, vocab_size=13), Workload(num_layers=100)],
+    [
+        tiny(),
+        tiny(num_layers=5, seq_len=7),
+        tiny(hidden_size=8, num_heads=1, vocab_size=13),
+        Workload(num_layers=100),
+    ],
     ids=lambda workload: f"{workload.num_layers}-layers-{workload.hidden_size}-hidden",
 )
 def test_parameters_are_as_many_as_the_arithmetic_says(workload: Workload) -> None:
@@ -39,7 +44,9 @@ def test_layer_parameters_are_as_many_as_the_arithmetic_says() -> None:
     assert sum(parameter.numel() for parameter in meta(Workload()).layers[0].parameters()) == 50_358_272
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_layers": 5}, {"num_heads": 1}, {"batch_size": 1, "seq_len": 33}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_layers": 5}, {"num_heads": 1}, {"batch_size": 1, "seq_len": 33}]
+)
 def test_loss_and_gradients_agree_with_an_independent_forward_pass(changes: dict[str, Any]) -> None:
     workload = tiny(**changes)
     inputs, targets = token_batches(workload, 1)[0]
@@ -65,7 +72,10 @@ def test_short_inputs_take_the_first_positions() -> None:
 
 def test_no_token_sees_a_later_one() -> None:
     workload = tiny()
-    layer, x = build(workload).layers[0], initial("ends.wte.weight", torch.Size((16, 36)), workload).unsqueeze(0)
+    layer, x = (
+        build(workload).layers[0],
+        initial("ends.wte.weight", torch.Size((16, 36)), workload).unsqueeze(0),
+    )
     changed = x.clone()
     changed[:, 9, 0] += 1
     moved = (layer(x) != layer(changed)).any(-1).flatten().tolist()
@@ -90,11 +100,15 @@ def test_recompute_sees_the_dropout_of_the_forward_pass() -> None:
     for layer in kept.layers:
         x = layer(x)
     kept.ends.loss(x, targets).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(recomputed.parameters(), kept.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(recomputed.parameters(), kept.parameters(), strict=True)
+    )
 
 
 def test_decay_is_on_matrices_only() -> None:
-    decayed = {name for name, parameter in meta(tiny(num_layers=1)).named_parameters() if is_decayed(parameter.shape)}
+    decayed = {
+        name for name, parameter in meta(tiny(num_layers=1)).named_parameters() if is_decayed(parameter.shape)
+    }
     ends, layer = {"ends.wte.weight", "ends.wpe.weight"}, {"qkv", "proj", "fc1", "fc2"}
     assert decayed == ends | {f"layers.0.{name}.weight" for name in layer}
 
@@ -152,8 +166,12 @@ def test_loss_of_the_bf16_model_is_fp32() -> None:
     assert build(tiny(dtype="bf16"))(*token_batches(tiny(), 1)[0]).dtype == torch.float32
 
 
-@pytest.mark.parametrize("num_logits", [job.NUM_LOGITS, 7 * 101, 1], ids=["one block", "blocks", "token by token"])
-def test_loss_in_blocks_of_tokens_is_torchs_cross_entropy(num_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "num_logits", [job.NUM_LOGITS, 7 * 101, 1], ids=["one block", "blocks", "token by token"]
+)
+def test_loss_in_blocks_of_tokens_is_torchs_cross_entropy(
+    num_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpt, "NUM_LOGITS", num_logits)
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(size, generator=generator).requires_grad_() for size in ((32, 36), (101, 36)))

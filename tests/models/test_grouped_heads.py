@@ -13,7 +13,9 @@ from tests.support.configured import configured
 
 
 @pytest.mark.parametrize(("dtype", "key_heads"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
-def test_a_layer_repeats_its_keys_in_fp32_alone(dtype: str, key_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_repeats_its_keys_in_fp32_alone(
+    dtype: str, key_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen, attention = set(), torch.nn.functional.scaled_dot_product_attention
 
     def noted(query: Tensor, key: Tensor, value: Tensor, **words: object) -> Tensor:

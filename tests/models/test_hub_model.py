@@ -26,16 +26,32 @@ from tests.support.configured import FAMILIES, config_of, configured, in_parts
 
 # Parameters of the published checkpoints.
 PUBLISHED = {
-    "Llama-2-7b-hf": 6_738_415_616, "Llama-2-13b-hf": 13_015_864_320, "Llama-2-70b-hf": 68_976_648_192,
-    "Mistral-7B-v0.2": 7_241_732_096, "Mistral-7B-v0.3": 7_248_023_552,
-    "Llama-3-8B": 8_030_261_248, "Llama-3.1-8B": 8_030_261_248, "Llama-3.1-70B": 70_553_706_496,
-    "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B": 3_212_749_824, "Mistral-7B": 7_241_732_096,
-    "Mistral-Nemo": 12_247_782_400, "Qwen2.5-0.5B": 494_032_768, "Qwen2.5-1.5B": 1_543_714_304,
-    "Qwen2.5-3B": 3_085_938_688, "Qwen2.5-7B": 7_615_616_512, "Qwen2.5-14B": 14_770_033_664,
-    "Qwen2.5-32B": 32_763_876_352, "Qwen2.5-72B": 72_706_203_648, "Qwen3-0.6B": 596_049_920,
-    "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360,
-    "Qwen3-14B": 14_768_307_200, "Qwen3-32B": 32_762_123_264,
-}  # fmt: skip
+    "Llama-2-7b-hf": 6_738_415_616,
+    "Llama-2-13b-hf": 13_015_864_320,
+    "Llama-2-70b-hf": 68_976_648_192,
+    "Mistral-7B-v0.2": 7_241_732_096,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "Llama-3-8B": 8_030_261_248,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Mistral-7B": 7_241_732_096,
+    "Mistral-Nemo": 12_247_782_400,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+}
 
 
 def counted(config: dict[str, Any]) -> int:
@@ -122,7 +138,7 @@ REFUSED = [
     ({"sliding_window": 1e30}, "expected sliding_window as a whole number from 1 to "),
     ({"head_dim": -8}, "expected head_dim as a whole number from 1 to "),
     ({"eos_token_id": ["2"]}, r"expected eos_token_id as a token's number, got \['2'\]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "told"), REFUSED, ids=[str(*change) for change, _ in REFUSED])
@@ -138,7 +154,10 @@ def test_code_that_a_configuration_names_is_not_run(named: str, tmp_path: Path) 
     """As a record from elsewhere may hold it; on the command line such a field is left out."""
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'touched')!r}, 'w')")
     named = named.format(folder=tmp_path)
-    planted = {"auto_map": {"AutoConfig": named, "AutoModelForCausalLM": named}, "_name_or_path": str(tmp_path)}
+    planted = {
+        "auto_map": {"AutoConfig": named, "AutoModelForCausalLM": named},
+        "_name_or_path": str(tmp_path),
+    }
     workload = dataclasses.replace(configured("llama"), config=json.dumps({**config_of("llama"), **planted}))
     assert build(workload) is not None and not (tmp_path / "touched").exists()
 
@@ -146,7 +165,9 @@ def test_code_that_a_configuration_names_is_not_run(named: str, tmp_path: Path) 
 @pytest.mark.heavy
 def test_a_sketch_that_needs_too_much_memory_is_one_line(tmp_path: Path) -> None:
     changes = {"num_attention_heads": 8192, "num_key_value_heads": 8192, "head_dim": 8}
-    (tmp_path / "config.json").write_text(json.dumps(config_of("mistral", **changes, intermediate_size=10**6)))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_of("mistral", **changes, intermediate_size=10**6))
+    )
     ended = cli.run("plan", "-m", "resident", "--model", str(tmp_path), "--seq", "16")
     assert ended.returncode == 2 and len(ended.stderr.strip().splitlines()) == 1
     assert re.search("more than 4 GiB|can't allocate memory", ended.stderr), ended.stderr
@@ -181,10 +202,14 @@ def test_a_token_beyond_a_smaller_vocabulary_is_its_last_one() -> None:
     ("whole", "part", "ties"),
     [("gemma3", None, True), ("gemma3", True, True), ("llava", None, False), ("mistral3", None, True)],
 )
-def test_a_part_for_texts_ties_its_head_as_the_whole_model_does(whole: str, part: bool | None, ties: bool) -> None:
+def test_a_part_for_texts_ties_its_head_as_the_whole_model_does(
+    whole: str, part: bool | None, ties: bool
+) -> None:
     config = {"model_type": whole, "text_config": config_of("llama", tie_word_embeddings=part)}
     assert hub_config.text_part(config)["tie_word_embeddings"] is ties
-    assert hub_config.text_part({**config, "tie_word_embeddings": part or False})["tie_word_embeddings"] is bool(part)
+    assert hub_config.text_part({**config, "tie_word_embeddings": part or False})[
+        "tie_word_embeddings"
+    ] is bool(part)
 
 
 @pytest.mark.parametrize(("whole", "part"), [(True, False), (False, True), (None, False)])
@@ -210,11 +235,15 @@ def test_the_dropout_of_a_configuration_is_named() -> None:
     """With what transformers assumes for GPT-2."""
     model = named_models.ConfiguredModel(config_of("llama", attention_dropout=0.1, classifier_dropout=0.5))
     assert model.note == "trained without its dropout (attention_dropout 0.1)"
-    config = {name: value for name, value in config_of("gpt2").items() if name != "attn_pdrop"} | {"embd_pdrop": 0}
+    config = {name: value for name, value in config_of("gpt2").items() if name != "attn_pdrop"} | {
+        "embd_pdrop": 0
+    }
     assert named_models.ConfiguredModel(config).note.endswith("(attn_pdrop 0.1, resid_pdrop 0.1)")
 
 
-def test_a_model_is_sketched_once_for_all_threads_that_draw_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_sketched_once_for_all_threads_that_draw_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each of six threads had started a process for it."""
     sketched: list[str] = []
 

@@ -23,16 +23,28 @@ from tests.support.configured import config_of
 def sizes(*words: str) -> tuple[int, ...]:
     """Layers, hidden size, heads, tokens a sample and vocabulary that a call asks for."""
     told = main.door.commands[words[0]].make_context("it", list(words[1:])).params
-    return (*told["num_layers"], *told["hidden_size"], told["num_heads"], *told["seq_len"], told["vocab_size"])
+    return (
+        *told["num_layers"],
+        *told["hidden_size"],
+        told["num_heads"],
+        *told["seq_len"],
+        told["vocab_size"],
+    )
 
 
 # Parameters of the published checkpoints whose architecture is ours, but for what pads: 47 words of GPT-2's vocabulary,
 # two positions of OPT's.
 PUBLISHED = {
-    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
-    "opt-125m": 125_239_296, "opt-1.3b": 1_315_758_080, "opt-6.7b": 6_658_473_984, "opt-13b": 12_853_473_280,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "opt-125m": 125_239_296,
+    "opt-1.3b": 1_315_758_080,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
     "opt-30b": 29_974_540_288,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -63,14 +75,25 @@ def test_varunas_models_are_those_of_its_script(size: str) -> None:
 
 # Layers, width, heads, tokens and words by the sources that models.yaml names.
 OPT = {
-    "125m": (12, 768, 12), "350m": (24, 1024, 16), "1.3b": (24, 2048, 32), "2.7b": (32, 2560, 32),
-    "6.7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "66b": (64, 9216, 72),
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "1.3b": (24, 2048, 32),
+    "2.7b": (32, 2560, 32),
+    "6.7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "66b": (64, 9216, 72),
     "175b": (96, 12288, 96),
-}  # fmt: skip
+}
 LLAMA = {
-    "llama-7b": (32, 4096, 32), "llama-13b": (40, 5120, 40), "llama-33b": (60, 6656, 52), "llama-65b": (80, 8192, 64),
-    "llama2-7b": (32, 4096, 32), "llama2-13b": (40, 5120, 40), "llama2-70b": (80, 8192, 64),
-}  # fmt: skip
+    "llama-7b": (32, 4096, 32),
+    "llama-13b": (40, 5120, 40),
+    "llama-33b": (60, 6656, 52),
+    "llama-65b": (80, 8192, 64),
+    "llama2-7b": (32, 4096, 32),
+    "llama2-13b": (40, 5120, 40),
+    "llama2-70b": (80, 8192, 64),
+}
 TOKENS_AND_WORDS = {"llama": (2048, 32000), "llama2": (4096, 32000)}
 
 
@@ -94,7 +117,8 @@ def test_a_search_takes_the_sizes_of_a_model_and_its_depth_bounds_no_search() ->
     search = main.door.commands["search"].commands["largest"]  # type: ignore[attr-defined]
     context = search.make_context("it", ["-m", "l2l", "--model", "gpt2-xl"])
     told = context.params
-    assert (told["hidden_size"], told["num_layers"], told["steps"]) == ([1600], [48], 5)  # --of batch takes the depth
+    # --of batch takes the depth
+    assert (told["hidden_size"], told["num_layers"], told["steps"]) == ([1600], [48], 5)
     assert context.get_parameter_source("num_layers") is ParameterSource.DEFAULT_MAP
 
 
@@ -135,7 +159,9 @@ def test_a_model_by_its_config_is_shortened_by_its_layers() -> None:
 )
 def test_an_unknown_model_names_the_nearest_and_the_file_of_all(name: str, near: str) -> None:
     ended = cli.run("plan", "-m", "l2l", "--model", name)
-    told = f"no model '{name}': did you mean {near}? {named_models.FILE} lists all {len(named_models.names())}"
+    told = (
+        f"no model '{name}': did you mean {near}? {named_models.FILE} lists all {len(named_models.names())}"
+    )
     assert ended.returncode == 2 and told in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 

@@ -24,9 +24,10 @@ from tests.support.training import small_bytes, train
 AT_ONCE, TOKENS = 56, 64  # tokens of a block, and of a sample
 TOKEN_FLOPS = 2 * 3 * 32 * 80  # of an MLP of three matrices
 METHODS: list[tuple[str, dict[str, Any]]] = [
-    ("l2l", {}), ("stronghold", {"placement": "W3", "window_size": 1, "activations": "host"}),
+    ("l2l", {}),
+    ("stronghold", {"placement": "W3", "window_size": 1, "activations": "host"}),
     ("stronghold", {"placement": "R1W1S1", "window_size": 1}),
-]  # fmt: skip
+]
 SIZES: list[tuple[str, str]] = [("llama", "fp32"), ("qwen2", "bf16")]
 
 
@@ -86,7 +87,9 @@ def test_mlp_and_norms_get_at_most_so_many_tokens_at_once(family: str) -> None:
     seen: dict[str, list[int]] = {}
     for name, linear in blocks.mlp.named_children():
         if isinstance(linear, nn.Linear):
-            linear.register_forward_hook(lambda _, args, y, name=name: seen.setdefault(name, []).append(y.shape[1]))
+            linear.register_forward_hook(
+                lambda _, args, y, name=name: seen.setdefault(name, []).append(y.shape[1])
+            )
     blocks(x)
     assert [*seen.values()] == [[7, 7, 7, 7, 4]] * len(seen) and seen
 

@@ -73,7 +73,8 @@ def test_what_goes_in_and_out_is_bit_equal(family: str, dtype: str, tmp_path: Pa
     found = loaded(tmp_path / "out")
     assert found.keys() == expected.keys()
     assert all(
-        torch.equal(found[name], weight) and found[name].dtype == DTYPES[dtype] for name, weight in expected.items()
+        torch.equal(found[name], weight) and found[name].dtype == DTYPES[dtype]
+        for name, weight in expected.items()
     )
 
 
@@ -101,18 +102,27 @@ def test_names_may_lack_the_name_of_the_model(tmp_path: Path) -> None:
     folder = written(tmp_path / "in", "llama3.1")
     weights = {name.removeprefix("model."): each for name, each in loaded(folder).items()}
     (tmp_path / "bare").mkdir()
-    save_file({name: each.detach().clone() for name, each in weights.items()}, tmp_path / "bare" / "model.safetensors")
+    save_file(
+        {name: each.detach().clone() for name, each in weights.items()},
+        tmp_path / "bare" / "model.safetensors",
+    )
     workload = starting_from(folder, weights=str(tmp_path / "bare"))
     weight_files.check(workload)
-    assert all(torch.equal(loaded(folder)[name], weight) for name, weight in build(workload).named_parameters())
+    assert all(
+        torch.equal(loaded(folder)[name], weight) for name, weight in build(workload).named_parameters()
+    )
 
 
 def with_tensors(folder: Path, new: Path, **changes: torch.Tensor | None) -> Path:
     """The same model in one file, with these tensors changed or, for None, without them. Underscores are dots."""
     new.mkdir()
-    weights = {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+    weights = {
+        name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()
+    }
     weights |= {name.replace("__", "."): weight for name, weight in changes.items()}
-    save_file({name: weight for name, weight in weights.items() if weight is not None}, new / "model.safetensors")
+    save_file(
+        {name: weight for name, weight in weights.items() if weight is not None}, new / "model.safetensors"
+    )
     (new / "config.json").write_text((folder / "config.json").read_text())
     return new
 
@@ -129,7 +139,9 @@ LEFT_OUT = {
 def test_a_tensor_that_the_model_lacks_is_named(name: str, tmp_path: Path) -> None:
     """transformers warns of it, loads the rest, and trains another model than the one that was saved."""
     folder = with_tensors(written(tmp_path / "in"), tmp_path / "new", **{name: torch.ones(32)})
-    with pytest.raises(ValueError, match=rf"got {name.replace('__', '.')}, one of 1 that it lacks and would not train"):
+    with pytest.raises(
+        ValueError, match=rf"got {name.replace('__', '.')}, one of 1 that it lacks and would not train"
+    ):
         weight_files.check(starting_from(folder))
 
 
@@ -159,7 +171,9 @@ def test_a_tied_head_in_the_files_has_the_values_of_the_embedding(tmp_path: Path
     other = with_tensors(folder, tmp_path / "other", lm_head__weight=table + 1)
     causal = transformers.AutoModelForCausalLM.from_pretrained(other)
     assert not torch.equal(causal.lm_head.weight, causal.model.embed_tokens.weight)
-    with pytest.raises(ValueError, match=r"config.json ties them, got another; write tie_word_embeddings: false into"):
+    with pytest.raises(
+        ValueError, match=r"config.json ties them, got another; write tie_word_embeddings: false into"
+    ):
         weight_files.check(starting_from(other))
 
 
@@ -186,9 +200,15 @@ def test_weights_of_a_model_that_computes_otherwise_are_refused(
 def test_names_with_another_prefix_have_a_way_out(tmp_path: Path) -> None:
     folder = written(tmp_path / "in")
     prefixed = {name: None for path in folder.glob("*.safetensors") for name in load_file(path)}
-    weights = {f"module.{name}": weight.detach().clone() for name, weight in loaded(folder).items() if name in prefixed}
+    weights = {
+        f"module.{name}": weight.detach().clone()
+        for name, weight in loaded(folder).items()
+        if name in prefixed
+    }
     new = with_tensors(folder, tmp_path / "new", **prefixed, **weights)
-    with pytest.raises(ValueError, match=r"got module\.model\.\S+; save the files again without module\. before each"):
+    with pytest.raises(
+        ValueError, match=r"got module\.model\.\S+; save the files again without module\. before each"
+    ):
         weight_files.check(starting_from(new))
 
 
@@ -196,7 +216,10 @@ def test_names_with_another_prefix_have_a_way_out(tmp_path: Path) -> None:
     ("file", "told"),
     [
         ("pytorch_model.bin", r"got pytorch_model\.bin, which only unpickling reads: try from_pretrained\("),
-        ("pytorch_model-00001-of-00002.bin", r"try from_pretrained\(.*\) and save_pretrained of transformers"),
+        (
+            "pytorch_model-00001-of-00002.bin",
+            r"try from_pretrained\(.*\) and save_pretrained of transformers",
+        ),
         ("adapter_config.json", "expected weights of a whole model, got an adapter .*; merge it"),
     ],
 )
@@ -212,8 +235,14 @@ def test_the_part_for_texts_of_a_model_of_texts_and_images_is_trained_alone(tmp_
     """Its sizes are in text_config, where those that transformers takes by default are missing, and its tensors have
     names of their own."""
     texts = {**config_of("gemma3"), "num_key_value_heads": 4, "vocab_size": 262208, "head_dim": 256}
-    seen = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
-            "image_size": 28, "patch_size": 14}  # fmt: skip
+    seen = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     config = transformers.Gemma3Config(text_config=texts, vision_config=seen, mm_tokens_per_image=4)
     whole = transformers.Gemma3ForConditionalGeneration(config).eval()
     whole.save_pretrained(tmp_path)
@@ -244,7 +273,8 @@ def test_a_run_trains_what_transformers_loads_and_saves_what_it_loads_again(tmp_
     for name in start:
         weight = theirs[f"weight {name}"]
         moved, apart = (weight - start[name]).norm(), (weight - found[name]).norm()
-        assert apart < 1e-3 * moved or name.endswith("k_proj.bias"), name  # whose gradient is little but rounding
+        # whose gradient is little but rounding
+        assert apart < 1e-3 * moved or name.endswith("k_proj.bias"), name
     assert len(list((tmp_path / "results").glob("*.json"))) == 2
 
 
@@ -277,8 +307,16 @@ REFUSED: list[tuple[str, Callable[[Path], Any], list[str]]] = [
     ("expected a weight_map, got", lambda folder: (folder / weight_files.INDEX).write_text("{"), []),
     ("got a folder without either", lambda folder: (folder / weight_files.INDEX).unlink(), []),
     ("got no such folder", lambda folder: None, ["--weights", "nowhere"]),
-    ("expected model.embed_tokens.weight of shape [50, 32], got [101, 32]", lambda folder: None, ["--vocab", "50"]),
-    ("expected weights of model.layers.3.self_attn.q_proj.weight, got none", lambda folder: None, ["-l", "4"]),
+    (
+        "expected model.embed_tokens.weight of shape [50, 32], got [101, 32]",
+        lambda folder: None,
+        ["--vocab", "50"],
+    ),
+    (
+        "expected weights of model.layers.3.self_attn.q_proj.weight, got none",
+        lambda folder: None,
+        ["-l", "4"],
+    ),
 ]
 
 
@@ -298,7 +336,10 @@ def test_weights_that_cannot_be_read_are_one_line(
     ("words", "told"),
     [
         (["-m", "resident", "--weights", "."], "--weights: expected a model with a config.json"),
-        (["-m", "resident,l2l", "--model", "Qwen3-0.6B", "--seq", "16", "--save", "new"], "--save needs a single run"),
+        (
+            ["-m", "resident,l2l", "--model", "Qwen3-0.6B", "--seq", "16", "--save", "new"],
+            "--save needs a single run",
+        ),
         (["-m", "resident", "--save", "new"], "of one model with a config.json"),
         (
             ["-m", "resident", "--model", "Qwen3-0.6B", "-l", "1", "--save", "there"],
@@ -306,12 +347,16 @@ def test_weights_that_cannot_be_read_are_one_line(
         ),
     ],
 )
-def test_what_cannot_be_started_from_or_saved_is_one_line(words: list[str], told: str, tmp_path: Path) -> None:
+def test_what_cannot_be_started_from_or_saved_is_one_line(
+    words: list[str], told: str, tmp_path: Path
+) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
     named = [str(tmp_path / word) if word in ("new", "there") else word for word in words]
     done = cli.run(*named, "--results", tmp_path / "results")
-    assert done.returncode == 2 and told in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.returncode == 2 and told in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
+        done.stderr
+    )
 
 
 def test_another_content_is_another_job(tmp_path: Path) -> None:
@@ -342,6 +387,8 @@ def test_a_killed_writer_leaves_nothing_that_loads_and_the_next_one_removes_it(t
 def test_weights_that_a_training_lacks_are_named(tmp_path: Path) -> None:
     workload = starting_from(written(tmp_path / "in"))
     states = [TensorState(name, weight.data) for name, weight in build(workload).named_parameters()]
-    with pytest.raises(ValueError, match=r"expected all weights of the model to save, got none of model\.embed"):
+    with pytest.raises(
+        ValueError, match=r"expected all weights of the model to save, got none of model\.embed"
+    ):
         list(SavedWeights(workload, tmp_path / "out").passing(states[1:]))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

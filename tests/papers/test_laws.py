@@ -23,12 +23,24 @@ from papers.laws import (
 
 # Published logs, STRONGHOLD: layers, window, allocated and max allocated (MB of the log are MiB).
 WINDOW_ROWS = [
-    (16, 15, 13708.5, 16917.9), (24, 15, 16783.1, 20793.8), (32, 2, 4103.4, 7472.6), (32, 4, 6408.6, 9969.9),
-    (32, 6, 8713.8, 12611.4), (32, 8, 11019.0, 15124.7), (32, 10, 13324.3, 17494.1), (32, 12, 15629.5, 20072.5),
-    (32, 14, 17934.7, 22377.8), (32, 15, 19087.3, 23593.4), (40, 15, 19088.3, 23801.4), (48, 15, 19087.3, 23737.3),
-    (56, 15, 19087.3, 24361.4), (64, 15, 19087.3, 24377.4), (78, 15, 19087.3, 24969.3), (92, 15, 19087.3, 25545.4),
+    (16, 15, 13708.5, 16917.9),
+    (24, 15, 16783.1, 20793.8),
+    (32, 2, 4103.4, 7472.6),
+    (32, 4, 6408.6, 9969.9),
+    (32, 6, 8713.8, 12611.4),
+    (32, 8, 11019.0, 15124.7),
+    (32, 10, 13324.3, 17494.1),
+    (32, 12, 15629.5, 20072.5),
+    (32, 14, 17934.7, 22377.8),
+    (32, 15, 19087.3, 23593.4),
+    (40, 15, 19088.3, 23801.4),
+    (48, 15, 19087.3, 23737.3),
+    (56, 15, 19087.3, 24361.4),
+    (64, 15, 19087.3, 24377.4),
+    (78, 15, 19087.3, 24969.3),
+    (92, 15, 19087.3, 25545.4),
     (100, 4, 6408.6, 12178.0),
-]  # fmt: skip
+]
 # Published logs, the others: layers and max allocated. Each transient is fitted at 32 layers, so the second is a test.
 PEAKS = {
     "Megatron-LM": [(32, 29775.2)],
@@ -78,7 +90,9 @@ def test_the_windows_peak_is_the_law_the_inputs_and_one_transient_within_5_perce
 @pytest.mark.parametrize(
     ("method", "num_layers", "peak"), [(method, *row) for method, rows in PEAKS.items() for row in rows]
 )
-def test_a_transient_fitted_at_32_layers_holds_at_the_largest_size(method: str, num_layers: int, peak: float) -> None:
+def test_a_transient_fitted_at_32_layers_holds_at_the_largest_size(
+    method: str, num_layers: int, peak: float
+) -> None:
     assert law_of(method).device_bytes(PUBLISHED.at_depth(num_layers)) / MIB == pytest.approx(peak, rel=0.005)
 
 
@@ -111,8 +125,10 @@ def test_fragments_are_named_where_they_bound_and_coarse_steps_where_those_did()
     said = {law.method: law.verdict(law.limits(device_bytes, host_bytes - HOST_TAKEN_BYTES)) for law in LAWS}
     assert {method for method, text in said.items() if "fragments" in text} == {"L2L", "ZeRO-Offload"}
     assert {method for method, text in said.items() if "coarse" in text} == {
-        "Megatron-LM", "ZeRO-Infinity", "STRONGHOLD",
-    }  # fmt: skip
+        "Megatron-LM",
+        "ZeRO-Infinity",
+        "STRONGHOLD",
+    }
     assert all("not the limit" in text for text in said.values())
 
 

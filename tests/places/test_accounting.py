@@ -43,18 +43,25 @@ def accounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def environment(accounted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", str(accounted))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
 
 
 def test_what_slurm_has_forgotten_its_accounting_tells(tmp_path: Path) -> None:
     lines = 'subprocess.run(["scancel", os.environ["SLURM_JOB_ID"]])\nwhile True: time.sleep(1)'
     folders = (write_ending(tmp_path, lines),)
-    jobs = [resolve(Job("resident", TINY, steps=4, warmup=1))[0], Job("ending", TINY, {"how": ""}, steps=3, warmup=1)]
+    jobs = [
+        resolve(Job("resident", TINY, steps=4, warmup=1))[0],
+        Job("ending", TINY, {"how": ""}, steps=3, warmup=1),
+    ]
     records = Sweep(tmp_path, folders, place=Slurm({"partition": "tests"})).run(jobs)
     assert [record.status for record in records] == ["ok", "interrupted"]
     numbers = [record.machine["slurm_job"] for record in records]
     shown = ["scontrol", "-o", "show", "jobs"]
-    until(lambda: "JobId=" not in subprocess.run(shown, capture_output=True, text=True).stdout, poll_seconds=0.5)
+    until(
+        lambda: "JobId=" not in subprocess.run(shown, capture_output=True, text=True).stdout, poll_seconds=0.5
+    )
     states = states_of(numbers)
     assert [states[number].name for number in numbers] == ["COMPLETED", "CANCELLED"]
     assert {state.nodes for state in states.values()} <= {"n1", "n2"}
@@ -73,7 +80,8 @@ def test_a_job_trains_in_a_bundle_that_slurm_starts(tmp_path: Path) -> None:
     seen = {**{path: path for path in (*SEEN, str(ROOT), str(tmp_path)) if Path(path).exists()}}
     seen["/harness/.venv"] = str((ROOT / ".venv").resolve())
     settings["mounts"] = [
-        {"destination": there, "source": here, "type": "bind", "options": ["rbind"]} for there, here in seen.items()
+        {"destination": there, "source": here, "type": "bind", "options": ["rbind"]}
+        for there, here in seen.items()
     ]
     (bundle / "config.json").write_text(json.dumps(settings))
     place = Slurm({"partition": "tests", "container_image": str(bundle)})

@@ -21,8 +21,14 @@ def stem(tmp_path: Path) -> Path:
 
 
 def test_without_a_record_the_log_has_what_was_said_and_the_clusters_end(stem: Path) -> None:
-    record = Record.read(complete(ONE, "key", stem, None, killed("step 3", "gone"), "said\n", PLACE, EVIDENCE))
-    assert (record.status, record.reason, record.machine["on"]) == ("killed", "killed at step 3: gone", "there")
+    record = Record.read(
+        complete(ONE, "key", stem, None, killed("step 3", "gone"), "said\n", PLACE, EVIDENCE)
+    )
+    assert (record.status, record.reason, record.machine["on"]) == (
+        "killed",
+        "killed at step 3: gone",
+        "there",
+    )
     assert record.evidence["cluster"] == "told"
     said, end = Path(f"{stem}.txt").read_text().splitlines()
     assert said == "said" and end.startswith("end") and record.reason in end
@@ -38,6 +44,8 @@ def test_a_record_that_is_well_keeps_its_end_and_gets_no_evidence(stem: Path) ->
 def test_a_memory_limit_is_the_clusters_where_the_job_set_none(stem: Path, limit: int | None) -> None:
     job = Job("resident", TINY, budget=Budget(host_bytes=limit))
     lost = Record(job, "key", "killed", reason="killed")
-    record = Record.read(complete(job, "key", stem, lost, out_of_memory("step 3", 2**30), "", PLACE, EVIDENCE))
+    record = Record.read(
+        complete(job, "key", stem, lost, out_of_memory("step 3", 2**30), "", PLACE, EVIDENCE)
+    )
     assert record.status == "oom-host" and record.evidence["cluster"] == "told"
     assert record.evidence.get("limit_of") == (None if limit else "the cluster")

@@ -40,7 +40,9 @@ PLANTED: dict[str, Callable[[Path], object]] = {
     "2 hard links": lambda path: (path.with_name("log").touch(), os.link(path.with_name("log"), path)),
     "at most 268435456 bytes": lambda path: (path.touch(), os.truncate(path, 2**28 + 1)),
     "Expecting property name": lambda path: path.write_text("{" * 9),
-    "expected a record with key key, got other": lambda path: Record(Job("ending", TINY), "other", "ok").write(path),
+    "expected a record with key key, got other": lambda path: Record(
+        Job("ending", TINY), "other", "ok"
+    ).write(path),
 }
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
@@ -53,7 +55,9 @@ def engine(docker_engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return docker_engine
 
 
-def run_there(tmp_path: Path, line: str, budget: Budget | None = None, report: Report | None = None) -> Record:
+def run_there(
+    tmp_path: Path, line: str, budget: Budget | None = None, report: Report | None = None
+) -> Record:
     """The record of a method that does this after its first step."""
     methods = write_ending(tmp_path, line)
     job = Job("ending", TINY, budget=budget or Budget(), steps=3, warmup=1)
@@ -71,18 +75,33 @@ def test_the_image_alone_trains_without_network_and_without_root(engine: str) ->
 def test_dockers_own_build_sends_a_plain_checkout_as_image_build_does(engine: str) -> None:
     """By its first stage, which holds what was sent: the same files as in the image."""
     project = Path(engine.removeprefix("unix://")).parent / "project"
-    words = ["build", "-q", "-f", "docker/Dockerfile", "--target", "checkout", "--build-arg", f"BASE={BASE}", "."]
+    words = [
+        "build",
+        "-q",
+        "-f",
+        "docker/Dockerfile",
+        "--target",
+        "checkout",
+        "--build-arg",
+        f"BASE={BASE}",
+        ".",
+    ]
     environment = {**os.environ, "DOCKER_BUILDKIT": "0"}
-    done = subprocess.run(docker(engine, *words), cwd=project, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        docker(engine, *words), cwd=project, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     sent, there = (
         subprocess.run(
             docker(engine, "run", "--rm", "--network", "none", image, "sh", "-c", f"cd {folder} && {LIST}"),
-            capture_output=True, text=True,
+            capture_output=True,
+            text=True,
         ).stdout.splitlines()
         for image, folder in ((done.stdout.strip(), "/checkout"), (IMAGE, "/harness"))
-    )  # fmt: skip
-    assert sent == there and {"./examples/own_gpt.py", "./notebooks/ae.ipynb"} <= {line.split()[1] for line in sent}
+    )
+    assert sent == there and {"./examples/own_gpt.py", "./notebooks/ae.ipynb"} <= {
+        line.split()[1] for line in sent
+    }
 
 
 def test_an_image_goes_by_a_file_to_another_engine(engine: str, tmp_path: Path) -> None:
@@ -128,11 +147,15 @@ def test_ranks_in_a_container_leave_checkpoints_that_others_go_on_from(engine: s
     folder, there = tmp_path / "new" / "checkpoints", ["--on", "docker", "--image", IMAGE]
     words = ["-m", "varuna", *SIZES, *there, "--results", tmp_path / "results"]
     options = [f"checkpoint={folder}", "checkpoint_every=4", "num_stages=2"]
-    first = cli.run(*words, "--ranks", "4", "--steps", "4", *(word for each in options for word in ("--option", each)))
+    first = cli.run(
+        *words, "--ranks", "4", "--steps", "4", *(word for each in options for word in ("--option", each))
+    )
     assert first.returncode == 0 and "gate passed (tolerance)" in first.stdout, first.stderr + first.stdout
     done = cli.run(*words, "--ranks", "2", "--steps", "8", "--resume", folder)
     assert done.returncode == 0 and "gate passed (tolerance)" in done.stdout, done.stderr + done.stdout
-    record = next(each for each in read_all(tmp_path / "results")[0].values() if each.job.options.get("resume"))
+    record = next(
+        each for each in read_all(tmp_path / "results")[0].values() if each.job.options.get("resume")
+    )
     assert record.schedule["resumed_steps"] == 4 and record.machine["on"] == "docker"
 
 
@@ -152,7 +175,9 @@ def test_a_job_of_a_caller_other_than_root_runs_as_that_caller(monkeypatch: pyte
     assert container_user.ids() == (1234, 5678)
 
 
-def test_of_what_a_job_plants_beside_its_record_nothing_reaches_the_results(engine: str, tmp_path: Path) -> None:
+def test_of_what_a_job_plants_beside_its_record_nothing_reaches_the_results(
+    engine: str, tmp_path: Path
+) -> None:
     """A link in its record's place, one in its compiler's log's, other files; and the log made a program of root's."""
     planted = f"""
         from pathlib import Path
@@ -167,7 +192,9 @@ def test_of_what_a_job_plants_beside_its_record_nothing_reaches_the_results(engi
     assert record.status == "crash" and "symbolic link" in record.reason, record.reason
     assert set(record.evidence["left_in_container"]) == {"build_ending.txt", "'folder'", "'log_other.json'"}
     (kept,) = tmp_path.glob("*.json")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([kept.name, log_of(tmp_path).name, "methods"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [kept.name, log_of(tmp_path).name, "methods"]
+    )
     told = log_of(tmp_path).stat()
     assert told.st_mode & 0o7111 == 0 and told.st_uid == kept.stat().st_uid == os.getuid()
 
@@ -190,7 +217,8 @@ def test_a_folder_that_the_containers_user_may_not_use_is_one_line(engine: str, 
     options = ["--option", f"checkpoint={disk}", "--option", "num_stages=2"]
     done = cli.run("-m", "varuna", *SIZES, *there, "--ranks", "2", "--steps", "2", *options)
     assert (
-        done.returncode == 7 and f"got {disk}, owned by root; try chown -R 1000 {disk}" in done.stdout.splitlines()[-1]
+        done.returncode == 7
+        and f"got {disk}, owned by root; try chown -R 1000 {disk}" in done.stdout.splitlines()[-1]
     )
     methods = write_ending(tmp_path, "pass")
     (methods / "ending.py").chmod(0o600)
@@ -236,13 +264,17 @@ def test_out_of_the_containers_memory_is_told_by_the_engine(engine: str, tmp_pat
     assert record.evidence["docker"]["OOMKilled"] is True
 
 
-def test_a_compiler_that_the_containers_memory_does_not_hold_is_named_in_one_line(engine: str, tmp_path: Path) -> None:
+def test_a_compiler_that_the_containers_memory_does_not_hold_is_named_in_one_line(
+    engine: str, tmp_path: Path
+) -> None:
     told: list[str] = []
 
     def take(event: dict) -> None:
         told.extend([event["text"]] if event["event"] == "warning" else [])
 
-    methods = write_compiling(tmp_path, "subprocess.run([sys.executable, '-c', 'bytearray(2**30)'], check=True)")
+    methods = write_compiling(
+        tmp_path, "subprocess.run([sys.executable, '-c', 'bytearray(2**30)'], check=True)"
+    )
     job = Job("compiling", TINY, budget=Budget(host_bytes=300 * 2**20), steps=3, warmup=1)
     (record,) = Sweep(tmp_path, (methods,), take, place=Docker(IMAGE)).run([job])
     assert record.status == "unavailable" and "not compiled" in record.reason
@@ -269,7 +301,9 @@ def test_an_interrupt_ends_the_container_and_leaves_a_record(engine: str, tmp_pa
     assert containers(engine, tmp_path) == []
 
 
-def test_a_container_ends_with_whoever_started_it_and_the_next_call_has_its_record(engine: str, tmp_path: Path) -> None:
+def test_a_container_ends_with_whoever_started_it_and_the_next_call_has_its_record(
+    engine: str, tmp_path: Path
+) -> None:
     words = [*WORDS, "--on", "docker", "--image", IMAGE, "--results", str(tmp_path)]
     run = cli.start(*words, *write_endless(tmp_path))
     cli.wait_for_steps(tmp_path)
@@ -283,7 +317,9 @@ def test_a_container_ends_with_whoever_started_it_and_the_next_call_has_its_reco
     assert containers(engine, tmp_path) == [] and list(tmp_path.glob(".exchange-*")) == []
 
 
-def test_what_runs_for_another_call_is_left_to_it(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_for_another_call_is_left_to_it(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two calls for one folder, on devices of their own."""
     words = [*WORDS, "--on", "docker", "--image", IMAGE, "--results", str(tmp_path)]
     run = cli.start(*words, *write_endless(tmp_path))
@@ -308,7 +344,9 @@ def test_a_container_gets_the_gpus_whose_locks_its_job_holds(
     place = object.__new__(Docker)
     place.image = SimpleNamespace(id="sha256:1", short_id="sha256:1")
     for device, asked in (("cuda", gpus), ("cpu", None)):
-        settings = place._settings(Job("some", TINY, options, device=device), "key", tmp_path / "log", (), None)
+        settings = place._settings(
+            Job("some", TINY, options, device=device), "key", tmp_path / "log", (), None
+        )
         (request,) = settings["device_requests"] or [{"DeviceIDs": None, "Count": 0}]
         assert (request["DeviceIDs"], request["Count"]) == (asked, 0)
 
@@ -321,7 +359,16 @@ def test_without_the_gpus_runtime_a_gpu_is_unavailable_in_one_line(engine: str, 
 
 def test_an_image_that_is_not_there_or_cannot_be_built_is_one_line(engine: str, tmp_path: Path) -> None:
     missing = [*WORDS, "--on", "docker", "--image", "not:there"]
-    no_package = ["image", "build", "--image", "tests/bad:1", "--base", BASE, "--build-arg", "PACKAGES=no-such"]
+    no_package = [
+        "image",
+        "build",
+        "--image",
+        "tests/bad:1",
+        "--base",
+        BASE,
+        "--build-arg",
+        "PACKAGES=no-such",
+    ]
     for words in (missing, ["image", "build", "--base", "not/there:1"], no_package):
         done = cli.run(*words)
         assert done.returncode == 7 and len(done.stderr.strip().splitlines()) == 1, done.stderr

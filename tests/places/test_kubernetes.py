@@ -43,35 +43,74 @@ ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "memory": ({"phase": "Failed", "containerStatuses": [END]}, "oom-host", "killed by the kernel"),
     "evicted": (
         {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."},
-        "killed", "Evicted: The node was low on resource: memory.",
+        "killed",
+        "Evicted: The node was low on resource: memory.",
     ),
     "preempted": (
-        {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True",
-                                            "reason": "PreemptionByScheduler", "message": "for another"}]},
-        "killed", "PreemptionByScheduler",
+        {
+            "phase": "Failed",
+            "conditions": [
+                {
+                    "type": "DisruptionTarget",
+                    "status": "True",
+                    "reason": "PreemptionByScheduler",
+                    "message": "for another",
+                }
+            ],
+        },
+        "killed",
+        "PreemptionByScheduler",
     ),
     "late": ({"phase": "Failed", "reason": "DeadlineExceeded"}, "timeout", "--timeout"),
     "no node": (
-        {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
-                                             "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."}]},
-        "unavailable", "3 Insufficient nvidia.com/gpu.",
+        {
+            "phase": "Pending",
+            "conditions": [
+                {
+                    "type": "PodScheduled",
+                    "status": "False",
+                    "reason": "Unschedulable",
+                    "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+                }
+            ],
+        },
+        "unavailable",
+        "3 Insufficient nvidia.com/gpu.",
     ),
     "no image": (
-        {"phase": "Pending", "initContainerStatuses": [
-            {"name": "unpack", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}}]},
-        "unavailable", "the image harness:1: ImagePullBackOff: not found; try --kubernetes image=NAME",
+        {
+            "phase": "Pending",
+            "initContainerStatuses": [
+                {
+                    "name": "unpack",
+                    "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}},
+                }
+            ],
+        },
+        "unavailable",
+        "the image harness:1: ImagePullBackOff: not found; try --kubernetes image=NAME",
     ),
     "no Python": (
-        {"phase": "Failed", "initContainerStatuses": [
-            {"name": "unpack", "state": {"terminated": {"exitCode": 128, "reason": "StartError"}}}]},
-        "unavailable", "StartError",
+        {
+            "phase": "Failed",
+            "initContainerStatuses": [
+                {"name": "unpack", "state": {"terminated": {"exitCode": 128, "reason": "StartError"}}}
+            ],
+        },
+        "unavailable",
+        "StartError",
     ),
     "crash": (
-        {"phase": "Failed", "containerStatuses": [
-            {"name": "job", "state": {"terminated": {"exitCode": 1, "reason": "Error"}}}]},
-        "crash", "exit 1 without a result",
+        {
+            "phase": "Failed",
+            "containerStatuses": [
+                {"name": "job", "state": {"terminated": {"exitCode": 1, "reason": "Error"}}}
+            ],
+        },
+        "crash",
+        "exit 1 without a result",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -126,13 +165,20 @@ def test_the_manifest_is_valid_for_kubernetes(has_jobsets: bool) -> None:
     assert made.keys() == ({"JobSet", "ConfigMap"} if has_jobsets else {"Job", "ConfigMap", "Service"})
     if has_jobsets:  # its own schema is not among them; of its parts the Job is
         (replicated,) = made.pop("JobSet")["spec"]["replicatedJobs"]
-        made["Job"] = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **replicated["template"]}
+        made["Job"] = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "job"},
+            **replicated["template"],
+        }
     for document in made.values():
         kubernetes_validate.validate(document, "1.31", strict=True)
 
 
 def test_a_pod_has_the_jobs_memory_a_gpu_for_each_of_its_ranks_and_no_rights() -> None:
-    job = dataclasses.replace(SHARDED, device="cuda", budget=Budget(host_bytes=2**30), options={"world_size": 4})
+    job = dataclasses.replace(
+        SHARDED, device="cuda", budget=Budget(host_bytes=2**30), options={"world_size": 4}
+    )
     spec = manifests(job, nodes=2)["Job"]["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     assert container["resources"]["limits"] == {"memory": str(memory_limit(job)), "nvidia.com/gpu": "2"}
@@ -148,14 +194,26 @@ def test_a_pod_has_a_gpu_for_each_device_of_its_job() -> None:
 
 @pytest.mark.parametrize(
     ("has_jobsets", "nodes", "address"),
-    [(False, 1, "127.0.0.1"), (False, 2, "harness-1-0.harness-1"), (True, 2, "harness-1-nodes-0-0.harness-1")],
+    [
+        (False, 1, "127.0.0.1"),
+        (False, 2, "harness-1-0.harness-1"),
+        (True, 2, "harness-1-nodes-0-0.harness-1"),
+    ],
 )
 def test_pods_meet_at_the_first_ones_name(has_jobsets: bool, nodes: int, address: str) -> None:
     made = manifests(SHARDED, has_jobsets, nodes=nodes)
-    spec = made["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"] if has_jobsets else made["Job"]["spec"]
+    spec = (
+        made["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+        if has_jobsets
+        else made["Job"]["spec"]
+    )
     (container,) = spec["template"]["spec"]["containers"]
     values = {each["name"]: each.get("value") for each in container["env"]}
-    assert (spec["completions"], values["PET_NNODES"], values["PET_MASTER_ADDR"]) == (nodes, str(nodes), address)
+    assert (spec["completions"], values["PET_NNODES"], values["PET_MASTER_ADDR"]) == (
+        nodes,
+        str(nodes),
+        address,
+    )
 
 
 def test_a_pod_gets_the_harness_and_all_methods(tmp_path: Path) -> None:
@@ -170,10 +228,25 @@ def test_a_pod_gets_the_harness_and_all_methods(tmp_path: Path) -> None:
 
 
 def test_torchruns_variables_name_the_nodes_and_not_a_rank() -> None:
-    torchruns = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a",
-                 "MASTER_PORT": "5", "TORCHELASTIC_RUN_ID": "id", "ROLE_RANK": "1", "HOME": "/tmp"}  # fmt: skip
-    assert meet(torchruns) == {"HOME": "/tmp", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a",
-                               "PET_MASTER_PORT": "6", "PET_RDZV_ID": "id"}  # fmt: skip
+    torchruns = {
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "5",
+        "TORCHELASTIC_RUN_ID": "id",
+        "ROLE_RANK": "1",
+        "HOME": "/tmp",
+    }
+    assert meet(torchruns) == {
+        "HOME": "/tmp",
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "a",
+        "PET_MASTER_PORT": "6",
+        "PET_RDZV_ID": "id",
+    }
     with pytest.raises(ValueError, match="expected one process per node, got 2; try --nproc-per-node 1"):
         meet({**torchruns, "LOCAL_WORLD_SIZE": "2"})
 
@@ -185,7 +258,8 @@ def test_a_dry_run_prints_manifests_and_needs_no_cluster(tmp_path: Path) -> None
     job, files, service = yaml.safe_load_all(done.stdout)
     assert [document["kind"] for document in (job, files, service)] == ["Job", "ConfigMap", "Service"]
     assert (
-        json.loads(files["data"]["order.json"])["job"]["method"] == "fsdp2-offload" and job["spec"]["completions"] == 2
+        json.loads(files["data"]["order.json"])["job"]["method"] == "fsdp2-offload"
+        and job["spec"]["completions"] == 2
     )
     assert not list(tmp_path.iterdir())
 
@@ -266,18 +340,24 @@ def test_a_record_of_another_job_is_refused(cluster: LoopbackCluster, tmp_path: 
 
 @only_jobs
 def test_a_pod_writes_to_its_own_logs_alone(cluster: LoopbackCluster, tmp_path: Path) -> None:
-    texts = [{"event": "text", "name": name, "text": "told\n"} for name in ("../planted.txt", "build_resident.txt")]
+    texts = [
+        {"event": "text", "name": name, "text": "told\n"} for name in ("../planted.txt", "build_resident.txt")
+    ]
     ended = {"name": "job", "state": {"terminated": {"exitCode": 1, "reason": "Error"}}}
     lines = [json.dumps(text).encode() + b"\n" for text in texts]
     cluster.planted[0] = {"phase": "Failed", "containerStatuses": [ended]}, lines
     results = tmp_path / "results"
     results.mkdir()
     place().launch([(ONE, "key")], results, (), lambda event: None)
-    assert (results / "build_resident.txt").read_text() == "told\n" and not (tmp_path / "planted.txt").exists()
+    assert (results / "build_resident.txt").read_text() == "told\n" and not (
+        tmp_path / "planted.txt"
+    ).exists()
 
 
 @only_jobs
-def test_what_kubernetes_refuses_is_one_line_and_leaves_nothing(cluster: LoopbackCluster, tmp_path: Path) -> None:
+def test_what_kubernetes_refuses_is_one_line_and_leaves_nothing(
+    cluster: LoopbackCluster, tmp_path: Path
+) -> None:
     refused = {"kind": "Status", "code": 403, "message": "harness is forbidden: exceeded quota"}
     cluster.handler["post", cluster.kmock.resource("v1/configmaps")] << 403 << refused
     done = cli.run(*WORDS, "--results", tmp_path / "results")
@@ -326,7 +406,9 @@ def test_two_ranks_in_two_pods_train_as_the_reference_does(cluster: LoopbackClus
     results.mkdir()
     (record,) = Sweep(results, (), told.append, place=place(nodes=2)).run([resolve(SHARDED)[0]])
     assert record.gate.verdict == "tolerance", record.gate.text or record.reason
-    assert record.machine["nodes"] == "node-0,node-1" and [rank["node"] for rank in record.machine["ranks"]] == [0, 1]
+    assert record.machine["nodes"] == "node-0,node-1" and [
+        rank["node"] for rank in record.machine["ranks"]
+    ] == [0, 1]
     assert {event["step"] for event in told if event["event"] == "step"} == set(range(1, 9))
     assert record.software["source"] == method.source_hash("fsdp2-offload")
     (log,) = results.glob("log_fsdp2-offload*.txt")
@@ -335,7 +417,9 @@ def test_two_ranks_in_two_pods_train_as_the_reference_does(cluster: LoopbackClus
 
 
 @only_jobsets
-def test_an_interrupt_deletes_the_job_and_keeps_what_was_measured(cluster: LoopbackCluster, tmp_path: Path) -> None:
+def test_an_interrupt_deletes_the_job_and_keeps_what_was_measured(
+    cluster: LoopbackCluster, tmp_path: Path
+) -> None:
     results = tmp_path / "results"
     run = cli.start(*WORDS, "--steps", "30000", "--results", results, stdout=subprocess.PIPE)
     cli.wait_for_steps(results)

@@ -20,17 +20,23 @@ def test_variables_of_threads_and_kernels_are_there_as_they_are_here(
     monkeypatch: pytest.MonkeyPatch, name: str, is_forwarded: bool
 ) -> None:
     monkeypatch.setenv(name, "1")
-    assert (order(Job("resident", TINY), "key", Path("stem"), ())["environment"].get(name) == "1") is is_forwarded
+    assert (
+        order(Job("resident", TINY), "key", Path("stem"), ())["environment"].get(name) == "1"
+    ) is is_forwarded
 
 
 RELEASED = Job("deepspeed", TINY, {"release": "0.18.9"})
 
 
-def test_a_release_is_installed_before_its_job_is_ordered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_is_installed_before_its_job_is_ordered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Installed by the order, it would change the job's key."""
     monkeypatch.setattr(release, "ENGINES", tmp_path)
     place = Torchrun([])
-    with pytest.raises(Unavailable, match=r"^--option release=0\.18\.9 is not installed: run once without --on$"):
+    with pytest.raises(
+        Unavailable, match=r"^--option release=0\.18\.9 is not installed: run once without --on$"
+    ):
         place.check(RELEASED, ())
     place.check(Job("deepspeed", TINY), ())
     (wanted := release.Release("deepspeed", "0.18.9")).packages.mkdir(parents=True)
@@ -39,7 +45,19 @@ def test_a_release_is_installed_before_its_job_is_ordered(tmp_path: Path, monkey
 
 
 def test_a_release_needs_a_place_without_packages_of_its_own(tmp_path: Path) -> None:
-    done = cli.run("-m", "deepspeed", "--option", "release=0.18.9", *tiny.WORDS[2:], "--on", "kubernetes", "--dry-run",
-                   "--results", tmp_path)  # fmt: skip
-    assert done.returncode == 2 and done.stderr.startswith("error: --on: expected a place that uses this .venv for")
+    done = cli.run(
+        "-m",
+        "deepspeed",
+        "--option",
+        "release=0.18.9",
+        *tiny.WORDS[2:],
+        "--on",
+        "kubernetes",
+        "--dry-run",
+        "--results",
+        tmp_path,
+    )
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: --on: expected a place that uses this .venv for"
+    )
     assert len(done.stderr.splitlines()) == 1 and not done.stdout

@@ -49,7 +49,9 @@ while True:
 @pytest.fixture
 def place(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setenv("SLURM_CONF", str(slurm))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
     return Slurm({"partition": "tests"})
 
 
@@ -63,7 +65,9 @@ def test_a_job_on_cuda_asks_for_a_gpu_of_each_rank_unless_told(place: Slurm, tmp
     assert "gpus_per_node" not in Slurm({}).words(dataclasses.replace(job, device="cpu"), tmp_path, ())
 
 
-def test_six_jobs_have_six_records_and_the_same_call_runs_those_without_a_result(place: Slurm, tmp_path: Path) -> None:
+def test_six_jobs_have_six_records_and_the_same_call_runs_those_without_a_result(
+    place: Slurm, tmp_path: Path
+) -> None:
     folders = (write_ending(tmp_path, ENDINGS),)
     jobs = [Job("resident", dataclasses.replace(TINY, seed=seed), steps=4, warmup=1) for seed in range(2)]
     for how in ("memory", "killed", "times out", "cancelled"):
@@ -72,7 +76,9 @@ def test_six_jobs_have_six_records_and_the_same_call_runs_those_without_a_result
     records = Sweep(tmp_path, folders, place=place).run(jobs)
     assert [record.status for record in records[:2]] == ["ok"] * 2
     found = {record.job.options["how"]: record for record in records[2:]}
-    told = {how: (record.status, record.evidence.get("slurm", {}).get("state")) for how, record in found.items()}
+    told = {
+        how: (record.status, record.evidence.get("slurm", {}).get("state")) for how, record in found.items()
+    }
     assert told["memory"][0] == "oom-host" and found["memory"].evidence["oom_kills"], told["memory"]
     assert told["times out"] == ("timeout", "COMPLETED"), told
     assert told["killed"][0] == "killed" and told["cancelled"] == ("interrupted", "CANCELLED"), told
@@ -118,7 +124,10 @@ def test_two_ranks_on_two_nodes_train_as_the_reference_does(place: Slurm, tmp_pa
     jobs = [SHARDED, dataclasses.replace(SHARDED, method="zero-offload")]
     for record in Sweep(tmp_path, place=spread).run([resolve(job)[0] for job in jobs]):
         assert record.gate.verdict == "tolerance", f"{record.job.method}: {record.gate.text} {record.reason}"
-        assert record.machine["nodes"] == "n[1-2]" and [rank["rank"] for rank in record.machine["ranks"]] == [0, 1]
+        assert record.machine["nodes"] == "n[1-2]" and [rank["rank"] for rank in record.machine["ranks"]] == [
+            0,
+            1,
+        ]
     assert {path.name.split("_")[0] for path in tmp_path.iterdir()} == {"log"}  # no record of a single node
 
 
@@ -128,11 +137,15 @@ def test_a_pipelines_ranks_on_two_nodes_train_as_the_reference_does_and_go_on_fr
     folder = tmp_path / "checkpoints"
     words = ["-m", "varuna", "--ranks", "4", *tiny.SIZES, "--on", "slurm", "--slurm", "nodes=2"]
     words += ["--option", "num_stages=2", "--results", str(tmp_path / "results")]
-    first = cli.run(*words, "--steps", "4", "--option", f"checkpoint={folder}", "--option", "checkpoint_every=4")
+    first = cli.run(
+        *words, "--steps", "4", "--option", f"checkpoint={folder}", "--option", "checkpoint_every=4"
+    )
     assert first.returncode == 0 and "gate passed (tolerance)" in first.stdout, first.stderr + first.stdout
     done = cli.run(*words, "--steps", "8", "--resume", folder)
     assert done.returncode == 0 and "gate passed (tolerance)" in done.stdout, done.stderr + done.stdout
-    record = next(each for each in read_all(tmp_path / "results")[0].values() if each.job.options.get("resume"))
+    record = next(
+        each for each in read_all(tmp_path / "results")[0].values() if each.job.options.get("resume")
+    )
     assert record.schedule["resumed_steps"] == 4 and record.machine["nodes"] == "n[1-2]"
 
 
@@ -140,7 +153,15 @@ def test_a_launched_job_that_slurm_takes_away_goes_on_where_it_was(place: Slurm,
     """By the script of docs/pipelines.md, on two nodes: no step is lost, none is done twice."""
     num_steps, folder = 40, tmp_path / "job"
     (tmp_path / "pace").write_text("0.2")
-    words = [sys.executable, "-m", "methods.varuna.run", "--machine-list", tmp_path / "list", "--folder", folder]
+    words = [
+        sys.executable,
+        "-m",
+        "methods.varuna.run",
+        "--machine-list",
+        tmp_path / "list",
+        "--folder",
+        folder,
+    ]
     words += ["--batch-size", 4, "--nstages", 2, "--chunk-size", 2, ROOT / "cases" / "_paced_gpt.py"]
     words += ["--steps", num_steps, "--blocks", 2, "--width", 32, "--tokens", 16]
     (tmp_path / "script").write_text(
@@ -148,25 +169,37 @@ def test_a_launched_job_that_slurm_takes_away_goes_on_where_it_was(place: Slurm,
         f'scontrol show hostnames "$SLURM_JOB_NODELIST" > {tmp_path}/list\n'
         f"export PACE_FILE={tmp_path}/pace OMP_NUM_THREADS=1\nexec {shlex.join(map(str, words))}\n"
     )
-    found = subprocess.run(["sbatch", "--parsable", tmp_path / "script"], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        ["sbatch", "--parsable", tmp_path / "script"], capture_output=True, text=True, check=True
+    )
 
     until(lambda: len(read_lines(folder / "steps.jsonl")) >= 5)
     subprocess.run(["scontrol", "requeue", found.stdout.strip()], check=True)
     until(lambda: any(line["event"] == "interrupted" for line in read_lines(folder / "events.jsonl")))
     (tmp_path / "pace").write_text("0")
-    until(lambda: subprocess.run(["squeue", "-h", "-o", "%T"], capture_output=True, text=True).stdout == "PENDING\n")
+    until(
+        lambda: (
+            subprocess.run(["squeue", "-h", "-o", "%T"], capture_output=True, text=True).stdout == "PENDING\n"
+        )
+    )
     at_once = ["scontrol", "update", f"JobId={found.stdout.strip()}", "StartTime=now"]  # else in two minutes
     subprocess.run(at_once, check=True)
     until(lambda: any(line["event"] == "done" for line in read_lines(folder / "events.jsonl")))
     steps, events = read_lines(folder / "steps.jsonl"), read_lines(folder / "events.jsonl")
-    assert [line["step"] for line in steps] == [*range(1, num_steps + 1)] and not (folder / "lost_steps.jsonl").exists()
+    assert [line["step"] for line in steps] == [*range(1, num_steps + 1)] and not (
+        folder / "lost_steps.jsonl"
+    ).exists()
     rounds = [line for line in events if line["event"] == "round"]
     first = [line["step"] for line in steps if line["round"] == 1]
-    assert [line["machines"] for line in rounds] == [["n1", "n2"]] * 2 and rounds[1]["resume_step"] == first[-1]
+    assert [line["machines"] for line in rounds] == [["n1", "n2"]] * 2 and rounds[1]["resume_step"] == first[
+        -1
+    ]
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_killed_rank_ends_the_job_on_all_nodes_and_is_named(place: Slurm, tmp_path: Path, num_nodes: int) -> None:
+def test_a_killed_rank_ends_the_job_on_all_nodes_and_is_named(
+    place: Slurm, tmp_path: Path, num_nodes: int
+) -> None:
     (tmp_path / "meeting.py").write_text(MEETING)
     killer = threading.Thread(target=lambda: training_ranks(tmp_path)[1].kill())
     killer.start()
@@ -174,7 +207,9 @@ def test_a_killed_rank_ends_the_job_on_all_nodes_and_is_named(place: Slurm, tmp_
     spread = Slurm({**place.options, "nodes": num_nodes})
     (record,) = Sweep(tmp_path, (tmp_path,), place=spread).run([resolve(job, (tmp_path,))[0]])
     killer.join()
-    assert record.status == "killed" and record.reason.startswith("rank 1 of 2: killed by SIGKILL"), record.reason
+    assert record.status == "killed" and record.reason.startswith("rank 1 of 2: killed by SIGKILL"), (
+        record.reason
+    )
     assert record.evidence["rank"] == 1 and len(record.losses) == 10 and holders(tmp_path) == []
 
 
@@ -210,8 +245,13 @@ def test_a_slurm_without_containers_says_so_in_one_line(place: Slurm, tmp_path: 
 
 def test_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
     with cluster(tmp_path) as configuration:
-        words, environment = ["srun", "printenv", "SLURM_JOB_ID"], {**os.environ, "SLURM_CONF": str(configuration)}
-        number = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+        words, environment = (
+            ["srun", "printenv", "SLURM_JOB_ID"],
+            {**os.environ, "SLURM_CONF": str(configuration)},
+        )
+        number = subprocess.run(
+            words, env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
         assert len(still_running(str(tmp_path))) == 4  # munge, the controller, two nodes
     assert still_running(str(tmp_path)) == []
     assert list(Path("/sys/fs/cgroup").glob(f"*/slurm_n[12]/*/job_{number}")) == []
@@ -225,8 +265,10 @@ def test_a_partition_that_does_not_exist_is_one_line(place: Slurm, tmp_path: Pat
 
 
 def test_a_slurm_that_does_not_answer_is_unavailable(slurm: Path, tmp_path: Path) -> None:
-    (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=nowhere(127.0.0.1)\nSlurmctldPort=1\n"
-                                         "AuthType=auth/none\nMessageTimeout=2\nNodeName=n1\n")  # fmt: skip
+    (tmp_path / "slurm.conf").write_text(
+        "ClusterName=none\nSlurmctldHost=nowhere(127.0.0.1)\nSlurmctldPort=1\n"
+        "AuthType=auth/none\nMessageTimeout=2\nNodeName=n1\n"
+    )
     done = cli.run(*WORDS, "--results", str(tmp_path / "r"), SLURM_CONF=str(tmp_path / "slurm.conf"))
     assert done.returncode == 7 and "Slurm does not answer" in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -260,9 +302,12 @@ def test_options_come_from_words_and_from_a_file(tmp_path: Path) -> None:
 
 def test_slurms_states_are_named_by_more_than_their_exit_codes() -> None:
     ends = {
-        SlurmState("OUT_OF_MEMORY", "0:0", "n1"): "oom-host", SlurmState("TIMEOUT", "0:0", "n1"): "timeout",
-        SlurmState("NODE_FAIL", "0:0", "n1"): "killed", SlurmState("FAILED", "0:9", "n1"): "killed",
-        SlurmState("CANCELLED", "0:0", ""): "interrupted", SlurmState("FAILED", "1:0", "n1"): "crash",
+        SlurmState("OUT_OF_MEMORY", "0:0", "n1"): "oom-host",
+        SlurmState("TIMEOUT", "0:0", "n1"): "timeout",
+        SlurmState("NODE_FAIL", "0:0", "n1"): "killed",
+        SlurmState("FAILED", "0:9", "n1"): "killed",
+        SlurmState("CANCELLED", "0:0", ""): "interrupted",
+        SlurmState("FAILED", "1:0", "n1"): "crash",
         SlurmState("COMPLETED", "0:0", "n1"): "crash",  # it left no record
-    }  # fmt: skip
+    }
     assert {state: named(state, "step 1", 0).status for state in ends} == ends

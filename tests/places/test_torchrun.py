@@ -98,16 +98,23 @@ def test_a_rank_that_dies_on_another_node_ends_the_job_and_is_named(
     pair: tuple[Torchrun, socket.socket], tmp_path: Path
 ) -> None:
     place, other = pair
-    peer, lost = Peer(other), Record(SPREAD, "key", "killed", reason="rank 1 of 2: killed by SIGKILL at step 3")
+    peer, lost = (
+        Peer(other),
+        Record(SPREAD, "key", "killed", reason="rank 1 of 2: killed by SIGKILL at step 3"),
+    )
     peer.tell({"refused": ""})
     peer.tell({"status": lost.status, "record": lost.to_dict()})
     record = launched(place, tmp_path)
     assert (record.status, record.reason) == (lost.status, lost.reason)
     assert record.machine["nodes"].endswith(",other")
-    assert "order" in peer.hear() and peer.hear() == {"begin": True} and peer.hear()["status"] == "interrupted"
+    assert (
+        "order" in peer.hear() and peer.hear() == {"begin": True} and peer.hear()["status"] == "interrupted"
+    )
 
 
-def test_a_node_that_is_gone_ends_the_job_and_is_named(pair: tuple[Torchrun, socket.socket], tmp_path: Path) -> None:
+def test_a_node_that_is_gone_ends_the_job_and_is_named(
+    pair: tuple[Torchrun, socket.socket], tmp_path: Path
+) -> None:
     place, other = pair
     Peer(other).tell({"refused": ""})
     other.shutdown(socket.SHUT_WR)
@@ -147,13 +154,19 @@ def test_the_example_for_skypilot_trains_as_the_reference_does(tmp_path: Path) -
     """Its two machines are folders of this one, and each has SkyPilot's variables."""
     script = yaml.safe_load((ROOT / "examples" / "skypilot.yaml").read_text())["run"]
     sizes = " ".join(tiny.WORDS[2:])
-    script = script.replace("-l 4 -h 256 -b 2", f"{sizes} --steps 6 --no-probe --results {tmp_path / 'results'}")
+    script = script.replace(
+        "-l 4 -h 256 -b 2", f"{sizes} --steps 6 --no-probe --results {tmp_path / 'results'}"
+    )
     script = script.replace("29400", str(three_ports()))
     running = []
     for node in range(2):
         (tmp_path / str(node)).mkdir()
         own = {name: str(tmp_path / str(node)) for name in ("TMPDIR", "HARNESS_LOCKS")}
-        sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
+        sky = {
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_RANK": str(node),
+            "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+        }
         words = ["bash", "-c", script]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **own, **sky}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -161,7 +174,8 @@ def test_the_example_for_skypilot_trains_as_the_reference_does(tmp_path: Path) -
     told = [process.communicate()[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], told
     assert "gate passed (tolerance)" in told[0], told
-    assert "fsdp2-offload" not in told[1], told  # torchrun itself may tell that the first node's store is gone
+    # torchrun itself may tell that the first node's store is gone
+    assert "fsdp2-offload" not in told[1], told
     records = read_all(tmp_path / "results")[0].values()
     (record,) = (each for each in records if each.job.method == "fsdp2-offload")
     assert record.machine["on"] == "torchrun" and [rank["node"] for rank in record.machine["ranks"]] == [0, 1]

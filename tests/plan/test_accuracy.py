@@ -26,11 +26,15 @@ from tests.papers.figures.test_case import record
 )
 def test_most_timed_steps_say_whether_speculation_is_foretold(norms: list[float], clipping: str) -> None:
     job = Job("stronghold", Workload(clip_norm=1.0), {"clipping": "speculate"}, steps=10, warmup=5)
-    assert create("stronghold", job.options).as_timed(job, norms) == create("stronghold", {"clipping": clipping})
+    assert create("stronghold", job.options).as_timed(job, norms) == create(
+        "stronghold", {"clipping": clipping}
+    )
 
 
-@pytest.mark.parametrize(("name", "text"), [("deepspeed", "zero_optimization: {stage: 1}"),
-                                            ("fsdp2-offload", "distributed_type: FSDP")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("deepspeed", "zero_optimization: {stage: 1}"), ("fsdp2-offload", "distributed_type: FSDP")],
+)
 def test_a_record_that_names_a_file_is_not_planned(
     name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +64,9 @@ def test_a_record_that_names_a_file_is_not_planned(
         ("", 0.0, None),
     ],
 )
-def test_a_gpu_s_machine_is_found_by_its_words_and_its_memory(gpu: str, gib: float, expected: str | None) -> None:
+def test_a_gpu_s_machine_is_found_by_its_words_and_its_memory(
+    gpu: str, gib: float, expected: str | None
+) -> None:
     assert named_machines.of_gpu(gpu, int(gib * GIB)) == expected
 
 

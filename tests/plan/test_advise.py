@@ -32,16 +32,25 @@ from tests.support.cli import jobs_of
 # The V100's compute is that of the first; the two others are no part of its rates.
 PUBLISHED = {32: {"megatron-lm": 5.3397, "zero-offload": 10.7405}, 48: {"zero-offload": 15.8400}}
 DATASHEETS = [name for name in named_machines.names() if named_machines.load(name).datasheet]
-RATES = Rates(1e12, device_bytes_per_second=1e11, inbound_bytes_per_second=1e9, outbound_bytes_per_second=1e9,
-              host_adam_params_per_second=1e8)  # fmt: skip
+RATES = Rates(
+    1e12,
+    device_bytes_per_second=1e11,
+    inbound_bytes_per_second=1e9,
+    outbound_bytes_per_second=1e9,
+    host_adam_params_per_second=1e8,
+)
 
 
-def advise(name: str, workload: Workload, methods: list[str], host_bytes: int | None = None) -> dict[str, dict]:
+def advise(
+    name: str, workload: Workload, methods: list[str], host_bytes: int | None = None
+) -> dict[str, dict]:
     rows = Advice(named_place(name, Budget(host_bytes=host_bytes)), workload).decision(methods).rows
     return {row["method"]: row for row in rows}
 
 
-def searched(workload: Workload, names: list[str], host_gib: int = 64, gpu: str = "rtx4090") -> tuple[Advice, Decision]:
+def searched(
+    workload: Workload, names: list[str], host_gib: int = 64, gpu: str = "rtx4090"
+) -> tuple[Advice, Decision]:
     """An answer that chooses batch, micro-batches and sequence."""
     asked = Advice(named_place(gpu, Budget(host_bytes=host_gib * GIB)), workload, searched=SEARCHED)
     return asked, asked.decision(names)
@@ -102,17 +111,26 @@ def test_every_datasheet_has_a_source_and_rates(name: str) -> None:
 # Multiprocessors, GHz of the boost clock, and operations a clock of each one's Tensor Cores on fp16 with fp32
 # accumulation: what the whitepapers' peaks are made of. A GeForce card's do half of what an A10's do.
 TENSOR_CORES = {
-    "v100": (80, 1.53, 1024), "t4": (40, 1.59, 1024), "a10": (72, 1.695, 1024), "a100-80": (108, 1.41, 2048),
-    "rtx3090": (82, 1.695, 512), "rtx4080": (76, 2.505, 512), "rtx4090": (128, 2.52, 512), "rtx5090": (170, 2.407, 512),
-    "h100": (132, 1.83, 4096), "gh200": (132, 1.83, 4096),
-}  # fmt: skip
+    "v100": (80, 1.53, 1024),
+    "t4": (40, 1.59, 1024),
+    "a10": (72, 1.695, 1024),
+    "a100-80": (108, 1.41, 2048),
+    "rtx3090": (82, 1.695, 512),
+    "rtx4080": (76, 2.505, 512),
+    "rtx4090": (128, 2.52, 512),
+    "rtx5090": (170, 2.407, 512),
+    "h100": (132, 1.83, 4096),
+    "gh200": (132, 1.83, 4096),
+}
 
 
 @pytest.mark.parametrize("name", TENSOR_CORES)
 def test_a_peak_is_what_its_tensor_cores_do_at_the_boost_clock(name: str) -> None:
     sheet = named_machines.load(name).datasheet
     multiprocessors, gigahertz, operations = TENSOR_CORES[name]
-    assert sheet and sheet.fp16_tflops == pytest.approx(multiprocessors * gigahertz * operations / 1e3, rel=0.005)
+    assert sheet and sheet.fp16_tflops == pytest.approx(
+        multiprocessors * gigahertz * operations / 1e3, rel=0.005
+    )
 
 
 def test_every_gpu_that_people_have_is_there() -> None:
@@ -130,7 +148,10 @@ def test_the_decision_is_the_best_row() -> None:
     names = ["stronghold", "l2l", "hydra", "fsdp2-offload", "zero-offload", "zenflow", "resident"]
     _, made = searched(Workload(48, 1600, 25, dtype="bf16"), names)
     able = [row for row in made.rows if row["fits"] and row["is_exact"]]
-    assert made.chosen == {key: value for key, value in made.rows[0].items() if key != "reason"} and len(able) > 3
+    assert (
+        made.chosen == {key: value for key, value in made.rows[0].items() if key != "reason"}
+        and len(able) > 3
+    )
     fastest = max(row["tokens_per_second"] for row in able)
     near = [row for row in able if row["tokens_per_second"] >= NEAR * fastest]
     assert min(row["batch_size"] for row in near) == made.chosen["batch_size"]
@@ -159,7 +180,9 @@ def test_a_long_sequence_is_shortened_where_a_token_costs_much_more() -> None:
     load = Workload(8, 4096, 32, seq_len=8192, vocab_size=512, dtype="bf16")
     _, made = searched(load, ["resident"], gpu="h100")
     assert made.workload.seq_len == 4096
-    fixed = Advice(named_place("h100", Budget()), load, searched=SEARCHED - {"seq_len"}).decision(["resident"])
+    fixed = Advice(named_place("h100", Budget()), load, searched=SEARCHED - {"seq_len"}).decision(
+        ["resident"]
+    )
     assert fixed.workload.seq_len == 8192
 
 
@@ -200,7 +223,12 @@ def test_a_method_that_may_use_a_disk_is_ranked_with_it_where_the_host_cannot_ho
 
     small = rows(48 * GIB)
     told = [(row["method"], row.get("with"), row["fits"], bool(row["disk"])) for row in small]
-    assert told[0] == ("stronghold", "--disk DIR", True, True) and told[-1] == ("stronghold", None, False, False)
+    assert told[0] == ("stronghold", "--disk DIR", True, True) and told[-1] == (
+        "stronghold",
+        None,
+        False,
+        False,
+    )
     assert small[0]["step_seconds"] < small[1]["step_seconds"]
     assert small[0]["largest_layers"] > small[-1]["largest_layers"]
     assert [row["method"] for row in rows(128 * GIB)] == ["stronghold", "zero-infinity-nvme"]
@@ -215,13 +243,19 @@ def test_no_disk_is_infinitely_fast(name: str) -> None:
 def test_the_errors_told_of_forecasts_are_those_of_todays_forecasts() -> None:
     """ZeRO-Offload: the published logs. ZeRO-Infinity: SlideFormer's csv of DeepSpeed ZeRO-3 with offload, Llama 3.1 8B
     on an RTX 4090, bf16, 1,024 tokens: tokens/s by batch; the plan of the largest lacks 0.5 GiB."""
-    off = [seconds["zero-offload"] / advise("v100-vm", Workload(num_layers=depth), ["zero-offload"])["zero-offload"][
-        "step_seconds"] - 1 for depth, seconds in PUBLISHED.items()]  # fmt: skip
+    off = [
+        seconds["zero-offload"]
+        / advise("v100-vm", Workload(num_layers=depth), ["zero-offload"])["zero-offload"]["step_seconds"]
+        - 1
+        for depth, seconds in PUBLISHED.items()
+    ]
     found = method.load("zero-offload").forecast_test
     assert found and (len(off), max(off)) == (found.num_runs, pytest.approx(found.worst, abs=0.005))
     missed = []
     for batch_size, measured in {8: 914, 16: 1373, 32: 1791}.items():
-        load = Workload(**named_models.load("Llama-3.1-8B").sizes, seq_len=1024, batch_size=batch_size, dtype="bf16")
+        load = Workload(
+            **named_models.load("Llama-3.1-8B").sizes, seq_len=1024, batch_size=batch_size, dtype="bf16"
+        )
         budget = Budget(device_bytes=25 * GIB, host_bytes=512 * GIB)
         (row,) = Advice(named_place("rtx4090", budget), load).decision(["zero-infinity"]).rows
         missed.append(row["tokens_per_second"] / measured - 1)
@@ -230,7 +264,8 @@ def test_the_errors_told_of_forecasts_are_those_of_todays_forecasts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "dtype"), [("rtx4090", "bf16"), ("v100", "fp16"), ("t4", "fp16"), ("k80", "fp32"), ("desk", "bf16")]
+    ("gpu", "dtype"),
+    [("rtx4090", "bf16"), ("v100", "fp16"), ("t4", "fp16"), ("k80", "fp32"), ("desk", "bf16")],
 )
 def test_half_precision_is_taken_where_the_gpu_computes_in_it(gpu: str, dtype: str, tmp_path: Path) -> None:
     (file := tmp_path / "mine.yaml").write_text("desk: {device_memory: 24GiB}")
@@ -239,11 +274,14 @@ def test_half_precision_is_taken_where_the_gpu_computes_in_it(gpu: str, dtype: s
 
 
 CALLS = [
-    "--gpu rtx4090 --host-memory 64GB --model gpt2-xl", "--gpu rtx4080 --model 7b --host-memory 64GB -m stronghold",
-    "--gpu v100-vm -l 32 -w 2 -m stronghold,l2l", "--gpu rtx4090 --model gpt3-175b -m zero-infinity-nvme,stronghold",
+    "--gpu rtx4090 --host-memory 64GB --model gpt2-xl",
+    "--gpu rtx4080 --model 7b --host-memory 64GB -m stronghold",
+    "--gpu v100-vm -l 32 -w 2 -m stronghold,l2l",
+    "--gpu rtx4090 --model gpt3-175b -m zero-infinity-nvme,stronghold",
     "--gpu rx1 --device-memory 24GB --fact gpu_tflops=80 --fact link_gb_per_second=20"
-    " --fact host_adam_gparams_per_second=2 --model 1b -m resident,l2l", "-l 2 -h 256 -m resident,l2l",
-]  # fmt: skip
+    " --fact host_adam_gparams_per_second=2 --model 1b -m resident,l2l",
+    "-l 2 -h 256 -m resident,l2l",
+]
 
 
 @pytest.mark.parametrize("words", CALLS)
@@ -262,7 +300,9 @@ def test_every_next_call_plans_what_was_decided(words: str, tmp_path: Path) -> N
             load = job.workload
             sizes = [load.batch_size, load.micro_batches, load.seq_len, load.dtype]
             names = ("batch_size", "micro_batches", "seq_len", "dtype")
-            assert [told["chosen"][name] for name in names] == sizes and job.method == told["chosen"]["method"]
+            assert [told["chosen"][name] for name in names] == sizes and job.method == told["chosen"][
+                "method"
+            ]
         if where == "here" and call.startswith("./run.sh plan"):
             planned = cli.run(*shlex.split(call)[1:], "--json")
             assert json.loads(planned.stdout)["fits"], planned.stdout
@@ -293,8 +333,14 @@ def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.Monk
 
     def run(ratio: float, verdict: str = "exact") -> Record:
         times = [ratio * seconds] * 4
-        return Record(Job("zero-offload", workload, steps=4, warmup=1), "key", "ok", machine=facts,
-                      step_seconds=times, gate=Gate(verdict))  # fmt: skip
+        return Record(
+            Job("zero-offload", workload, steps=4, warmup=1),
+            "key",
+            "ok",
+            machine=facts,
+            step_seconds=times,
+            gate=Gate(verdict),
+        )
 
     records = (run(1.1), run(1.1), run(1.5), run(9.0, "failed"))
     found = accuracy(records)["zero-offload"]
@@ -313,8 +359,14 @@ def test_runs_of_this_machine_say_nothing_of_forecasts_for_another(monkeypatch: 
     monkeypatch.setattr(machine, "rates", lambda device, workload: RATES)
     workload = Workload(num_layers=2)
     facts = {name: machine.checked()[name] for name in ("cpu", "cores", "gpu")}
-    run = Record(Job("l2l", workload, steps=4, warmup=1), "key", "ok", machine=facts, step_seconds=[9.0] * 4,
-                 gate=Gate("exact"))  # fmt: skip
+    run = Record(
+        Job("l2l", workload, steps=4, warmup=1),
+        "key",
+        "ok",
+        machine=facts,
+        step_seconds=[9.0] * 4,
+        gate=Gate("exact"),
+    )
     places = this_place(Budget()), named_place("rtx4090", Budget())
     (here,), (elsewhere,) = (Advice(each, workload, records=(run,)).decision(["l2l"]).rows for each in places)
     assert here["accuracy"]["num_runs"] == 1 and elsewhere["accuracy"] is None
@@ -326,10 +378,14 @@ def test_the_door_decides_first_and_then_shows_all() -> None:
     ended = cli.run(*words, "--json")
     first, *rows = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [row["fits"] for row in rows] == [True, True, False] and rows[-1]["method"] == "resident"
-    assert rows[0]["step_seconds"] < rows[1]["step_seconds"] and first["chosen"]["method"] == rows[0]["method"]
+    assert (
+        rows[0]["step_seconds"] < rows[1]["step_seconds"] and first["chosen"]["method"] == rows[0]["method"]
+    )
     assert rows[0]["hours"] == pytest.approx(10e9 / rows[0]["tokens_per_second"] / 3600)
     model_flops = dataclasses.replace(sized(1e9), num_layers=48, hidden_size=1600, num_heads=25, seq_len=1024)
-    assert rows[0]["mfu"] == pytest.approx(model_flops.model_flops_per_step / rows[0]["step_seconds"] / 82.6e12)
+    assert rows[0]["mfu"] == pytest.approx(
+        model_flops.model_flops_per_step / rows[0]["step_seconds"] / 82.6e12
+    )
     lines = cli.run(*words).stdout.splitlines()
     assert lines[0].startswith(
         f"train gpt2-xl (1.558 B parameters) on rtx4090 with 64.0 GiB of host memory by {rows[0]['method']}, fp32,"
@@ -338,7 +394,10 @@ def test_the_door_decides_first_and_then_shows_all() -> None:
     assert "10 billion tokens in " in lines[0] and "forecasts were up to" in lines[0]
     assert lines[1].startswith(f"next, on rtx4090: ./run.sh -m {rows[0]['method']} -l 48 -h 1600")
     assert lines[2].startswith("  20 steps in about ") and lines[3].startswith("next, here: ./run.sh plan ")
-    assert lines[4:6] == ["why:", f"  a step takes {rows[0]['step_seconds']:.3g} s, bound by {rows[0]['binds']}"]
+    assert lines[4:6] == [
+        "why:",
+        f"  a step takes {rows[0]['step_seconds']:.3g} s, bound by {rows[0]['binds']}",
+    ]
     assert "what would change it:" in lines
     assert any(line.strip().startswith("resident ") and "lacks 2.1 GiB of device" in line for line in lines)
 
@@ -348,7 +407,10 @@ def test_the_door_decides_first_and_then_shows_all() -> None:
     [
         ("--gpu rtx4099", "did you mean rtx4090?"),
         ("--gpu rx1", "or give the GPU's numbers: --device-memory 24GB --fact gpu_tflops=80"),
-        ("--gpu rx1 --fact gpu_tflops=80", "expected the facts link_gb_per_second, host_adam_gparams_per_second"),
+        (
+            "--gpu rx1 --fact gpu_tflops=80",
+            "expected the facts link_gb_per_second, host_adam_gparams_per_second",
+        ),
         ("--gpu rtx4090 --fact gpu_tflop=80", "unknown fact 'gpu_tflop': did you mean gpu_tflops?"),
         ("--fact gpu_tflops=80", "--fact: expected --gpu NAME"),
         ("--params 0B", "expected a positive number"),
@@ -363,9 +425,17 @@ def test_a_wrong_word_is_one_line(words: str, said: str) -> None:
 
 def test_a_gpu_of_the_same_numbers_gets_the_same_answer() -> None:
     """An entry's facts as options of a GPU that has no entry; its memory with the context that an entry leaves out."""
-    facts = {"gpu_tflops": 118.8, "forward_share": 0.25, "device_memory_gb_per_second": 920, "link_gb_per_second": 25,
-             "duplex_share": 0.85, "host_adam_gparams_per_second": 8, "host_memory_gb_per_second": 55,
-             "disk_read_gb_per_second": 6, "disk_write_gb_per_second": 5}  # fmt: skip
+    facts = {
+        "gpu_tflops": 118.8,
+        "forward_share": 0.25,
+        "device_memory_gb_per_second": 920,
+        "link_gb_per_second": 25,
+        "duplex_share": 0.85,
+        "host_adam_gparams_per_second": 8,
+        "host_memory_gb_per_second": 55,
+        "disk_read_gb_per_second": 6,
+        "disk_write_gb_per_second": 5,
+    }
     words = ["--model", "gpt2-xl", "-m", "l2l,zero-offload", "--host-memory", "51GiB", "--json"]
     listed = cli.run("advise", "--gpu", "rtx4090", *words).stdout.splitlines()[1:]
     given = [word for name, value in facts.items() for word in ("--fact", f"{name}={value}")]
@@ -375,7 +445,9 @@ def test_a_gpu_of_the_same_numbers_gets_the_same_answer() -> None:
     assert speeds[0] == pytest.approx(speeds[1])
 
 
-def test_without_rates_the_first_line_says_to_measure_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rates_the_first_line_says_to_measure_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "rates", lambda device, workload: None)
     monkeypatch.setattr(machine, "gpu", lambda: {})
     told = cli.run("advise", "-m", "resident,stronghold", "--results", tmp_path).stdout.splitlines()
@@ -385,11 +457,26 @@ def test_without_rates_the_first_line_says_to_measure_them(tmp_path: Path, monke
 
 
 def test_plan_and_advise_find_the_same_largest_depth_on_a_named_machine(tmp_path: Path) -> None:
-    words = ("--model", "gpt2-xl", "-m", "zero-offload,stronghold", "--json", "--host-memory", "64GiB", "-b", 4,
-             "--micro-batches", 1, "--dtype", "fp32")  # fmt: skip
+    words = (
+        "--model",
+        "gpt2-xl",
+        "-m",
+        "zero-offload,stronghold",
+        "--json",
+        "--host-memory",
+        "64GiB",
+        "-b",
+        4,
+        "--micro-batches",
+        1,
+        "--dtype",
+        "fp32",
+    )
     planned = cli.run("plan", "--machine", "rtx3090", *words).stdout.splitlines()
     advised = cli.run("advise", "--gpu", "rtx3090", *words, "--results", tmp_path).stdout.splitlines()[1:]
-    depths = [{row["method"]: row["largest_layers"] for row in map(json.loads, rows)} for rows in (planned, advised)]
+    depths = [
+        {row["method"]: row["largest_layers"] for row in map(json.loads, rows)} for rows in (planned, advised)
+    ]
     assert depths[0] == depths[1]
 
 
@@ -403,7 +490,9 @@ def test_what_does_not_run_here_is_no_advice(tmp_path: Path, monkeypatch: pytest
 
 def test_the_machines_to_ask_about_are_listed_those_of_a_file_with_it(tmp_path: Path) -> None:
     (file := tmp_path / "mine.yaml").write_text("desk: {device_memory: 24GiB}")
-    told = cli.run("advise", "-m", "resident", "--results", tmp_path, "--machines", file).stdout.splitlines()[-1]
+    told = cli.run("advise", "-m", "resident", "--results", tmp_path, "--machines", file).stdout.splitlines()[
+        -1
+    ]
     assert f"desk in {file}, gh200" in told and " a10, a100-40, " in told
 
 
@@ -414,15 +503,22 @@ def test_a_disk_is_a_size_a_folder_or_both(tmp_path: Path) -> None:
     assert _disk(f"{tmp_path}:2GiB", None) == (str(tmp_path), 2 * GIB)
 
 
-@pytest.mark.parametrize("disk", ["1 TBit", "1000", "/nowhere", "/nowhere:1TB", ":", "", "-1TB", "0TB", __file__])
+@pytest.mark.parametrize(
+    "disk", ["1 TBit", "1000", "/nowhere", "/nowhere:1TB", ":", "", "-1TB", "0TB", __file__]
+)
 def test_what_is_no_disk_is_a_mistake_in_one_line(disk: str) -> None:
     ended = cli.run("advise", "--gpu", "rtx4090", "-l", 2, "-m", "resident", "--disk", disk)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert "error: --disk: expected a folder to write to, a size such as 1TB, or FOLDER:SIZE, got" in ended.stderr
+    assert (
+        "error: --disk: expected a folder to write to, a size such as 1TB, or FOLDER:SIZE, got"
+        in ended.stderr
+    )
 
 
 def test_a_disk_of_two_sizes_is_a_mistake() -> None:
-    ended = cli.run("advise", "--gpu", "rtx4090", "-l", 2, "-m", "resident", "--disk", "1TB", "--disk-memory", "2TB")
+    ended = cli.run(
+        "advise", "--gpu", "rtx4090", "-l", 2, "-m", "resident", "--disk", "1TB", "--disk-memory", "2TB"
+    )
     assert ended.returncode == 2 and "--disk: expected one size, got 1TB" in ended.stderr
 
 

@@ -17,8 +17,13 @@ from harness.plan.step import least_seconds, predicted, shared
 LOAD = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512)
 BF16 = dataclasses.replace(LOAD, dtype="bf16")
 PARTS = dataclasses.replace(LOAD, batch_size=8, micro_batches=4, dtype="bf16")
-RATES = Rates(1e12, device_bytes_per_second=1e12, inbound_bytes_per_second=1e12, outbound_bytes_per_second=1e12,
-              host_adam_params_per_second=1e12)  # fmt: skip
+RATES = Rates(
+    1e12,
+    device_bytes_per_second=1e12,
+    inbound_bytes_per_second=1e12,
+    outbound_bytes_per_second=1e12,
+    host_adam_params_per_second=1e12,
+)
 SLOW = dataclasses.replace(RATES, exchange_bytes_per_second=1e3)  # all else is nothing beside the exchange
 LAYERS, ENDS, ALL = 4 * LOAD.layer_params, LOAD.end_params, LOAD.num_params
 BOUNDARY = 4 * 4 * 32 * 64  # bytes of a layer's input, of the whole batch in fp32
@@ -37,21 +42,33 @@ SENT: list[tuple[str, dict[str, Any], Workload, float]] = [
     ("zero-infinity", {"world_size": 2}, LOAD, 4 * (2 * LAYERS + ENDS + ALL) / 2),
     ("zero-infinity-nvme", {"world_size": 4}, BF16, 2 * (2 * LAYERS + ENDS + ALL) * 3 / 4),
     ("fsdp2-offload", {"world_size": 2}, BF16, (2 * (2 * LAYERS + ENDS) + 4 * ALL) / 2),
-    ("fsdp2-offload", {"world_size": 2}, dataclasses.replace(BF16, micro_batches=2),
-     2 * (2 * (2 * LAYERS + ENDS) + 4 * ALL) / 2),
+    (
+        "fsdp2-offload",
+        {"world_size": 2},
+        dataclasses.replace(BF16, micro_batches=2),
+        2 * (2 * (2 * LAYERS + ENDS) + 4 * ALL) / 2,
+    ),
     ("l2l", {"world_size": 2}, LOAD, 4 * (2 * LAYERS + LAYERS + 2 * ENDS) / 2),
     # Two of the six windowed layers' fetches are saved at the turn; a resident layer's gradient is summed whole.
-    ("stronghold", {"world_size": 2, "placement": "R1W3", "window_size": 2}, LOAD,
-     4 * ((6 - 2 + 3) * LAYERS / 4 + 2 * (LAYERS / 4 + ENDS)) / 2),
+    (
+        "stronghold",
+        {"world_size": 2, "placement": "R1W3", "window_size": 2},
+        LOAD,
+        4 * ((6 - 2 + 3) * LAYERS / 4 + 2 * (LAYERS / 4 + ENDS)) / 2,
+    ),
     ("megatron-lm", {"world_size": 4}, BF16, 2 * 4 * ALL * 3 / 4),
     ("megatron-lm", {"world_size": 2, "distributed_optimizer": True}, BF16, (4 + 2) * ALL / 2),
     # Two sums in each layer's forward pass, recompute and backward pass, one at each end of the model.
     ("megatron-lm", {"world_size": 2, "tensor_parallel": 2}, LOAD, (6 * 4 + 2) * 2 * BOUNDARY / 2),
     # Activations up, and the sum of the embedding's gradients at both ends; the embedding's and the head's sum.
     ("megatron-lm", {"world_size": 2, "pipeline_parallel": 2}, LOAD, BOUNDARY + 2 * 4 * 512 * 64 / 2),
-    ("megatron-lm", {"world_size": 4, "tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}, LOAD,
-     (6 * 2 + 1) * 2 * BOUNDARY / 2 + BOUNDARY / 2 + 2 * 4 * 512 * 64 / 2 / 2),
-]  # fmt: skip
+    (
+        "megatron-lm",
+        {"world_size": 4, "tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True},
+        LOAD,
+        (6 * 2 + 1) * 2 * BOUNDARY / 2 + BOUNDARY / 2 + 2 * 4 * 512 * 64 / 2 / 2,
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "options", "workload", "sent"), SENT, ids=str)
@@ -66,13 +83,16 @@ def test_a_step_that_the_exchange_binds_takes_its_bytes_over_the_rate(
     assert least_seconds(workload, plan, SLOW) == pytest.approx(sent / 1e3, rel=1e-3)
 
 
-MOVED: list[tuple[str, dict[str, Any], float]] = [  # 2 bytes of each: weights, then gradients of four micro-batches
-    ("zero-offload", {}, 2 * (ALL + (1 + 3 * 2 + 1) * ALL)),  # at the end the sum again, to the host's fp32 gradients
-    ("deepspeed", {"stage": 1, "offload": "optimizer"}, 2 * (ALL + 3 * ALL)),  # one sum, to zeros from the host
+# 2 bytes of each: weights, then gradients of four micro-batches
+MOVED: list[tuple[str, dict[str, Any], float]] = [
+    # at the end the sum again, to the host's fp32 gradients
+    ("zero-offload", {}, 2 * (ALL + (1 + 3 * 2 + 1) * ALL)),
+    # one sum, to zeros from the host
+    ("deepspeed", {"stage": 1, "offload": "optimizer"}, 2 * (ALL + 3 * ALL)),
     ("deepspeed", {"stage": 3, "offload": "optimizer"}, 2 * (ALL + (1 + 3 * 2) * ALL)),
     ("zero-infinity", {}, 2 * (4 * (2 * LAYERS + ENDS) + (1 + 3 * 2) * ALL)),
     ("zero-infinity-nvme", {}, 2 * (4 * 2 * ALL + 3 * 2 * ALL) + 2 * 12 * ALL),  # states: to and fro
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "options", "moved"), MOVED, ids=str)
@@ -90,7 +110,9 @@ def test_one_rank_sends_nothing(name: str) -> None:
     for workload in (LOAD, BF16):
         plans = [trained.plan(workload, Room(rates=rates)) for rates in (RATES, SLOW)]
         assert not any(sum(plan.exchanged.values()) for plan in plans)
-        seconds = [predicted(trained, workload, plan, each) for plan, each in zip(plans, (RATES, SLOW), strict=True)]
+        seconds = [
+            predicted(trained, workload, plan, each) for plan, each in zip(plans, (RATES, SLOW), strict=True)
+        ]
         assert seconds[0] == seconds[1]
 
 
@@ -98,8 +120,13 @@ def test_gathers_that_hide_behind_compute_take_no_time_of_their_own() -> None:
     """By hand: of stronghold's exchange only the sums count, until the gathers take longer than compute."""
     trained = create("stronghold", {"world_size": 2, "placement": "W4", "window_size": 2})
     plan, load = trained.plan(LOAD, Room()), dataclasses.replace(LOAD, batch_size=2)
-    exact = dataclasses.replace(RATES, inbound_bytes_per_second=math.inf, outbound_bytes_per_second=math.inf,
-                                device_bytes_per_second=math.inf, host_adam_params_per_second=math.inf)  # fmt: skip
+    exact = dataclasses.replace(
+        RATES,
+        inbound_bytes_per_second=math.inf,
+        outbound_bytes_per_second=math.inf,
+        device_bytes_per_second=math.inf,
+        host_adam_params_per_second=math.inf,
+    )
     compute, gathers, sums = load.flops_per_step / 1e12, plan.exchanged["gathers"], plan.exchanged["sums"]
     for factor, seconds in ((0.5, 1.0), (2.0, 2.0)):
         rates = dataclasses.replace(exact, exchange_bytes_per_second=gathers / (factor * compute))

@@ -20,11 +20,25 @@ from tests.support.configured import config_of
 
 # For a few types: the reason, empty for a model that is trained.
 EXPECTED = {
-    "llama": "", "stablelm": "", "emu3": "", "minicpm3": "", "mixtral": "mixture", "jetmoe": "mixture",
-    "bloom": "before-layers", "gptj": "head-bias", "gpt_bigcode": "buffers", "gemma3n": "list-of-widths",
-    "falcon_h1": "buffers", "mllama": "no-layers", "zamba2": "starts", "gemma4": "before-layers", "lfm3": "no-norm",
-    "bart": "size", "bert": "encoder-decoder", "mamba": "size",
-}  # fmt: skip
+    "llama": "",
+    "stablelm": "",
+    "emu3": "",
+    "minicpm3": "",
+    "mixtral": "mixture",
+    "jetmoe": "mixture",
+    "bloom": "before-layers",
+    "gptj": "head-bias",
+    "gpt_bigcode": "buffers",
+    "gemma3n": "list-of-widths",
+    "falcon_h1": "buffers",
+    "mllama": "no-layers",
+    "zamba2": "starts",
+    "gemma4": "before-layers",
+    "lfm3": "no-norm",
+    "bart": "size",
+    "bert": "encoder-decoder",
+    "mamba": "size",
+}
 PLACES = {code: re.sub(r"\\\{\w+\\\}", ".+", re.escape(sentence)) for code, sentence in REASONS.items()}
 
 
@@ -46,12 +60,15 @@ def reason(folder: Path, config: str | dict[str, Any], *words: str) -> str:
     if ended.returncode == 0 and not lines:
         return ""
     assert ended.returncode == 2 and len(lines) == 1, ended.stderr
-    (code, *_) = [code for code, pattern in PLACES.items() if re.search(f"{pattern}$", lines[0])] or [lines[0]]
+    (code, *_) = [code for code, pattern in PLACES.items() if re.search(f"{pattern}$", lines[0])] or [
+        lines[0]
+    ]
     return code
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.heavy] * (kind not in EXPECTED)) for kind in causal_types.TYPES]
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.heavy] * (kind not in EXPECTED)) for kind in causal_types.TYPES],
 )
 def test_a_type_of_transformers_is_planned_or_refused_by_a_reason(kind: str, tmp_path: Path) -> None:
     if (config := causal_types.tiny(kind)) is None:
@@ -66,7 +83,10 @@ def test_a_type_of_transformers_is_planned_or_refused_by_a_reason(kind: str, tmp
     [
         ({"num_key_value_heads": 3}, "key-heads"),
         ({"hidden_size": 66}, "heads"),
-        ({"hidden_size": 1792, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128}, "heads"),
+        (
+            {"hidden_size": 1792, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128},
+            "heads",
+        ),
         ({"vocab_size": None}, "size"),
         ({"vocab_size": True}, "size"),
         ({"hidden_size": "32"}, "size"),
@@ -82,7 +102,10 @@ def test_a_type_of_transformers_is_planned_or_refused_by_a_reason(kind: str, tmp
         ({"head_dim": 7}, "rejected"),
         ({"model_type": "nonsense"}, "unknown-type"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "angles-of-sample"),
-        ({"rope_scaling": {"rope_type": "dynamic"}, "rope_parameters": {"rope_type": "default"}}, "angles-of-sample"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic"}, "rope_parameters": {"rope_type": "default"}},
+            "angles-of-sample",
+        ),
         ({"rope_scaling": {"rope_type": "longrope", "more": {"rope_type": "default"}}}, "angles-of-sample"),
         ({"rope_scaling": {"rope_type": "nonsense"}}, "positions"),
         ({"attn_implementation": "owner/kernels"}, "attention"),
@@ -127,12 +150,16 @@ def test_a_model_is_sketched_with_all_that_it_has_for_each_layer(tmp_path: Path)
 def test_one_sketch_serves_every_number_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     answered = anatomy.ask
-    monkeypatch.setattr(anatomy, "ask", lambda module, config: asked.append(module) or answered(module, config))
+    monkeypatch.setattr(
+        anatomy, "ask", lambda module, config: asked.append(module) or answered(module, config)
+    )
     assert [reason(tmp_path, config_of("llama"), "-l", number) for number in ("1", "4", "12")] == ["", "", ""]
     assert asked == ["harness.plan.sketch"]
 
 
 def test_learned_positions_bound_a_sample(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("gpt2", n_positions=32)))
-    with pytest.raises(ValueError, match=r"^--seq: expected at most 32, the number of the model's positions, got 64"):
+    with pytest.raises(
+        ValueError, match=r"^--seq: expected at most 32, the number of the model's positions, got 64"
+    ):
         _ = Workload(**named_models.load(str(tmp_path)).sizes, seq_len=64).num_params

@@ -54,7 +54,9 @@ def test_a_run_leaves_a_record_and_a_log_of_the_same_stem(tmp_path: Path) -> Non
     log = Path(str(path).removesuffix(".json") + ".txt").read_text()
     assert record.status == "ok" and len(record.losses) == 10
     assert record.software["source"] == method.source_hash("resident") and "unlisted" not in record.software
-    assert " iteration       10/      10 |" in log and log.endswith("ended as ok at done, after 10 of 10 steps\n")
+    assert " iteration       10/      10 |" in log and log.endswith(
+        "ended as ok at done, after 10 of 10 steps\n"
+    )
     assert record.peaks["host_anonymous"] > 50 * 2**20 and record.phase_seconds["import"] > 0
 
 
@@ -222,7 +224,9 @@ def test_code_that_a_run_executes_beyond_its_identity_is_on_record(tmp_path: Pat
     assert Record.read(path).software["unlisted"] == ["_part.py"]
 
 
-def test_a_run_that_begins_while_another_ends_leaves_its_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_begins_while_another_ends_leaves_its_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = executed_code.read
 
     def beside_another(notes: Path) -> list[executed_code.Executed]:
@@ -253,7 +257,8 @@ def test_a_key_that_changed_while_the_run_went_on_is_on_record(after: str, chang
 
 
 @pytest.mark.parametrize(
-    ("text", "changed"), [("A = 1", None), ("A = 1  # one", None), ("A = 2", ["its code"]), ("", ["its code"])]
+    ("text", "changed"),
+    [("A = 1", None), ("A = 1  # one", None), ("A = 2", ["its code"]), ("", ["its code"])],
 )
 def test_source_that_is_another_after_the_run_is_on_record(
     tmp_path: Path, text: str, changed: list[str] | None
@@ -290,12 +295,16 @@ def test_a_child_counts_unless_it_is_about_to_run_a_program(
     """torch's 400 MB and as much of a child's; the rest of a worker has 230 MB."""
     release_after(1 if brief else 4, tmp_path, monkeypatch)
     (tmp_path / "has_children.py").write_text(waiting(HAS_CHILDREN, tmp_path))
-    path = launch(Job("has-children", TINY, {"brief": brief}, steps=2, warmup=1), lambda: "key", tmp_path, (tmp_path,))
+    path = launch(
+        Job("has-children", TINY, {"brief": brief}, steps=2, warmup=1), lambda: "key", tmp_path, (tmp_path,)
+    )
     assert least < Record.read(path).host_peak_bytes < most
 
 
 @pytest.mark.heavy
-def test_memory_that_a_worker_and_its_child_share_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_a_worker_and_its_child_share_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """300 MiB that both map, and a copy of the child's own."""
     release_after(4, tmp_path, monkeypatch)
     methods = write_ending(tmp_path, waiting(SHARES_WITH_A_CHILD, tmp_path))
@@ -368,7 +377,9 @@ def test_an_end_by_a_limit_of_the_shell_is_tried_again(tmp_path: Path, own_serve
     assert (record.status, record.evidence["limit_of"], record.is_lasting) == ("oom-host", "ulimit -v", False)
 
 
-def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_leaves_nothing_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = Job("hydra", TINY, {"num_models": 2, "num_devices": 2}, steps=2, warmup=1)
     with tempfile.TemporaryDirectory() as folder:  # of a short name, for sockets lie in it
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -390,7 +401,9 @@ def test_a_folder_of_a_run_whose_processes_were_killed_goes_with_the_next_one(
     os.close(held)
 
 
-def test_a_folder_of_a_users_own_stays_whatever_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_a_users_own_stays_whatever_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (results := tmp_path / f"{scratch.PREFIX}results").mkdir()
     (results / "log_l2l.json").write_text("a record")
@@ -435,7 +448,9 @@ def test_a_run_that_cannot_be_started_leaves_nothing_in_the_temporary_folder(
     assert not os.listdir(scratch)
 
 
-@pytest.mark.parametrize(("stopped", "status"), [("interrupt", "interrupted"), ("deadline", "timeout"), ("", "crash")])
+@pytest.mark.parametrize(
+    ("stopped", "status"), [("interrupt", "interrupted"), ("deadline", "timeout"), ("", "crash")]
+)
 def test_whatever_an_import_raises_that_is_broken_off_is_no_crash(stopped: str, status: str) -> None:
     watch = object.__new__(Watch)
     watch.job, watch.stopped, watch.end = TINY_JOB, stopped, End("import", stopped=stopped)
@@ -542,7 +557,9 @@ def test_the_first_gpu_of_a_job_and_of_a_calibration_is_nvmls_first_unless_the_c
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     if given:
         monkeypatch.setenv("CUDA_DEVICE_ORDER", given)
-    (tmp_path / "tells_order.py").write_text('import json, os; print(json.dumps(os.environ["CUDA_DEVICE_ORDER"]))')
+    (tmp_path / "tells_order.py").write_text(
+        'import json, os; print(json.dumps(os.environ["CUDA_DEVICE_ORDER"]))'
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     told = environment(Job("resident", TINY, device="cuda"))["CUDA_DEVICE_ORDER"], ask("tells_order", None)
     assert told == (expected, expected)
@@ -553,7 +570,10 @@ def test_small_layers_are_computed_by_one_thread_in_any_batch_unless_the_caller_
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     small = Workload(num_layers=4, hidden_size=128, seq_len=64)  # 64 x 24 x 128**2 FLOPs of a sample: 25 M
-    told = [environment(Job("resident", replace(small, batch_size=batch))).get("OMP_NUM_THREADS") for batch in (2, 64)]
+    told = [
+        environment(Job("resident", replace(small, batch_size=batch))).get("OMP_NUM_THREADS")
+        for batch in (2, 64)
+    ]
     assert told == ["1", "1"]
     assert "OMP_NUM_THREADS" not in environment(Job("resident", Workload()))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

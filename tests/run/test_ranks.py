@@ -104,7 +104,9 @@ def holders(folder: Path) -> list[psutil.Process]:
 def training_ranks(folder: Path) -> dict[int, psutil.Process]:
     """The ranks of a call, once they train."""
     wait_for_steps(folder)
-    return {int(process.name()[5:]): process for process in holders(folder) if process.name().startswith("rank ")}
+    return {
+        int(process.name()[5:]): process for process in holders(folder) if process.name().startswith("rank ")
+    }
 
 
 def only_record(folder: Path) -> Record:
@@ -214,7 +216,9 @@ def test_the_first_rank_to_raise_is_named(methods: Path) -> None:
 def test_ranks_that_train_alone_are_refused(methods: Path) -> None:
     """Each would train the whole batch as the reference does, and count for all."""
     record = meeting(methods, is_alone=True)
-    assert record.status == "crash" and "expected torch.distributed to join 2 ranks" in record.reason, record.reason
+    assert record.status == "crash" and "expected torch.distributed to join 2 ranks" in record.reason, (
+        record.reason
+    )
 
 
 @pytest.mark.heavy
@@ -235,8 +239,12 @@ def test_the_cause_is_not_who_lost_another_rank() -> None:
         ({0: 1, 1: 1}, {0: left("ValueError: no"), 1: lost}, 0),
         ({0: 1, 1: 1}, {0: left("", "interrupted"), 1: left("ValueError: no")}, 1),
         ({1: -15, 0: 1}, {0: lost}, 1),  # somebody's SIGTERM
-        ({2: 1, 0: 1}, {2: left("rank 0 took no part in a sum"), 0: left("no gradient from rank 1 in 3 s")}, 0),
-    )  # fmt: skip
+        (
+            {2: 1, 0: 1},
+            {2: left("rank 0 took no part in a sum"), 0: left("no gradient from rank 1 in 3 s")},
+            0,
+        ),
+    )
     assert [first_to_fail(failed, ended) for failed, ended, _ in cases] == [first for _, _, first in cases]
 
 

@@ -38,7 +38,8 @@ OPTIONS = {"window_size": 2, "placement": "R1W2D1", "clipping": "deferred"}
 SLACK_SECONDS = {"cuda": 1e-5}  # of an event's time, float32 milliseconds; else of times in microseconds
 NUM_STEPS = 5
 CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
 )
 
 
@@ -48,7 +49,11 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("traced")
     path, kind = folder / "trace.json", request.param
     name = kind if kind in ("l2l", "hydra") else "stronghold"
-    budget = Budget(device_bytes=2**24, host_bytes=2**26, link_bytes_per_second=2**26) if kind == "sim" else Budget()
+    budget = (
+        Budget(device_bytes=2**24, host_bytes=2**26, link_bytes_per_second=2**26)
+        if kind == "sim"
+        else Budget()
+    )
     if kind == "sim":
         request.getfixturevalue("compiled_sim")
     options = {**OPTIONS, "disk": str(folder)} if name == "stronghold" else {}
@@ -62,9 +67,12 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def virtual() -> VirtualRun:
     machine = VirtualMachine(
-        device_flops_per_second=1e9, link_bytes_per_second=1e7, device_update_params_per_second=1e8,
-        host_update_params_per_second=1e6, num_workers=2,
-    )  # fmt: skip
+        device_flops_per_second=1e9,
+        link_bytes_per_second=1e7,
+        device_update_params_per_second=1e8,
+        host_update_params_per_second=1e6,
+        num_workers=2,
+    )
     options = {"window_size": 2, "placement": "R1W3S2P2", "clipping": "deferred"}
     return virtual_run(create("stronghold", options), tiny(num_layers=8), machine)
 
@@ -86,7 +94,9 @@ def test_spans_of_one_stream_or_thread_never_overlap(traced: tuple[Path, Record]
 def test_the_steps_are_those_of_the_record(traced: tuple[Path, Record]) -> None:
     path, record = traced
     found = read(path).steps
-    assert [step.work for step in found] == [f"step {number}" for number in range(NUM_STEPS - STEPS + 1, NUM_STEPS + 1)]
+    assert [step.work for step in found] == [
+        f"step {number}" for number in range(NUM_STEPS - STEPS + 1, NUM_STEPS + 1)
+    ]
     assert [step.end - step.start for step in found] == pytest.approx(record.step_seconds[-STEPS:], abs=1e-5)
     assert record.job.trace == str(path)
 
@@ -97,7 +107,9 @@ def test_a_layer_has_arrived_when_its_forward_pass_starts(traced: tuple[Path, Re
 
 
 def test_the_disk_is_read_before_an_update_and_written_after_it(traced: tuple[Path, Record]) -> None:
-    spans = sorted((span for span in read(traced[0]).spans if span.of == "layers.3"), key=lambda span: span.start)
+    spans = sorted(
+        (span for span in read(traced[0]).spans if span.of == "layers.3"), key=lambda span: span.start
+    )
     order = [span.work for span in spans if span.work in ("read", "update", "write")]
     if traced[1].job.method == "stronghold":
         whole = order[order.index("read") :]
@@ -127,7 +139,9 @@ def test_a_method_that_tells_nothing_of_its_streams_is_named(tmp_path: Path) -> 
     assert read(tmp_path / "trace.json").spans == [] and len(read(tmp_path / "trace.json").steps) == 2
 
 
-def test_host_memory_is_told_of_whenever_its_taking_has_taken_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_told_of_whenever_its_taking_has_taken_twice_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And once more where all is taken; in the lines that people read with its rate."""
     told: list[dict] = []
     monkeypatch.setattr(trace, "FIRST_SECONDS", 0.0)
@@ -186,10 +200,12 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
 def test_shares_by_hand() -> None:
     """Compute from 0 to 4 and 6 to 8, a copy from 3 to 5, one from 3.5 to 6.5, an update from 5 to 12; a step to 10."""
     spans = [
-        Span("compute", "forward", "", 0, 4), Span("compute", "backward", "", 6, 8),
-        Span("inbound", "weights", "", 3, 5), Span("outbound 2", "gradient", "", 3.5, 6.5),
+        Span("compute", "forward", "", 0, 4),
+        Span("compute", "backward", "", 6, 8),
+        Span("inbound", "weights", "", 3, 5),
+        Span("outbound 2", "gradient", "", 3.5, 6.5),
         Span("update", "update", "", 5, 12),
-    ]  # fmt: skip
+    ]
     of = share(spans, Span("steps", "step 1", "", 0, 10))
     assert (of.step, of.compute) == (10, 6)
     assert (of.hidden["copies"], of.exposed["copies"]) == (1.5, 2)
@@ -277,7 +293,9 @@ def test_what_hid_behind_what_is_shown_where_it_was_traced(tmp_path: Path) -> No
     assert page.column(caption, "copies_exposed_seconds") == ["0.200000000"]
     assert page.column(caption, "records") == ["#2"]
     assert any(
-        str(attributes.get("alt")).startswith("Case overlap") for tag, attributes in page.elements if tag == "img"
+        str(attributes.get("alt")).startswith("Case overlap")
+        for tag, attributes in page.elements
+        if tag == "img"
     )
     assert any("./run.sh case overlap --profile demo" in text for text in page.pres)
 

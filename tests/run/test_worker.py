@@ -88,17 +88,23 @@ def test_a_method_does_not_choose_its_throughput(tmp_path: Path, how: str, refus
 def test_a_peak_in_processes_of_the_methods_own_is_on_record(tmp_path: Path) -> None:
     (tmp_path / "tells.py").write_text(TELLS)
     record = worker.run(
-        Job("tells", TINY, {"how": "own processes"}, steps=2, warmup=1), "key", (tmp_path,), lambda event: None
+        Job("tells", TINY, {"how": "own processes"}, steps=2, warmup=1),
+        "key",
+        (tmp_path,),
+        lambda event: None,
     )
     assert record.peaks["device_allocated"] == 7
 
 
 def test_a_method_that_yields_nothing_is_told_what_to_yield(tmp_path: Path) -> None:
     (tmp_path / "yields_none.py").write_text(
-        TELLS.split("        waiting")[0].replace("class Tells", "class YieldsNone") + "        return Trained([])\n"
+        TELLS.split("        waiting")[0].replace("class Tells", "class YieldsNone")
+        + "        return Trained([])\n"
     )
     record = worker.run(Job("yields-none", TINY, steps=4, warmup=1), "key", (tmp_path,), lambda event: None)
-    assert record.reason.startswith("TypeError: expected train() to yield a Step for each batch, got Trained from it")
+    assert record.reason.startswith(
+        "TypeError: expected train() to yield a Step for each batch, got Trained from it"
+    )
 
 
 def test_a_record_tells_the_cores_that_a_run_had_before_its_engine_pinned_it(

@@ -53,14 +53,21 @@ def test_no_race_in_stronghold(num_layers: int, window: int, resident: int, clip
 
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0], ids=["clip", "no_clip"])
 def test_no_race_in_stronghold_with_every_layer_resident(clip_norm: float) -> None:
-    assert find_races(create("stronghold", {"resident_layers": 4}), tiny(num_layers=4, clip_norm=clip_norm)) == []
+    assert (
+        find_races(create("stronghold", {"resident_layers": 4}), tiny(num_layers=4, clip_norm=clip_norm))
+        == []
+    )
 
 
 @pytest.mark.parametrize("changes", PLACED, ids=str)
 @pytest.mark.parametrize("placement", ["P5", "S5", "D5", "R1P1W2S1", "S2W1D2"])
 @pytest.mark.cover(1)
 def test_no_race_in_a_placement(placement: str, changes: dict) -> None:
-    options = {"placement": placement, "clipping": changes.get("clipping"), "window_size": changes.get("window_size")}
+    options = {
+        "placement": placement,
+        "clipping": changes.get("clipping"),
+        "window_size": changes.get("window_size"),
+    }
     workload = tiny(num_layers=5, **{name: value for name, value in changes.items() if name not in options})
     assert find_races(create("stronghold", options), workload) == []
 

@@ -41,7 +41,9 @@ def machine(transfer_seconds: float, update_seconds: float, num_workers: int = 1
     return VirtualMachine(
         device_flops_per_second=FORWARD_FLOPS,
         link_bytes_per_second=4 * WORKLOAD.layer_params / transfer_seconds if transfer_seconds else math.inf,
-        host_bytes_per_second=UPDATE_BYTES * WORKLOAD.layer_params / update_seconds if update_seconds else math.inf,
+        host_bytes_per_second=UPDATE_BYTES * WORKLOAD.layer_params / update_seconds
+        if update_seconds
+        else math.inf,
         num_workers=num_workers,
     )
 
@@ -70,7 +72,10 @@ def test_free_link_and_host_cost_stronghold_nothing() -> None:
 
 
 def test_copies_and_updates_hide_behind_compute() -> None:
-    free, slow = machine(transfer_seconds=0, update_seconds=0), machine(transfer_seconds=0.5, update_seconds=0.5)
+    free, slow = (
+        machine(transfer_seconds=0, update_seconds=0),
+        machine(transfer_seconds=0.5, update_seconds=0.5),
+    )
     options = {"window_size": 3, "resident_layers": 2}
     assert run("stronghold", slow, **options).step_seconds == pytest.approx(
         run("stronghold", free, **options).step_seconds, rel=0.01
@@ -78,7 +83,10 @@ def test_copies_and_updates_hide_behind_compute() -> None:
 
 
 def test_boundaries_that_travel_hide_behind_compute_beside_weights() -> None:
-    free, slow = machine(transfer_seconds=0, update_seconds=0), machine(transfer_seconds=0.5, update_seconds=0.5)
+    free, slow = (
+        machine(transfer_seconds=0, update_seconds=0),
+        machine(transfer_seconds=0.5, update_seconds=0.5),
+    )
     options = {"window_size": 3, "resident_layers": 2}
     assert run("stronghold", slow, **options, activations="host").step_seconds == pytest.approx(
         run("stronghold", free, **options).step_seconds, rel=0.01
@@ -87,7 +95,10 @@ def test_boundaries_that_travel_hide_behind_compute_beside_weights() -> None:
 
 def test_l2l_hides_nothing() -> None:
     """Two fetches, one copy home and one update of every layer come on top of compute."""
-    free, slow = machine(transfer_seconds=0, update_seconds=0), machine(transfer_seconds=0.5, update_seconds=0.5)
+    free, slow = (
+        machine(transfer_seconds=0, update_seconds=0),
+        machine(transfer_seconds=0.5, update_seconds=0.5),
+    )
     on_top = WORKLOAD.num_layers * (3 * 0.5 + 0.5)
     assert run("l2l", slow).step_seconds - run("l2l", free).step_seconds == pytest.approx(on_top, rel=0.02)
 
@@ -106,14 +117,18 @@ def test_more_resident_layers_are_never_slower_over_a_slow_link() -> None:
 def test_more_update_threads_help_a_slow_host() -> None:
     one, four = (machine(transfer_seconds=0.5, update_seconds=4.0, num_workers=workers) for workers in (1, 4))
     assert (
-        run("stronghold", four, window_size=3).step_seconds < 0.75 * run("stronghold", one, window_size=3).step_seconds
+        run("stronghold", four, window_size=3).step_seconds
+        < 0.75 * run("stronghold", one, window_size=3).step_seconds
     )
 
 
 @pytest.mark.heavy
 def test_speculation_hides_a_slow_hosts_updates_behind_the_backward_pass_too() -> None:
     """Nothing is clipped here. Ahead of the norm an update moves 56 bytes a parameter, 16 more, from state to state."""
-    slow, workload = machine(transfer_seconds=0.25, update_seconds=2.0), dataclasses.replace(WORKLOAD, clip_norm=1e3)
+    slow, workload = (
+        machine(transfer_seconds=0.25, update_seconds=2.0),
+        dataclasses.replace(WORKLOAD, clip_norm=1e3),
+    )
     deferred, ahead = (
         virtual_run(create("stronghold", {"window_size": 3, "clipping": clipping}), workload, slow, STEPS)
         for clipping in ("deferred", "speculate")
@@ -142,7 +157,9 @@ def of_two(method: str, machine: VirtualMachine, exchange_seconds: float, **opti
     return run(method, linked, world_size=2, **options)
 
 
-@pytest.mark.parametrize(("name", "options"), [("l2l", {}), ("stronghold", {"placement": "R2W6", "window_size": 3})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("l2l", {}), ("stronghold", {"placement": "R2W6", "window_size": 3})]
+)
 def test_the_link_between_devices_carries_what_the_plan_counts(name: str, options: dict[str, Any]) -> None:
     """Where nothing else takes time, a step is that; but for the bytes of the norm, and of the first step's window."""
     found = of_two(name, VirtualMachine(), 1.0, **options)
@@ -210,7 +227,9 @@ def test_launches_hold_up_a_stream_that_has_little_to_do() -> None:
 
 @pytest.mark.parametrize(("non_blocking", "thread_seconds"), [(True, 0), (False, 12)])
 def test_copy_takes_latency_and_bytes_over_the_link(non_blocking: bool, thread_seconds: float) -> None:
-    with watching(VirtualTime(VirtualMachine(link_bytes_per_second=10.0, link_latency_seconds=2.0))) as streams:
+    with watching(
+        VirtualTime(VirtualMachine(link_bytes_per_second=10.0, link_latency_seconds=2.0))
+    ) as streams:
         on_device(100).to("cpu", non_blocking=non_blocking)
         assert (streams.compute.now, streams.thread.now) == (12, thread_seconds)
 
@@ -257,7 +276,9 @@ def test_a_scale_model_has_the_proportions_of_what_it_stands_for() -> None:
     [("rtx4090", 78, None, 0.95), ("h200", 78, "speculate", 0.95), ("v100-vm", 78, "deferred", 0.95)],
 )
 @pytest.mark.cover(0)
-def test_the_schedule_is_near_its_bound(machine_name: str, num_layers: int, clipping: str | None, least: float) -> None:
+def test_the_schedule_is_near_its_bound(
+    machine_name: str, num_layers: int, clipping: str | None, least: float
+) -> None:
     """The host's memory binds the first two, compute the last."""
     found = virtual.point(machine_name, num_layers, clipping)
     assert not isinstance(found, str) and least <= found.share <= 1.0

@@ -13,8 +13,15 @@ from typing import Any
 from tests.support.until import until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-COMMAND = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-pipe"
-COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Page.javascriptDialogOpening")
+COMMAND = (
+    "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-pipe"
+)
+COMPLAINTS = (
+    "Runtime.exceptionThrown",
+    "Runtime.consoleAPICalled",
+    "Log.entryAdded",
+    "Page.javascriptDialogOpening",
+)
 
 
 def program() -> str | None:
@@ -43,8 +50,11 @@ class Browser:
 
         self._process = subprocess.Popen(
             [str(program()), *COMMAND.split(), f"--user-data-dir={self._profile.name}"],
-            preexec_fn=to_3_and_4, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            preexec_fn=to_3_and_4,
+            close_fds=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(theirs_in)
         os.close(theirs_out)
         self._in, self._out = ours_in, ours_out
@@ -75,8 +85,10 @@ class Browser:
     def click(self, element: str) -> None:
         """With the mouse, on the middle of what the expression is."""
         self.value(f"{element}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
-        box = self.value(f"(({{x, y, width, height}}) => ({{x: x + width / 2, y: y + height / 2}}))"
-                         f"({element}.getBoundingClientRect().toJSON())")  # fmt: skip
+        box = self.value(
+            f"(({{x, y, width, height}}) => ({{x: x + width / 2, y: y + height / 2}}))"
+            f"({element}.getBoundingClientRect().toJSON())"
+        )
         for kind in ("mousePressed", "mouseReleased"):
             self._call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **box)
         self.value("new Promise((done) => setTimeout(done, 50))")
@@ -84,12 +96,20 @@ class Browser:
     def printed_width(self, pixels: int) -> int:
         """How wide the page is on paper of that width."""
         self._call("Emulation.setEmulatedMedia", media="print")
-        self._call("Emulation.setDeviceMetricsOverride", width=pixels, height=pixels, deviceScaleFactor=1, mobile=False)
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=pixels,
+            height=pixels,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         return self.value("document.documentElement.scrollWidth")
 
     def width(self, pixels: int) -> int:
         """How wide the page is in a window of that width."""
-        self._call("Emulation.setDeviceMetricsOverride", width=pixels, height=900, deviceScaleFactor=1, mobile=False)
+        self._call(
+            "Emulation.setDeviceMetricsOverride", width=pixels, height=900, deviceScaleFactor=1, mobile=False
+        )
         return self.value("document.documentElement.scrollWidth")
 
     def scheme(self, name: str) -> None:

@@ -18,22 +18,47 @@ from cli import main
 from harness.base.checkout import ROOT
 from tests.support.packages import SHARED, locked
 
-PAGES = (*(ROOT / name for name in ("README.md", "ARTIFACT.md", "CONTRIBUTING.md", "SECURITY.md")),
-         *sorted((ROOT / "docs").glob("*.md")))  # fmt: skip
-OTHERS = ("papers/**/*.j2", "papers/**/*.txt", "claims/*.yaml", "*.yaml", "cases/*.sh", "examples/*.sh", "docker/*",
-          "notebooks/ae.py")  # fmt: skip
+PAGES = (
+    *(ROOT / name for name in ("README.md", "ARTIFACT.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+)
+OTHERS = (
+    "papers/**/*.j2",
+    "papers/**/*.txt",
+    "claims/*.yaml",
+    "*.yaml",
+    "cases/*.sh",
+    "examples/*.sh",
+    "docker/*",
+    "notebooks/ae.py",
+)
 CODE = ("harness", "places", "methods", "papers", "cases", "cli", "bench")
 # What stands for something of the reader's, and in the texts of the code for a value.
 PLACEHOLDERS = {
-    "DIR": str(ROOT), "LOGS": str(ROOT / "README.md"), "FILE": str(ROOT / "machines.yaml"), "N": "1", "METHOD": "l2l",
-    "FOLDER": str(ROOT), "A": "stronghold", "B": "4", "BASE": "stronghold", "VERB": "plan",
-}  # fmt: skip
+    "DIR": str(ROOT),
+    "LOGS": str(ROOT / "README.md"),
+    "FILE": str(ROOT / "machines.yaml"),
+    "N": "1",
+    "METHOD": "l2l",
+    "FOLDER": str(ROOT),
+    "A": "stronghold",
+    "B": "4",
+    "BASE": "stronghold",
+    "VERB": "plan",
+}
 OF_OPTIONS = {"--gpu": "rtx4090", "--machine": "rtx4090", "--model": "gpt2"}  # whose placeholder is NAME
 VALUES = {
-    "self.case": "3", "number": "3", "kind": "demo", "PAPER_MACHINE": "v100-vm", "words": "-m l2l -l 2 -h 256",
-    "sizes": "-h 256 -b 2", "load.dtype": "fp32", "named_machines.words(name)": "--machine v100-vm",
-    "file.name": str(ROOT / "README.md"), "extra[1]": "doctor",
-}  # fmt: skip
+    "self.case": "3",
+    "number": "3",
+    "kind": "demo",
+    "PAPER_MACHINE": "v100-vm",
+    "words": "-m l2l -l 2 -h 256",
+    "sizes": "-h 256 -b 2",
+    "load.dtype": "fp32",
+    "named_machines.words(name)": "--machine v100-vm",
+    "file.name": str(ROOT / "README.md"),
+    "extra[1]": "doctor",
+}
 KEPT = ROOT / ".venv" / f"tests-calls-{hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]}.json"
 CALL = re.compile(r"\./run\.sh[^\n`<]*")
 ENDS = re.compile(r"""  +|[;,)"'.:]+(?: |$)|'s\b| \\$""")  # what ends a call within a line
@@ -63,7 +88,9 @@ def texts() -> Iterator[str]:
 
 def _of_code(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
-    within = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    within = {
+        id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             text = ""
@@ -101,7 +128,9 @@ def _value(expression: ast.expr, path: Path) -> str:
 def calls() -> list[str]:
     """Return each call once, without what follows it. All processes of a run, which collect the same tests, parse the
     sources once: the answer is kept with the sources' hash."""
-    digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in (Path(__file__), *sources()))).hexdigest()
+    digest = hashlib.sha256(
+        b"\0".join(path.read_bytes() for path in (Path(__file__), *sources()))
+    ).hexdigest()
     with locked(SHARED / f"{KEPT.stem}.lock"):
         with contextlib.suppress(OSError, ValueError):
             kept = json.loads(KEPT.read_text())
@@ -122,7 +151,9 @@ def filled(call: str) -> list[str]:
     """Return a call's words, with something real in place of what stands for it."""
     words = [word for word in shlex.split(call)[1:] if word != "..."]
     before = ["", *words]
-    named = [OF_OPTIONS.get(before[place], word) if word == "NAME" else word for place, word in enumerate(words)]
+    named = [
+        OF_OPTIONS.get(before[place], word) if word == "NAME" else word for place, word in enumerate(words)
+    ]
     return [PLACEHOLDERS.get(word, word) for word in named]
 
 

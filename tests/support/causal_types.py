@@ -18,8 +18,10 @@ SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), HIDDEN),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), INNER),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), POSITIONS),
-    "num_key_value_heads": KEY_HEADS, "vocab_size": WORDS, "head_dim": HIDDEN // HEADS,
-}  # fmt: skip
+    "num_key_value_heads": KEY_HEADS,
+    "vocab_size": WORDS,
+    "head_dim": HIDDEN // HEADS,
+}
 NEEDED = ("head_dim",)  # sizes that transformers demands of some types, though its default is none
 
 

@@ -29,9 +29,11 @@ def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     handler = signal.getsignal(signal.SIGTERM)
     docker.engine.cache_clear()  # of another DOCKER_HOST
     with (
-        mock.patch.object(sys, "argv", command), mock.patch.dict(os.environ, environment),
-        contextlib.redirect_stdout(out), contextlib.redirect_stderr(error),
-    ):  # fmt: skip
+        mock.patch.object(sys, "argv", command),
+        mock.patch.dict(os.environ, environment),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(error),
+    ):
         try:
             door.main()
             code = 0

@@ -11,7 +11,9 @@ import pytest
 
 LEFT_OUT = "tests_left_out"  # what a process of pytest-xdist tells the first one
 NUM_LEFT_OUT = pytest.StashKey[int]()
-WHY = "each needs a server, a system package or a compiler, or takes longer than a test that shows a like fact"
+WHY = (
+    "each needs a server, a system package or a compiler, or takes longer than a test that shows a like fact"
+)
 
 
 class ClosingLines:

@@ -34,7 +34,10 @@ def in_parts(workload: Workload, whole: nn.Module) -> tuple[Any, list[nn.Module]
     """Both ends and the layers, with the weights of the whole model."""
     ends, layers = new_ends(workload), [new_layer(workload, index) for index in range(workload.num_layers)]
     weights = dict(whole.named_parameters())
-    for part, prefix in [(ends, ""), *((each, workload.anatomy.layer_name(i)) for i, each in enumerate(layers))]:
+    for part, prefix in [
+        (ends, ""),
+        *((each, workload.anatomy.layer_name(i)) for i, each in enumerate(layers)),
+    ]:
         for name, _ in list(part.named_parameters()):
             owner, _, leaf = name.rpartition(".")
             setattr(part.get_submodule(owner), leaf, nn.Parameter(weights.pop(prefix + name).detach()))

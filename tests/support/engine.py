@@ -26,10 +26,22 @@ from tests.support.until import until
 
 PACKAGES = ("docker.io", "mmdebstrap")
 BASE, IMAGE = "tests/base:bookworm", "tests/harness:small"
-LEFT_OUT = ("scipy", "matplotlib", "Jinja2", "megatron-core", "deepspeed", "docker", "submitit", "jupytext", "ortools",
-            "transformers", "accelerate")  # fmt: skip
+LEFT_OUT = (
+    "scipy",
+    "matplotlib",
+    "Jinja2",
+    "megatron-core",
+    "deepspeed",
+    "docker",
+    "submitit",
+    "jupytext",
+    "ortools",
+    "transformers",
+    "accelerate",
+)
 MEMORY = Path("/dev/shm")
-FIXED_FOLDERS = ("/run/docker/plugins", "/run/docker", "/run/containerd/s", "/run/containerd")  # any engine makes them
+# any engine makes them
+FIXED_FOLDERS = ("/run/docker/plugins", "/run/docker", "/run/containerd/s", "/run/containerd")
 ROOM_BYTES = 12 * 2**30
 
 
@@ -86,18 +98,39 @@ def start(folder: Path) -> None:
     folder.mkdir()
     with open(folder / "log", "w") as log:
         engine = subprocess.Popen(
-            ["dockerd", "--data-root", data_folder(folder), "--exec-root", folder / "exec", "--pidfile", folder / "pid",
-             "--host", address_of(folder), "--bridge", "none", "--iptables=false", "--storage-driver", "overlay2",
-             "--containerd-namespace", "tests", "--containerd-plugins-namespace", "tests-plugins"],
-            stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            [
+                "dockerd",
+                "--data-root",
+                data_folder(folder),
+                "--exec-root",
+                folder / "exec",
+                "--pidfile",
+                folder / "pid",
+                "--host",
+                address_of(folder),
+                "--bridge",
+                "none",
+                "--iptables=false",
+                "--storage-driver",
+                "overlay2",
+                "--containerd-namespace",
+                "tests",
+                "--containerd-plugins-namespace",
+                "tests-plugins",
+            ],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
     def answers() -> bool:
         return subprocess.run(docker(address_of(folder), "version"), capture_output=True).returncode == 0
 
     until(lambda: answers() or engine.poll() is not None, poll_seconds=0.1)
     if engine.poll() is not None:
-        missing(f"docker's engine does not start here: {(folder / 'log').read_text().strip().splitlines()[-1]}")
+        missing(
+            f"docker's engine does not start here: {(folder / 'log').read_text().strip().splitlines()[-1]}"
+        )
 
 
 def stop(folder: Path) -> None:
@@ -124,7 +157,13 @@ def make_image(folder: Path) -> None:
     base, wheels = kept / "base.tar", kept / "wheels"
     if not base.exists():
         unfinished = folder / "base.tar"
-        words = ["mmdebstrap", "--quiet", "--variant=minbase", "--dpkgopt=force-unsafe-io", "--include=python3-venv"]
+        words = [
+            "mmdebstrap",
+            "--quiet",
+            "--variant=minbase",
+            "--dpkgopt=force-unsafe-io",
+            "--include=python3-venv",
+        ]
         fetch(*words, "bookworm", str(unfinished))
         shutil.move(unfinished, base)
     subprocess.run(docker(address, "import", str(base), BASE), check=True, stdout=subprocess.DEVNULL)
@@ -134,7 +173,9 @@ def make_image(folder: Path) -> None:
     needed = re.sub(rf'^ +"({"|".join(LEFT_OUT)})==.*\n', "", pins.read_text(), flags=re.MULTILINE)
     pins.write_text(needed)
     lock = project / "requirements/run.txt"
-    direct = re.findall(r'^    "([^"]*==[^"]*)",', needed.split("optional-dependencies")[0], flags=re.MULTILINE)
+    direct = re.findall(
+        r'^    "([^"]*==[^"]*)",', needed.split("optional-dependencies")[0], flags=re.MULTILINE
+    )
     pins = folder / "pins.txt"
     pins.write_text(re.sub(r" --hash=\S+", "", lock.read_text()))
     fetch(sys.executable, "-m", "pip", "wheel", "-q", "-w", str(wheels), "-c", str(pins), *direct)
@@ -146,7 +187,11 @@ def make_image(folder: Path) -> None:
     fetch(*words, "-r", str(ROOT / "requirements/uv.txt"))
     words = [sys.executable, "-m", "harness", "image", "build", "--image", IMAGE, "--base", BASE]
     words += ["--wheelhouse", str(wheels), "--build-arg", "PACKAGES=python3-venv", "--build-arg", "EXTRA="]
-    environment = {**os.environ, "DOCKER_HOST": address, "PYTHONPATH": os.pathsep.join([str(project), *sys.path])}
+    environment = {
+        **os.environ,
+        "DOCKER_HOST": address,
+        "PYTHONPATH": os.pathsep.join([str(project), *sys.path]),
+    }
     subprocess.run(words, check=True, cwd=project, env=environment, stdout=subprocess.DEVNULL)
 
 

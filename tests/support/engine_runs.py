@@ -62,7 +62,8 @@ def drawn(name: str, workload: Workload) -> tuple[dict[str, int], int]:
             has_several.wait()
         return drawing(name, *arguments)
 
-    with mock.patch.multiple(gpt, _drawing=counted, available_cores=lambda: 2):  # on one core, one thread draws all
+    with mock.patch.multiple(gpt, _drawing=counted, available_cores=lambda: 2):
+        # on one core, one thread draws all
         train(name, workload, 1)
     return dict(counts), len(threads)
 
@@ -146,5 +147,7 @@ def _superoffload(workload: Workload) -> tuple[TrainingResult, list[list[int]], 
         trained = train("superoffload", workload, 5)
         numels = [[flat.numel() for flat in optimizers[0].fp32_partitioned_groups_flat]]
         numels.append(deepspeed_config.sub_groups(workload))
-        kept = sum(numels[0][number] for number, name in optimizers[0].subgroup_to_device.items() if name != "cpu")
+        kept = sum(
+            numels[0][number] for number, name in optimizers[0].subgroup_to_device.items() if name != "cpu"
+        )
         return trained, numels, [16 * kept, SuperOffload().plan(workload, Room()).device["optimizer"]]

@@ -73,7 +73,8 @@ class Thread:
         self.name, self.now, self.device = name, Counter(), 0
         self.streams: dict[int, FakeStream] = {}  # current ones by device, if not the default
         self.used: list[FakeStream] = []  # by use(), the innermost last
-        self.fresh: tuple[int, bool] | None = None  # where a running factory makes memory, and whether it is locked
+        # where a running factory makes memory, and whether it is locked
+        self.fresh: tuple[int, bool] | None = None
 
 
 class FakeStream:
@@ -119,7 +120,9 @@ class FakeEvent:
     def elapsed_time(self, later: FakeEvent) -> float:
         """In milliseconds."""
         for event in (self, later):
-            assert event.now <= self.cuda.thread.now, "an event is timed by a thread that has not waited for it"
+            assert event.now <= self.cuda.thread.now, (
+                "an event is timed by a thread that has not waited for it"
+            )
         return (later.seconds - self.seconds) * 1000
 
     def synchronize(self) -> None:
@@ -133,7 +136,9 @@ class FakeCuda:
     def __init__(self, num_devices: int) -> None:
         self.num_devices, self.local, self.lock = num_devices, threading.local(), threading.RLock()
         self.numbers, self.broken = itertools.count(1), dict[str, None]()
-        self.defaults = [FakeStream(self, device, f"the default stream of {device}") for device in range(num_devices)]
+        self.defaults = [
+            FakeStream(self, device, f"the default stream of {device}") for device in range(num_devices)
+        ]
         self.memories: dict[int, tuple[weakref.ref, CudaMemory]] = {}
         self.locked: dict[int, int] = {}  # page-locked ranges, by address
 
@@ -192,15 +197,21 @@ class FakeCuda:
         self.all_streams = [*self.defaults]
         runtime = SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
         for name, replacement in (
-            ("set_device", self.set_device), ("current_device", self.current_device), ("cudart", lambda: runtime),
-            ("synchronize", self.synchronize), ("Event", lambda **words: FakeEvent(self)),
-            ("reset_peak_memory_stats", lambda: None), ("reset_accumulated_memory_stats", lambda: None),
-        ):  # fmt: skip
+            ("set_device", self.set_device),
+            ("current_device", self.current_device),
+            ("cudart", lambda: runtime),
+            ("synchronize", self.synchronize),
+            ("Event", lambda **words: FakeEvent(self)),
+            ("reset_peak_memory_stats", lambda: None),
+            ("reset_accumulated_memory_stats", lambda: None),
+        ):
             patch.setattr(torch.cuda, name, replacement)
         patch.setattr(streams.CudaStreams, "stream", self.make_stream)
         patch.setattr(streams.CudaStreams, "current", staticmethod(self.current_stream))
         patch.setattr(streams.CudaStreams, "use", staticmethod(self.use))
-        patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.memory_of(tensor).recorded.add(stream))
+        patch.setattr(
+            Tensor, "record_stream", lambda tensor, stream: self.memory_of(tensor).recorded.add(stream)
+        )
         # As it is for tensors: a mode of functions is off in the whole backward pass, recomputes included.
         patch.setattr(torch.autograd, "backward", _without_modes(torch.autograd.backward))
         self._follow_threads(patch)
@@ -210,7 +221,11 @@ class FakeCuda:
         """What a thread hands to another, by work or by its result, it hands with all that it knows."""
         submit, shutdown = ThreadPoolExecutor.submit, ThreadPoolExecutor.shutdown
         result, update = Future.result, update_threads.Workers.update
-        cuda, modes, told_in = self, (_Functions(self), _CudaOps(self)), weakref.WeakKeyDictionary[Any, _Told]()
+        cuda, modes, told_in = (
+            self,
+            (_Functions(self), _CudaOps(self)),
+            weakref.WeakKeyDictionary[Any, _Told](),
+        )
 
         def knowing(work: Any, now: Counter, told: _Told) -> Any:
             def run(*args: Any, **words: Any) -> Any:
@@ -240,7 +255,9 @@ class FakeCuda:
 
         def updated(workers: Any, deadline: int, landed: Any, num_chunks: int, work: Any) -> Future:
             told = _Told()
-            future = update(workers, deadline, landed, num_chunks, knowing(work, cuda.thread.now.copy(), told))
+            future = update(
+                workers, deadline, landed, num_chunks, knowing(work, cuda.thread.now.copy(), told)
+            )
             future.told = told  # type: ignore[attr-defined]
             return future
 
@@ -293,7 +310,9 @@ class FakeCuda:
         with self.lock:
             if isinstance(agent, FakeStream):
                 if self.thread.used and self.thread.used[-1].device != device:
-                    self.broken[f"{name} on device {device} while {self.thread.used[-1].name} is current"] = None
+                    self.broken[f"{name} on device {device} while {self.thread.used[-1].name} is current"] = (
+                        None
+                    )
                 agent.reached()
             agent.now[agent.name] += 1
             for tensor, is_write in [*((each, False) for each in reads), *((each, True) for each in writes)]:
@@ -303,7 +322,9 @@ class FakeCuda:
     def _note(self, agent: Any, tensor: Tensor, what: str, *, is_write: bool) -> None:
         size, memory = tensor.element_size(), self.memory_of(tensor)
         start = tensor.storage_offset() * size
-        reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        reach = sum(
+            (length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         use = Use(agent, agent.now[agent.name], what, start, start + (reach + 1) * size, is_write)
         kept = []
         for past in memory.uses:
@@ -342,7 +363,9 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
     """The names of an op's arguments, and of those that it writes."""
     arguments = func._schema.arguments
-    written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
+    written = {
+        argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write
+    }
     return [argument.name for argument in arguments], written
 
 

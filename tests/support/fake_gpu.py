@@ -24,7 +24,9 @@ class Square:
 class FakeGpu:
     """One GPU. NVML's total includes the driver's own part, CUDA's does not; the first kernel makes the context."""
 
-    def __init__(self, total_bytes: int, driver_bytes: int, context_bytes: int, *, has_v2: bool = True) -> None:
+    def __init__(
+        self, total_bytes: int, driver_bytes: int, context_bytes: int, *, has_v2: bool = True
+    ) -> None:
         self.total_bytes, self.driver_bytes, self.context_bytes = total_bytes, driver_bytes, context_bytes
         self.has_v2, self.has_context = has_v2, False
         self.reserved_bytes = 0  # by torch's allocator
@@ -64,7 +66,9 @@ class FakeGpu:
     def install(self, patch: pytest.MonkeyPatch) -> FakeGpu:
         """For NVML, and for code that imports torch from now on."""
         self.install_nvml(patch)
-        patch.setitem(sys.modules, "torch", SimpleNamespace(ones=self.ones, cuda=SimpleNamespace(**self.functions())))
+        patch.setitem(
+            sys.modules, "torch", SimpleNamespace(ones=self.ones, cuda=SimpleNamespace(**self.functions()))
+        )
         return self
 
     def install_nvml(self, patch: pytest.MonkeyPatch) -> None:
@@ -97,5 +101,7 @@ class FakeGpu:
             "memory_snapshot": lambda: [{"is_expandable": True}],
             "memory_stats": lambda: {"num_alloc_retries": self.num_retries},
             "set_per_process_memory_fraction": self.cap,
-            "get_per_process_memory_fraction": lambda index=None: 1.0 if self.fraction is None else self.fraction,
+            "get_per_process_memory_fraction": lambda index=None: (
+                1.0 if self.fraction is None else self.fraction
+            ),
         }

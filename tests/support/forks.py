@@ -61,9 +61,14 @@ def own_server() -> Iterator[None]:
 
 
 def launch(
-    job: Job, key: Callable[[], str], results: Path, folders: tuple[Path, ...],
-    report: Callable[[dict[str, Any]], None], recorded: Callable[[str], Path | None], **turn: Any,
-) -> Path:  # fmt: skip
+    job: Job,
+    key: Callable[[], str],
+    results: Path,
+    folders: tuple[Path, ...],
+    report: Callable[[dict[str, Any]], None],
+    recorded: Callable[[str], Path | None],
+    **turn: Any,
+) -> Path:
     """In place of harness.run.launch: what the worker tells and records, less what its parent sees of its process."""
     if existing := recorded(before := key()):
         return existing

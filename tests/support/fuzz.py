@@ -10,17 +10,68 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 fuzzed = settings(
-    max_examples=int(os.environ.get("FUZZ", "300")), suppress_health_check=list(HealthCheck),
+    max_examples=int(os.environ.get("FUZZ", "300")),
+    suppress_health_check=list(HealthCheck),
     database=None,
-)  # fmt: skip
+)
 TEXTS = [
-    "", " ", "0", "1", "-1", "2", "16", "1.5", "1e400", "nan", "inf", "-inf", "9" * 400, "9" * 5000, "true",
-    "none", "l2l", "resident", "stronghold", "all", "cpu", "sim", "cuda", "fp16", "exact", "ok", "=", "a=b",
-    "=1+1", "[/dev/shm]", "\x1b[2J", "\u202e", "\n", "a\nb", "\0", "\udcff", "12MiB", "0GiB", "2:8:2", "8:2",
-    "1,2", "..", "/", "/dev/null", "~", "${HOME}", "%s%n", "{0}", "'", '"', "<script>", "x" * 300,
-]  # fmt: skip
+    "",
+    " ",
+    "0",
+    "1",
+    "-1",
+    "2",
+    "16",
+    "1.5",
+    "1e400",
+    "nan",
+    "inf",
+    "-inf",
+    "9" * 400,
+    "9" * 5000,
+    "true",
+    "none",
+    "l2l",
+    "resident",
+    "stronghold",
+    "all",
+    "cpu",
+    "sim",
+    "cuda",
+    "fp16",
+    "exact",
+    "ok",
+    "=",
+    "a=b",
+    "=1+1",
+    "[/dev/shm]",
+    "\x1b[2J",
+    "\u202e",
+    "\n",
+    "a\nb",
+    "\0",
+    "\udcff",
+    "12MiB",
+    "0GiB",
+    "2:8:2",
+    "8:2",
+    "1,2",
+    "..",
+    "/",
+    "/dev/null",
+    "~",
+    "${HOME}",
+    "%s%n",
+    "{0}",
+    "'",
+    '"',
+    "<script>",
+    "x" * 300,
+]
 texts = st.sampled_from(TEXTS) | st.text(max_size=6)
-numbers = st.sampled_from([0, 1, -1, 2, 7, 10**6, 10**9, 2**63, -(2**63), 10**18, 0.5, -0.0, 1e-320, 1e308, 1e16])
+numbers = st.sampled_from(
+    [0, 1, -1, 2, 7, 10**6, 10**9, 2**63, -(2**63), 10**18, 0.5, -0.0, 1e-320, 1e308, 1e16]
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | numbers | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
@@ -58,8 +109,12 @@ def broken(draw: st.DrawFn, data: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(data)))
         stop = min(len(data), start + draw(st.integers(0, 40)))
-        piece = draw(st.just(data[stop : stop + 30]) | st.binary(max_size=8) | texts.map(lambda text: _bytes(text)))
-        data = draw(st.sampled_from([data[:start], data[:start] + piece + data[stop:], data[:start] + piece + data]))
+        piece = draw(
+            st.just(data[stop : stop + 30]) | st.binary(max_size=8) | texts.map(lambda text: _bytes(text))
+        )
+        data = draw(
+            st.sampled_from([data[:start], data[:start] + piece + data[stop:], data[:start] + piece + data])
+        )
     return data
 
 

@@ -31,8 +31,12 @@ from tests.support.ranks import free_ports
 TURN_SECONDS = 0.05
 NAMESPACE = "default"
 PODS, CONFIG_MAPS, SERVICES, JOBS, JOBSETS = (
-    "v1/pods", "v1/configmaps", "v1/services", "batch/v1/jobs", "jobset.x-k8s.io/v1alpha2/jobsets",
-)  # fmt: skip
+    "v1/pods",
+    "v1/configmaps",
+    "v1/services",
+    "batch/v1/jobs",
+    "jobset.x-k8s.io/v1alpha2/jobsets",
+)
 
 
 class LoopbackPod:
@@ -162,9 +166,17 @@ class LoopbackCluster:
         for index in range(spec["completions"]):
             pod = LoopbackPod(name, index, spec["template"]["spec"])
             self.pods[f"{stem}-{index}"] = pod
-            metadata = {"name": f"{stem}-{index}", "namespace": NAMESPACE, "annotations": {INDEX: str(index)},
-                        "labels": spec["template"]["metadata"]["labels"]}  # fmt: skip
-            document = {"metadata": metadata, "spec": {"nodeName": f"node-{index}"}, "status": {"phase": "Pending"}}
+            metadata = {
+                "name": f"{stem}-{index}",
+                "namespace": NAMESPACE,
+                "annotations": {INDEX: str(index)},
+                "labels": spec["template"]["metadata"]["labels"],
+            }
+            document = {
+                "metadata": metadata,
+                "spec": {"nodeName": f"node-{index}"},
+                "status": {"phase": "Pending"},
+            }
             self.handler.objects[PODS, NAMESPACE, metadata["name"]] = document
             self.tasks.append(asyncio.create_task(self._run(metadata["name"], pod)))
 
@@ -222,7 +234,9 @@ class LoopbackCluster:
         return True
 
     async def _run_container(self, name: str, pod: LoopbackPod, container: dict[str, Any]) -> int:
-        mounts = {each["mountPath"]: str(self.folder / name / each["name"]) for each in container["volumeMounts"]}
+        mounts = {
+            each["mountPath"]: str(self.folder / name / each["name"]) for each in container["volumeMounts"]
+        }
 
         def here(text: str) -> str:
             for there, folder in mounts.items():
@@ -240,15 +254,23 @@ class LoopbackCluster:
             environment[each["name"]] = self._addressed(pod, each["name"], here(value))
         command = [here(word) for word in container["command"]]
         pod.process = await asyncio.create_subprocess_exec(
-            *command, cwd=here(container["workingDir"]), env=environment, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE, limit=2**28, start_new_session=True,
-        )  # fmt: skip
+            *command,
+            cwd=here(container["workingDir"]),
+            env=environment,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=2**28,
+            start_new_session=True,
+        )
         if pod.is_stopping:  # since the process was ordered
             pod.process.send_signal(signal.SIGTERM)
         if container["name"] == MAIN:
             running = {"name": MAIN, "state": {"running": {"startedAt": "now"}}}
             self._tell(name, {"phase": "Running", "containerStatuses": [running]})
-        reading = [asyncio.create_task(self._read(pod, stream)) for stream in (pod.process.stdout, pod.process.stderr)]
+        reading = [
+            asyncio.create_task(self._read(pod, stream))
+            for stream in (pod.process.stdout, pod.process.stderr)
+        ]
         code = await pod.process.wait()
         await self._kill(pod)
         await asyncio.gather(*reading)
@@ -298,9 +320,13 @@ def loopback_cluster(folder: Path, has_jobsets: bool = False) -> Iterator[Loopba
         named = {"name": "tests"}
         context = {"cluster": "tests", "user": "tests", "namespace": NAMESPACE}
         kubeconfig = {
-            "apiVersion": "v1", "kind": "Config", "current-context": "tests", "users": [{**named, "user": {}}],
-            "clusters": [{**named, "cluster": {"server": address}}], "contexts": [{**named, "context": context}],
-        }  # fmt: skip
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "tests",
+            "users": [{**named, "user": {}}],
+            "clusters": [{**named, "cluster": {"server": address}}],
+            "contexts": [{**named, "context": context}],
+        }
         (folder / "kubeconfig").write_text(json.dumps(kubeconfig))
         yield cluster
     finally:

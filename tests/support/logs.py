@@ -17,7 +17,9 @@ from papers.logs.parse import read
 from papers.logs.to_record import to_record
 
 PUBLISHED = ROOT.parent / "shared" / "published"
-needs_published = pytest.mark.skipif(not PUBLISHED.exists(), reason="the published raw logs are not in ../shared")
+needs_published = pytest.mark.skipif(
+    not PUBLISHED.exists(), reason="the published raw logs are not in ../shared"
+)
 
 # Of each published run, by "method layers window": the loss at iterations 10 to 50, from its log.
 CURVES = {
@@ -54,7 +56,9 @@ def name_of(method: str, num_layers: int, hidden_size: int, window: int = 4) -> 
 
 def imported(*logs: Path, results: Path, reference: str | None = None) -> list[Record]:
     skipped: list = []
-    records = [record for record, _ in import_logs(logs, results, reference, lambda *each: skipped.append(each))]
+    records = [
+        record for record, _ in import_logs(logs, results, reference, lambda *each: skipped.append(each))
+    ]
     assert not skipped
     return records
 
@@ -121,7 +125,9 @@ def megatron_lines(
     return lines
 
 
-def deepspeed_lines(num_layers: int, hidden_size: int, losses: Sequence[float], of: int | None = None) -> list[str]:
+def deepspeed_lines(
+    num_layers: int, hidden_size: int, losses: Sequence[float], of: int | None = None
+) -> list[str]:
     """As DeepSpeed's Megatron 1.1.5 prints: ZeRO-Offload and ZeRO-Infinity."""
     load, steps = Workload(num_layers=num_layers, hidden_size=hidden_size), of or 10 * len(losses)
     lines = [
@@ -154,7 +160,9 @@ def own_lines(num_layers: int, hidden_size: int, losses: Sequence[float], of: in
     lines = header_lines(job)
     for step in range(10, len(done["losses"]) + 1, 10):
         lines += interval_lines(job, {name: values[:step] for name, values in done.items()}, {})
-    how = ("ok", "done") if len(done["losses"]) == steps else ("interrupted", f"step {len(done['losses']) + 1}")
+    how = (
+        ("ok", "done") if len(done["losses"]) == steps else ("interrupted", f"step {len(done['losses']) + 1}")
+    )
     return [*lines, end_line(job, *how, len(done["losses"]), "")]
 
 
@@ -173,7 +181,9 @@ def _as_of_2024(text: str) -> str:
     more = f" consumed samples: {samples:12d} | elapsed time per iteration (ms):"
     text = text.replace(" elapsed time per iteration (ms):", more)
     text = text.replace(" learning rate", " throughput per GPU (TFLOP/s/GPU): 1.5 | learning rate")
-    return " [2024-01-02 03:04:05]" + text.replace(" loss scale", " num zeros: 0 | params norm: 7.125 | loss scale")
+    return " [2024-01-02 03:04:05]" + text.replace(
+        " loss scale", " num zeros: 0 | params norm: 7.125 | loss scale"
+    )
 
 
 def steps_of(
@@ -187,10 +197,19 @@ def steps_of(
     `size`: the global batch of all steps or of each; None: no line tells it. `time`: the field of the step's time.
     """
     stated: dict[str, object] = {
-        "num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 128, "micro_batch_size": 4,
-        "params_dtype": "torch.bfloat16", "train_iters": 20, "log_interval": 1, "clip_grad": 1.0,
-    }  # fmt: skip
-    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in (stated | (arguments or {})).items()]
+        "num_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "seq_length": 128,
+        "micro_batch_size": 4,
+        "params_dtype": "torch.bfloat16",
+        "train_iters": 20,
+        "log_interval": 1,
+        "clip_grad": 1.0,
+    }
+    lines = [
+        f"  {name} {'.' * (48 - len(name))} {value}" for name, value in (stated | (arguments or {})).items()
+    ]
     sizes = list(size) if isinstance(size, Sequence) else [size] * 20
     for step in range(1, 21):
         samples = sum(sizes[:step]) if size else None
@@ -224,10 +243,19 @@ MEMORY = "memory (MB) | allocated: 100.0 | max allocated: 120.0 | reserved: 150.
 
 def _arguments(load: Workload, steps: int, dropout: float, data: str, batch: str) -> list[str]:
     told = {
-        batch: 4, "clip_grad": 1.0, "data_path": f"['{data}']", "hidden_dropout": dropout,
-        "hidden_size": load.hidden_size, "log_interval": 10, "lr": 0.00015, "num_attention_heads": load.num_heads,
-        "num_layers": load.num_layers, "params_dtype": "torch.float32", "seed": 1234, "seq_length": 1024,
+        batch: 4,
+        "clip_grad": 1.0,
+        "data_path": f"['{data}']",
+        "hidden_dropout": dropout,
+        "hidden_size": load.hidden_size,
+        "log_interval": 10,
+        "lr": 0.00015,
+        "num_attention_heads": load.num_heads,
+        "num_layers": load.num_layers,
+        "params_dtype": "torch.float32",
+        "seed": 1234,
+        "seq_length": 1024,
         "train_iters": steps,
-    }  # fmt: skip
+    }
     head = "-------------------- arguments --------------------"
     return [head, *(f"  {name} {'.' * (40 - len(name))} {value}" for name, value in told.items())]

@@ -50,7 +50,8 @@ def install(names: tuple[str, ...], *signs: str) -> str | None:
             return f"no {signs[0]} here, and it takes root and Debian to install {' '.join(names)}"
         with nothing_started():
             environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-            subprocess.run([*APT, "update"], capture_output=True, env=environment)  # else by the lists that are there
+            # else by the lists that are there
+            subprocess.run([*APT, "update"], capture_output=True, env=environment)
             words = [*APT, "install", "-y", "--no-install-recommends", *names]
             done = subprocess.run(words, capture_output=True, text=True, env=environment)
         return f"{' '.join(words)}: {(done.stderr.splitlines() or [''])[-1]}" if done.returncode else None

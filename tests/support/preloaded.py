@@ -8,7 +8,12 @@ from harness.base.checked_data import _adapter
 from harness.core.record import Record
 
 gc.disable()
-for name in (*fork_server.IMPORTS, "tests.support.on_sim", "harness.gate.inspect_training", "harness.run.worker"):
+for name in (
+    *fork_server.IMPORTS,
+    "tests.support.on_sim",
+    "harness.gate.inspect_training",
+    "harness.run.worker",
+):
     importlib.import_module(name)
 _adapter(Record)
 gc.freeze()

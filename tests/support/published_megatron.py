@@ -69,7 +69,14 @@ class _Model:
         x = x.transpose(0, 1).contiguous()
         for number, layer in enumerate(self.layers, start=1):
             x = checkpoint(
-                _layer, layer, x, mask, number, workload.num_heads, use_reentrant=True, preserve_rng_state=False
+                _layer,
+                layer,
+                x,
+                mask,
+                number,
+                workload.num_heads,
+                use_reentrant=True,
+                preserve_rng_state=False,
             )
         x = F.layer_norm(x, x.shape[-1:], norm, norm_bias).transpose(0, 1).contiguous()
         losses: Any = _CrossEntropy.apply(F.linear(x, word), tokens)

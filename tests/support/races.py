@@ -104,7 +104,9 @@ class VectorClock:
 
 def find_races(method: Method, workload: Workload, steps: int = 3) -> list[Race]:
     """Train, then read what is left as the gate does; every race on the way."""
-    training = method.settled(method.plan(workload, Room())).train(workload, token_batches(workload, steps), DEVICE)
+    training = method.settled(method.plan(workload, Room())).train(
+        workload, token_batches(workload, steps), DEVICE
+    )
     clock = VectorClock()
     with watching(clock, NUM_WORKERS):
         for state in finish(training).tensors:

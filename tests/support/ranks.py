@@ -31,23 +31,31 @@ NUM_PORTS = 40
 def on_ranks(num_ranks: int, function: str, argument: Any = None) -> list[Any]:
     """Each rank's result. Raises AssertionError with the first rank's traceback that fails."""
     with tempfile.TemporaryDirectory() as folder:
-        running = forks.PROCESSES.Process(target=_fork_ranks, args=(num_ranks, function, argument, Path(folder)))
+        running = forks.PROCESSES.Process(
+            target=_fork_ranks, args=(num_ranks, function, argument, Path(folder))
+        )
         running.start()
         try:
             running.join()
         finally:
-            with contextlib.suppress(ProcessLookupError):  # ranks that wait for ever outlive the one that forked them
+            with contextlib.suppress(ProcessLookupError):
+                # ranks that wait for ever outlive the one that forked them
                 os.killpg(running.pid, signal.SIGKILL)
             running.join()
-        assert running.exitcode == 0, (Path(folder) / "errors").read_text()[:5000]  # the first to fail tells first
+        # the first to fail tells first
+        assert running.exitcode == 0, (Path(folder) / "errors").read_text()[:5000]
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(num_ranks)]
 
 
 @contextmanager
 def meeting(rank: int, world_size: int, number: int) -> Iterator[bool]:
     """Sets torchrun's variables for the number-th group of the first ranks; false for a rank that is not in it."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=os.environ["PORTS"].split(",")[number])  # fmt: skip
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=os.environ["PORTS"].split(",")[number],
+    )
     yield rank < world_size
 
 

@@ -44,16 +44,25 @@ def others(job: Job) -> list[dict[str, Any]]:
 
 
 def launch(
-    job: Job, key: Callable[[], str], results: Path, folders: tuple[Path, ...],
-    report: Callable[[dict[str, Any]], None], recorded: Callable[[str], Path | None], **turn: Any,
-) -> Path:  # fmt: skip
+    job: Job,
+    key: Callable[[], str],
+    results: Path,
+    folders: tuple[Path, ...],
+    report: Callable[[dict[str, Any]], None],
+    recorded: Callable[[str], Path | None],
+    **turn: Any,
+) -> Path:
     """In place of harness.run.launch: the record of a run that ends as its plan foretells, trained like the
     reference."""
     if known := recorded(before := key()):
         return known
     num_models = job.options.get("num_models", 1)
-    turns = [[turn % num_models, 0, "forward", 0, turn / 10, (turn + 1) / 10] for turn in range(2 * num_models)]
-    changes: dict[str, Any] = {"schedule": {"num_models": num_models, "turns": turns}} if num_models > 1 else {}
+    turns = [
+        [turn % num_models, 0, "forward", 0, turn / 10, (turn + 1) / 10] for turn in range(2 * num_models)
+    ]
+    changes: dict[str, Any] = (
+        {"schedule": {"num_models": num_models, "turns": turns}} if num_models > 1 else {}
+    )
     _, plan, shortfall = resolve(job, folders)
     if shortfall:
         changes = {"status": "oom-device", "reason": shortfall, "losses": [], "step_seconds": []}

@@ -39,7 +39,9 @@ def order(items: list[pytest.Item], num_processes: int) -> list[pytest.Item]:
     totals = {module: sum(seconds.get(item.nodeid, 0.0) for item in modules[module]) for module in modules}
     parts: list[list[pytest.Item]] = [[] for _ in range(num_processes)]
     loads = [0.0] * num_processes
-    for module in sorted((module for module in modules if totals[module] > LONG), key=lambda module: -totals[module]):
+    for module in sorted(
+        (module for module in modules if totals[module] > LONG), key=lambda module: -totals[module]
+    ):
         process = loads.index(min(loads))
         loads[process] += totals[module]
         parts[process] += modules.pop(module)
@@ -55,7 +57,10 @@ def order(items: list[pytest.Item], num_processes: int) -> list[pytest.Item]:
 def read(report: Path) -> dict[str, float]:
     """Return the seconds by node id of a report in JUnit's format, sorted by node id."""
     cases = ElementTree.parse(report).getroot().iter("testcase")
-    seconds = {_node_id(case.get("classname", ""), case.get("name", "")): float(case.get("time", 0)) for case in cases}
+    seconds = {
+        _node_id(case.get("classname", ""), case.get("name", "")): float(case.get("time", 0))
+        for case in cases
+    }
     return {node_id: round(value, 1) for node_id, value in sorted(seconds.items()) if value >= SHORT}
 
 

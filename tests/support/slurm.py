@@ -106,16 +106,21 @@ def cluster(folder: Path, is_accounted: bool = False) -> Iterator[Path]:
     ports = free_ports(5)
     accounting = ACCOUNTED.format(folder=folder, port=ports[3]) if is_accounted else UNACCOUNTED
     host = socket.gethostname().split(".")[0]
-    configuration.write_text(CONFIGURATION.format(host=host, ports=ports, folder=folder, accounting=accounting))
+    configuration.write_text(
+        CONFIGURATION.format(host=host, ports=ports, folder=folder, accounting=accounting)
+    )
     (folder / "cgroup.conf").write_text(LIMITS)
     environment = {**os.environ, "SLURM_CONF": str(configuration)}
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     parts = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     munge = [f"--{name}={folder}/munge.{end}" for name, end in parts.items()]
     daemons = [
-        ["munged", "--foreground", "--force", *munge], *(database(folder, *ports[3:]) if is_accounted else []),
-        ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"],
-    ]  # fmt: skip
+        ["munged", "--foreground", "--force", *munge],
+        *(database(folder, *ports[3:]) if is_accounted else []),
+        ["slurmctld", "-D"],
+        ["slurmd", "-D", "-N", "n1"],
+        ["slurmd", "-D", "-N", "n2"],
+    ]
     running = []
     try:
         for command in daemons:
@@ -149,7 +154,11 @@ def database(folder: Path, port: int, storage_port: int) -> list[list[str]]:
     configuration = folder / "slurmdbd.conf"
     configuration.write_text(DATABASE.format(folder=folder, port=port, storage_port=storage_port))
     configuration.chmod(0o600)
-    places = [f"--datadir={folder}/mariadb", f"--socket={folder}/mariadb.socket", f"--pid-file={folder}/mariadb.pid"]
+    places = [
+        f"--datadir={folder}/mariadb",
+        f"--socket={folder}/mariadb.socket",
+        f"--pid-file={folder}/mariadb.pid",
+    ]
     network = ["--bind-address=127.0.0.1", f"--port={storage_port}", "--skip-grant-tables"]
     return [["mariadbd", *MARIADB, *places, *network], ["slurmdbd", "-D"]]
 
@@ -164,8 +173,12 @@ def idle_nodes(environment: dict[str, str]) -> int:
     return done.stdout.split().count("idle")
 
 
-def wait_for(condition: Callable[[], object], running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+def wait_for(
+    condition: Callable[[], object], running: Sequence[subprocess.Popen[bytes]], folder: Path
+) -> None:
     """Wait until the condition holds; where a daemon has ended, Slurm does not start here."""
     until(lambda: condition() or any(process.poll() is not None for process in running), poll_seconds=0.1)
     if not condition():
-        missing(f"Slurm does not start here: {' '.join((folder / 'daemons.log').read_text()[-2000:].split())}")
+        missing(
+            f"Slurm does not start here: {' '.join((folder / 'daemons.log').read_text()[-2000:].split())}"
+        )

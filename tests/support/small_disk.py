@@ -22,9 +22,13 @@ def small_disk(folder: Path, num_mib: int) -> Iterator[Path]:
     with image.open("wb") as file:
         file.truncate(num_mib * 2**20)
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image)], check=True)
-    mounted = subprocess.run(["mount", "-o", "loop", str(image), str(disk)], stderr=subprocess.PIPE, text=True)
+    mounted = subprocess.run(
+        ["mount", "-o", "loop", str(image), str(disk)], stderr=subprocess.PIPE, text=True
+    )
     if mounted.returncode:
-        pytest.skip(f"a small file system is mounted by root only, and not on every machine: {mounted.stderr.strip()}")
+        pytest.skip(
+            f"a small file system is mounted by root only, and not on every machine: {mounted.stderr.strip()}"
+        )
     (disk / "lost+found").rmdir()
     yield disk
     subprocess.run(["umount", "--lazy", str(disk)], check=True)  # an error may still hold a file

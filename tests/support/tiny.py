@@ -9,7 +9,8 @@ from harness.core.job import Workload
 
 TINY = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 WORDS = "-m resident -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97".split()
-SIZES = "-l 4 -h 32 -b 4 --heads 2 --seq 16 --vocab 97 --lr 0.1".split()  # of a model with layers for some stages
+# of a model with layers for some stages
+SIZES = "-l 4 -h 32 -b 4 --heads 2 --seq 16 --vocab 97 --lr 0.1".split()
 # Lines of the method `ending`: it lasts, after ten of its steps, until it is ended.
 ENDLESS = "loss += 1\nwhile loss > 11:\n    time.sleep(0.05)"
 METHOD = """

@@ -38,7 +38,14 @@ class TrainingResult(NamedTuple):
 
 def tiny(**changes: Any) -> Workload:
     """A model whose sizes fill no vector register evenly, at a learning rate that makes a stale weight show."""
-    sizes = {"num_layers": 2, "hidden_size": 36, "num_heads": 3, "seq_len": 16, "batch_size": 2, "vocab_size": 101}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 36,
+        "num_heads": 3,
+        "seq_len": 16,
+        "batch_size": 2,
+        "vocab_size": 101,
+    }
     return Workload(**{**sizes, "learning_rate": 1.0, **changes})
 
 
@@ -69,7 +76,9 @@ def settled(method: str, options: dict[str, Any], workload: Workload) -> Method:
     return made.settled(made.plan(workload, Room()))
 
 
-def train(method: str, workload: Workload, steps: int = STEPS, device: str = "cpu", **options: Any) -> TrainingResult:
+def train(
+    method: str, workload: Workload, steps: int = STEPS, device: str = "cpu", **options: Any
+) -> TrainingResult:
     """Run a method to its end on the CPU, or on a device of it, seeded as the worker seeds it."""
     torch.manual_seed(workload.seed)
     batches = [(inputs.to(device), targets.to(device)) for inputs, targets in token_batches(workload, steps)]
@@ -124,7 +133,10 @@ def plain_weights(workload: Workload) -> dict[str, Tensor]:
             ("fc1", 4 * size, size),
             ("fc2", size, 4 * size),
         ):
-            shapes |= {f"layers.{index}.{name}.weight": (rows, columns), f"layers.{index}.{name}.bias": (rows,)}
+            shapes |= {
+                f"layers.{index}.{name}.weight": (rows, columns),
+                f"layers.{index}.{name}.bias": (rows,),
+            }
     return {name: initial(name, torch.Size(shape), workload) for name, shape in shapes.items()}
 
 
@@ -132,8 +144,14 @@ def plain_loss(weights: dict[str, Tensor], inputs: Tensor, targets: Tensor, work
     """The mean cross-entropy of the published GPT, without dropout."""
     x = weights["ends.wte.weight"][inputs] + weights["ends.wpe.weight"][: inputs.shape[1]]
     for index in range(workload.num_layers):
-        layer = {name.split(".", 2)[2]: value for name, value in weights.items() if name.startswith(f"layers.{index}.")}
-        x = x + _linear(_attention(_linear(_norm(x, layer, "ln1"), layer, "qkv"), workload.num_heads), layer, "proj")
+        layer = {
+            name.split(".", 2)[2]: value
+            for name, value in weights.items()
+            if name.startswith(f"layers.{index}.")
+        }
+        x = x + _linear(
+            _attention(_linear(_norm(x, layer, "ln1"), layer, "qkv"), workload.num_heads), layer, "proj"
+        )
         x = x + _linear(_gelu(_linear(_norm(x, layer, "ln2"), layer, "fc1")), layer, "fc2")
     logits = _norm(x, weights, "ends.lnf") @ weights["ends.wte.weight"].T
     chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)

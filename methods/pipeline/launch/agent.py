@@ -131,14 +131,17 @@ def run_script(script: dict[str, Any], mine: dict[str, Any], told: int) -> int:
         print(error, file=sys.stderr)
     if code:
         line = {"kind": "error", **mine["link"], "text": error[-ERROR_BYTES // 2 :]}
-        os.write(told, (json.dumps({key: line[key] for key in ("kind", "rank", "round", "text")}) + "\n").encode())
+        os.write(
+            told, (json.dumps({key: line[key] for key in ("kind", "rank", "round", "text")}) + "\n").encode()
+        )
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
     return code
 
 
 def main() -> None:
-    with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered, so that no byte of the next order is read
+    with open(0, "rb", buffering=0, closefd=False) as orders:
+        # unbuffered, so that no byte of the next order is read
         order = json.loads(orders.readline())
     output = os.dup(1)
     os.set_inheritable(output, False)

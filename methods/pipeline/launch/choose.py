@@ -39,9 +39,11 @@ class SpreadChoice:
 
     def __post_init__(self) -> None:
         options = {
-            "--batch-size": self.batch_size, "--gpus-per-node": self.per_machine, "--nstages": self.num_stages,
+            "--batch-size": self.batch_size,
+            "--gpus-per-node": self.per_machine,
+            "--nstages": self.num_stages,
             "--chunk-size": self.chunk_size,
-        }  # fmt: skip
+        }
         for option, value in options.items():
             if value is not None and value < 1:
                 raise ValueError(f"{option}: expected at least 1, got {value}")

@@ -46,7 +46,9 @@ def _read(text: str, place: str, needed: Sequence[str] = ()) -> dict[str, Any]:
     is_known = isinstance(found, dict) and set(needed) <= found.keys()
     has_numbers = is_known and all(type(found.get(name, 0)) is int for name in NUMBERS)
     if not has_numbers or type(found.get("saved") or 0) is not int:
-        raise ValueError(f"{place}: expected JSON that a launcher wrote, got {text[:60]!r}; try another --folder")
+        raise ValueError(
+            f"{place}: expected JSON that a launcher wrote, got {text[:60]!r}; try another --folder"
+        )
     return found
 
 
@@ -97,7 +99,9 @@ class Folder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             if time.monotonic() >= until:
-                raise ValueError(f"{self.path}: expected an unused folder, got {what}; end it, or try another --folder")
+                raise ValueError(
+                    f"{self.path}: expected an unused folder, got {what}; end it, or try another --folder"
+                )
             time.sleep(0.05)
 
     def keep(self, **changes: Any) -> None:

@@ -43,7 +43,9 @@ PRUNE_SECONDS = 2.0
 OK, CRASH, TIMEOUT, INTERRUPTED = 0, 3, 6, 130
 # Matches the error of a rank that failed only because another rank was lost. methods/pipeline/transport.py and gloo
 # write these texts.
-CONSEQUENCE = re.compile(LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connection refused|gloo::EnforceNotMet")
+CONSEQUENCE = re.compile(
+    LOST_RANK.pattern + r"|LostPeer|DistNetworkError|Connection refused|gloo::EnforceNotMet"
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,11 @@ class LaunchJob:
     stall_seconds: float = 1800.0
 
     def identity(self) -> dict[str, Any]:
-        return {"script": self.script, "arguments": list(self.arguments), "batch_size": self.choice.batch_size}
+        return {
+            "script": self.script,
+            "arguments": list(self.arguments),
+            "batch_size": self.choice.batch_size,
+        }
 
     def code(self) -> str:
         """Return the hash of the script's present code, and of what it imports; "" if the script is gone."""
@@ -84,7 +90,8 @@ class Round:
     codes: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # reports by step and rank
-    saved: dict[int, set[int]] = field(default_factory=dict)  # by step: ranks whose script saved this step's state
+    # by step: ranks whose script saved this step's state
+    saved: dict[int, set[int]] = field(default_factory=dict)
     is_seated: bool = False  # True: the ranks run and can receive signals
     is_stopping: bool = False  # True: the ranks have agreed to stop
     asked_to_stop: float | None = None
@@ -107,7 +114,8 @@ class Launcher:
         self.listed: list[MachineLine] = read_list(job.machine_list)
         self.seen: list[MachineLine] | None = None
         self.polled = self.pruned = 0.0
-        self.retry: dict[MachineLine, tuple[float, float]] = {}  # for a lost machine: time of the next try, later wait
+        # for a lost machine: time of the next try, later wait
+        self.retry: dict[MachineLine, tuple[float, float]] = {}
         self.round: Round | None = None
         self.num_rounds = 0
         self.crashes, self.furthest = 0, folder.last_step()
@@ -168,7 +176,11 @@ class Launcher:
                 self._lose(agent, "is silent")
 
     def _admit(self, line: MachineLine) -> None:
-        order = {"folder": str(self.folder.path), "script": self.job.script, "code_dir": str(self.job.code_dir)}
+        order = {
+            "folder": str(self.folder.path),
+            "script": self.job.script,
+            "code_dir": str(self.job.code_dir),
+        }
         log = self.folder.path / "logs" / f"agent-{line.address.replace('/', '_')}-{line.number}.txt"
         self.agents.append(Remote(line, order, log, self.told))
 
@@ -255,9 +267,15 @@ class Launcher:
             number, spread, machines, resume_step, seated(spread.num_ranks, machines, per_machine)
         )
         running.running = set(range(spread.num_ranks))
-        self._event("round", workers=spread.num_ranks, machines=[str(agent.line) for agent in machines],
-                    stages=spread.num_stages, replicas=spread.num_replicas, chunk_size=spread.chunk_size,
-                    resume_step=resume_step)  # fmt: skip
+        self._event(
+            "round",
+            workers=spread.num_ranks,
+            machines=[str(agent.line) for agent in machines],
+            stages=spread.num_stages,
+            replicas=spread.num_replicas,
+            chunk_size=spread.chunk_size,
+            resume_step=resume_step,
+        )
         shape = f"{spread.num_stages} stages x {spread.num_replicas} replicas, micro-batches of {spread.chunk_size}"
         where = f"after step {resume_step}" if resume_step else "from the start"
         workers = f"{counted(spread.num_ranks, 'worker')} on {counted(len(machines), 'machine')}"
@@ -269,26 +287,37 @@ class Launcher:
         """Start the ranks. `address`, `port`: where the ranks find one another, on the first machine."""
         spread = running.spread
         share = self.job.choice.batch_size // spread.num_replicas
-        link = {"folder": str(self.folder.checkpoints), "checkpoint_every": self.job.checkpoint_every,
-                "cuts": spread.cuts, "round": running.number}  # fmt: skip
+        link = {
+            "folder": str(self.folder.checkpoints),
+            "checkpoint_every": self.job.checkpoint_every,
+            "cuts": spread.cuts,
+            "round": running.number,
+        }
         num_local = Counter(agent.line.host for agent, _ in running.seats)
         hosts = list(num_local)
         is_one_machine = hosts == [LOOPBACK]
         ranks: dict[Remote, list[dict[str, Any]]] = {agent: [] for agent in running.machines}
         for rank, (agent, local) in enumerate(running.seats):
             arguments = [
-                f"--rank={rank}", f"--local_rank={local}", f"--stage_to_rank_map={spread.stage_to_rank_map}",
-                f"--chunk_size={spread.chunk_size}", f"--batch-size={share}",
-            ]  # fmt: skip
+                f"--rank={rank}",
+                f"--local_rank={local}",
+                f"--stage_to_rank_map={spread.stage_to_rank_map}",
+                f"--chunk_size={spread.chunk_size}",
+                f"--batch-size={share}",
+            ]
             if running.resume_step:
                 arguments.append(f"--resume_step={running.resume_step}")
             host = agent.line.host
             there = Rendezvous(address, port, hosts.index(host), is_one_machine, run_id=str(running.number))
-            ranks[agent].append({
-                "rank": rank, "arguments": [*arguments, *self.job.arguments],
-                "environment": there.variables(rank, local, spread.num_ranks, num_local[host]),
-                "link": {**link, "rank": rank}, "log": str(self.folder.path / "logs" / f"rank-{rank}.txt"),
-            })  # fmt: skip
+            ranks[agent].append(
+                {
+                    "rank": rank,
+                    "arguments": [*arguments, *self.job.arguments],
+                    "environment": there.variables(rank, local, spread.num_ranks, num_local[host]),
+                    "link": {**link, "rank": rank},
+                    "log": str(self.folder.path / "logs" / f"rank-{rank}.txt"),
+                }
+            )
         running.is_seated = True
         for agent, theirs in ranks.items():
             agent.send({"do": "start", "round": running.number, "ranks": theirs})
@@ -389,10 +418,17 @@ class Launcher:
         while running.told and len(running.told[min(running.told)]) == spread.num_ranks:
             step = min(running.told)
             told = running.told.pop(step)
-            self.folder.record(step_line(told) | {
-                "num_workers": spread.num_ranks, "num_stages": spread.num_stages, "num_replicas": spread.num_replicas,
-                "chunk_size": spread.chunk_size, "round": running.number, "time": time.time(),
-            })  # fmt: skip
+            self.folder.record(
+                step_line(told)
+                | {
+                    "num_workers": spread.num_ranks,
+                    "num_stages": spread.num_stages,
+                    "num_replicas": spread.num_replicas,
+                    "chunk_size": spread.chunk_size,
+                    "round": running.number,
+                    "time": time.time(),
+                }
+            )
             if step > self.furthest:
                 self.furthest, self.crashes = step, 0
             pace.add({rank: event["busy_seconds"] for rank, event in told.items()})
@@ -428,7 +464,11 @@ class Launcher:
         codes = dict(running.codes)  # Copied now: ranks that _end() kills next did not fail by themselves.
         self._end(running)
         failed = {rank: code for rank, code in codes.items() if code}
-        own = {rank: code for rank, code in failed.items() if not CONSEQUENCE.search(running.errors.get(rank, ""))}
+        own = {
+            rank: code
+            for rank, code in failed.items()
+            if not CONSEQUENCE.search(running.errors.get(rank, ""))
+        }
         killed = {rank: code for rank, code in own.items() if code < 0}
         if -signal.SIGUSR1 in codes.values():
             self.say("the script has no handler of SIGUSR1: going on from an earlier checkpoint")
@@ -440,10 +480,16 @@ class Launcher:
             text = running.errors.get(rank) or f"exit code {own[rank]}"
             return self._crashed(f"rank {rank} crashed; its log is logs/rank-{rank}.txt\n{text.rstrip()}")
         first = min(killed or failed)
-        what = f"rank {first} was killed by signal {-killed[first]}" if killed else f"rank {first} lost another rank"
+        what = (
+            f"rank {first} was killed by signal {-killed[first]}"
+            if killed
+            else f"rank {first} lost another rank"
+        )
         self.crashes += 1
         if self.crashes >= MOST_CRASHES:
-            return self._crashed(f"{MOST_CRASHES} crashes in a row without progress since step {self.furthest}: {what}")
+            return self._crashed(
+                f"{MOST_CRASHES} crashes in a row without progress since step {self.furthest}: {what}"
+            )
         self._event("crash", what=what)
         self.say(f"{what}: going on from the newest checkpoint")
         return None
@@ -455,12 +501,16 @@ class Launcher:
 
     def _stalled(self, running: Round) -> int:
         self._end(running)
-        last = {rank: max((step for step in running.told if rank in running.told[step]), default=self.furthest)
-                for rank in range(running.spread.num_ranks)}  # fmt: skip
+        last = {
+            rank: max((step for step in running.told if rank in running.told[step]), default=self.furthest)
+            for rank in range(running.spread.num_ranks)
+        }
         behind = min(last, key=lambda rank: last[rank])
         seconds = self.job.stall_seconds
         self._event("stalled", rank=behind)
-        self.say(f"error: no progress for {seconds:g} s: rank {behind} told least, of step {last[behind]} at last")
+        self.say(
+            f"error: no progress for {seconds:g} s: rank {behind} told least, of step {last[behind]} at last"
+        )
         return TIMEOUT
 
     def _interrupted(self) -> int:

@@ -32,7 +32,8 @@ from harness.base.rank_agent import LOOPBACK
 from methods.pipeline.launch.agent import IMPORTS
 
 AGENT = "methods.pipeline.launch.agent"
-PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS")  # variables that ssh passes on
+# variables that ssh passes on
+PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS")
 CLOSE_SECONDS = 5.0  # longest wait for an agent to end
 SILENT_SECONDS = 30.0  # a machine that is silent for so long counts as lost, even if its connection is open
 
@@ -63,7 +64,9 @@ def read_list(path: Path) -> list[MachineLine]:
     found = []
     for address in (line.partition("#")[0].strip() for line in text.splitlines()):
         if address.startswith("-"):
-            raise ValueError(f"{path}: expected the address of a machine, which begins with no -, got {address!r}")
+            raise ValueError(
+                f"{path}: expected the address of a machine, which begins with no -, got {address!r}"
+            )
         if address:
             found.append(MachineLine(address, seen[address]))
             seen[address] += 1
@@ -97,7 +100,9 @@ class Remote:
     file for the agent's errors. `told`: a queue that gets pairs of this connection and a report; a report of None says
     that the agent has ended."""
 
-    def __init__(self, line: MachineLine, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any]) -> None:
+    def __init__(
+        self, line: MachineLine, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any]
+    ) -> None:
         self.line, self.log = line, log
         self.is_ready, self.is_leaving, self.is_lost = False, False, False
         self.began = self.heard = time.monotonic()
@@ -106,12 +111,19 @@ class Remote:
         with open(log, "a") as errors, open(writing, "wb"):
             self.process: subprocess.Popen[str] | fork_server.Forked
             if is_here(line.address):
-                self.process = fork_server.start(AGENT, writing, errors.fileno(), child_environment(), (), IMPORTS)
+                self.process = fork_server.start(
+                    AGENT, writing, errors.fileno(), child_environment(), (), IMPORTS
+                )
             else:
                 self.process = subprocess.Popen(
-                    command(line.address), stdin=subprocess.PIPE, stdout=writing, stderr=errors, text=True,
-                    start_new_session=True, env=child_environment(),
-                )  # fmt: skip
+                    command(line.address),
+                    stdin=subprocess.PIPE,
+                    stdout=writing,
+                    stderr=errors,
+                    text=True,
+                    start_new_session=True,
+                    env=child_environment(),
+                )
                 self.pid = self.process.pid
         assert self.process.stdin
         self.orders, self.answers = self.process.stdin, open(answers)  # noqa: SIM115

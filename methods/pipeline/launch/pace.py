@@ -49,6 +49,8 @@ class Pace:
             typical = {rank: statistics.median(self.seconds[rank]) for rank in replicas}
             median = statistics.median(typical.values())
             found += [
-                Slow(rank, stage, each, each / median) for rank, each in typical.items() if each > SLOW * median > 0
+                Slow(rank, stage, each, each / median)
+                for rank, each in typical.items()
+                if each > SLOW * median > 0
             ]
         return found

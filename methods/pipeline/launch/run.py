@@ -15,21 +15,46 @@ from methods.pipeline.launch.launcher import INTERRUPTED, OK, Launcher, LaunchJo
 from methods.pipeline.launch.machines import read_list
 
 PATH = click.Path(path_type=Path)
-ORIGINALS = {"allow_interspersed_args": False, "ignore_unknown_options": True, "help_option_names": ["--help"]}
+ORIGINALS = {
+    "allow_interspersed_args": False,
+    "ignore_unknown_options": True,
+    "help_option_names": ["--help"],
+}
 
 
 @click.command(context_settings=ORIGINALS)
-@click.option("--machine-list", "--machine_list", type=PATH, required=True,
-              help="File with one machine's address per line, read again during the job.")  # fmt: skip
-@click.option("--gpus-per-node", "--gpus_per_node", "per_machine", type=int, default=1, show_default=True,
-              help="Number of ranks on each machine.")  # fmt: skip
-@click.option("--batch-size", "--batch_size", type=int, required=True, help="Samples per step, over all replicas.")
 @click.option(
-    "--nstages", "num_stages", type=int, help="Number of stages; with fewer ranks than this, one stage per rank."
+    "--machine-list",
+    "--machine_list",
+    type=PATH,
+    required=True,
+    help="File with one machine's address per line, read again during the job.",
+)
+@click.option(
+    "--gpus-per-node",
+    "--gpus_per_node",
+    "per_machine",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Number of ranks on each machine.",
+)
+@click.option(
+    "--batch-size", "--batch_size", type=int, required=True, help="Samples per step, over all replicas."
+)
+@click.option(
+    "--nstages",
+    "num_stages",
+    type=int,
+    help="Number of stages; with fewer ranks than this, one stage per rank.",
 )
 @click.option("--chunk-size", "--chunk_size", type=int, help="Samples per micro-batch.")
-@click.option("--profile", type=PATH, metavar="FOLDER",
-              help="Choose --nstages and --chunk-size by the profile in FOLDER, which Profiler wrote.")  # fmt: skip
+@click.option(
+    "--profile",
+    type=PATH,
+    metavar="FOLDER",
+    help="Choose --nstages and --chunk-size by the profile in FOLDER, which Profiler wrote.",
+)
 @click.option(
     "--code-dir",
     "--code_dir",
@@ -37,19 +62,43 @@ ORIGINALS = {"allow_interspersed_args": False, "ignore_unknown_options": True, "
     default=Path(),
     help="Working folder of the ranks; default: the current folder.",
 )
-@click.option("--folder", type=PATH, default=Path("varuna_job"), show_default=True,
-              help="Folder of the job's record, checkpoints and logs; a job found there is continued.")  # fmt: skip
-@click.option("--checkpoint-every", type=click.IntRange(0), default=100, show_default=True,
-              help="Most steps to repeat after a rank died; 0: the script saves its own checkpoints.")  # fmt: skip
-@click.option("--stall-minutes", type=float, default=30.0, show_default=True,
-              help="End the job after this many minutes without progress.")  # fmt: skip
+@click.option(
+    "--folder",
+    type=PATH,
+    default=Path("varuna_job"),
+    show_default=True,
+    help="Folder of the job's record, checkpoints and logs; a job found there is continued.",
+)
+@click.option(
+    "--checkpoint-every",
+    type=click.IntRange(0),
+    default=100,
+    show_default=True,
+    help="Most steps to repeat after a rank died; 0: the script saves its own checkpoints.",
+)
+@click.option(
+    "--stall-minutes",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="End the job after this many minutes without progress.",
+)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
-    machine_list: Path, per_machine: int, batch_size: int, num_stages: int | None, chunk_size: int | None,
-    profile: Path | None, code_dir: Path, folder: Path, checkpoint_every: int, stall_minutes: float, script: str,
+    machine_list: Path,
+    per_machine: int,
+    batch_size: int,
+    num_stages: int | None,
+    chunk_size: int | None,
+    profile: Path | None,
+    code_dir: Path,
+    folder: Path,
+    checkpoint_every: int,
+    stall_minutes: float,
+    script: str,
     arguments: tuple[str, ...],
-) -> None:  # fmt: skip
+) -> None:
     """Train a script with CutPoints on machines that come and go.
 
     Exit codes: 3 the script crashed, 6 no progress, 130 interrupted. After each of these the same call continues the
@@ -63,7 +112,13 @@ def launch(
     choice = SpreadChoice(batch_size, per_machine, num_stages, chunk_size, profile)
     read_list(machine_list)
     job = LaunchJob(
-        machine_list.resolve(), script, arguments, code_dir, choice, checkpoint_every or None, 60 * stall_minutes
+        machine_list.resolve(),
+        script,
+        arguments,
+        code_dir,
+        choice,
+        checkpoint_every or None,
+        60 * stall_minutes,
     )
     held = Folder(folder.resolve(), job.identity())
     if held.state["end"] == "done":
@@ -71,7 +126,8 @@ def launch(
         told = f"; {other}" if other else ""
         print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one{told}")
         sys.exit(OK)
-    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # As at Ctrl-C, ranks save a checkpoint and end.
+    # As at Ctrl-C, ranks save a checkpoint and end.
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)
     sys.exit(Launcher(job, held, lambda line: print(line, flush=True)).run())
 
 

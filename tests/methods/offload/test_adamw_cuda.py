@@ -66,7 +66,10 @@ class Launched:
 
     def __call__(self, grid: tuple[int, int, int], block: tuple[int, int, int], args: list[Any]) -> None:
         kinds: dict[type, Any] = {int: ctypes.c_int, float: ctypes.c_double}
-        values = [ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else kinds[type(arg)](arg) for arg in args]
+        values = [
+            ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else kinds[type(arg)](arg)
+            for arg in args
+        ]
         assert len(values) == 20 and grid[2] == block[1] == block[2] == 1
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         self.library.launch(grid[0], grid[1], block[0], pointers)
@@ -79,7 +82,9 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if compiler is None:
         pytest.skip("no C++ compiler here")
 
-    def compile_kernel(text: str, name: str, *, cuda_include_dirs: list[str], nvcc_options: list[str]) -> Launched:
+    def compile_kernel(
+        text: str, name: str, *, cuda_include_dirs: list[str], nvcc_options: list[str]
+    ) -> Launched:
         assert text == adamw_cuda.SOURCE.read_text() and name == "adamw" and "--fmad=false" in nvcc_options
         cpp_extension.include_paths("cuda")  # as torch does: raises OSError where there is no toolkit
         source, library = tmp_path / "shim.cpp", tmp_path / "shim.so"
@@ -114,7 +119,9 @@ def test_a_layer_in_halves_has_the_very_bits_of_torchs_fused_adamw(
     scale = None if factor is None else torch.tensor(factor)
     for number in range(1, NUM_STEPS + 1):
         grads = random(NUMEL, number).bfloat16()
-        adamw_cuda.run(grads, list(state), list(other), scale, 1.0, TABLE, settings(1e-3 * number), number, 1, 0)
+        adamw_cuda.run(
+            grads, list(state), list(other), scale, 1.0, TABLE, settings(1e-3 * number), number, 1, 0
+        )
         state, other = other, state
     slabs = (state.weights, joined(state), state.exp_avg, state.exp_avg_sq.abs())
     ours = [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]

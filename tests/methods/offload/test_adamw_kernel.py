@@ -31,9 +31,16 @@ SHAPES = (5, 300, 16, 1000, 8, 2100, 31)
 NUM_STEPS = 4
 EVERY_LOW_HALF = torch.arange(2**16, dtype=torch.int64)
 HIGH_HALVES = {
-    "zero": 0x0000, "smallest": 0x0001, "one": 0x3F80, "odd": 0x3F81, "largest": 0x7F7F, "negative": 0xBF80,
-    "odd and negative": 0xC049, "smallest negative": 0x8001, "largest negative": 0xFF7F,
-}  # fmt: skip
+    "zero": 0x0000,
+    "smallest": 0x0001,
+    "one": 0x3F80,
+    "odd": 0x3F81,
+    "largest": 0x7F7F,
+    "negative": 0xBF80,
+    "odd and negative": 0xC049,
+    "smallest negative": 0x8001,
+    "largest negative": 0xFF7F,
+}
 
 
 HEADERS = {
@@ -105,7 +112,11 @@ def by_torch(factor: float | None, dtype: torch.dtype = torch.bfloat16, beta1: f
         optimizer.step()
     states = [optimizer.state[each] for each in masters]
     moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-    return [torch.cat([each.to(half_of(dtype)) for each in masters]), torch.cat(masters), *map(torch.cat, moments)]
+    return [
+        torch.cat([each.to(half_of(dtype)) for each in masters]),
+        torch.cat(masters),
+        *map(torch.cat, moments),
+    ]
 
 
 def by_us(
@@ -176,7 +187,12 @@ def test_a_master_that_is_no_number_stays_none() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factor", [None, 0.37])
 def test_every_path_has_the_very_bits_of_torchs_fused_adamw(
-    kernel: None, path: int, is_ahead: bool, dtype: torch.dtype, factor: float | None, monkeypatch: pytest.MonkeyPatch
+    kernel: None,
+    path: int,
+    is_ahead: bool,
+    dtype: torch.dtype,
+    factor: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if path > adamw_kernel.widest_path():
         pytest.skip(f"no {adamw_kernel.PATHS[path]} here")
@@ -240,7 +256,9 @@ def large(numel: int, dtype: torch.dtype) -> Large:
 @pytest.mark.parametrize("num_threads", [2, 5])
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_threads_leave_the_bits_of_one(kernel: None, dtype: torch.dtype, is_ahead: bool, num_threads: int) -> None:
+def test_threads_leave_the_bits_of_one(
+    kernel: None, dtype: torch.dtype, is_ahead: bool, num_threads: int
+) -> None:
     alone, shared = large(800_013, dtype), large(800_013, dtype)
     alone.update(alone.state)
     target = empty_state(800_013, dtype) if is_ahead else shared.state
@@ -297,7 +315,9 @@ class HostUpdates(VectorClock):
             self.num_threads.append(op.arguments["num_threads"])
 
 
-@pytest.mark.parametrize(("method", "options"), [("stronghold", {"placement": "W3", "window_size": 1}), ("l2l", {})])
+@pytest.mark.parametrize(
+    ("method", "options"), [("stronghold", {"placement": "W3", "window_size": 1}), ("l2l", {})]
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])
 def test_a_layer_is_updated_by_one_call_on_all_cores(
@@ -320,7 +340,10 @@ class StreamedUpdates(VectorClock):
         self.num_bytes: list[int] = []
 
     def ran(self, agent: Agent, op: Op) -> None:
-        if any(str(access.memory).startswith("slot") and "exp_avg_sq" in str(access.memory) for access in op.accesses):
+        if any(
+            str(access.memory).startswith("slot") and "exp_avg_sq" in str(access.memory)
+            for access in op.accesses
+        ):
             self.names.add(op.name)
             if op.name == "adamw":
                 self.num_bytes.append(sum(access.num_bytes for access in op.accesses))
@@ -394,7 +417,9 @@ def test_out_of_one_state_into_another_leaves_the_first(dtype: torch.dtype, kern
     update(grads, alone, alone, chunks(pieces(), 320), step, None)
     for start, stop, _ in pieces():
         ours, theirs = (joined(state)[start:stop] for state in (target, alone))
-        assert torch.equal(ours, theirs) and torch.equal(target.exp_avg[start:stop], alone.exp_avg[start:stop])
+        assert torch.equal(ours, theirs) and torch.equal(
+            target.exp_avg[start:stop], alone.exp_avg[start:stop]
+        )
 
 
 @pytest.mark.parametrize("max_numel", [16, 160, 1024, 10**6])

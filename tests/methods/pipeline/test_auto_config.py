@@ -26,8 +26,15 @@ MANY = 1000.0  # seconds
 
 def cost(size: int, unit: float = 1.0, **more: Any) -> SectionCost:
     """Forward pass and recompute take one unit for each sample, a backward pass two."""
-    known = {"forward_seconds": size * unit, "recompute_seconds": size * unit, "backward_seconds": 2 * size * unit,
-             "copy_seconds": 0.0, "saved_bytes": 0, "peak_bytes": 0, "activation_bytes": 0}  # fmt: skip
+    known = {
+        "forward_seconds": size * unit,
+        "recompute_seconds": size * unit,
+        "backward_seconds": 2 * size * unit,
+        "copy_seconds": 0.0,
+        "saved_bytes": 0,
+        "peak_bytes": 0,
+        "activation_bytes": 0,
+    }
     return SectionCost(size, **{**known, **more})
 
 
@@ -36,22 +43,34 @@ def profile(
 ) -> Profile:
     sums = [Sum(2, 80, sum_seconds), Sum(2, 800, sum_seconds)]
     made = [Section(10, update_seconds, each) for each in sections]
-    return Profile(**{"fp16": False, "device_bytes": None, "sections": made, "messages": [], "sums": sums, **more})
+    return Profile(
+        **{"fp16": False, "device_bytes": None, "sections": made, "messages": [], "sums": sums, **more}
+    )
 
 
-def configured(folder: Path, written: Profile, gpus: int, batch: int, capacity: int | None = None) -> AutoConfig:
+def configured(
+    folder: Path, written: Profile, gpus: int, batch: int, capacity: int | None = None
+) -> AutoConfig:
     written.write(folder)
     return AutoConfig(gpus, gpus, batch, folder, capacity)
 
 
-@pytest.mark.parametrize(("sum_seconds", "expected"), [
-    # Two replicas: two micro-batches of two sections, each 1 and 2 s, then the sum.
-    (1.0, (1, 1, 2 * 2 * 3 + 1.0)),
-    # Two stages: the lower one F0 F1 F2, then F3 before R0, as B0's gradient is late; it is never idle.
-    (MANY, (2, 1, 4 + 4 * 3.0)),
-])  # fmt: skip
-def test_the_best_of_two_devices_depends_on_the_sum(tmp_path: Path, sum_seconds: float, expected: tuple) -> None:
-    assert configured(tmp_path, profile([cost(1)], [cost(1)], sum_seconds=sum_seconds), 2, 4).get_min() == expected
+@pytest.mark.parametrize(
+    ("sum_seconds", "expected"),
+    [
+        # Two replicas: two micro-batches of two sections, each 1 and 2 s, then the sum.
+        (1.0, (1, 1, 2 * 2 * 3 + 1.0)),
+        # Two stages: the lower one F0 F1 F2, then F3 before R0, as B0's gradient is late; it is never idle.
+        (MANY, (2, 1, 4 + 4 * 3.0)),
+    ],
+)
+def test_the_best_of_two_devices_depends_on_the_sum(
+    tmp_path: Path, sum_seconds: float, expected: tuple
+) -> None:
+    assert (
+        configured(tmp_path, profile([cost(1)], [cost(1)], sum_seconds=sum_seconds), 2, 4).get_min()
+        == expected
+    )
 
 
 def test_stages_are_cut_by_time(tmp_path: Path) -> None:
@@ -73,7 +92,9 @@ def test_grouping_is_the_best_of_all() -> None:
                 ends = [0, *(each + 1 for each in cuts), 6]
                 stages = [slice(*pair) for pair in itertools.pairwise(ends)]
                 if all(any(weighs[stage]) for stage in stages):
-                    longest[cuts] = max(*(sum(below[stage]) for stage in stages[:-1]), sum(last[stages[-1]]), 0)
+                    longest[cuts] = max(
+                        *(sum(below[stage]) for stage in stages[:-1]), sum(last[stages[-1]]), 0
+                    )
             assert (found is None) == (not longest)
             assert found is None or longest[tuple(found)] == min(longest.values())
 
@@ -109,11 +130,16 @@ def fat(size: int) -> SectionCost:
 
 
 @pytest.mark.parametrize(("capacity", "chunk"), [(None, 2), (620, 2), (619, 1), (470, 1)])
-def test_a_limit_of_memory_excludes_larger_micro_batches(tmp_path: Path, capacity: int | None, chunk: int) -> None:
+def test_a_limit_of_memory_excludes_larger_micro_batches(
+    tmp_path: Path, capacity: int | None, chunk: int
+) -> None:
     """One device, two sections: 16 bytes for each of 20 parameters, what the first section keeps, the second's peak."""
     found = configured(tmp_path, profile([fat(1), fat(2)], [fat(1), fat(2)]), 1, 4, capacity)
     assert found.get_min()[:2] == (1, chunk)
-    assert {row.chunk_size: row.device_bytes for row in found.table()} == {2: 320 + 100 + 200, 1: 320 + 50 + 100}
+    assert {row.chunk_size: row.device_bytes for row in found.table()} == {
+        2: 320 + 100 + 200,
+        1: 320 + 50 + 100,
+    }
 
 
 def test_where_nothing_fits_it_says_by_how_much(tmp_path: Path) -> None:
@@ -132,7 +158,9 @@ def test_a_size_that_one_section_lacked_memory_for_is_left_out(tmp_path: Path) -
 
 
 def test_a_profile_without_sizes_for_the_batch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at most 4, the batch size, got 8; try to profile smaller micro-batches"):
+    with pytest.raises(
+        ValueError, match="at most 4, the batch size, got 8; try to profile smaller micro-batches"
+    ):
         configured(tmp_path, profile([fat(8)]), 1, 4)
     with pytest.raises(ValueError, match="the batch size, got none;"):
         configured(tmp_path, profile([]), 1, 4)
@@ -190,16 +218,22 @@ def test_the_choice_is_the_best_of_the_table(tmp_path: Path) -> None:
     for _ in range(10):
         sections = [[cost(size, draws.random(), activation_bytes=size) for size in (1, 2)] for _ in range(5)]
         messages = [Message(True, 1, draws.random())]
-        found = configured(tmp_path, profile(*sections, sum_seconds=draws.random() * 9, messages=messages), 8, 24)
+        found = configured(
+            tmp_path, profile(*sections, sum_seconds=draws.random() * 9, messages=messages), 8, 24
+        )
         best = found.table()[0]
         assert found.get_min() == (best.num_stages, best.chunk_size, best.step_seconds)
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [
-    ({}, {1: "passes", 2: "passes"}), ({"sum_seconds": MANY}, {1: "replicas' sums", 2: "passes"}),
-    ({"update_seconds": MANY}, {1: "updates", 2: "updates"}),
-    ({"messages": [Message(True, 1, MANY)]}, {1: "passes", 2: "waits for other stages"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({}, {1: "passes", 2: "passes"}),
+        ({"sum_seconds": MANY}, {1: "replicas' sums", 2: "passes"}),
+        ({"update_seconds": MANY}, {1: "updates", 2: "updates"}),
+        ({"messages": [Message(True, 1, MANY)]}, {1: "passes", 2: "waits for other stages"}),
+    ],
+)
 def test_a_row_names_what_takes_most_of_its_step(tmp_path: Path, seconds: dict, expected: dict) -> None:
     sections = [[cost(1, activation_bytes=1)]] * 2
     rows = configured(tmp_path, profile(*sections, **seconds), 2, 4).table()
@@ -241,13 +275,21 @@ def test_a_profile_is_read_as_written(tmp_path: Path) -> None:
     assert read(tmp_path / "new") == written
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    ({"sections": []}, "sections: expected at least one, got none"),
-    ({"sums": [{"num_ranks": 2, "num_bytes": 1, "seconds": -1.0}]}, "seconds: expected at least 0, got -1.0"),
-    ({"sections": [{"num_params": 1, "update_seconds": 0.0, "costs": [dataclasses.asdict(cost(0))]}]},
-     "expected costs of ascending sizes from 1"),
-    ({"fp16": None}, "fp16: expected a valid boolean, got None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"sections": []}, "sections: expected at least one, got none"),
+        (
+            {"sums": [{"num_ranks": 2, "num_bytes": 1, "seconds": -1.0}]},
+            "seconds: expected at least 0, got -1.0",
+        ),
+        (
+            {"sections": [{"num_params": 1, "update_seconds": 0.0, "costs": [dataclasses.asdict(cost(0))]}]},
+            "expected costs of ascending sizes from 1",
+        ),
+        ({"fp16": None}, "fp16: expected a valid boolean, got None"),
+    ],
+)
 def test_what_is_no_profile_is_one_line(tmp_path: Path, change: dict[str, Any], told: str) -> None:
     data = json.loads(profile([cost(1)]).write(tmp_path).read_text())
     (tmp_path / FILE).write_text(json.dumps({**data, **change}))

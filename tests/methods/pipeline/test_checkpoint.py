@@ -31,7 +31,9 @@ MOMENTS = 20
 
 def state(step: int) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer, Checkpoints]:
     """A stage whose weights and moments tell their step."""
-    masters = {f"layer.{number}": nn.Parameter(torch.full((64, 64), float(step + number))) for number in range(4)}
+    masters = {
+        f"layer.{number}": nn.Parameter(torch.full((64, 64), float(step + number))) for number in range(4)
+    }
     optimizer = torch.optim.AdamW(masters.values())
     for master in masters.values():
         moments = {name: torch.full((64, 64), step / 3) for name in ("exp_avg", "exp_avg_sq")}
@@ -80,7 +82,9 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
         table = checkpoint_reader.metadata(path)
         table.planner_data = bad
         (path / COMPLETE).write_bytes(pickle.dumps(bad if where == "table of contents" else table))
-    with pytest.raises(ValueError, match=rf"{path}: expected a checkpoint, got damaged or foreign files") as told:
+    with pytest.raises(
+        ValueError, match=rf"{path}: expected a checkpoint, got damaged or foreign files"
+    ) as told:
         read(tmp_path)
     assert not touched.exists() and "\n" not in str(told.value)
     assert "names " in str(told.value) and "weights_only" not in str(told.value)
@@ -108,24 +112,34 @@ def test_getattr_in_a_checkpoint_reaches_no_more_than_an_enumeration(tmp_path: P
 PROGRESS = asdict(GptProgress(7, 1.0, 7, {"num_layers": 2}, *([1.0] * 7, [1.0] * 7, [None] * 7, [False] * 7)))
 MOMENT, OPTIONS = "optimizer.layer.1.exp_avg", "options.layer.1"
 TAMPERED: dict[str, dict[str, Any]] = {
-    "exp_avg of layer.1: expected float32 of shape (64, 64), got float32 of shape (3,)": {MOMENT: torch.zeros(3)},
+    "exp_avg of layer.1: expected float32 of shape (64, 64), got float32 of shape (3,)": {
+        MOMENT: torch.zeros(3)
+    },
     "exp_avg of layer.1: expected float32 of shape (64, 64), got float64": {
         MOMENT: torch.zeros(64, 64, dtype=torch.float64)
     },
     "exp_avg of layer.1: expected float32 of shape (64, 64), got no tensor": {MOMENT: "hello"},
-    "expected optimizer states exp_avg, exp_avg_sq, step, got evil": {"optimizer.layer.1.evil": torch.zeros(3)},
+    "expected optimizer states exp_avg, exp_avg_sq, step, got evil": {
+        "optimizer.layer.1.evil": torch.zeros(3)
+    },
     "layer.1: expected optimizer states exp_avg, exp_avg_sq, step, got exp_avg_sq, step": {MOMENT: None},
-    "option betas of layer.1: expected a value like (0.9, 0.999), got 'x'": {OPTIONS: json.dumps({"betas": "x"})},
+    "option betas of layer.1: expected a value like (0.9, 0.999), got 'x'": {
+        OPTIONS: json.dumps({"betas": "x"})
+    },
     "Expecting ',' delimiter": {OPTIONS: "[1"},
     "'list' object has no attribute 'items'": {OPTIONS: "[1]"},
     "it lacks progress": {"progress": None},
     "the JSON object must be str, bytes or bytearray, not int": {"progress": 5},
     "recursion": {"progress": "[" * 100_000},
     "loss.0: expected a valid number, got 'a'": {"progress": json.dumps(PROGRESS | {"loss": ["a"] * 7})},
-    "losses, norms, loss scales and skips, got [5, 7]": {"progress": json.dumps(PROGRESS | {"loss": [1.0] * 5})},
+    "losses, norms, loss scales and skips, got [5, 7]": {
+        "progress": json.dumps(PROGRESS | {"loss": [1.0] * 5})
+    },
     "expected the hash of the source code, got 'x": {"progress": json.dumps(PROGRESS | {"source": "x\ny"})},
-    "expected a loss scale for each skipped step": {"progress": json.dumps(PROGRESS | {"skipped": [True] * 7})},
-}  # fmt: skip
+    "expected a loss scale for each skipped step": {
+        "progress": json.dumps(PROGRESS | {"skipped": [True] * 7})
+    },
+}
 
 
 @pytest.mark.parametrize("told", TAMPERED)
@@ -151,7 +165,9 @@ def test_a_size_that_the_files_do_not_have_takes_no_memory(tmp_path: Path, part:
     table.state_dict_metadata[name].size = torch.Size([10**13])
     (path / COMPLETE).write_bytes(pickle.dumps(table))
     for load in (lambda: read(tmp_path), lambda: state(1)[2].load(tmp_path, GptProgress)):
-        with pytest.raises(ValueError, match=r"expected files with the table's \d+ bytes of tensors, got \d+"):
+        with pytest.raises(
+            ValueError, match=r"expected files with the table's \d+ bytes of tensors, got \d+"
+        ):
             load()
 
 
@@ -172,7 +188,9 @@ def test_a_pipe_in_place_of_a_table_is_not_waited_for(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-@pytest.mark.parametrize("name", [b"cpathlib\nPosixPath\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n"])
+@pytest.mark.parametrize(
+    "name", [b"cpathlib\nPosixPath\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n"]
+)
 def test_a_table_changes_no_class(tmp_path: Path, name: bytes) -> None:
     """A state of two parts sets attributes of whatever is built."""
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
@@ -213,7 +231,9 @@ def test_a_truncated_file_is_told_with_its_checkpoint(tmp_path: Path, size: int)
         state(1)[2].load(tmp_path, dict)
 
 
-@pytest.mark.parametrize("name", ["step_00000018.bak", "step_", "step_-1", "step_x", "step_8", "step_000000008"])
+@pytest.mark.parametrize(
+    "name", ["step_00000018.bak", "step_", "step_-1", "step_x", "step_8", "step_000000008"]
+)
 def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path, name: str) -> None:
     state(7)[2].save(tmp_path, 7, {}).result()
     shutil.copytree(folder_of(tmp_path, 7), tmp_path / name)

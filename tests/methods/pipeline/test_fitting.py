@@ -17,7 +17,9 @@ from methods.pipeline.schedule import SCHEDULES
 from tests.support.training import tiny
 
 NUM_BUDGETS = 200
-RATES = Rates(1e9, inbound_bytes_per_second=1e9, outbound_bytes_per_second=1e9, host_adam_params_per_second=1e8)
+RATES = Rates(
+    1e9, inbound_bytes_per_second=1e9, outbound_bytes_per_second=1e9, host_adam_params_per_second=1e8
+)
 Options = dict[str, Any]
 
 
@@ -36,10 +38,16 @@ def every_need(workload: Workload, options: Options) -> list[int]:
         for chunk_size in divisors(workload.batch_size // num_replicas):
             if schedule == "1f1b" and workload.batch_size // num_replicas // chunk_size < num_stages:
                 continue
-            found.append(max(
-                sum(stage_bytes(workload, stage, (number, num_stages), chunk_size, num_replicas, schedule).values())
-                for number, stage in enumerate(stages)
-            ))  # fmt: skip
+            found.append(
+                max(
+                    sum(
+                        stage_bytes(
+                            workload, stage, (number, num_stages), chunk_size, num_replicas, schedule
+                        ).values()
+                    )
+                    for number, stage in enumerate(stages)
+                )
+            )
     return found
 
 
@@ -54,7 +62,9 @@ def random_case(number: int) -> tuple[Workload, Options, Budget]:
             "seq_len": (16, 64),
             "num_layers": range(1, 10),
         }
-        workload = tiny(dtype=rng.choice(("fp32", "bf16")), **{name: rng.choice(some) for name, some in sizes.items()})
+        workload = tiny(
+            dtype=rng.choice(("fp32", "bf16")), **{name: rng.choice(some) for name, some in sizes.items()}
+        )
         options: Options = {"world_size": rng.choice((1, 2, 4, 6)), "schedule": rng.choice(tuple(SCHEDULES))}
         if rng.random() < 0.3:
             options["num_stages"] = rng.choice(divisors(options["world_size"]))
@@ -85,12 +95,19 @@ def test_a_refusal_names_the_least_memory_and_the_largest_depth() -> None:
         _, _, shortfall = resolve(Job("varuna", workload, options, replace(budget, host_bytes=2**40)))
         if shortfall is None:
             continue
-        needs = [min(every_need(workload.at_depth(layers), options), default=2**62) for layers in range(1, 40)]
+        needs = [
+            min(every_need(workload.at_depth(layers), options), default=2**62) for layers in range(1, 40)
+        ]
         named = re.search(r"needs --device-memory (\d+)KiB at least", shortfall)
         assert named and int(named[1]) == -(-needs[workload.num_layers - 1] // 1024)
         fitting = [layers for layers, need in enumerate(needs, start=1) if need <= budget.device_bytes]
         depth = re.search(r"has -l (\d+)", shortfall)
         assert depth or "no depth fits" in shortfall
-        assert max(fitting, default=0) == (int(depth[1]) if depth else 0), (number, workload, options, shortfall)
+        assert max(fitting, default=0) == (int(depth[1]) if depth else 0), (
+            number,
+            workload,
+            options,
+            shortfall,
+        )
         advised += len(fitting) > 0
     assert advised > 10

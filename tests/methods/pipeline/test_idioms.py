@@ -103,7 +103,10 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
         batch,
     ),
     "frozen and unused parameters": (frozen, batch),
-    "the loss first in a tuple": (with_act(lambda model, output, y: (F.cross_entropy(output, y), output)), batch),
+    "the loss first in a tuple": (
+        with_act(lambda model, output, y: (F.cross_entropy(output, y), output)),
+        batch,
+    ),
     "parametrizations without buffers": (
         lambda: Model(mean, lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
         batch,
@@ -189,7 +192,8 @@ class AddsToInput(nn.Linear):
 
 
 CHANGED = (
-    "expected a forward pass that changes nothing, as it runs again for each micro-batch and recompute; .* changes "
+    "expected a forward pass that changes nothing, as it runs again for each micro-batch"
+    " and recompute; .* changes "
 )
 NO_MEAN = "expected a loss that is the mean over samples, each by itself"
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
@@ -197,8 +201,16 @@ NO_PROBE = "stage 0: expected a forward pass that can run without memory"
 # By the page's rows: models, their batches, and the words of the refusal.
 REFUSED: dict[str, list[tuple[Callable[[], nn.Module], Callable[..., Any], str]]] = {
     "means of `cross_entropy` over unlike numbers of targets, by -100 or by weights of classes": [
-        (with_act(mean), uneven, "expected as many targets in each micro-batch's mean, got 0.5 to 0.666667 a sample"),
-        (with_act(lambda model, output, y: F.cross_entropy(output, y, WEIGHTS)), batch, "expected as many targets"),
+        (
+            with_act(mean),
+            uneven,
+            "expected as many targets in each micro-batch's mean, got 0.5 to 0.666667 a sample",
+        ),
+        (
+            with_act(lambda model, output, y: F.cross_entropy(output, y, WEIGHTS)),
+            batch,
+            "expected as many targets",
+        ),
     ],
     "a loss that is no mean over samples, each by itself": [
         (with_act(lambda model, output, y: F.cross_entropy(output, y, reduction="sum")), batch, NO_MEAN),
@@ -207,11 +219,19 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], Callable[..., Any], str]]
         (in_blocks(centered), batch, NO_MEAN),
     ],
     "running statistics, and buffers, attributes or inputs that a pass changes": [
-        (lambda: Model(mean, lambda: nn.BatchNorm1d(WIDTH)), batch, CHANGED + "buffer blocks.0.num_batches_tracked"),
+        (
+            lambda: Model(mean, lambda: nn.BatchNorm1d(WIDTH)),
+            batch,
+            CHANGED + "buffer blocks.0.num_batches_tracked",
+        ),
         (in_blocks(averaged), batch, CHANGED + "buffer blocks.0.mean"),
         (in_blocks(called), batch, CHANGED + "attribute blocks.0.calls"),
         (in_blocks(auxiliary), batch, CHANGED + "attribute blocks.0.loss"),
-        (in_blocks(lambda block, y: F.batch_norm(y, block.mean, block.mean, training=True)), batch, CHANGED + "buffer"),
+        (
+            in_blocks(lambda block, y: F.batch_norm(y, block.mean, block.mean, training=True)),
+            batch,
+            CHANGED + "buffer",
+        ),
         (lambda: Model(mean, AddsToInput), batch, CHANGED + "its input"),
     ],
     "tensors of a module that are no buffers, and shapes that follow from values": [
@@ -220,22 +240,44 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], Callable[..., Any], str]]
     ],
     "parameters that the modules with CutPoints read by `parameters()`": [
         (
-            with_act(lambda model, output, y: mean(model, output, y) + sum(p.sum() for p in model.parameters())),
+            with_act(
+                lambda model, output, y: mean(model, output, y) + sum(p.sum() for p in model.parameters())
+            ),
             batch,
             "computes with parameter blocks.0.weight outside of its module, when it is traced",
         ),
     ],
     "random numbers, or changes of buffers, in the modules with CutPoints": [
-        (with_act(lambda model, output, y: mean(model, output * torch.rand(1), y)), batch, "change the random state"),
-        (with_act(lambda model, output, y: mean(model, output * random.random(), y)), batch, "change the random state"),
-        (with_act(lambda model, output, y: mean(model, output * model.count.add_(1), y)), batch, "change buffer count"),
+        (
+            with_act(lambda model, output, y: mean(model, output * torch.rand(1), y)),
+            batch,
+            "change the random state",
+        ),
+        (
+            with_act(lambda model, output, y: mean(model, output * random.random(), y)),
+            batch,
+            "change the random state",
+        ),
+        (
+            with_act(lambda model, output, y: mean(model, output * model.count.add_(1), y)),
+            batch,
+            "change buffer count",
+        ),
     ],
     "hooks of parameters, or of modules with CutPoints": [
-        (hooked_parameter, batch, "parameter head.weight has a hook, which would be called for each micro-batch"),
+        (
+            hooked_parameter,
+            batch,
+            "parameter head.weight has a hook, which would be called for each micro-batch",
+        ),
         (hooked_holder, batch, "module Model has a hook, but holds CutPoints"),
     ],
     "a model, or a module of it, in `eval()`": [
-        (partly_in_eval, batch, r"expected a model in train\(\) mode, which a stage would return to, got blocks.0"),
+        (
+            partly_in_eval,
+            batch,
+            r"expected a model in train\(\) mode, which a stage would return to, got blocks.0",
+        ),
     ],
 }
 

@@ -59,9 +59,15 @@ class LaunchedJob:
         self.told, self.folder, self.batch_size = folder / "told", folder / "checkpoints", batch_size
         self.descriptor = os.open(self.told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.model = Varuna(
-            user_model.make(), "0;", lambda size, device=None: user_model.batch(0, size), batch_size, 4, fp16=True,
-            device="cpu", shared_weights=user_model.SHARED,
-        )  # fmt: skip
+            user_model.make(),
+            "0;",
+            lambda size, device=None: user_model.batch(0, size),
+            batch_size,
+            4,
+            fp16=True,
+            device="cpu",
+            shared_weights=user_model.SHARED,
+        )
         self.model._link = link.Link(self.descriptor, str(self.folder), None, None, 0, 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1.0)
         self.model.set_optimizer(self.optimizer, init_loss_scale=SCALE)
@@ -120,17 +126,31 @@ def test_the_gate_names_what_a_morph_lost(
 
 
 STEPS_OF_TWO = [
-    {"step": step, "loss": 1.0, "samples": 8, "data": "", "updates": 0, "learning_rate": 1, "loss_scale": 1,
-     "overflow": False}
+    {
+        "step": step,
+        "loss": 1.0,
+        "samples": 8,
+        "data": "",
+        "updates": 0,
+        "learning_rate": 1,
+        "loss_scale": 1,
+        "overflow": False,
+    }
     for step in (1, 2, 3)
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("record", "reason"), [
-    (STEPS_OF_TWO, ""), ([STEPS_OF_TWO[0], STEPS_OF_TWO[2]], "step-missing"), (STEPS_OF_TWO[:2], "step-missing"),
-    ([*STEPS_OF_TWO[:2], *STEPS_OF_TWO[1:]], "step-twice"), (STEPS_OF_TWO[::-1], "step-order"),
-    ([*STEPS_OF_TWO[:2], STEPS_OF_TWO[2] | {"loss": 1.0 + 2e-6}], "loss"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (STEPS_OF_TWO, ""),
+        ([STEPS_OF_TWO[0], STEPS_OF_TWO[2]], "step-missing"),
+        (STEPS_OF_TWO[:2], "step-missing"),
+        ([*STEPS_OF_TWO[:2], *STEPS_OF_TWO[1:]], "step-twice"),
+        (STEPS_OF_TWO[::-1], "step-order"),
+        ([*STEPS_OF_TWO[:2], STEPS_OF_TWO[2] | {"loss": 1.0 + 2e-6}], "loss"),
+    ],
+)
 def test_the_gate_counts_steps(record: list[dict[str, Any]], reason: str) -> None:
     assert judge(record, STEPS_OF_TWO).reason == reason
 
@@ -165,8 +185,9 @@ def test_another_machine_is_reached_by_ssh_and_under_slurm_by_srun(monkeypatch: 
     assert "--nodelist=192.0.2.1" in command("192.0.2.1")
 
 
-@pytest.mark.parametrize(("workers", "stages", "replicas"), [(8, 3, 2), (6, 3, 2), (5, 3, 1), (2, 2, 1), (1, 1, 1),
-                                                             (17, 3, 4)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("workers", "stages", "replicas"), [(8, 3, 2), (6, 3, 2), (5, 3, 1), (2, 2, 1), (1, 1, 1), (17, 3, 4)]
+)
 def test_the_global_batch_stays_and_the_rest_waits(workers: int, stages: int, replicas: int) -> None:
     spread = SpreadChoice(16, 1, 3, 2).spread(workers)
     assert (spread.num_stages, spread.num_replicas) == (stages, replicas)
@@ -174,7 +195,9 @@ def test_the_global_batch_stays_and_the_rest_waits(workers: int, stages: int, re
 
 def test_what_chooses_is_given_once() -> None:
     for words in ({}, {"num_stages": 2}, {"num_stages": 2, "chunk_size": 1, "profile": Path("x")}):
-        with pytest.raises(ValueError, match="expected either --nstages and --chunk-size, or --profile FOLDER"):
+        with pytest.raises(
+            ValueError, match="expected either --nstages and --chunk-size, or --profile FOLDER"
+        ):
             SpreadChoice(16, 1, **words)
 
 
@@ -211,7 +234,8 @@ def test_steps_that_another_state_of_the_script_has_trained_are_told(tmp_path: P
     assert held.other_code(job.code()) == ""
     (tmp_path / "_rates.py").write_text("RATE = 3e-4")
     assert (
-        held.other_code(job.code()) == "the script, or what it imports, is not the code that trained the 7 steps there"
+        held.other_code(job.code())
+        == "the script, or what it imports, is not the code that trained the 7 steps there"
     )
 
 
@@ -244,7 +268,9 @@ def test_a_line_that_no_launcher_writes_is_told_with_its_file_and_number(tmp_pat
 
 def test_a_job_that_is_none_is_told_with_its_file(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{bad")
-    with pytest.raises(ValueError, match=rf"{tmp_path}/job.json: expected JSON that a launcher wrote, got '{{bad'"):
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path}/job.json: expected JSON that a launcher wrote, got '{{bad'"
+    ):
         Folder(tmp_path, {})
 
 
@@ -266,7 +292,14 @@ def test_a_step_without_its_facts_is_told_with_its_folder(tmp_path: Path) -> Non
 
 def test_of_old_checkpoints_a_copy_of_another_name_is_kept(tmp_path: Path) -> None:
     held = Folder(tmp_path, {})
-    for name in ("step_00000001", "step_00000002", "step_00000003", "step_00000004", "step_00000001.bak", "step_1"):
+    for name in (
+        "step_00000001",
+        "step_00000002",
+        "step_00000003",
+        "step_00000004",
+        "step_00000001.bak",
+        "step_1",
+    ):
         (held.checkpoints / name).mkdir()
         (held.checkpoints / name / ".metadata").touch()
     held.prune()
@@ -309,11 +342,15 @@ def seat(folder: Path, addresses: Sequence[str], per_machine: int) -> tuple[Laun
     return launcher, agents, said
 
 
-@pytest.mark.parametrize(("addresses", "per_machine", "local", "nodes"), [
-    (["127.0.0.1", "127.0.0.2"], 1, "0/2 1/2", "00"), (["127.0.0.1", "127.0.0.1"], 2, "0/4 1/4 2/4 3/4", "0000"),
-    (["127.0.0.1", "192.0.2.1", "localhost"], 1, "0/2 0/1 1/2", "010"),
-    (["192.0.2.1", "192.0.2.2", "192.0.2.1"], 2, "0/4 1/4 0/2 1/2 2/4 3/4", "001100"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("addresses", "per_machine", "local", "nodes"),
+    [
+        (["127.0.0.1", "127.0.0.2"], 1, "0/2 1/2", "00"),
+        (["127.0.0.1", "127.0.0.1"], 2, "0/4 1/4 2/4 3/4", "0000"),
+        (["127.0.0.1", "192.0.2.1", "localhost"], 1, "0/2 0/1 1/2", "010"),
+        (["192.0.2.1", "192.0.2.2", "192.0.2.1"], 2, "0/4 1/4 0/2 1/2 2/4 3/4", "001100"),
+    ],
+)
 def test_ranks_on_one_host_are_numbered_together(
     addresses: list[str], per_machine: int, local: str, nodes: str, tmp_path: Path
 ) -> None:
@@ -328,14 +365,18 @@ def test_ranks_on_one_host_are_numbered_together(
 
 def test_the_launcher_says_what_a_rank_notes(tmp_path: Path) -> None:
     launcher, (agent,), said = seat(tmp_path, ["127.0.0.1"], 2)
-    launcher._hear(agent, {"kind": "note", "round": 1, "rank": 0, "text": "all ranks compute on the CPU: why"})
+    launcher._hear(
+        agent, {"kind": "note", "round": 1, "rank": 0, "text": "all ranks compute on the CPU: why"}
+    )
     assert said[-1] == "all ranks compute on the CPU: why"
 
 
 def test_random_schedules_always_leave_a_machine() -> None:
     for seed in range(100):
         schedule = random_schedule(seed, 40)
-        assert all(1 <= change.num_machines <= 4 for change in schedule.changes) and len(schedule.changes) >= 3
+        assert (
+            all(1 <= change.num_machines <= 4 for change in schedule.changes) and len(schedule.changes) >= 3
+        )
 
 
 # ---- The examples
@@ -346,7 +387,14 @@ def test_an_example_trains(
     name: str, alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    words = ["--rank=0", "--local_rank=0", "--stage_to_rank_map=0;", "--chunk_size=4", "--batch-size=4", "--steps=30"]
+    words = [
+        "--rank=0",
+        "--local_rank=0",
+        "--stage_to_rank_map=0;",
+        "--chunk_size=4",
+        "--batch-size=4",
+        "--steps=30",
+    ]
     monkeypatch.setattr(sys, "argv", [name, *words, "--blocks=2", "--width=32"])
     handler = signal.getsignal(signal.SIGUSR1)
     try:
@@ -354,26 +402,54 @@ def test_an_example_trains(
     finally:
         signal.signal(signal.SIGUSR1, handler)
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
-    assert len(losses) == 30 and losses[0] == pytest.approx(math.log(128), abs=0.1) and losses[-1] < losses[0] - 0.3
+    assert (
+        len(losses) == 30
+        and losses[0] == pytest.approx(math.log(128), abs=0.1)
+        and losses[-1] < losses[0] - 0.3
+    )
 
 
 # ---- Whole jobs
 
 
 def launch(
-    folder: Path, script: str, *words: str, script_words: Sequence[str] = (), machines: int = 1, gpus: str = "",
-) -> tuple[int, str]:  # fmt: skip
+    folder: Path,
+    script: str,
+    *words: str,
+    script_words: Sequence[str] = (),
+    machines: int = 1,
+    gpus: str = "",
+) -> tuple[int, str]:
     """A script's exit code, and what the launcher said. All rounds compute on one device: `gpus`, or the CPU."""
     folder.mkdir(exist_ok=True)
     (folder / "list").write_text("127.0.0.1\n" * machines)
     (folder / "script.py").write_text(script)
-    call = [sys.executable, "-m", "harness", "varuna", "launch", "--machine-list", str(folder / "list"), "--folder",
-            str(folder / "job"), "--batch-size", "4", "--nstages", "1", "--chunk-size", "1"]  # fmt: skip
+    call = [
+        sys.executable,
+        "-m",
+        "harness",
+        "varuna",
+        "launch",
+        "--machine-list",
+        str(folder / "list"),
+        "--folder",
+        str(folder / "job"),
+        "--batch-size",
+        "4",
+        "--nstages",
+        "1",
+        "--chunk-size",
+        "1",
+    ]
     call += [*words, "script.py", *script_words]
     process = subprocess.Popen(
-        call, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        call,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=child_environment() | {"CUDA_VISIBLE_DEVICES": gpus},
-    )  # fmt: skip
+    )
     (folder / "pid").write_text(str(process.pid))
     try:
         out, err = process.communicate()
@@ -394,7 +470,9 @@ def test_agents_of_this_machine_share_one_import_and_depend_on_their_launcher_al
     order = {"folder": str(tmp_path), "script": "script.py", "code_dir": str(tmp_path)}
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with forks.own_server():
-        agents = [Remote(MachineLine("127.0.0.1", number), order, tmp_path / "log", told) for number in range(2)]
+        agents = [
+            Remote(MachineLine("127.0.0.1", number), order, tmp_path / "log", told) for number in range(2)
+        ]
         processes = [psutil.Process(told.get()[1]["pid"]) for _ in agents]
         server: Any = fork_server._server
         assert [process.ppid() for process in processes] == [server.process.pid] * 2
@@ -419,7 +497,9 @@ def test_an_error_of_the_script_ends_the_job_with_it(tmp_path: Path) -> None:
 def test_three_kills_in_a_row_end_the_job(tmp_path: Path) -> None:
     code, told = launch(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     assert code == 3 and told.count("round ") == 3
-    assert told.rstrip().endswith("3 crashes in a row without progress since step 0: rank 0 was killed by signal 9")
+    assert told.rstrip().endswith(
+        "3 crashes in a row without progress since step 0: rank 0 was killed by signal 9"
+    )
 
 
 @pytest.mark.heavy
@@ -442,7 +522,9 @@ signal.signal = lambda number, handler: take(number, lambda *_: sys.exit())
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("handler", ["", SAVES_NOTHING])
-def test_a_signal_to_the_launcher_reaches_the_script_whose_handler_must_save(handler: str, tmp_path: Path) -> None:
+def test_a_signal_to_the_launcher_reaches_the_script_whose_handler_must_save(
+    handler: str, tmp_path: Path
+) -> None:
     words = ("--steps=100000", "--blocks=2", "--width=32", "--tokens=16")
     steps = tmp_path / "job" / "steps.jsonl"
 
@@ -546,7 +628,8 @@ def test_two_local_ranks_with_one_gpu_train_on_the_cpu_and_the_launcher_says_why
     script = f"{ONE_GPU}{EXAMPLE}own_gpt.main()"
     code, told = launch(tmp_path, script, "--nstages", "2", script_words=words, machines=2)
     note = (
-        "all ranks compute on the CPU: each needs a GPU of its own, and the machine of rank 0 has 2 ranks and 1 GPU\n"
+        "all ranks compute on the CPU: each needs a GPU of its own, "
+        "and the machine of rank 0 has 2 ranks and 1 GPU\n"
     )
     assert code == 0 and told.count(note) == 1, told
     assert (tmp_path / "job" / "logs" / "rank-0.txt").read_text().startswith(note)
@@ -566,12 +649,20 @@ def test_a_job_on_machines_that_leave_die_and_come_trains_as_one_process(tmp_pat
     """4 -> 2 -> 4 -> 3 -> 1 workers: two leave by SIGTERM, two come, one dies by kill -9, two leave; then the launcher
     itself dies by kill -9, and another one takes over."""
     steps = 34
-    changes = (Change(4, 2, "notice"), Change(8, 4), Change(16, 3, "death"), Change(20, 1), Change(26, 1, "launcher"))
+    changes = (
+        Change(4, 2, "notice"),
+        Change(8, 4),
+        Change(16, 3, "death"),
+        Change(20, 1),
+        Change(26, 1, "launcher"),
+    )
     alone = undisturbed(tmp_path / "alone", steps)
     played = play(tmp_path / "morphs", Schedule(4, 4, changes), steps, SMALL)
     assert played.code == 0, played.output
     verdict = judge_folder(tmp_path / "morphs" / "job", alone, CHECKPOINT_EVERY)
     assert verdict.passed, verdict.text
-    rounds = [line for line in read_lines(tmp_path / "morphs" / "job" / "events.jsonl") if line["event"] == "round"]
+    rounds = [
+        line for line in read_lines(tmp_path / "morphs" / "job" / "events.jsonl") if line["event"] == "round"
+    ]
     assert [line["workers"] for line in rounds] == [4, 2, 4, 3, 1, 1], played.output
     until(lambda: not left_of(tmp_path))

@@ -20,23 +20,36 @@ from tests.support.training import small_bytes
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "seq_len": 64, "batch_size": 8}
 # Stages, replicas, schedule, samples of a micro-batch, words, dtype; of a model by its config.json its family.
 JOBS: list[tuple[Any, ...]] = [
-    (1, 1, "varuna", 2, 4000, "bf16"), (1, 2, "varuna", 1, 250, "fp32"), (2, 1, "varuna", 1, 4000, "fp32"),
-    (2, 2, "varuna", 2, 250, "fp32"), (4, 1, "varuna", 1, 250, "bf16"), (4, 1, "varuna", 2, 4000, "fp32"),
-    (2, 1, "1f1b", 1, 4000, "bf16"), (2, 2, "1f1b", 1, 250, "fp32"), (4, 1, "1f1b", 1, 4000, "fp32"),
-    (2, 1, "gpipe", 1, 4000, "fp32"), (2, 2, "gpipe", 2, 4000, "bf16"), (4, 1, "gpipe", 1, 250, "fp32"),
-    (2, 1, "varuna", 1, 4000, "fp32", "llama"), (1, 1, "varuna", 2, 4000, "bf16", "qwen2"),
+    (1, 1, "varuna", 2, 4000, "bf16"),
+    (1, 2, "varuna", 1, 250, "fp32"),
+    (2, 1, "varuna", 1, 4000, "fp32"),
+    (2, 2, "varuna", 2, 250, "fp32"),
+    (4, 1, "varuna", 1, 250, "bf16"),
+    (4, 1, "varuna", 2, 4000, "fp32"),
+    (2, 1, "1f1b", 1, 4000, "bf16"),
+    (2, 2, "1f1b", 1, 250, "fp32"),
+    (4, 1, "1f1b", 1, 4000, "fp32"),
+    (2, 1, "gpipe", 1, 4000, "fp32"),
+    (2, 2, "gpipe", 2, 4000, "bf16"),
+    (4, 1, "gpipe", 1, 250, "fp32"),
+    (2, 1, "varuna", 1, 4000, "fp32", "llama"),
+    (1, 1, "varuna", 2, 4000, "bf16", "qwen2"),
     (2, 1, "1f1b", 1, 4000, "bf16", "qwen2"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
 def peaks() -> dict[Any, list[int]]:
     """By job, every rank's."""
     jobs = [
-        {"kind": "peak", "ranks": each[0] * each[1], "workload": dataclasses.asdict(workload_of(each)),
-         "options": {"num_stages": each[0], "schedule": each[2], "chunk_size": each[3]}}
+        {
+            "kind": "peak",
+            "ranks": each[0] * each[1],
+            "workload": dataclasses.asdict(workload_of(each)),
+            "options": {"num_stages": each[0], "schedule": each[2], "chunk_size": each[3]},
+        }
         for each in JOBS
-    ]  # fmt: skip
+    ]
     found = on_ranks(4, "tests.methods.pipeline.trainings:on_this_rank", jobs)
     return {each: [ranks[number] for ranks in found] for number, each in enumerate(JOBS)}
 
@@ -45,9 +58,13 @@ def workload_of(each: Any) -> Workload:
     if len(each) == 6:
         return Workload(**SIZES, vocab_size=each[4], dtype=each[5])
     config = config_of(
-        each[6], hidden_size=64, intermediate_size=172, num_hidden_layers=4, vocab_size=each[4],
+        each[6],
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=4,
+        vocab_size=each[4],
         max_position_embeddings=64,
-    )  # fmt: skip
+    )
     sizes = {**hub_config.sizes_of(config), "seq_len": 64, "batch_size": 8, "dtype": each[5]}
     return Workload(**sizes, model=each[6], config=hub_config.text_of(config))
 
@@ -99,13 +116,18 @@ def test_a_step_ends_with_the_update_of_the_largest_stage(num_stages: int, is_ho
 def test_the_plan_chooses_the_fastest_stages_and_micro_batches_that_fit(schedule: str, room: float) -> None:
     """Of all, with room for a part of what one stage takes."""
     rates = Rates(FLOPS_PER_SECOND)
-    sizes = [(stages, chunk) for stages in (1, 2, 4) for chunk in (1, 2, 4, 8, 16)
-             if chunk <= 4 * stages and (schedule != "1f1b" or 4 * stages // chunk >= stages)]  # fmt: skip
+    sizes = [
+        (stages, chunk)
+        for stages in (1, 2, 4)
+        for chunk in (1, 2, 4, 8, 16)
+        if chunk <= 4 * stages and (schedule != "1f1b" or 4 * stages // chunk >= stages)
+    ]
     plans = {
-        (stages, chunk): create("varuna", {"world_size": 4, "num_stages": stages, "chunk_size": chunk,
-                                           "schedule": schedule}).plan(CHOSEN, Room(rates=rates))
+        (stages, chunk): create(
+            "varuna", {"world_size": 4, "num_stages": stages, "chunk_size": chunk, "schedule": schedule}
+        ).plan(CHOSEN, Room(rates=rates))
         for stages, chunk in sizes
-    }  # fmt: skip
+    }
     for (stages, chunk), plan in plans.items():
         assert plan.step_seconds == pytest.approx(seconds_by_hand(stages, chunk, schedule)), (stages, chunk)
     device_bytes = int(room * plans[1, 4].device_bytes)
@@ -113,7 +135,9 @@ def test_the_plan_chooses_the_fastest_stages_and_micro_batches_that_fit(schedule
         (size for size in sizes if plans[size].device_bytes <= device_bytes),
         key=lambda size: (round(seconds_by_hand(size[0], size[1], schedule), 9), -size[1]),
     )
-    chosen = create("varuna", {"world_size": 4, "schedule": schedule}).plan(CHOSEN, Room(device_bytes, rates=rates))
+    chosen = create("varuna", {"world_size": 4, "schedule": schedule}).plan(
+        CHOSEN, Room(device_bytes, rates=rates)
+    )
     assert (chosen.options["num_stages"], chosen.options["chunk_size"]) == fastest
     assert (fastest[0] == 1) == (room == 1.0)
 
@@ -122,9 +146,16 @@ def test_the_head_s_passes_take_the_head_s_own_rate() -> None:
     """By hand: four samples' FLOPs of the layers at one rate, those of the head at another."""
     load = Workload(num_layers=2, hidden_size=64, num_heads=4, seq_len=32, vocab_size=512)
     one = dataclasses.replace(load, batch_size=1)
-    rates = Rates(1e9, inbound_bytes_per_second=1e9, outbound_bytes_per_second=1e9, host_adam_params_per_second=1e8,
-                  head_flops_per_second=1e8)  # fmt: skip
+    rates = Rates(
+        1e9,
+        inbound_bytes_per_second=1e9,
+        outbound_bytes_per_second=1e9,
+        host_adam_params_per_second=1e8,
+        head_flops_per_second=1e8,
+    )
     (stage,) = gpt_stages(load, 1)
     found = passes_of(load, stage, 4, rates)
     assert found["F"] == pytest.approx(4 * (2 * one.layer_flops / 1e9 + one.head_flops_per_step / 1e8))
-    assert found["R"] == pytest.approx(4 * 2 * one.layer_flops / 1e9) and found["B"] == pytest.approx(2 * found["R"])
+    assert found["R"] == pytest.approx(4 * 2 * one.layer_flops / 1e9) and found["B"] == pytest.approx(
+        2 * found["R"]
+    )

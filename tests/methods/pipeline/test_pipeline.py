@@ -37,12 +37,22 @@ from tests.support.ranks import on_ranks
 from tests.support.training import tiny
 
 STEPS, SIZE, DROPOUT = 6, 8, 0.3
-SHORT_BUG, RANDOM_BUG = "short_last_micro_batch_weighs_as_the_others", "random_state_of_the_recompute_not_restored"
+SHORT_BUG, RANDOM_BUG = (
+    "short_last_micro_batch_weighs_as_the_others",
+    "random_state_of_the_recompute_not_restored",
+)
 
 
 def job(text: str, chunk: int, **more: Any) -> dict[str, Any]:
-    return {"kind": "user", "map": text, "ranks": RankMap.parse(text).world_size, "chunk": chunk, "batch_size": SIZE,
-            "steps": STEPS, **more}  # fmt: skip
+    return {
+        "kind": "user",
+        "map": text,
+        "ranks": RankMap.parse(text).world_size,
+        "chunk": chunk,
+        "batch_size": SIZE,
+        "steps": STEPS,
+        **more,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +139,15 @@ def test_a_model_without_memory_needs_what_fills_it(single: Varuna) -> None:
         varuna(user_model.make().to("meta"))
 
 
-def test_rounded_weights_made_by_each_process_are_those_of_the_whole_model(trained: dict[str, list[Any]]) -> None:
+def test_rounded_weights_made_by_each_process_are_those_of_the_whole_model(
+    trained: dict[str, list[Any]],
+) -> None:
     for made, given in zip(trained["fp16 on meta"], trained["fp16"], strict=True):
-        assert (made["losses"], made["norms"], made["part"]) == (given["losses"], given["norms"], given["part"])
+        assert (made["losses"], made["norms"], made["part"]) == (
+            given["losses"],
+            given["norms"],
+            given["part"],
+        )
 
 
 def test_torchs_schedules_take_micro_batches_of_one_size(trained: dict[str, list[Any]]) -> None:
@@ -142,8 +158,9 @@ def test_torchs_schedules_take_micro_batches_of_one_size(trained: dict[str, list
 @pytest.mark.parametrize("name", ["4x1", "gpipe"])
 def test_evaluation_is_the_loss_of_the_global_batch(name: str, trained: dict[str, list[Any]]) -> None:
     model = user_model.make()
-    model.load_state_dict({name: torch.tensor(value).view_as(model.state_dict()[name])
-                           for name, value in alone()[2].items()})  # fmt: skip
+    model.load_state_dict(
+        {name: torch.tensor(value).view_as(model.state_dict()[name]) for name, value in alone()[2].items()}
+    )
     expected = model.eval()(**user_model.batch(STEPS, SIZE)).item()
     assert [found["evaluated"] for found in trained[name]] == pytest.approx([expected] * 4, rel=1e-5)
 
@@ -180,7 +197,9 @@ def test_one_process_reads_a_checkpoint_of_four(trained: dict[str, list[Any]], f
 
 
 @pytest.mark.parametrize("name", ["dropout", RANDOM_BUG])
-def test_dropout_is_that_of_one_process_that_draws_stage_by_stage(name: str, trained: dict[str, list[Any]]) -> None:
+def test_dropout_is_that_of_one_process_that_draws_stage_by_stage(
+    name: str, trained: dict[str, list[Any]]
+) -> None:
     """Of three stages two recompute; with other random numbers than before, it shows."""
     for found in trained[name]:
         far = distance(found, user_model.train_with_dropout(STEPS, SIZE, 2, found["active"], DROPOUT))
@@ -270,10 +289,13 @@ def test_the_norm_counts_a_parameter_that_two_stages_use_under_one_name() -> Non
     assert "wte.weight" in counted_names(user_model.make(), [("wte.weight", "wte.weight")])
 
 
-@pytest.mark.parametrize(("pair", "told"), [
-    (("first.weight", "third.weight"), "the model has no parameter third.weight"),
-    (("first.weight", "second.weight"), r"got \(4, 4\) of first.weight and \(1, 4\) of second.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pair", "told"),
+    [
+        (("first.weight", "third.weight"), "the model has no parameter third.weight"),
+        (("first.weight", "second.weight"), r"got \(4, 4\) of first.weight and \(1, 4\) of second.weight"),
+    ],
+)
 def test_a_pair_that_cannot_be_shared_is_named(pair: tuple[str, str], told: str) -> None:
     model = Two()
     with pytest.raises(ValueError, match=told):
@@ -315,7 +337,9 @@ def test_a_global_batch_never_shrinks() -> None:
         micro_batch_sizes(16, 2, 3)
 
 
-def test_shapes_that_change_are_named_by_every_process_or_where_they_are_sent(trained: dict[str, list[Any]]) -> None:
+def test_shapes_that_change_are_named_by_every_process_or_where_they_are_sent(
+    trained: dict[str, list[Any]],
+) -> None:
     (first, at_the_cut), (second,) = trained["other shapes"]
     assert first == second
     assert first.startswith(
@@ -338,13 +362,20 @@ def test_what_has_a_batch_of_one_goes_to_every_micro_batch() -> None:
 def test_maps_are_read_as_published() -> None:
     found = RankMap.parse("0,2;1,3;")
     assert (found.num_stages, found.num_replicas, found.place_of(3)) == (2, 2, (1, 1))
-    assert found == RankMap.parse("0,2;1,3") == RankMap.parse(str(RankMap.make(2, 2))) and found.pipeline(1) == [2, 3]
+    assert found == RankMap.parse("0,2;1,3") == RankMap.parse(str(RankMap.make(2, 2))) and found.pipeline(
+        1
+    ) == [2, 3]
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("0,1;2;", "equally many ranks in each stage"), ("0;0;", "each rank from 0 to 1 once"), ("a;b", "as '0,2;1,3'"),
-    ("", "equally many ranks in each stage"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("0,1;2;", "equally many ranks in each stage"),
+        ("0;0;", "each rank from 0 to 1 once"),
+        ("a;b", "as '0,2;1,3'"),
+        ("", "equally many ranks in each stage"),
+    ],
+)
 def test_a_map_that_is_none_is_refused(text: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         RankMap.parse(text)
@@ -381,7 +412,9 @@ def test_forward_and_step_say_what_to_call(single: Varuna) -> None:
 
 @pytest.mark.parametrize("cuts", [[0], [9]])
 def test_cuts_unlike_the_stages_are_refused(single: Varuna, cuts: list[int]) -> None:
-    with pytest.raises(ValueError, match="cuts: expected 0 numbers of CutPoints, from 0 to 3, for 1 stage, got"):
+    with pytest.raises(
+        ValueError, match="cuts: expected 0 numbers of CutPoints, from 0 to 3, for 1 stage, got"
+    ):
         varuna(user_model.make(), cuts=cuts)
 
 
@@ -389,7 +422,9 @@ def test_a_group_of_the_script_that_sends_no_host_memory_is_refused() -> None:
     """As of init_process_group("nccl"); inboxes would fail at their first message."""
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match=r"backend for CPU tensors, which carry messages, got cuda:gloo; try"):
+        with pytest.raises(
+            ValueError, match=r"backend for CPU tensors, which carry messages, got cuda:gloo; try"
+        ):
             place(1.0, "cuda")
     finally:
         dist.destroy_process_group()
@@ -418,7 +453,9 @@ class LinkOfOneStep:
         self.facts = facts
 
 
-def test_a_stage_is_busy_until_its_queued_passes_have_ended(single: Varuna, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_is_busy_until_its_queued_passes_have_ended(
+    single: Varuna, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, link = [0.0], LinkOfOneStep()
     queued = SimpleNamespace(synchronize=lambda: now.append(100.0))
     monkeypatch.setattr(STREAMS["cpu"], "current", lambda: queued, raising=False)
@@ -444,26 +481,46 @@ def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_all_ranks_take_the_cpu_and_the_first_says_so_if_a_machine_has_fewer_gpus_than_ranks(
     trained: dict[str, list[Any]],
 ) -> None:
-    note = ("all ranks compute on the CPU: each needs a GPU of its own, and the machine of rank 2 has 2 ranks and"
-            " 1 GPU")  # fmt: skip
+    note = (
+        "all ranks compute on the CPU: each needs a GPU of its own, and the machine of rank 2 has 2 ranks and"
+        " 1 GPU"
+    )
     for rank, (number, world_size, device, told, printed, backend) in enumerate(
         trained["too few gpus on the other machine"]
     ):
-        assert (number, world_size, device, told, printed) == (rank, 4, "cpu", note, "" if rank else f"{note}\n")
+        assert (number, world_size, device, told, printed) == (
+            rank,
+            4,
+            "cpu",
+            note,
+            "" if rank else f"{note}\n",
+        )
         assert "nccl" not in backend
 
 
 @pytest.mark.parametrize("name", ["the cpu given to one rank", "no gpus"])
-def test_ranks_on_the_cpu_say_nothing_where_no_gpu_is_lacking(name: str, trained: dict[str, list[Any]]) -> None:
+def test_ranks_on_the_cpu_say_nothing_where_no_gpu_is_lacking(
+    name: str, trained: dict[str, list[Any]]
+) -> None:
     assert [found[2:5] for found in trained[name]] == [["cpu", "", ""]] * 2
 
 
-@pytest.mark.parametrize(("asked", "local", "gpus", "taken"), [
-    ((-1, -1), ("1", "2"), 2, "cuda:1"), ((-1, 1), ("0", "2"), 2, "cuda:1"), ((-1, -1), ("", ""), 1, "cuda:0"),
-    ((-1, -1), ("1", "2"), 1, "cpu"), ((-1, 0), ("0", "2"), 1, "cpu"), ((-1, 1), ("", ""), 1, "cpu"),
-    ((-1, -1), ("0", "1"), 0, "cpu"), ((3, -1), ("0", "8"), 4, "cuda:3"), ((3, -1), ("0", "1"), 0, "cpu"),
-    (("cuda", -1), ("1", "2"), 1, "cuda"), (("cuda:1", -1), ("0", "8"), 2, "cuda:1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "local", "gpus", "taken"),
+    [
+        ((-1, -1), ("1", "2"), 2, "cuda:1"),
+        ((-1, 1), ("0", "2"), 2, "cuda:1"),
+        ((-1, -1), ("", ""), 1, "cuda:0"),
+        ((-1, -1), ("1", "2"), 1, "cpu"),
+        ((-1, 0), ("0", "2"), 1, "cpu"),
+        ((-1, 1), ("", ""), 1, "cpu"),
+        ((-1, -1), ("0", "1"), 0, "cpu"),
+        ((3, -1), ("0", "8"), 4, "cuda:3"),
+        ((3, -1), ("0", "1"), 0, "cpu"),
+        (("cuda", -1), ("1", "2"), 1, "cuda"),
+        (("cuda:1", -1), ("0", "8"), 2, "cuda:1"),
+    ],
+)
 def test_a_rank_takes_the_gpu_of_its_number_among_the_ranks_of_its_machine(
     asked: tuple[Any, int], local: tuple[str, str], gpus: int, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,7 +537,11 @@ def test_a_rank_takes_the_gpu_of_its_number_among_the_ranks_of_its_machine(
 
 def test_a_group_has_nccl_if_all_its_ranks_compute_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group without it sums tensors of either device."""
-    for kinds, backend in ((["cuda", "cuda"], "cpu:gloo,cuda:nccl"), (["cuda", "cpu"], "gloo"), (["sim"], "gloo")):
+    for kinds, backend in (
+        (["cuda", "cuda"], "cpu:gloo,cuda:nccl"),
+        (["cuda", "cpu"], "gloo"),
+        (["sim"], "gloo"),
+    ):
         assert _backend([json.dumps(Offer(kind)).encode() for kind in kinds]) == backend
 
 
@@ -499,11 +560,14 @@ class Counter(nn.Module):
 def test_training_and_evaluation_share_a_models_tensors_on_the_device() -> None:
     """A buffer of the modules that are traced stayed on the host for evaluation."""
     with Tracker():  # which counts the device sim
-        model = Varuna(Counter(), "0;", lambda size, device=None: {"x": torch.ones(size, 4)}, 4, 2, device="sim")
+        model = Varuna(
+            Counter(), "0;", lambda size, device=None: {"x": torch.ones(size, 4)}, 4, 2, device="sim"
+        )
         model.eval()
         model.evaluate({"x": torch.ones(4, 4)})
         evaluated, trained = (
-            dict([*part.module.named_parameters(), *part.module.named_buffers()]) for part in model.modes.values()
+            dict([*part.module.named_parameters(), *part.module.named_buffers()])
+            for part in model.modes.values()
         )
         assert evaluated.keys() == trained.keys() == {"linear.weight", "linear.bias", "scale", "count"}
         for name, tensor in trained.items():

@@ -119,11 +119,15 @@ class Tables(nn.Module):
         return self.last(self.cutpoint(self.first(x + self.table + torch.arange(float(IN))))).mean()
 
 
-def test_of_a_model_without_memory_buffers_are_filled_and_tensors_with_memory_are_kept(tmp_path: Path) -> None:
+def test_of_a_model_without_memory_buffers_are_filled_and_tensors_with_memory_are_kept(
+    tmp_path: Path,
+) -> None:
     with torch.device("meta"):
         model = Tables()
     seen: list[Tensor] = []
-    model.first.register_forward_pre_hook(lambda module, given: None if given[0].is_meta else seen.append(given[0]))
+    model.first.register_forward_pre_hook(
+        lambda module, given: None if given[0].is_meta else seen.append(given[0])
+    )
 
     def fill(named: Any) -> None:
         for _, tensor in named:
@@ -159,13 +163,17 @@ def test_inputs_for_every_micro_batch_and_half_precision_are_taken(tmp_path: Pat
     """The mask crosses no cut: each section has it."""
     found = profiled(user_model.make(), lambda size: user_model.batch(0, size), [2], tmp_path, fp16=fp16)
     crossing = 2 * user_model.TOKENS * user_model.WIDTH * (2 if fp16 else 4)
-    assert [section.costs[0].activation_bytes for section in found.sections] == [crossing] * user_model.NUM_BLOCKS + [0]
+    assert [section.costs[0].activation_bytes for section in found.sections] == [
+        crossing
+    ] * user_model.NUM_BLOCKS + [0]
     assert read(tmp_path) == found and found.fp16 == fp16
 
 
 def test_a_gpus_context_and_reserve_are_not_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "calibrations", list)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=16 * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=16 * 2**30)
+    )
     assert tensor_bytes(torch.device("cuda")) == 15 * 2**30 * 31 // 32
     assert tensor_bytes(torch.device("cpu")) is None
 
@@ -206,7 +214,9 @@ def test_the_verb_tells_why_ranks_with_too_few_gpus_measure_the_cpu(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     see_gpus(monkeypatch, 1)
-    assert measure_model.measure(order(tmp_path, "auto")).endswith("the machine of rank 0 has 2 ranks and 1 GPU")
+    assert measure_model.measure(order(tmp_path, "auto")).endswith(
+        "the machine of rank 0 has 2 ranks and 1 GPU"
+    )
     assert read(tmp_path).device_bytes is None
     with pytest.raises(
         ValueError, match=r"expected a GPU for each of --ranks 2, got 1; try fewer ranks, or --device cpu"
@@ -215,7 +225,22 @@ def test_the_verb_tells_why_ranks_with_too_few_gpus_measure_the_cpu(
 
 
 def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    words = ("-l", 1, "-h", 16, "--heads", 2, "--seq", 8, "--vocab", 50, "--device", "cuda", "--out", tmp_path)
+    words = (
+        "-l",
+        1,
+        "-h",
+        16,
+        "--heads",
+        2,
+        "--seq",
+        8,
+        "--vocab",
+        50,
+        "--device",
+        "cuda",
+        "--out",
+        tmp_path,
+    )
     done = cli.run("varuna", "profile", *words, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "--device cuda: expected a GPU for each of --ranks 1, got 0" in done.stderr
@@ -233,7 +258,10 @@ def test_an_error_of_several_lines_is_told_whole(monkeypatch: pytest.MonkeyPatch
         measure_model.measure_as_rank({}, {}, writing)
     os.close(writing)
     with open(reading) as told:
-        assert told.read() == "RuntimeError: CUDA error: invalid device ordinal Compile with `TORCH_USE_CUDA_DSA`"
+        assert (
+            told.read()
+            == "RuntimeError: CUDA error: invalid device ordinal Compile with `TORCH_USE_CUDA_DSA`"
+        )
 
 
 # ---- The documents' snippet
@@ -242,7 +270,9 @@ def test_an_error_of_several_lines_is_told_whole(monkeypatch: pytest.MonkeyPatch
 def test_a_thread_that_waited_longer_than_the_clock_shows_took_no_time() -> None:
     """The two are read from different clocks: a profile with fewer than no seconds was refused."""
     waits = iter([0.0, 9.0])
-    it = SimpleNamespace(_synchronize=lambda: None, _waited_seconds=lambda: next(waits), _crowded=0.0, _alone=0.0)
+    it = SimpleNamespace(
+        _synchronize=lambda: None, _waited_seconds=lambda: next(waits), _crowded=0.0, _alone=0.0
+    )
     assert Profiler._clocked(it, len, "") == (0, 0.0) and it._alone == 0.0  # type: ignore[arg-type]
 
 
@@ -270,7 +300,9 @@ def test_the_snippet_of_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
     assert AutoConfig(2, 2, 8, tmp_path / "profile").get_min().num_stages in (1, 2)
 
 
-def test_a_profile_waits_for_the_job_that_holds_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_waits_for_the_job_that_holds_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workload, told, done = Workload(**TINY), list[str](), threading.Event()
     monkeypatch.setattr(measured_profile, "ask", lambda module, order: done.set() or "")
     given = (workload, [1], 1, tmp_path, "cpu", lambda event: told.append(event["text"]))

@@ -85,7 +85,9 @@ def test_stages_wait_as_long_as_the_authors_drew() -> None:
     found = step_seconds("varuna", pipelines, is_opportunistic=False)
     wasted = [100 * (1 - 4 * number / seconds) for (_, number), seconds in zip(shapes, found, strict=True)]
     drawn = [each for curve in WASTED.values() for each in curve]
-    far = [shape for shape, ours, theirs in zip(shapes, wasted, drawn, strict=True) if abs(ours - theirs) > 0.3]
+    far = [
+        shape for shape, ours, theirs in zip(shapes, wasted, drawn, strict=True) if abs(ours - theirs) > 0.3
+    ]
     assert far == [(25, 250)]
 
 

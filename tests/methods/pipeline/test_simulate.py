@@ -71,7 +71,9 @@ def test_messages_between_machines_are_long() -> None:
 
 def test_replicas_end_with_their_sum_and_wait_for_the_slowest() -> None:
     network = Network(0.5, jitter=0.3, sum_seconds=3.0)
-    one, four = (simulate("varuna", [SLOTS] * 4, 16, network, num_replicas=number).step_seconds for number in (1, 4))
+    one, four = (
+        simulate("varuna", [SLOTS] * 4, 16, network, num_replicas=number).step_seconds for number in (1, 4)
+    )
     assert four > one + 3.0
     assert simulate("gpipe", [SLOTS], 2, network, num_replicas=2).step_seconds == 2 * 4 + 3.0
 
@@ -90,8 +92,11 @@ def test_jitter_costs_1f1b_as_much_as_in_the_recorded_trials(trial: tuple[int, i
     """And GPipe and Varuna little. There a stage's noise was drawn otherwise: within 0.055."""
     num_stages, number, send_seconds, jitter = trial
     spared = [SLOTS] * (num_stages - 1) + [{**SLOTS, "R": 0}]
-    runs = [simulate(name, spared, number, Network(send_seconds, jitter=jitter), seed=seed).step_seconds
-            for name in ("varuna", "gpipe", "1f1b") for seed in range(3)]  # fmt: skip
+    runs = [
+        simulate(name, spared, number, Network(send_seconds, jitter=jitter), seed=seed).step_seconds
+        for name in ("varuna", "gpipe", "1f1b")
+        for seed in range(3)
+    ]
     ours, gpipe, alternating = (sum(runs[start : start + 3]) / 3 for start in (0, 3, 6))
     assert (gpipe / ours, alternating / ours, 4 * number / ours) == pytest.approx(TRIALS[trial], abs=0.055)
 

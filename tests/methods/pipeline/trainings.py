@@ -73,7 +73,10 @@ def peak(training: dict[str, Any]) -> int:
     """Bytes that this rank needs for a step. Messages of torch's schedules are in the device's memory, which sim does
     not show to them: there the host is the device."""
     device = "sim" if training["options"]["schedule"] == "varuna" else "cpu"
-    workload, options = Workload(**training["workload"]), {"world_size": training["ranks"], **training["options"]}
+    workload, options = (
+        Workload(**training["workload"]),
+        {"world_size": training["ranks"], **training["options"]},
+    )
     found = 0
     with Tracker() as tracker:
         batches = [(inputs.to(device), targets.to(device)) for inputs, targets in token_batches(workload, 2)]
@@ -107,11 +110,19 @@ def by_user(training: dict[str, Any]) -> dict[str, Any]:
         given = user_model.make(dropout=training.get("dropout", 0.0))
     seeded = user_model.make().state_dict()
     model = Varuna(
-        given, training["map"], lambda size, device=None: user_model.batch(0, size), size,
-        training["chunk"], fp16=training.get("fp16", False), shared_weights=user_model.SHARED,
-        cuts=training.get("cuts"), bf16=training.get("bf16", False), schedule=training.get("schedule", "varuna"),
-        device="cpu", init_weights=lambda named: [tensor.copy_(seeded[name]) for name, tensor in named],
-    )  # fmt: skip
+        given,
+        training["map"],
+        lambda size, device=None: user_model.batch(0, size),
+        size,
+        training["chunk"],
+        fp16=training.get("fp16", False),
+        shared_weights=user_model.SHARED,
+        cuts=training.get("cuts"),
+        bf16=training.get("bf16", False),
+        schedule=training.get("schedule", "varuna"),
+        device="cpu",
+        init_weights=lambda named: [tensor.copy_(seeded[name]) for name, tensor in named],
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=user_model.LEARNING_RATE)
     model.set_optimizer(optimizer, init_loss_scale=training.get("scale", 2.0**10))
     torch.manual_seed(model.stage)
@@ -145,9 +156,15 @@ def refused(training: dict[str, Any]) -> str:
     size = training["batch_size"]
     with pytest.raises(ValueError) as error:
         Varuna(
-            user_model.make(), training["map"], lambda size, device=None: user_model.batch(0, size), size,
-            training["chunk"], device="cpu", shared_weights=user_model.SHARED, schedule=training["schedule"],
-        )  # fmt: skip
+            user_model.make(),
+            training["map"],
+            lambda size, device=None: user_model.batch(0, size),
+            size,
+            training["chunk"],
+            device="cpu",
+            shared_weights=user_model.SHARED,
+            schedule=training["schedule"],
+        )
     dist.destroy_process_group()
     return str(error.value)
 
@@ -158,9 +175,14 @@ def by_user_with_other_shapes(training: dict[str, Any]) -> list[str]:
 
     size = training["batch_size"]
     model = Varuna(
-        user_model.make(), training["map"], lambda size, device=None: user_model.batch(0, size), size,
-        training["chunk"], device="cpu", shared_weights=user_model.SHARED,
-    )  # fmt: skip
+        user_model.make(),
+        training["map"],
+        lambda size, device=None: user_model.batch(0, size),
+        size,
+        training["chunk"],
+        device="cpu",
+        shared_weights=user_model.SHARED,
+    )
     model.set_optimizer(torch.optim.SGD(model.parameters()))
     inputs = user_model.batch(0, size)
     model.step(inputs)

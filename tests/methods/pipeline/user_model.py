@@ -41,7 +41,12 @@ class Writer(nn.Module):
             self.head.weight = self.wte.weight
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, mask: Tensor, scale: Tensor | None = None, bias: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        mask: Tensor,
+        scale: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.wte(input_ids) + self.wpe(positions)
@@ -64,14 +69,22 @@ def batch(step: int, size: int) -> dict[str, Any]:
     draws = torch.Generator().manual_seed(step)
     ids = torch.randint(WORDS, (size, TOKENS), generator=draws)
     mask = torch.rand(size, TOKENS, generator=draws) > 0.3
-    return {"input_ids": ids, "labels": ids.roll(1, 1), "mask": mask, "scale": torch.full((1, 1, 1), 1.5), "bias": None}
+    return {
+        "input_ids": ids,
+        "labels": ids.roll(1, 1),
+        "mask": mask,
+        "scale": torch.full((1, 1, 1), 1.5),
+        "bias": None,
+    }
 
 
 def share(whole: dict[str, Any], replica: int, num_replicas: int) -> dict[str, Any]:
     """A replica's samples of a batch."""
 
     def mine(value: Any) -> Any:
-        return value.chunk(num_replicas)[replica] if isinstance(value, Tensor) and value.shape[0] > 1 else value
+        return (
+            value.chunk(num_replicas)[replica] if isinstance(value, Tensor) and value.shape[0] > 1 else value
+        )
 
     return {name: mine(value) for name, value in whole.items()}
 

@@ -81,7 +81,8 @@ def timed_tasks() -> list[Task]:
     for model in range(5):
         task = Task(model, [Nothing()] * (1 + model % 3), [], [(0, 0)] * 3, 3, update="now")  # type: ignore[list-item]
         task.seconds = {
-            (kind, shard): 0.05 * (1 + shard) * {FORWARD: 1, LOSS: 3}.get(kind, 2) for kind, shard in task.seconds
+            (kind, shard): 0.05 * (1 + shard) * {FORWARD: 1, LOSS: 3}.get(kind, 2)
+            for kind, shard in task.seconds
         }
         tasks.append(task)
     return tasks
@@ -89,7 +90,10 @@ def timed_tasks() -> list[Task]:
 
 def test_the_dispatchers_makespan_is_the_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so is the one foretold by two rounds."""
-    clock, chains = DispatchClock(), [[task.seconds[unit] for unit in task.script] * 3 for task in timed_tasks()]
+    clock, chains = (
+        DispatchClock(),
+        [[task.seconds[unit] for unit in task.script] * 3 for task in timed_tasks()],
+    )
     monkeypatch.setattr(dispatch, "time", clock)
     monkeypatch.setattr(dispatch, "wait", clock.wait)
     seconds = {(task.model, *unit): task.seconds[unit] for task in timed_tasks() for unit in task.script}
@@ -122,7 +126,12 @@ def test_a_device_of_its_own_tells_its_peaks_with_each_reply(monkeypatch: pytest
 @pytest.mark.heavy
 def test_a_script_without_a_guard_of_its_main_part_is_told_so(tmp_path: Path) -> None:
     """Its devices run it to find its classes, and would start devices of their own."""
-    (tmp_path / "script.py").write_text(f"from {Elsewhere.__module__} import Elsewhere\nElsewhere(print).ready()\n")
+    (tmp_path / "script.py").write_text(
+        f"from {Elsewhere.__module__} import Elsewhere\nElsewhere(print).ready()\n"
+    )
     call = [sys.executable, tmp_path / "script.py"]
     done = subprocess.run(call, capture_output=True, text=True, env=child_environment())
-    assert done.returncode == 1 and "before the\n        current process has finished its bootstrapping" in done.stderr
+    assert (
+        done.returncode == 1
+        and "before the\n        current process has finished its bootstrapping" in done.stderr
+    )

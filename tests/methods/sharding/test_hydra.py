@@ -41,7 +41,11 @@ IN_THREE = {"batch_size": 6, "micro_batches": 3}
 RUNS = [
     *((options, {"clip_norm": clip_norm}) for options in OPTIONS for clip_norm in (1.0, 0.0)),
     *((options, {"dropout": 0.1}) for options in BOTH_MODES),
-    *((options, {"dtype": "bf16", "clip_norm": clip_norm}) for options in BOTH_MODES for clip_norm in (1.0, 0.0)),
+    *(
+        (options, {"dtype": "bf16", "clip_norm": clip_norm})
+        for options in BOTH_MODES
+        for clip_norm in (1.0, 0.0)
+    ),
     *((options, {**IN_THREE, "clip_norm": clip_norm}) for options in BOTH_MODES for clip_norm in (1.0, 0.0)),
     *((options, {**IN_THREE, "dtype": "bf16"}) for options in BOTH_MODES),
 ]
@@ -128,7 +132,9 @@ def test_a_missing_wait_is_found_though_losses_do_not_show_it(bug: Bug) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize(("options", "dtype"), [({"shard_layers": 3}, "bf16"), ({"intermediates": "saved"}, "fp32")])
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({"shard_layers": 3}, "bf16"), ({"intermediates": "saved"}, "fp32")]
+)
 @pytest.mark.cover(0)
 def test_the_plan_is_within_a_tenth_of_the_rehearsal(options: dict, dtype: str, micro_batches: int) -> None:
     sizes = {"hidden_size": 128, "num_layers": 3, "seq_len": 256, "vocab_size": 512}
@@ -140,7 +146,9 @@ def test_the_plan_is_within_a_tenth_of_the_rehearsal(options: dict, dtype: str, 
 
 
 @pytest.mark.parametrize(("intermediates", "num_copies"), [("checkpointed", 5), ("saved", 17.2 * 2 + 3)])
-def test_beside_a_gpu_each_copy_at_home_is_planned_as_torch_locks_it(intermediates: str, num_copies: float) -> None:
+def test_beside_a_gpu_each_copy_at_home_is_planned_as_torch_locks_it(
+    intermediates: str, num_copies: float
+) -> None:
     """3 MiB take 4."""
     workload = Workload(hidden_size=768, num_layers=2, batch_size=2, seq_len=512)
     assert workload.boundary_bytes == 3 * 2**20
@@ -150,7 +158,9 @@ def test_beside_a_gpu_each_copy_at_home_is_planned_as_torch_locks_it(intermediat
 
 def test_with_several_gpus_the_leading_processs_context_is_planned() -> None:
     plans = [create("hydra", {"num_devices": n}).plan(tiny(), Room(page_locks=True)) for n in (1, 2)]
-    assert plans[1].device_bytes - plans[0].device_bytes == cuda_budget.LEADING_BYTES > cuda_budget.CONTEXT_BYTES
+    assert (
+        plans[1].device_bytes - plans[0].device_bytes == cuda_budget.LEADING_BYTES > cuda_budget.CONTEXT_BYTES
+    )
     on_cpu = [create("hydra", {"num_devices": n}).plan(tiny(), Room()).device_bytes for n in (1, 2)]
     assert on_cpu[0] == on_cpu[1]
 
@@ -208,10 +218,16 @@ def test_a_budget_is_filled_by_the_longest_shards_that_fit(gib: int) -> None:
 def test_no_budget_from_the_smallest_that_is_feasible_is_exceeded(seed: int) -> None:
     """The room is drawn from one layer a shard to the whole model; the training's own peak is the rehearsal's."""
     rng = random.Random(seed)
-    workload = tiny(num_layers=3, vocab_size=rng.choice([64, 1500]), dtype=rng.choice(["fp32", "bf16"]),
-                    micro_batches=1 + seed % 2)  # fmt: skip
+    workload = tiny(
+        num_layers=3,
+        vocab_size=rng.choice([64, 1500]),
+        dtype=rng.choice(["fp32", "bf16"]),
+        micro_batches=1 + seed % 2,
+    )
     choice = {"num_models": 1 + seed % 2, "double_buffer": seed > 0}
-    edges = [create("hydra", {**choice, "shard_layers": n}).plan(workload, Room()).device_bytes for n in (1, 3)]
+    edges = [
+        create("hydra", {**choice, "shard_layers": n}).plan(workload, Room()).device_bytes for n in (1, 3)
+    ]
     room = Room(device_bytes=rng.randint(*edges) if seed else edges[0])
     plan = create("hydra", choice).plan(workload, room)
     assert plan.shortfall(room) is None

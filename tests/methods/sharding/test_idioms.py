@@ -105,7 +105,10 @@ class Biased(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.linear(x).unflatten(1, (3, 1, WIDTH, 4)).unbind(1)
         return (
-            F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias * 2).flatten(1).unflatten(1, (WIDTH, 4)).sum(2)
+            F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias * 2)
+            .flatten(1)
+            .unflatten(1, (WIDTH, 4))
+            .sum(2)
         )
 
 
@@ -141,12 +144,17 @@ def fixed_norm() -> nn.Module:
 def hooked() -> nn.Module:
     model = chain(linear(), linear())
     model[0].register_forward_hook(lambda layer, x, y: 2 * y)
-    model[1].register_full_backward_hook(lambda layer, dx, dy: tuple(None if grad is None else 3 * grad for grad in dx))
+    model[1].register_full_backward_hook(
+        lambda layer, dx, dy: tuple(None if grad is None else 3 * grad for grad in dx)
+    )
     return model
 
 
 def by_size(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    groups = [{"params": [p for p in parameters if p.dim() > 1]}, {"params": [p for p in parameters if p.dim() < 2]}]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() < 2]},
+    ]
     return torch.optim.AdamW([{**group, "weight_decay": 0.1 * n} for n, group in enumerate(groups)], lr=lr)
 
 
@@ -158,7 +166,10 @@ def plain_layers(**_: Any) -> nn.Module:
 EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     'a criterion with `reduction="sum"`, weights of classes, smoothed labels, targets of -100': (
         plain_layers,
-        {"criterion": nn.CrossEntropyLoss(torch.ones(3) / 3, reduction="sum", label_smoothing=0.1), "batches": UNEVEN},
+        {
+            "criterion": nn.CrossEntropyLoss(torch.ones(3) / 3, reduction="sum", label_smoothing=0.1),
+            "batches": UNEVEN,
+        },
     ),
     "a weight in several layers, a layer twice in the list": (tied, {}),
     "frozen parameters": (frozen, {}),
@@ -167,8 +178,14 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         lambda: chain(ActingLayer(lambda layer, x, y: y), linear()),
         {"batches": [({"x": x}, y) for x, y in BATCHES]},
     ),
-    "parametrizations without buffers, as `weight_norm`": (lambda: chain(parametrizations.weight_norm(linear())), {}),
-    "layers with `inplace=True`": (lambda: chain(linear(), nn.ReLU(inplace=True), linear(), nn.SiLU(inplace=True)), {}),
+    "parametrizations without buffers, as `weight_norm`": (
+        lambda: chain(parametrizations.weight_norm(linear())),
+        {},
+    ),
+    "layers with `inplace=True`": (
+        lambda: chain(linear(), nn.ReLU(inplace=True), linear(), nn.SiLU(inplace=True)),
+        {},
+    ),
     "running statistics in `eval()`": (fixed_norm, {}),
     "hooks of layers": (hooked, {}),
     "dropout, after `torch.manual_seed(task.seed)`": (lambda: chain(linear(), nn.Dropout(0.3), linear()), {}),
@@ -188,7 +205,10 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     ),
     "a learned bias of attention's scores": (lambda: chain(Biased(), Biased()), {}),
     "`schedule`, a function of the step": (plain_layers, {"schedule": lambda step: 0.1 / step}),
-    "groups of the optimizer that follow from the parameters it is given": (plain_layers, {"optimizer": by_size}),
+    "groups of the optimizer that follow from the parameters it is given": (
+        plain_layers,
+        {"optimizer": by_size},
+    ),
     "an optimizer that reads its states in a step, as `Adafactor`": (
         plain_layers,
         {"optimizer": torch.optim.Adafactor},
@@ -196,7 +216,9 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-def train(make: Callable[[], nn.Module], words: dict[str, Any], between: Callable[..., Any] | None = None) -> ModelTask:
+def train(
+    make: Callable[[], nn.Module], words: dict[str, Any], between: Callable[..., Any] | None = None
+) -> ModelTask:
     torch.manual_seed(0)
     words = {"criterion": F.cross_entropy, "optimizer": ADAMW, "max_norm": 0.5, **words}
     batches = words.pop("batches", BATCHES)
@@ -209,7 +231,9 @@ def train(make: Callable[[], nn.Module], words: dict[str, Any], between: Callabl
     return task
 
 
-def alone(make: Callable[[], nn.Module], words: dict[str, Any], between: Callable[..., Any] | None = None) -> Any:
+def alone(
+    make: Callable[[], nn.Module], words: dict[str, Any], between: Callable[..., Any] | None = None
+) -> Any:
     torch.manual_seed(0)
     model = make()
     if between:
@@ -230,12 +254,16 @@ def alone(make: Callable[[], nn.Module], words: dict[str, Any], between: Callabl
     return losses, model.state_dict()
 
 
-def difference(make: Callable[[], nn.Module], words: dict[str, Any], between: Callable[..., Any] | None = None) -> str:
+def difference(
+    make: Callable[[], nn.Module], words: dict[str, Any], between: Callable[..., Any] | None = None
+) -> str:
     task = train(make, words, between)
     losses, weights = alone(make, words, between)
     if task.failure or task.losses != losses:
         return task.failure or f"losses {task.losses} instead of {losses}"
-    return ", ".join(name for name, value in task.model.state_dict().items() if not torch.equal(value, weights[name]))
+    return ", ".join(
+        name for name, value in task.model.state_dict().items() if not torch.equal(value, weights[name])
+    )
 
 
 @pytest.mark.parametrize("row", EXACT)
@@ -244,7 +272,9 @@ def test_what_the_page_calls_exact_has_the_bits_of_plain_training(row: str) -> N
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "load_state_dict": lambda model: model.load_state_dict({key: 2 * v for key, v in model.state_dict().items()}),
+    "load_state_dict": lambda model: model.load_state_dict(
+        {key: 2 * v for key, v in model.state_dict().items()}
+    ),
     "eval": lambda model: model.eval(),
     "requires_grad_": lambda model: model[0].requires_grad_(False),
     "a new weight": lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight.detach() * 2)),
@@ -378,26 +408,53 @@ class Opaque(int):
 
 
 OPAQUE = Opaque(1)
-CHANGED = "expected a forward pass that changes nothing, as it runs twice and on a copy, got one that changes "
+CHANGED = (
+    "expected a forward pass that changes nothing, as it runs twice and on a copy, got one that changes "
+)
 NO_CHAIN = (
-    "expected a forward pass that calls the layers in order, each on the result of the one before, but that of Holder "
+    "expected a forward pass that calls the layers in order, each on the result of the one before,"
+    " but that of Holder "
 )
 # By the page's rows: models or arguments, and the words of the refusal.
 REFUSED: dict[str, list[tuple[Callable[[], nn.Module], dict[str, Any], str]]] = {
     "a forward pass of the model's own that is not the chain of its layers": [
-        (holder(lambda model, x: in_order(model, x, lambda x, y: F.relu(y))), {}, NO_CHAIN + "computes before layer 1"),
+        (
+            holder(lambda model, x: in_order(model, x, lambda x, y: F.relu(y))),
+            {},
+            NO_CHAIN + "computes before layer 1",
+        ),
         (
             holder(lambda model, x: in_order(model, x, lambda x, y: y.relu_())),
             {},
             NO_CHAIN + "computes in place before",
         ),
-        (holder(lambda model, x: in_order(model, x, lambda x, y: x + y)), {}, NO_CHAIN + "computes before layer 1"),
+        (
+            holder(lambda model, x: in_order(model, x, lambda x, y: x + y)),
+            {},
+            NO_CHAIN + "computes before layer 1",
+        ),
         (holder(lambda model, x: in_order(model, x) * model.scale), {}, NO_CHAIN + "computes after layer 2"),
         (holder(lambda model, x: model.layers[1](model.layers[0](x))), {}, NO_CHAIN + "calls 2 of 3 layers"),
-        (holder(lambda model, x: in_order(model, model.layers[0](x))), {}, NO_CHAIN + "calls a Linear where layer 1"),
-        (holder(lambda model, x: in_order(model, x if random.random() < 2 else -x)), {}, "draws random numbers before"),
-        (holder(lambda model, x: in_order(model, F.dropout(x, 0.5))), {}, NO_CHAIN + "computes before layer 0"),
-        (holder(lambda model, x: in_order(model, x) if x.mean() < 9 else -x), {"batches": [(OPAQUE, 1)]}, "cannot be"),
+        (
+            holder(lambda model, x: in_order(model, model.layers[0](x))),
+            {},
+            NO_CHAIN + "calls a Linear where layer 1",
+        ),
+        (
+            holder(lambda model, x: in_order(model, x if random.random() < 2 else -x)),
+            {},
+            "draws random numbers before",
+        ),
+        (
+            holder(lambda model, x: in_order(model, F.dropout(x, 0.5))),
+            {},
+            NO_CHAIN + "computes before layer 0",
+        ),
+        (
+            holder(lambda model, x: in_order(model, x) if x.mean() < 9 else -x),
+            {"batches": [(OPAQUE, 1)]},
+            "cannot be",
+        ),
     ],
     "a layer that changes a buffer, a parameter, an attribute of its own or its input": [
         (changed(average), {}, CHANGED + "buffer mean"),
@@ -409,14 +466,28 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], dict[str, Any], str]]] = 
         (changed(shrunk), {}, CHANGED + "parameter linear.weight"),
         (changed(counted), {}, CHANGED + "attribute count"),
         (changed(auxiliary), {}, CHANGED + "attribute loss"),
-        (holding([torch.ones(WIDTH)], lambda layer, x, y: y * layer.held[0].mul_(0.9)), {}, CHANGED + "attribute held"),
+        (
+            holding([torch.ones(WIDTH)], lambda layer, x, y: y * layer.held[0].mul_(0.9)),
+            {},
+            CHANGED + "attribute held",
+        ),
         (holding([[0]], lambda layer, x, y: y * next_count(layer.held[0])), {}, CHANGED + "attribute held"),
         (changed(lambda layer, x, y: y + x.add_(1)), {}, "got one that changes its input"),
-        (lambda: chain(parametrizations.spectral_norm(linear())), {}, CHANGED + "buffer parametrizations.weight.0._u"),
+        (
+            lambda: chain(parametrizations.spectral_norm(linear())),
+            {},
+            CHANGED + "buffer parametrizations.weight.0._u",
+        ),
     ],
-    "running statistics in training": [(lambda: chain(nn.BatchNorm1d(WIDTH)), {}, "keeps running statistics")],
+    "running statistics in training": [
+        (lambda: chain(nn.BatchNorm1d(WIDTH)), {}, "keeps running statistics")
+    ],
     "random numbers of Python, numpy or a `torch.Generator` in a layer": [
-        (changed(lambda layer, x, y: y * random.random()), {}, CHANGED + "the state of Python's or numpy's random"),
+        (
+            changed(lambda layer, x, y: y * random.random()),
+            {},
+            CHANGED + "the state of Python's or numpy's random",
+        ),
         (
             holding(random.Random(0), lambda layer, x, y: y * layer.held.random()),
             {},
@@ -424,14 +495,30 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], dict[str, Any], str]]] = 
         ),
     ],
     "a layer that counts in its class, in globals or in objects other than modules": [
-        (changed(counted_outside), {}, "expected the same result from each pass on the same input, got another"),
+        (
+            changed(counted_outside),
+            {},
+            "expected the same result from each pass on the same input, got another",
+        ),
     ],
     "a criterion that reads parameters, or changes a buffer of its own": [
-        (plain_layers, {"criterion": decayed}, "got one that computes with a parameter, whose gradient would be lost"),
+        (
+            plain_layers,
+            {"criterion": decayed},
+            "got one that computes with a parameter, whose gradient would be lost",
+        ),
     ],
     "a parameter that gets no gradient in a batch": [
-        (changed(lambda layer, x, y: x.tanh()), {}, "got none for 0.linear.weight, 0.linear.bias; try requires_grad_"),
-        (lambda: chain(linear(), Spectrum(Tensor.detach)), {}, "got none for 0.weight, 0.bias; try requires_grad_"),
+        (
+            changed(lambda layer, x, y: x.tanh()),
+            {},
+            "got none for 0.linear.weight, 0.linear.bias; try requires_grad_",
+        ),
+        (
+            lambda: chain(linear(), Spectrum(Tensor.detach)),
+            {},
+            "got none for 0.weight, 0.bias; try requires_grad_",
+        ),
     ],
     "a layer that reads the weight of another": [
         (lambda: reading(is_hidden=True), {}, "holds a parameter that it does not register"),
@@ -448,7 +535,11 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], dict[str, Any], str]]] = 
         (lambda: chain(nn.Embedding(3, WIDTH, sparse=True)), {}, "Embedding makes sparse gradients"),
     ],
     "layers of TorchScript": [
-        (lambda: chain(torch.jit.trace(linear(), torch.zeros(1, WIDTH))), {}, "expected layers of Python, got layer 0"),
+        (
+            lambda: chain(torch.jit.trace(linear(), torch.zeros(1, WIDTH))),
+            {},
+            "expected layers of Python, got layer 0",
+        ),
     ],
     "a dict or a list from one layer to the next": [
         (
@@ -499,14 +590,19 @@ def test_what_the_page_calls_refused_is_one_line(row: str) -> None:
 
 
 def test_autocast_around_the_training_is_refused() -> None:
-    with pytest.raises(ValueError, match="outside of autocast, got it within"), torch.autocast("cpu", torch.bfloat16):
+    with (
+        pytest.raises(ValueError, match="outside of autocast, got it within"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
         train(plain_layers, {})
 
 
 def test_the_page_lists_these_rows() -> None:
     text = (ROOT / "docs" / "several-models.md").read_text()
     rows = dict(
-        line.strip("| ").split(" | ") for line in text.splitlines() if line.endswith((" exact |", " refused |"))
+        line.strip("| ").split(" | ")
+        for line in text.splitlines()
+        if line.endswith((" exact |", " refused |"))
     )
     assert rows == dict.fromkeys(EXACT, "exact") | dict.fromkeys(REFUSED, "refused")
 

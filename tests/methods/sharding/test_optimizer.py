@@ -18,7 +18,9 @@ class Watched(torch.optim.AdamW):
     seen: list[dict[str, str]]
 
     def step(self, closure: Any = None) -> Any:
-        self.seen += [{key: value.device.type for key, value in state.items()} for state in self.state.values()]
+        self.seen += [
+            {key: value.device.type for key, value in state.items()} for state in self.state.values()
+        ]
         return super().step(closure)
 
 
@@ -29,7 +31,10 @@ def trained(device: str, num_steps: int, **words: Any) -> tuple[list[torch.Tenso
     weights = [drawn[0], drawn[1 + num_steps]]
     parameters = [nn.Parameter(weight.clone().to(device)) for weight in weights]
     states = [
-        {"step": torch.zeros((), device=device), **{key: torch.zeros(p.shape, device=device) for key in MOMENTS}}
+        {
+            "step": torch.zeros((), device=device),
+            **{key: torch.zeros(p.shape, device=device) for key in MOMENTS},
+        }
         for p in parameters
     ]
     optimizer = Watched(parameters, **words)
@@ -38,14 +43,18 @@ def trained(device: str, num_steps: int, **words: Any) -> tuple[list[torch.Tenso
         for place, parameter in enumerate(parameters):
             parameter.grad = drawn[place * (1 + num_steps) + 1 + number].to(device)
         step(optimizer, parameters, states, is_first=number == 0)
-    ended = [parameter.detach() for parameter in parameters] + [each for state in states for each in state.values()]
+    ended = [parameter.detach() for parameter in parameters] + [
+        each for state in states for each in state.values()
+    ]
     return [each.cpu().clone() for each in ended], optimizer.seen
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@pytest.mark.parametrize(("words", "there"), [({}, "cpu"), ({"foreach": False}, "cpu"), ({"fused": True}, "cuda")])
+@pytest.mark.parametrize(
+    ("words", "there"), [({}, "cpu"), ({"foreach": False}, "cpu"), ({"fused": True}, "cuda")]
+)
 def test_torch_reads_no_number_from_a_gpu_when_it_steps(
     words: dict[str, Any], there: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,14 @@ class Tied(nn.Module):
 
 
 def perceptron() -> nn.Module:
-    layers = [nn.Linear(6, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 3)]
+    layers = [
+        nn.Linear(6, 16),
+        nn.GELU(),
+        nn.Dropout(0.3),
+        nn.Linear(16, 16),
+        nn.Dropout(0.1),
+        nn.Linear(16, 3),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -73,7 +80,9 @@ def tokens_loss(output: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
-def data(seed: int, shape: tuple[int, ...], classes: int, targets: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+def data(
+    seed: int, shape: tuple[int, ...], classes: int, targets: tuple[int, ...]
+) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(NUM_BATCHES):
@@ -89,7 +98,12 @@ def tokens(seed: int) -> list[tuple[Tensor, Tensor]]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Any, dict[str, Any]]] = {
-    "perceptron": (perceptron, nn.functional.cross_entropy, data(1, (4, 6), 3, (4,)), {"epochs": 2, "max_norm": 0.5}),
+    "perceptron": (
+        perceptron,
+        nn.functional.cross_entropy,
+        data(1, (4, 6), 3, (4,)),
+        {"epochs": 2, "max_norm": 0.5},
+    ),
     "convolution": (convolution, nn.functional.cross_entropy, data(2, (4, 1, 6), 3, (4,)), {"epochs": 1}),
     "single": (single, nn.functional.cross_entropy, data(3, (4, 6), 3, (4,)), {"epochs": 2}),
     "tied": (Tied, tokens_loss, tokens(4), {"epochs": 2, "max_norm": 0.1}),
@@ -108,7 +122,9 @@ def tasks(names: Sequence[str] = FOUR, **changes: Any) -> list[ModelTask]:
     for seed, name in enumerate(names):
         _, criterion, batches, words = MODELS[name]
         words = {**words, **changes}
-        found.append(ModelTask(name, made(name), criterion, batches, 0.05, optimizer=ADAMW, seed=seed, **words))
+        found.append(
+            ModelTask(name, made(name), criterion, batches, 0.05, optimizer=ADAMW, seed=seed, **words)
+        )
     return found
 
 
@@ -138,7 +154,9 @@ def difference(task: ModelTask, seed: int) -> str:
         return task.failure
     if task.losses != losses:
         return f"{task.name}: losses {task.losses} instead of {losses}"
-    differ = [name for name, weight in task.model.named_parameters() if not torch.equal(weight, weights[name])]
+    differ = [
+        name for name, weight in task.model.named_parameters() if not torch.equal(weight, weights[name])
+    ]
     return f"{task.name}: weights of {differ}" if differ else ""
 
 
@@ -297,7 +315,9 @@ def example(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 @pytest.mark.heavy
 def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     example(monkeypatch)
-    losses = {name: (float(first), float(last)) for name, first, last in re.findall(LOSSES, capsys.readouterr().out)}
+    losses = {
+        name: (float(first), float(last)) for name, first, last in re.findall(LOSSES, capsys.readouterr().out)
+    }
     assert set(losses) == {"writer", "reader"}
     assert all(last < 0.8 * first for first, last in losses.values())
 
@@ -337,10 +357,18 @@ def test_the_documented_calls_run_unchanged(name: str, capfd) -> None:
 
     batches = MODELS["perceptron"][2]
     given: dict[str, Any] = {
-        "model_0": made("perceptron"), "model_1": made("perceptron"), "loss_fn": nn.functional.cross_entropy,
-        "get_data_loader_train": lambda batch_size: batches, "lr_0": 0.1, "lr_1": 0.2, "epochs_0": 1, "epochs_1": 2,
-        "Model": Model, "ModelTask": ModelTask, "ModelOrchestrator": ModelOrchestrator,
-    }  # fmt: skip
+        "model_0": made("perceptron"),
+        "model_1": made("perceptron"),
+        "loss_fn": nn.functional.cross_entropy,
+        "get_data_loader_train": lambda batch_size: batches,
+        "lr_0": 0.1,
+        "lr_1": 0.2,
+        "epochs_0": 1,
+        "epochs_1": 2,
+        "Model": Model,
+        "ModelTask": ModelTask,
+        "ModelOrchestrator": ModelOrchestrator,
+    }
     exec(DOCUMENTED.replace("ModelTask(", f"ModelTask({name}"), given)
     assert [len(given[f"task_{n}"].losses) for n in (0, 1)] == [NUM_BATCHES, 2 * NUM_BATCHES]
     assert f"{3 * NUM_BATCHES} of {3 * NUM_BATCHES} steps of 2 models; " in capfd.readouterr().err
@@ -366,7 +394,9 @@ def test_a_module_list_is_a_model_and_so_is_what_holds_one() -> None:
 @pytest.mark.parametrize("optimizer, size", [(torch.optim.SGD, 8), (torch.optim.AdamW, 16)])
 def test_home_takes_the_bytes_by_which_the_claim_of_110_billion_is_judged(optimizer: Any, size: int) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    task = ModelTask("one", model, nn.functional.mse_loss, [(torch.zeros(2, 256),) * 2], 0.1, optimizer=optimizer)
+    task = ModelTask(
+        "one", model, nn.functional.mse_loss, [(torch.zeros(2, 256),) * 2], 0.1, optimizer=optimizer
+    )
     (row,) = ModelOrchestrator([task]).generate()
     assert row["host_bytes"] / sum(map(torch.numel, model.parameters())) == pytest.approx(size, rel=0.001)
 
@@ -436,18 +466,26 @@ def test_the_homes_of_one_gpu_s_models_are_page_locked(monkeypatch: pytest.Monke
         cuda.register = lambda *given: locked.append(given[1]) or register(*given)  # type: ignore[method-assign]
         cuda.install(monkeypatch)
         orchestrator.train_models()
-    homes = {slab.untyped_storage().data_ptr(): slab.untyped_storage().nbytes()
-             for shards in orchestrator.models for shard in shards for slab in shard.slabs.values()}  # fmt: skip
+    homes = {
+        slab.untyped_storage().data_ptr(): slab.untyped_storage().nbytes()
+        for shards in orchestrator.models
+        for shard in shards
+        for slab in shard.slabs.values()
+    }
     assert sorted(locked) == sorted(homes.values())
 
 
-def test_models_of_one_gpu_take_the_memory_that_is_allowed_while_they_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_one_gpu_take_the_memory_that_is_allowed_while_they_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda, gpu = FakeCuda(1).install(monkeypatch), FakeGpu(8 * GIB, 0, 0)
     gpu.install_nvml(monkeypatch)
     gpu.install_functions(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     caps = list[float]()
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, index: caps.append(share))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, index: caps.append(share)
+    )
     with cuda.running():
         ModelOrchestrator(tasks(["single"]), ["cuda:0"], device_memory=2 * GIB).train_models()
     assert caps == [pytest.approx((2 * GIB - cuda_budget.CONTEXT_BYTES) / (8 * GIB)), 1.0]
@@ -493,7 +531,9 @@ def test_foretelling_leaves_the_process_able_to_use_its_gpu(tmp_path: Path) -> N
     assert done.stdout.split() == ["privateuseone", "True"], done.stderr
 
 
-def test_a_model_whose_class_no_other_process_finds_has_no_foretold_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_class_no_other_process_finds_has_no_foretold_peak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Own(nn.Linear):
         pass
 

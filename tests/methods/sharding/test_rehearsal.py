@@ -19,7 +19,9 @@ NO_DIFFERENCE = [""] * len(FOUR)
 
 def smallest(device_memory: int = 1, **words: Any) -> int:
     """The smallest feasible memory, as told where there is too little."""
-    told = r"layer \d+ needs .* by itself in each of \d slots: .* smallest feasible device_memory is (\d+) bytes"
+    told = (
+        r"layer \d+ needs .* by itself in each of \d slots: .* smallest feasible device_memory is (\d+) bytes"
+    )
     with pytest.raises(ValueError, match=told) as error:
         ModelOrchestrator(tasks(FOUR), device_memory=device_memory, **words).generate()
     found = re.search(told, str(error.value))
@@ -45,7 +47,9 @@ def test_what_does_not_fit_after_all_is_halved_in_the_rehearsal() -> None:
 
 
 @pytest.mark.parametrize("double_buffer", [True, False])
-def test_a_unit_that_runs_out_of_memory_halves_its_shard_and_goes_on_to_the_same_bits(double_buffer: bool) -> None:
+def test_a_unit_that_runs_out_of_memory_halves_its_shard_and_goes_on_to_the_same_bits(
+    double_buffer: bool,
+) -> None:
     """Every model starts as one shard, and nothing was foretold or rehearsed."""
     least = smallest(double_buffer=double_buffer)
     words = {"double_buffer": double_buffer}

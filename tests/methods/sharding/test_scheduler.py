@@ -13,10 +13,94 @@ from tests.support.operations import num_lines
 
 # The optimum of instance(1000 * devices + seed, models) for seeds 0 to 19, each proved by CP-SAT.
 OPTIMA = {
-    (2, 3): [288, 132, 170, 203, 251, 134, 236, 252, 153, 156, 197, 189, 152, 396, 198, 219, 216, 276, 201, 207],
-    (3, 5): [298, 235, 189, 216, 245, 234, 266, 270, 179, 176, 360, 324, 281, 224, 189, 288, 182, 240, 101, 269],
-    (4, 6): [276, 216, 171, 276, 228, 264, 348, 162, 180, 162, 264, 288, 300, 252, 143, 348, 288, 264, 243, 276],
-    (8, 12): [300, 288, 324, 234, 240, 300, 288, 234, 252, 252, 168, 216, 252, 243, 240, 204, 204, 228, 300, 288],
+    (2, 3): [
+        288,
+        132,
+        170,
+        203,
+        251,
+        134,
+        236,
+        252,
+        153,
+        156,
+        197,
+        189,
+        152,
+        396,
+        198,
+        219,
+        216,
+        276,
+        201,
+        207,
+    ],
+    (3, 5): [
+        298,
+        235,
+        189,
+        216,
+        245,
+        234,
+        266,
+        270,
+        179,
+        176,
+        360,
+        324,
+        281,
+        224,
+        189,
+        288,
+        182,
+        240,
+        101,
+        269,
+    ],
+    (4, 6): [
+        276,
+        216,
+        171,
+        276,
+        228,
+        264,
+        348,
+        162,
+        180,
+        162,
+        264,
+        288,
+        300,
+        252,
+        143,
+        348,
+        288,
+        264,
+        243,
+        276,
+    ],
+    (8, 12): [
+        300,
+        288,
+        324,
+        234,
+        240,
+        300,
+        288,
+        234,
+        252,
+        252,
+        168,
+        216,
+        252,
+        243,
+        240,
+        204,
+        204,
+        228,
+        300,
+        288,
+    ],
 }
 SIZES = pytest.mark.parametrize(("num_devices", "num_models"), OPTIMA)
 
@@ -62,7 +146,9 @@ def test_lrtf_beats_the_other_rules_and_whole_models_on_the_mean(num_devices: in
 
 @SIZES
 def test_the_optima_are_proved_anew_for_some(num_devices: int, num_models: int) -> None:
-    for chains, best in list(zip(instances(num_devices, num_models), OPTIMA[num_devices, num_models], strict=True))[:3]:
+    for chains, best in list(
+        zip(instances(num_devices, num_models), OPTIMA[num_devices, num_models], strict=True)
+    )[:3]:
         assert optimum(chains, num_devices) == best
 
 
@@ -97,8 +183,12 @@ def test_a_schedule_worked_out_by_hand() -> None:
     found = simulate([[3, 3], [2, 2], [1]], num_devices=2)
     assert found.makespan == 6  # 11 units of time on 2 devices, the longest model alone takes 6
     assert [unit[:3] for unit in found.units] == [
-        (0, 0, 0), (1, 1, 0), (1, 1, 2), (0, 0, 3), (2, 1, 4),
-    ]  # fmt: skip
+        (0, 0, 0),
+        (1, 1, 0),
+        (1, 1, 2),
+        (0, 0, 3),
+        (2, 1, 4),
+    ]
 
 
 def test_shortest_first_leaves_the_longest_model_to_the_end() -> None:
@@ -143,6 +233,8 @@ def test_twice_the_models_on_twice_the_devices_are_about_twice_the_work() -> Non
         ([[1]], 1, "longest", "policy: expected one of lrtf, srtf, fifo, random, got 'longest'"),
     ],
 )
-def test_nonsense_is_answered_in_one_line(chains: list[list[float]], num_devices: int, policy: str, text: str) -> None:
+def test_nonsense_is_answered_in_one_line(
+    chains: list[list[float]], num_devices: int, policy: str, text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         simulate(chains, num_devices, policy)

@@ -12,7 +12,9 @@ from tests.methods.sharding.test_orchestrator import ADAMW, MODELS, difference, 
 
 @pytest.mark.parametrize("intermediates", ["checkpointed", "saved"])
 @pytest.mark.parametrize("name", ["perceptron", "tied"])
-def test_fewer_models_than_devices_train_the_longest_on_halves_of_its_batches(name: str, intermediates: str) -> None:
+def test_fewer_models_than_devices_train_the_longest_on_halves_of_its_batches(
+    name: str, intermediates: str
+) -> None:
     """To the bits of two micro-batches whose losses are halved, the second one with random numbers of its own."""
     other, task = tasks(("single", name))
     ModelOrchestrator([other, task], ["cpu"] * 3, intermediates=intermediates, hybrid=True).train_models()

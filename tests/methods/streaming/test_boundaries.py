@@ -31,7 +31,8 @@ CHANGES: list[dict[str, Any]] = [
     {"batch_size": 6, "micro_batches": 2, "dtype": "bf16"},
     {"dropout": 0.1},
 ]
-LONG = Workload(num_layers=6, hidden_size=64, num_heads=2, seq_len=256, vocab_size=512)  # large boundaries, small ends
+# large boundaries, small ends
+LONG = Workload(num_layers=6, hidden_size=64, num_heads=2, seq_len=256, vocab_size=512)
 LARGE = Workload(num_layers=6, hidden_size=256, seq_len=64, vocab_size=512)
 
 
@@ -42,7 +43,9 @@ def on_host(placement: str, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 @pytest.mark.parametrize("placement", ["R5", "W5", "R1P1W2S1", "D4R1"])
 @pytest.mark.cover(1)
-def test_boundaries_on_the_host_have_the_very_bits_of_resident_training(placement: str, changes: dict) -> None:
+def test_boundaries_on_the_host_have_the_very_bits_of_resident_training(
+    placement: str, changes: dict
+) -> None:
     workload = tiny(**SMALL, **changes)
     trained = train("stronghold", workload, STEPS, **on_host(placement))
     assert difference(trained, train_resident(workload, STEPS)) == ""
@@ -51,7 +54,9 @@ def test_boundaries_on_the_host_have_the_very_bits_of_resident_training(placemen
 @pytest.mark.parametrize("changes", [{}, {"batch_size": 6, "micro_batches": 3, "dtype": "bf16"}], ids=str)
 def test_so_has_l2l(changes: dict) -> None:
     workload = tiny(**SMALL, **changes)
-    assert difference(train("l2l", workload, STEPS, activations="host"), train_resident(workload, STEPS)) == ""
+    assert (
+        difference(train("l2l", workload, STEPS, activations="host"), train_resident(workload, STEPS)) == ""
+    )
     assert find_races(create("l2l", {"activations": "host"}), workload) == []
 
 
@@ -73,7 +78,9 @@ def test_the_plan_counts_the_bytes_of_boundaries_that_travel(changes: dict) -> N
     """All but the two of the top layers, there and back."""
     workload = tiny(**SMALL, **changes)
     one, two = (train("stronghold", workload, steps, **on_host("W5")).trained.moved_bytes for steps in (1, 2))
-    there, here = (create("stronghold", {**on_host("W5"), "activations": each}) for each in ("host", "device"))
+    there, here = (
+        create("stronghold", {**on_host("W5"), "activations": each}) for each in ("host", "device")
+    )
     assert two - one == there.plan(workload, Room()).moved_bytes
     assert two - one - here.plan(workload, Room()).moved_bytes == 2 * 3 * workload.boundary_bytes
 
@@ -100,7 +107,10 @@ def test_a_deeper_model_takes_no_more_activations_on_the_device_and_each_its_own
     plans = [create("stronghold", on_host("W")).plan(LARGE.at_depth(depth), Room()) for depth in (8, 20)]
     small = [small_bytes(LARGE.at_depth(depth)) for depth in (8, 20)]
     assert plans[1].device["activations"] - plans[0].device["activations"] == small[1] - small[0]
-    assert [plan.host["activations"] for plan in plans] == [6 * LARGE.boundary_bytes, 18 * LARGE.boundary_bytes]
+    assert [plan.host["activations"] for plan in plans] == [
+        6 * LARGE.boundary_bytes,
+        18 * LARGE.boundary_bytes,
+    ]
 
 
 def test_sims_peak_is_less_by_the_boundaries_that_left() -> None:
@@ -151,7 +161,9 @@ def test_a_home_on_the_host_is_chosen_only_where_nothing_else_fits(method: str) 
 @pytest.mark.parametrize("rate", ["inbound_bytes_per_second", "host_adam_params_per_second"])
 def test_of_those_that_fit_the_fastest_is_chosen(rate: str) -> None:
     """Boundaries are many bytes over a slow link; ends are many updates of a slow host."""
-    rates = replace(Rates(1e12, inbound_bytes_per_second=1e10, host_adam_params_per_second=1e9), **{rate: 1e6})
+    rates = replace(
+        Rates(1e12, inbound_bytes_per_second=1e10, host_adam_params_per_second=1e9), **{rate: 1e6}
+    )
     room = Room(least_of("stronghold", HOMES[1]), GIB, rates=rates)
     seconds = [create("stronghold", homes).plan(LONG, room).step_seconds for homes in HOMES[1:]]
     planned = create("stronghold", {}).plan(LONG, room)

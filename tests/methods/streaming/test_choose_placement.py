@@ -22,7 +22,9 @@ from tests.support.training import tiny
 NUM_BUDGETS = 200
 MOST_LAYERS = 6
 VARIANTS = [{"dtype": dtype, "clip_norm": norm} for dtype in ("fp32", "bf16") for norm in (0.0, 1.0)]
-RATES = Rates(1e9, inbound_bytes_per_second=1e9, outbound_bytes_per_second=1e9, host_adam_params_per_second=1e8)
+RATES = Rates(
+    1e9, inbound_bytes_per_second=1e9, outbound_bytes_per_second=1e9, host_adam_params_per_second=1e8
+)
 
 
 @functools.cache

@@ -69,7 +69,9 @@ def updated(device: Device, workload: Workload, folder: Path | None, steps: int 
             layer.update_when_landed(published_settings(1e-2 * step), Clip(device, 0.0))
     for layer in found:
         layer.updated.result()
-    return list(chain.from_iterable((state.weight, state.exp_avg) for layer in found for state in layer.tensors()))
+    return list(
+        chain.from_iterable((state.weight, state.exp_avg) for layer in found for state in layer.tensors())
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -113,7 +115,9 @@ def test_what_is_written_is_read_again(tmp_path: Path, device: Device, offset: i
     assert torch.equal(slab, again)
 
 
-def test_a_disk_that_fills_up_is_told_where_the_layer_is_asked_for_next(device: Device, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_is_told_where_the_layer_is_asked_for_next(
+    device: Device, tmp_path: Path
+) -> None:
     layer = layers_of(device, tiny(), tmp_path)[0]
     assert layer.shelf is not None
     with open("/dev/full", "r+b", buffering=0) as full:
@@ -159,13 +163,17 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_step(small_disk: Path
     assert raised.value.errno == errno.ENOSPC and list(small_disk.iterdir()) == []
 
 
-def test_states_that_another_process_has_cut_off_are_named_with_their_folder(device: Device, tmp_path: Path) -> None:
+def test_states_that_another_process_has_cut_off_are_named_with_their_folder(
+    device: Device, tmp_path: Path
+) -> None:
     all_shelves = [layer.shelf for layer in layers_of(device, tiny(), tmp_path) if layer.shelf]
     for shelf in all_shelves:
         shelf.read()  # waits for its writing: a later write would make the file longer again
     first = all_shelves[0]
     os.ftruncate(first.disk.files[0].cached.fileno(), 0)
-    with pytest.raises(OSError, match=f"a file of states ends at 0 bytes, before its data does: '{tmp_path}'"):
+    with pytest.raises(
+        OSError, match=f"a file of states ends at 0 bytes, before its data does: '{tmp_path}'"
+    ):
         first.read()
 
 
@@ -201,7 +209,9 @@ def test_a_disk_that_is_full_in_mid_run_ends_that_run_alone_and_once_there_is_ro
     full, other = Sweep(tmp_path, report=report).run(jobs)
     assert (full.status, exit_codes.of_records([full], is_sweep=False)) == ("does-not-fit", 4)
     assert full.phase.startswith("step ") and len(full.losses) >= 20
-    assert full.reason.startswith(f"out of room on the disk at {full.phase}") and str(small_disk) in full.reason
+    assert (
+        full.reason.startswith(f"out of room on the disk at {full.phase}") and str(small_disk) in full.reason
+    )
     assert [path.name for path in small_disk.iterdir()] == ["filler"]
     assert other.gate.verdict == "exact"
 
@@ -220,12 +230,16 @@ def test_no_room_for_results_is_one_line_and_exit_4(small_disk: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(tmp_path: Path, forked: None) -> None:
+def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(
+    tmp_path: Path, forked: None
+) -> None:
     """Through the door, on the device sim, whose host has two thirds of what weights, gradients and states take."""
     layer_params = Workload(hidden_size=128, num_heads=4).layer_params
     host_kib = 16 * 12 * layer_params * 2 // 3 // 1024
     words = f"-m stronghold -l 12 -h 128 -b 2 --heads 4 --seq 32 --vocab 128 --steps 4 --warmup 1 --disk {tmp_path}"
-    budgets = f"--device-memory 16MiB --host-memory {host_kib}KiB --option resident_layers=0 --results {tmp_path}"
+    budgets = (
+        f"--device-memory 16MiB --host-memory {host_kib}KiB --option resident_layers=0 --results {tmp_path}"
+    )
     done = run(*words.split(), *budgets.split())
     assert done.returncode == 0, done.stdout + done.stderr
     (record,) = (record for record in read_all(tmp_path)[0].values() if record.job.method == "stronghold")

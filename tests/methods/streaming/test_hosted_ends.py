@@ -21,7 +21,14 @@ from tests.support.bugs import COMMITTED, overflow
 from tests.support.configured import configured
 from tests.support.planting import planted
 from tests.support.races import find_races
-from tests.support.training import losses_free_and_at_the_peak, overflowing, small_bytes, tiny, train, train_resident
+from tests.support.training import (
+    losses_free_and_at_the_peak,
+    overflowing,
+    small_bytes,
+    tiny,
+    train,
+    train_resident,
+)
 
 STEPS = 6
 SIZES = {"num_layers": 3, "hidden_size": 32, "num_heads": 2}
@@ -31,9 +38,14 @@ TRAINED: list[tuple[str, dict[str, Any]]] = [
     ("stronghold", {"placement": "P1S1R1", "clipping": "speculate"}),
 ]
 CHANGES: list[dict[str, Any]] = [
-    {}, {"clip_norm": 0.0}, {"dtype": "bf16"}, {"dtype": "bf16", "clip_norm": 0.0}, {"dtype": "fp16"},
-    {"micro_batches": 2}, {"clip_norm": COMMITTED},
-]  # fmt: skip
+    {},
+    {"clip_norm": 0.0},
+    {"dtype": "bf16"},
+    {"dtype": "bf16", "clip_norm": 0.0},
+    {"dtype": "fp16"},
+    {"micro_batches": 2},
+    {"clip_norm": COMMITTED},
+]
 TIED = {"gpt": True, "llama": False, "qwen2": True}  # families, each with one state for both ends or two
 methods = pytest.mark.parametrize(("method", "options"), TRAINED, ids=["l2l", "windowed", "mixed"])
 
@@ -66,18 +78,23 @@ def test_steps_that_overflow_are_skipped_with_the_same_bits(method: str, options
 @methods
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.cover(0)
-def test_copies_and_updates_wait_for_what_they_need(family: str, method: str, options: dict[str, Any]) -> None:
+def test_copies_and_updates_wait_for_what_they_need(
+    family: str, method: str, options: dict[str, Any]
+) -> None:
     assert find_races(create(method, {**options, "ends": "host"}), model(family)) == []
 
 
 @methods
-def test_so_they_do_where_steps_overflow(method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_they_do_where_steps_overflow(
+    method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     overflow(monkeypatch)
     assert find_races(create(method, {**options, "ends": "host"}), overflowing(num_layers=3), steps=4) == []
 
 
 @pytest.mark.parametrize(
-    "wait", ["        self.slot.arrive()\n        self.gradients", "            self.gradients.await_room()\n"]
+    "wait",
+    ["        self.slot.arrive()\n        self.gradients", "            self.gradients.await_room()\n"],
 )
 def test_a_wait_that_is_left_out_is_a_race(wait: str) -> None:
     """Before the head is used, for its weights; before the embedding's gradient, for the head's, which leaves. Resident
@@ -121,7 +138,10 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memo
 
 @pytest.mark.parametrize("placement", ["R3", "S1P1R1"])
 def test_an_update_by_the_kernel_stays_within_the_plan(placement: str) -> None:
-    stronghold, workload = create("stronghold", {"ends": "host", "placement": placement}), model("gpt", dtype="bf16")
+    stronghold, workload = (
+        create("stronghold", {"ends": "host", "placement": placement}),
+        model("gpt", dtype="bf16"),
+    )
     assert predict(stronghold, workload).device_bytes <= stronghold.plan(workload, Room()).device_bytes
 
 
@@ -155,18 +175,25 @@ def test_bytes_by_kind_are_those_of_the_hand() -> None:
     assert plan.device["weights"] == plan.device["gradients"] == 4 * (head + 3 * workload.layer_params)
     assert plan.device["optimizer"] == 8 * 3 * workload.layer_params
     numbers = 512 + 2 * 4
-    assert plan.host == {"weights": 4 * (embedding + head), "gradients": 4 * (embedding + head),
-                         "optimizer": 8 * (embedding + head) + numbers}  # fmt: skip
+    assert plan.host == {
+        "weights": 4 * (embedding + head),
+        "gradients": 4 * (embedding + head),
+        "optimizer": 8 * (embedding + head) + numbers,
+    }
 
 
 @pytest.mark.parametrize("method", ["stronghold", "l2l"])
 def test_ends_are_on_the_host_only_where_the_device_is_too_small_for_them(method: str) -> None:
     workload, here = model("llama"), {"activations": "device"}
     trained = create(method, here)
-    device, host = (create(method, {"ends": home, **here}).plan(workload, Room(1, 1)) for home in ("device", "host"))
+    device, host = (
+        create(method, {"ends": home, **here}).plan(workload, Room(1, 1)) for home in ("device", "host")
+    )
     least = {"device": device.device_bytes, "host": host.device_bytes}
     assert least["host"] < least["device"]
-    chosen = {home: trained.plan(workload, Room(size, GIB)).options.get("ends") for home, size in least.items()}
+    chosen = {
+        home: trained.plan(workload, Room(size, GIB)).options.get("ends") for home, size in least.items()
+    }
     assert chosen == {"device": None, "host": "host"}
     assert trained.plan(workload, Room(least["host"] - 1, GIB)).shortfall(Room(least["host"] - 1, GIB))
 
@@ -203,7 +230,9 @@ def test_a_forecast_counts_the_ends_copies_and_their_update_on_the_host() -> Non
     assert rates is not None
     embedding = workload.anatomy.end_parts[0]
     copied = 2 * embedding * (1 / rates.inbound_bytes_per_second + 1 / rates.outbound_bytes_per_second)
-    expected = sum(compute_seconds(workload, rates)) + copied + max(host_update_seconds(embedding, workload, rates))
+    expected = (
+        sum(compute_seconds(workload, rates)) + copied + max(host_update_seconds(embedding, workload, rates))
+    )
     found = {row.name: row for row in rows(workload, rates, None, ends="host")}
     assert found["the embedding's way home"].seconds == pytest.approx(expected)
     both = workload.end_params

@@ -18,7 +18,14 @@ from methods.streaming.placement import parse, placed_plan, rings, shrink, sprea
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED
 from tests.support.planting import planted
-from tests.support.training import answers_within, losses_free_and_at_the_peak, small_bytes, tiny, train, train_resident
+from tests.support.training import (
+    answers_within,
+    losses_free_and_at_the_peak,
+    small_bytes,
+    tiny,
+    train,
+    train_resident,
+)
 
 MIXTURES = ["R5", "P5", "S5", "D5", "R1P1W2S1", "S2W1P1R1", "W1S1D1S1W1"]
 SMALL = {"num_layers": 5, "hidden_size": 32, "num_heads": 2}
@@ -34,7 +41,13 @@ def placed(workload: Workload, placement: str, clipping: str = "deferred", windo
 
 @pytest.mark.parametrize(
     ("text", "kinds"),
-    [("R2W5S1", "RRWWWWWS"), ("R2W", "RRWWWWWW"), ("W", "WWWWWWWW"), ("RPW4SD", "RPWWWWSD"), ("S8", "SSSSSSSS")],
+    [
+        ("R2W5S1", "RRWWWWWS"),
+        ("R2W", "RRWWWWWW"),
+        ("W", "WWWWWWWW"),
+        ("RPW4SD", "RPWWWWSD"),
+        ("S8", "SSSSSSSS"),
+    ],
 )
 def test_a_placement_is_a_letter_a_layer(text: str, kinds: str) -> None:
     assert parse(text, 8) == kinds
@@ -159,7 +172,10 @@ def test_micro_batches_have_the_very_bits_in_every_place(micro_batches: int, cha
 @pytest.mark.parametrize("placement", MIXTURES)
 @pytest.mark.cover(1)
 def test_the_plan_foretells_what_one_more_step_moves(placement: str, dtype: str, clip_norm: float) -> None:
-    workload, options = tiny(**SMALL, dtype=dtype, clip_norm=clip_norm), {"placement": placement, "window_size": 2}
+    workload, options = (
+        tiny(**SMALL, dtype=dtype, clip_norm=clip_norm),
+        {"placement": placement, "window_size": 2},
+    )
     one, two = (train("stronghold", workload, steps, **options).trained.moved_bytes for steps in (1, 2))
     planned = create("stronghold", options).plan(workload, Room()).moved_bytes
     # Where updates are owed, the end of the training pays the last one, so that every step moves as much.
@@ -183,7 +199,9 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memo
     placement: str, dtype: str, clipping: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clip_norm = 1.0 if clipping else 0.0
-    workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype, clip_norm=clip_norm)
+    workload = Workload(
+        num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype, clip_norm=clip_norm
+    )
     stronghold = create("stronghold", {"placement": placement, "clipping": clipping})
     monkeypatch.setattr(adamw_kernel, "load", lambda: None)  # a plan has room for an update without it
     predicted, planned = predict(stronghold, workload), stronghold.plan(workload, Room())
@@ -221,7 +239,14 @@ def test_bytes_by_kind_are_those_of_the_hand() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "clip_norm", "each"),
-    [("fp32", 1.0, 16), ("bf16", 1.0, 14), ("fp16", 1.0, 16), ("fp32", 0.0, 12), ("bf16", 0.0, 12), ("fp16", 0.0, 16)],
+    [
+        ("fp32", 1.0, 16),
+        ("bf16", 1.0, 14),
+        ("fp16", 1.0, 16),
+        ("fp32", 0.0, 12),
+        ("bf16", 0.0, 12),
+        ("fp16", 0.0, 16),
+    ],
 )
 def test_a_resident_layer_takes_no_byte_twice(dtype: str, clip_norm: float, each: int) -> None:
     """Of each parameter: master and moments; the weight where it is no half of the master; a gradient where the update
@@ -270,6 +295,8 @@ def test_a_budget_of_the_peak_is_enough_for_every_place() -> None:
         ("R2W1D9", 4, "R1W1D2"),
     ],
 )
-def test_a_twin_has_every_kind_of_layer_that_there_is_room_for(placement: str, num_layers: int, twin: str) -> None:
+def test_a_twin_has_every_kind_of_layer_that_there_is_room_for(
+    placement: str, num_layers: int, twin: str
+) -> None:
     kinds = parse(placement, sum(map(int, re.findall(r"\d+", placement))))
     assert text_of(shrink(kinds, num_layers)) == twin

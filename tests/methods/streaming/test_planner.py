@@ -18,26 +18,86 @@ from methods.streaming.planner import arranged, choose, forecast, least_seconds,
 GB = 1e9
 # Models of machines, not measured: a V100's virtual machine with a slow host, an H200, an RTX 4090 desktop.
 MACHINES = {
-    "v100": ("fp32", Rates(10.8996e12, 0.21736, 800 * GB, 10.69 * GB, 10.69 * GB, 0.9, 75 * GB, 0.41067e9,
-                           disk_read_bytes_per_second=1.5 * GB, disk_write_bytes_per_second=1.5 * GB)),
-    "h200": ("bf16", Rates(489.8e12, 0.25, 3600 * GB, 52 * GB, 52 * GB, 0.85, 120 * GB, 10e9,
-                           disk_read_bytes_per_second=1.5 * GB, disk_write_bytes_per_second=1.5 * GB)),
-    "4090": ("bf16", Rates(118.8e12, 0.25, 920 * GB, 25 * GB, 25 * GB, 0.85, 55 * GB, 8e9,
-                           disk_read_bytes_per_second=6 * GB, disk_write_bytes_per_second=5 * GB)),
-}  # fmt: skip
+    "v100": (
+        "fp32",
+        Rates(
+            10.8996e12,
+            0.21736,
+            800 * GB,
+            10.69 * GB,
+            10.69 * GB,
+            0.9,
+            75 * GB,
+            0.41067e9,
+            disk_read_bytes_per_second=1.5 * GB,
+            disk_write_bytes_per_second=1.5 * GB,
+        ),
+    ),
+    "h200": (
+        "bf16",
+        Rates(
+            489.8e12,
+            0.25,
+            3600 * GB,
+            52 * GB,
+            52 * GB,
+            0.85,
+            120 * GB,
+            10e9,
+            disk_read_bytes_per_second=1.5 * GB,
+            disk_write_bytes_per_second=1.5 * GB,
+        ),
+    ),
+    "4090": (
+        "bf16",
+        Rates(
+            118.8e12,
+            0.25,
+            920 * GB,
+            25 * GB,
+            25 * GB,
+            0.85,
+            55 * GB,
+            8e9,
+            disk_read_bytes_per_second=6 * GB,
+            disk_write_bytes_per_second=5 * GB,
+        ),
+    ),
+}
 # Milliseconds of the least step, worked out by an independent program (a linear program over parameters instead of
 # layers, with its own account of memory): without clipping, and with exact clipping by a deferred update.
 BOUNDS = {
-    "v100": {16: (2753.6, 2772.9), 32: (5279.8, 5319.1), 48: (7806.0, 7865.3), 78: (12542.6, 12639.4),
-             100: (16016.0, 16140.4)},
-    "h200": {16: (66.0, 67.2), 32: (126.2, 128.6), 48: (186.4, 190.7), 78: (314.9, 607.0), 100: (562.7, 913.4)},
-    "4090": {16: (264.7, 273.8), 32: (506.3, 523.7), 48: (748.0, 957.4), 78: (1211.3, 2019.6), 100: (1584.7, 2798.6)},
-}  # fmt: skip
+    "v100": {
+        16: (2753.6, 2772.9),
+        32: (5279.8, 5319.1),
+        48: (7806.0, 7865.3),
+        78: (12542.6, 12639.4),
+        100: (16016.0, 16140.4),
+    },
+    "h200": {
+        16: (66.0, 67.2),
+        32: (126.2, 128.6),
+        48: (186.4, 190.7),
+        78: (314.9, 607.0),
+        100: (562.7, 913.4),
+    },
+    "4090": {
+        16: (264.7, 273.8),
+        32: (506.3, 523.7),
+        48: (748.0, 957.4),
+        78: (1211.3, 2019.6),
+        100: (1584.7, 2798.6),
+    },
+}
 # The same at 100 layers with 30 GB of the host and 50 GB of the disk, where moments and master lie, but no weights.
 BOUNDS_WITH_DISK = {"v100": (16034.7, 28593.9), "h200": (686.1, 7807.6), "4090": (1930.4, 5080.8)}
 # The same program's room for layers: bytes on the device at 16 layers (a layer's input less for each layer more), and
 # on the host. A layer whose update is deferred keeps its gradient.
-ROOM = {"v100": (30256183705, 91536064512), "h200": (31078533529, 124151185408), "4090": (22488598937, 55302166528)}
+ROOM = {
+    "v100": (30256183705, 91536064512),
+    "h200": (31078533529, 124151185408),
+    "4090": (22488598937, 55302166528),
+}
 
 
 def bound(
@@ -50,10 +110,14 @@ def bound(
     device, host = ROOM[machine]
     needs = {
         "device": {"R": whole * params, "P": size * params, "Q": size * params},
-        "host": dict.fromkeys("PWS", whole * params) | {"Q": (whole - size) * params, "D": (size + gradient) * params},
+        "host": dict.fromkeys("PWS", whole * params)
+        | {"Q": (whole - size) * params, "D": (size + gradient) * params},
         "disk": {"D": (12 - size) * params},
     }
-    room = {"device": device - num_layers * workload.boundary_bytes - gradient * workload.end_params, "host": host}
+    room = {
+        "device": device - num_layers * workload.boundary_bytes - gradient * workload.end_params,
+        "host": host,
+    }
     return least_seconds(workload, rates, needs, room | (smaller or {}), clipping=clipping, kinds=kinds)
 
 
@@ -151,8 +215,10 @@ def test_layers_are_spread_evenly_among_the_others(text: str, kinds: str) -> Non
 def test_resident_layers_are_spread_where_the_link_carries_states_all_the_time() -> None:
     counts = {"R": 4, "W": 2, "S": 2}
     assert [text_of(arranged(counts, clipping)) for clipping in (None, "speculate", "deferred")] == [
-        "R1W2~S2~R3", "R1W2~S2~R3", "R4W2~S2",
-    ]  # fmt: skip
+        "R1W2~S2~R3",
+        "R1W2~S2~R3",
+        "R4W2~S2",
+    ]
     assert text_of(arranged({"R": 4, "W": 2}, None)) == "R4W2"
     assert text_of(arranged({"R": 46, "P": 2, "W": 12, "S": 18}, None)) == "R11P2W12~S18~R35"
 
@@ -188,7 +254,10 @@ def test_no_more_layers_than_need_be_are_on_the_disk(tmp_path: Path) -> None:
     assert (outside + 2) * layer + (kinds["D"] - 2) * layer // 2 + 3 * layer // 2 > host_bytes
     seconds = 8 * kinds["D"] * workload.layer_params / (1.5 * GB)
     backward = (1 - rates.forward_share) * workload.flops_per_step / rates.device_flops_per_second
-    assert planned.step_seconds == pytest.approx(backward + seconds) and planned.binds == "compute then disk reads"
+    assert (
+        planned.step_seconds == pytest.approx(backward + seconds)
+        and planned.binds == "compute then disk reads"
+    )
 
 
 def test_without_a_folder_on_the_disk_nothing_is_placed_there() -> None:
@@ -205,7 +274,10 @@ def test_a_placement_that_is_given_is_kept_and_timed() -> None:
 
 def test_updates_wait_for_the_norm_unless_asked_and_the_forecast_counts_that() -> None:
     """The host binds, and has room for a second state: nobody knows how often it would be adopted."""
-    workload, room = Workload(num_layers=60, dtype="bf16"), Room(20 * 2**30, 200 * 2**30, rates=MACHINES["h200"][1])
+    workload, room = (
+        Workload(num_layers=60, dtype="bf16"),
+        Room(20 * 2**30, 200 * 2**30, rates=MACHINES["h200"][1]),
+    )
     found = {
         asked: create("stronghold", {"clipping": asked}).plan(workload, room)
         for asked in (None, "deferred", "speculate")

@@ -88,7 +88,10 @@ def test_inputs_that_require_no_gradient_are_recomputed_as_such() -> None:
 
 @pytest.mark.parametrize("name", ["l2l", "stronghold"])
 def test_the_fairness_table_names_who_recomputes(name: str) -> None:
-    told = {dropout: create(name, {}).describe(tiny(dropout=dropout), "cpu")["recompute"] for dropout in (0.0, 0.1)}
+    told = {
+        dropout: create(name, {}).describe(tiny(dropout=dropout), "cpu")["recompute"]
+        for dropout in (0.0, 0.1)
+    }
     assert told == {0.0: "every layer, this project's code", 0.1: "every layer, torch checkpoint"}
 
 

@@ -38,7 +38,11 @@ SHARED = [
     ("stronghold", {"world_size": 2, "activations": "host"}, {"micro_batches": 2}),
     ("stronghold", {"world_size": 2, "placement": "R1W3", "window_size": 1}, {"dtype": "fp16"}),
     ("stronghold", {"world_size": 2, "placement": "R1W3", "window_size": 2}, {}),
-    ("stronghold", {"world_size": 4, "placement": "R1W3", "window_size": 2}, {"dtype": "bf16", "clip_norm": 0.0}),
+    (
+        "stronghold",
+        {"world_size": 4, "placement": "R1W3", "window_size": 2},
+        {"dtype": "bf16", "clip_norm": 0.0},
+    ),
     ("stronghold", {"world_size": 2}, {"clip_norm": 0.0}),
     ("stronghold", {"world_size": 2, "placement": "R4"}, {}),
     ("stronghold", {"world_size": 4}, {"hidden_size": 36, "vocab_size": 97}),  # parts that end in padding
@@ -54,7 +58,9 @@ def test_ranks_train_as_the_reference_does_on_the_whole_batch(
     (record,) = Sweep(shared_results).run([resolve(job)[0]])
     assert record.gate and record.gate.passed, (record.reason, record.gate)
     assert len(record.machine["ranks"]) == options["world_size"]
-    assert len(record.tensors) == 52 and all(each["exp_avg"] and each["exp_avg_sq"] for each in record.tensors.values())
+    assert len(record.tensors) == 52 and all(
+        each["exp_avg"] and each["exp_avg_sq"] for each in record.tensors.values()
+    )
     if record.job.workload.dtype == "fp32":
         assert record.gate.evidence["loss_difference"] <= 1e-6
 
@@ -62,7 +68,13 @@ def test_ranks_train_as_the_reference_does_on_the_whole_batch(
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_ranks_train_a_model_by_its_config_as_the_reference_does(family: str, shared_results: Path) -> None:
-    job = Job("stronghold", configured(family, batch_size=4), {"world_size": 2, "placement": "R1W2"}, steps=5, warmup=1)
+    job = Job(
+        "stronghold",
+        configured(family, batch_size=4),
+        {"world_size": 2, "placement": "R1W2"},
+        steps=5,
+        warmup=1,
+    )
     (record,) = Sweep(shared_results).run([resolve(job)[0]])
     assert record.gate and record.gate.passed, (record.reason, record.gate)
     assert record.gate.evidence["loss_difference"] <= 1e-6
@@ -97,7 +109,8 @@ def slabs_of(num_ranks: int, workload: Workload) -> list[torch.Tensor]:
 def test_parts_are_drawn_and_updated_to_the_bits_of_the_whole(dtype: str, hidden_size: int) -> None:
     workload = tiny(hidden_size=hidden_size, num_heads=4, dtype=dtype)
     with home_of(0, 1, workload) as alone:
-        inside = torch.cat([torch.arange(start, stop) for start, stop, _ in alone.pieces])  # the rest is padding
+        # the rest is padding
+        inside = torch.cat([torch.arange(start, stop) for start, stop, _ in alone.pieces])
     for whole, joined in zip(slabs_of(1, workload), slabs_of(NUM_RANKS, workload), strict=True):
         assert torch.equal(whole[inside], joined[inside])
 
@@ -111,7 +124,9 @@ def test_a_part_has_the_pieces_that_lie_in_it() -> None:
 def test_a_rank_plans_its_part_of_what_ranks_share() -> None:
     """By hand: of 16 bytes a parameter of a windowed layer on the host half; of a resident one all on the device."""
     load = Workload(num_layers=8, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512)
-    one, two = (create("stronghold", {"placement": "R2W6", "world_size": n}).plan(load, Room()) for n in (1, 2))
+    one, two = (
+        create("stronghold", {"placement": "R2W6", "world_size": n}).plan(load, Room()) for n in (1, 2)
+    )
     numbers, copies = 512 + 4 * 6, 2 * 4 * load.layer_params
     assert one.host_bytes == numbers + 6 * 16 * load.layer_params
     assert two.host_bytes == numbers + 6 * 16 * load.layer_params // 2 + copies
@@ -125,7 +140,9 @@ def test_a_rank_plans_its_part_of_what_ranks_share() -> None:
 def test_the_plan_is_the_rehearsals_peak_of_a_rank(
     name: str, options: dict[str, Any], dtype: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = Workload(num_layers=4, hidden_size=256, num_heads=16, seq_len=64, batch_size=4, vocab_size=512, dtype=dtype)
+    load = Workload(
+        num_layers=4, hidden_size=256, num_heads=16, seq_len=64, batch_size=4, vocab_size=512, dtype=dtype
+    )
     trained = create(name, {"world_size": num_ranks, **options})
     monkeypatch.setattr(adamw_kernel, "load", lambda: None)  # a plan has room for an update without it
     planned, predicted = trained.plan(load, Room()), predict(trained, load)
@@ -137,7 +154,11 @@ def test_the_plan_is_the_rehearsals_peak_of_a_rank(
 @pytest.mark.parametrize(
     ("options", "changes", "told"),
     [
-        ({"world_size": 64}, {"batch_size": 64}, "--ranks: expected at most 31 for layers of 16020 parameters, got 64"),
+        (
+            {"world_size": 64},
+            {"batch_size": 64},
+            "--ranks: expected at most 31 for layers of 16020 parameters, got 64",
+        ),
         (
             {"placement": "R1P1W1S1D1"},
             {},
@@ -151,7 +172,9 @@ def test_the_plan_is_the_rehearsals_peak_of_a_rank(
     ],
     ids=str,
 )
-def test_what_ranks_do_not_share_is_one_line(options: dict[str, Any], changes: dict[str, Any], told: str) -> None:
+def test_what_ranks_do_not_share_is_one_line(
+    options: dict[str, Any], changes: dict[str, Any], told: str
+) -> None:
     stronghold = create("stronghold", {"world_size": 2, **options})
     with pytest.raises(ValueError, match=told) as error:
         stronghold.plan(tiny(**{"num_layers": 5, "batch_size": 4, **changes}), Room())

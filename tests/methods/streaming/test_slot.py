@@ -72,7 +72,9 @@ def update_at_home(layer: LayerState, factor: float | None) -> list[Tensor]:
     for update in range(1, UPDATES + 1):
         for view, gradient in zip(layer.layout.views(layer.grads), gradients(layer, update), strict=True):
             view.copy_(gradient)
-        layer.update(published_settings(learning_rate(update)), None if factor is None else torch.tensor(factor))
+        layer.update(
+            published_settings(learning_rate(update)), None if factor is None else torch.tensor(factor)
+        )
     return list(chain.from_iterable((state.weight, state.exp_avg) for state in layer.tensors()))
 
 
@@ -90,7 +92,9 @@ def update_by_torch(layer: LayerState, factor: float | None, **implementation: b
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(update)
         optimizer.step()
-    return list(chain.from_iterable((weight.detach(), optimizer.state[weight]["exp_avg"]) for weight in weights))
+    return list(
+        chain.from_iterable((weight.detach(), optimizer.state[weight]["exp_avg"]) for weight in weights)
+    )
 
 
 @pytest.mark.parametrize("factor", FACTORS)
@@ -111,7 +115,9 @@ def test_update_changes_every_element(device: Device) -> None:
     layer = odd_layer(device)
     before = [view.clone() for view in layer.layout.views(joined(layer.current))]
     update_at_home(layer, None)
-    assert all((old != new).all() for old, new in zip(before, layer.layout.views(joined(layer.current)), strict=True))
+    assert all(
+        (old != new).all() for old, new in zip(before, layer.layout.views(joined(layer.current)), strict=True)
+    )
 
 
 def test_update_leaves_the_padding_at_zero(device: Device) -> None:

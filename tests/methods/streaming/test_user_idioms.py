@@ -20,7 +20,9 @@ TRAINERS = {
     "waits, l2l": (1.0, L2LTrainer),
     "at once": (None, functools.partial(StrongholdTrainer, placement=f"W{LAYERS}", window_size=2)),
 }
-TABLE = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", (ROOT / "docs" / "own-model.md").read_text(), re.MULTILINE)
+TABLE = re.findall(
+    r"^\| (.+?) \| (.+?) \| (.+?) \|$", (ROOT / "docs" / "own-model.md").read_text(), re.MULTILINE
+)
 ROWS = {name: (waits, at_once) for name, waits, at_once in TABLE if name in IDIOMS}
 
 

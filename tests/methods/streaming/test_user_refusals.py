@@ -17,7 +17,9 @@ from methods.stronghold import StrongholdTrainer
 from tests.methods.streaming.user_models import Llama, batches, begun, layers_of, made, optimizer_of
 
 
-def refused(match: str, name: str = "llama", change: Callable[[Any], Any] | None = None, **words: Any) -> None:
+def refused(
+    match: str, name: str = "llama", change: Callable[[Any], Any] | None = None, **words: Any
+) -> None:
     """Expect a refusal of a model after a change to it, in one line."""
     model = made(name)
     layers = (change(model) if change else None) or layers_of(model)
@@ -97,7 +99,10 @@ def stepped() -> torch.optim.AdamW:
 @pytest.mark.parametrize(
     ("match", "words"),
     [
-        ("expected torch.optim.AdamW, got SGD", {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)}),
+        (
+            "expected torch.optim.AdamW, got SGD",
+            {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)},
+        ),
         (
             "parameters, such as embed.weight; add them",
             {"optimizer": torch.optim.AdamW([nn.Parameter(torch.zeros(2))])},
@@ -106,7 +111,10 @@ def stepped() -> torch.optim.AdamW:
         ("exclude each other", {"accumulates": True, "clipping": "speculate"}),
         ("clipping: expected deferred or speculate, got 'never'", {"clipping": "never"}),
         ("expected device_memory and example=", {"host_memory": 2**30}),
-        ("a device with its own memory, got cpu", {"device_memory": 2**30, "example": lambda: torch.zeros(())}),
+        (
+            "a device with its own memory, got cpu",
+            {"device_memory": 2**30, "example": lambda: torch.zeros(())},
+        ),
         ("window_size: expected 1 to 5, got 6", {"window_size": 6}),
         ("expected the model's 5 layers, got 4", {"placement": "R2W2"}),
     ],
@@ -137,7 +145,9 @@ def its_own_checkpointing(model: Any, batch: Any) -> None:
 def keeping(model: Any, batch: Any) -> None:
     """As a cache of keys and values, which is fuller when it is recomputed."""
     calls: list[int] = []
-    model.layers[2].v.register_forward_hook(lambda module, args, y: y if calls else calls.append(1) or y.tanh().tanh())
+    model.layers[2].v.register_forward_hook(
+        lambda module, args, y: y if calls else calls.append(1) or y.tanh().tanh()
+    )
     model(*batch).backward()
 
 
@@ -231,7 +241,9 @@ def test_a_layer_that_draws_from_a_generator_in_a_closure_is_refused(holds: Call
     for layer in model.layers:
         holds(layer, noisy(torch.Generator().manual_seed(1)))
     trainer = L2LTrainer(model, model.layers, optimizer_of(list(model.parameters())), device="cpu")
-    with pytest.raises(ValueError, match="got a change of the state of a generator of random numbers; try to leave"):
+    with pytest.raises(
+        ValueError, match="got a change of the state of a generator of random numbers; try to leave"
+    ):
         model(torch.ones(2, 4)).backward()
     trainer.__exit__(ValueError, None, None)
 
@@ -331,6 +343,13 @@ def test_a_layer_whose_parameters_have_made_other_numbers_of_steps_is_refused() 
     plain = optimizer_of(list(made("llama").parameters()))
     for place, parameter in enumerate(each for group in plain.param_groups for each in group["params"]):
         zeros = torch.zeros_like(parameter)
-        plain.state[parameter] = {"step": torch.tensor(3.0 - (place == 2)), "exp_avg": zeros, "exp_avg_sq": zeros}
-    with trainer, pytest.raises(ValueError, match=r"layers\.0: expected one number of steps .* got 3 for .*, 2 for "):
+        plain.state[parameter] = {
+            "step": torch.tensor(3.0 - (place == 2)),
+            "exp_avg": zeros,
+            "exp_avg_sq": zeros,
+        }
+    with (
+        trainer,
+        pytest.raises(ValueError, match=r"layers\.0: expected one number of steps .* got 3 for .*, 2 for "),
+    ):
         optimizer.load_state_dict(plain.state_dict())

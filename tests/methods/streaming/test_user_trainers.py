@@ -30,7 +30,7 @@ from tests.methods.streaming.user_models import (
     optimizer_of,
     schedule_of,
     streamed,
-)  # fmt: skip
+)
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_gpu import FakeGpu
 from tests.support.on_sim import call
@@ -61,14 +61,18 @@ oracle = functools.cache(by_plain_torch)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.cover(2)
-def test_bits_are_those_of_the_script_without_streaming(model: str, dtype: str, clip: float, trainer: str) -> None:
+def test_bits_are_those_of_the_script_without_streaming(
+    model: str, dtype: str, clip: float, trainer: str
+) -> None:
     assert streamed(model, TRAINERS[trainer], dtype, clip) == oracle(model, dtype, clip)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize(("model", "dtype"), [("llama", "fp32"), ("unequal", "bf16")])
 def test_embedding_and_head_may_be_layers_too(model: str, dtype: str, trainer: str) -> None:
-    words = {name: word.replace("5", "7") for name, word in PLACED.get(trainer, {}).items() if name == "placement"}
+    words = {
+        name: word.replace("5", "7") for name, word in PLACED.get(trainer, {}).items() if name == "placement"
+    }
     words |= {"placement": "R1P2W2S1D1"} if trainer == "all kinds" else {}
     words |= {"placement": "P2W2S3"} if trainer == "ahead" else {}
 
@@ -82,15 +86,21 @@ def overlapping(changes: dict[str, Any]) -> Callable[..., Any]:
     return functools.partial(StrongholdTrainer, accumulates=True, **changes)
 
 
-@pytest.mark.parametrize("trainer", [L2LTrainer, *map(overlapping, ({}, {"placement": "R1P1W2S1", "window_size": 1}))])
+@pytest.mark.parametrize(
+    "trainer", [L2LTrainer, *map(overlapping, ({}, {"placement": "R1P1W2S1", "window_size": 1}))]
+)
 @pytest.mark.parametrize(("model", "dtype", "clip"), [("llama", "fp32", 1.0), ("shared", "bf16", 0.0)])
-def test_gradients_of_several_backward_passes_add_up(model: str, dtype: str, clip: float, trainer: Any) -> None:
+def test_gradients_of_several_backward_passes_add_up(
+    model: str, dtype: str, clip: float, trainer: Any
+) -> None:
     assert streamed(model, trainer, dtype, clip, parts=3) == oracle(model, dtype, clip, parts=3)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_fp16_takes_the_scaled_loss(trainer: str) -> None:
-    assert streamed("unequal", TRAINERS[trainer], "fp16", 1.0) == oracle("unequal", "fp16", 1.0, scale=2.0**16)
+    assert streamed("unequal", TRAINERS[trainer], "fp16", 1.0) == oracle(
+        "unequal", "fp16", 1.0, scale=2.0**16
+    )
 
 
 @pytest.mark.parametrize("trainer", ["l2l", "default", "all kinds", "ahead"])
@@ -120,7 +130,9 @@ def train(trainer: Any, model: nn.Module, steps: list, schedule: Any) -> list[fl
 
 @pytest.mark.parametrize(("first", "second"), [("all kinds", "l2l"), ("l2l", "S5"), ("ahead", "all kinds")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_training_goes_on_from_its_state_dicts_in_another_placement(dtype: str, first: str, second: str) -> None:
+def test_a_training_goes_on_from_its_state_dicts_in_another_placement(
+    dtype: str, first: str, second: str
+) -> None:
     steps = list(batches(6))
     trainer, model, optimizer = begun(TRAINERS[first], "llama", dtype)
     with trainer:
@@ -186,7 +198,9 @@ def test_autocast_computes_in_bf16_on_fp32_weights(trainer: str) -> None:
         model.recomputes = recomputes
         optimizer = optimizer_of(list(model.parameters()))
         trainer_ = (
-            None if recomputes else TRAINERS[trainer](model, layers_of(model), optimizer, max_norm=1.0, device="cpu")
+            None
+            if recomputes
+            else TRAINERS[trainer](model, layers_of(model), optimizer, max_norm=1.0, device="cpu")
         )
         losses = []
         for [batch] in batches(4):
@@ -267,7 +281,9 @@ class Decoder(SumsOutside):
 
 @pytest.mark.parametrize("trainer", ["l2l", "default", "boundaries"])
 @pytest.mark.parametrize("returns", [False, True], ids=["the model's", "returned"])
-def test_gradients_of_a_tensor_that_layers_use_twice_are_summed_as_by_checkpoint(returns: bool, trainer: str) -> None:
+def test_gradients_of_a_tensor_that_layers_use_twice_are_summed_as_by_checkpoint(
+    returns: bool, trainer: str
+) -> None:
     compare_sums(lambda: Decoder(returns=returns), trainer)
 
 
@@ -300,7 +316,9 @@ def losses_of_growing_batches(trainer: Any, model: Any, optimizer: Any, device: 
 
 
 @pytest.mark.parametrize("trainer", ["boundaries", "l2l, boundaries"])
-def test_boundaries_take_more_memory_once_a_batch_is_larger(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boundaries_take_more_memory_once_a_batch_is_larger(
+    trainer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What they leave is unlocked."""
     plain = made("llama")
     plain.recomputes = True
@@ -372,7 +390,8 @@ def within(name: str, dtype: str, device_bytes: int) -> tuple[str, int, bool]:
 @pytest.mark.parametrize("model", ["llama", "unequal", "gpt2"])
 def test_device_memory_stays_below_the_limit_and_is_used(model: str, dtype: str) -> None:
     sizes = SIZES if dtype == "fp32" else [size * 3 // 4 for size in SIZES]
-    found = [call(within, model, dtype, size, device_bytes=size) for size in sizes]  # set-up and trial included
+    # set-up and trial included
+    found = [call(within, model, dtype, size, device_bytes=size) for size in sizes]
     assert all(exact for _, _, exact in found)
     assert all(peak <= size for (_, peak, _), size in zip(found, sizes, strict=True)), found
     assert len({placement for placement, _, _ in found}) == len(sizes)  # more memory, more resident layers
@@ -385,7 +404,12 @@ def losses_within(device_bytes: int, activations: str | None = None) -> tuple[st
     optimizer = optimizer_of(list(model.parameters()))
     words: dict[str, Any] = {"device_memory": device_bytes, "activations": activations, "max_norm": 1.0}
     trainer = StrongholdTrainer(
-        model, model.layers, optimizer, example=lambda: model(rows[:, :-1], rows[:, 1:]), device="sim", **words
+        model,
+        model.layers,
+        optimizer,
+        example=lambda: model(rows[:, :-1], rows[:, 1:]),
+        device="sim",
+        **words,
     )
     sim.started.reset_peaks()
     losses = []
@@ -522,7 +546,9 @@ def test_a_loop_on_another_stream_than_the_trainer_s_is_refused(monkeypatch: pyt
     model, told = made("llama", "fp32"), "expected the training loop on the CUDA stream that was current"
     with cuda.running():
         ((tokens, targets),) = next(iter(batches(1, 1, "cuda")))
-        with L2LTrainer(model, model.layers, optimizer_of(list(model.parameters())), device="cuda") as trainer:
+        with L2LTrainer(
+            model, model.layers, optimizer_of(list(model.parameters())), device="cuda"
+        ) as trainer:
             with cuda.use(cuda.make_stream()), pytest.raises(ValueError, match=told):
                 model(tokens, targets)
             model(tokens, targets).backward()

@@ -21,11 +21,25 @@ from methods.stronghold import StrongholdTrainer
 
 LAYERS, WORDS, TOKENS, STEPS = 4, 97, 24, 10
 LLAMA: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": WORDS, "max_position_embeddings": 64, "pad_token_id": None,
-    "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-GPT2 = {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "vocab_size": WORDS, "n_positions": 64, "eos_token_id": None}
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GPT2 = {
+    "n_embd": 64,
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "vocab_size": WORDS,
+    "n_positions": 64,
+    "eos_token_id": None,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "qwen2": {**LLAMA, "tie_word_embeddings": True},
@@ -70,7 +84,9 @@ def plain(kind: str, dtype: torch.dtype, clip: float) -> tuple[list[tuple[float,
     model = made(kind, dtype)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     weights = list(model.parameters())
-    masters = weights if dtype == torch.float32 else [nn.Parameter(weight.detach().float()) for weight in weights]
+    masters = (
+        weights if dtype == torch.float32 else [nn.Parameter(weight.detach().float()) for weight in weights]
+    )
     optimizer = torch.optim.AdamW(masters, lr=1e-2, fused=True)
 
     def step(_: Tensor) -> Tensor:
@@ -120,13 +136,17 @@ def test_a_cache_of_keys_and_values_is_refused_where_layers_are_recomputed() -> 
     model, tokens = made("llama", torch.float32), torch.arange(5)[None]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     streamed = StrongholdTrainer(model, layers_of(model), optimizer, device="cpu")
-    with pytest.raises(ValueError, match=r"layer 0: expected no cache, .* got DynamicCache; try use_cache=False"):
+    with pytest.raises(
+        ValueError, match=r"layer 0: expected no cache, .* got DynamicCache; try use_cache=False"
+    ):
         model(input_ids=tokens, labels=tokens, use_cache=True)
     streamed.__exit__(ValueError, None, None)
 
 
 def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "own_llama.py --layers 2 --width 32 --tokens 16 --steps 20 --placement R1W --micro-batches 2".split()
+    words = (
+        "own_llama.py --layers 2 --width 32 --tokens 16 --steps 20 --placement R1W --micro-batches 2".split()
+    )
     monkeypatch.setattr(sys, "argv", words)
     runpy.run_path(str(ROOT / "examples" / "own_llama.py"), run_name="__main__")
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]

@@ -145,7 +145,9 @@ def prepare_average(script: Script) -> None:
 
 
 def swapped_average(script: Script) -> None:
-    script.kept = [0.5 * (old + new) for old, new in zip(script.kept or script.weights, script.weights, strict=True)]
+    script.kept = [
+        0.5 * (old + new) for old, new in zip(script.kept or script.weights, script.weights, strict=True)
+    ]
     before = [weight.data.clone() for weight in script.weights]
     with torch.no_grad():
         for weight, average in zip(script.weights, script.kept, strict=True):
@@ -371,7 +373,9 @@ def with_notes(script: Script) -> None:
 
 
 IDIOMS = {
-    "an auxiliary loss that layers return": Idiom(loss=lambda script: script.loss() + 0.1 * script.model.returned),
+    "an auxiliary loss that layers return": Idiom(
+        loss=lambda script: script.loss() + 0.1 * script.model.returned
+    ),
     "an auxiliary loss that layers keep": Idiom(loss=kept_losses, before_trainer=set_on_layers("keeps")),
     "a penalty on weights, in the loss": Idiom(loss=lambda script: script.loss() + penalty(script)),
     "a penalty on weights, by a `backward()` of its own": Idiom(
@@ -419,17 +423,27 @@ IDIOMS = {
         before_trainer=set_on_layers("lends"),
     ),
     "weights or gradients in another order of memory, as `channels_last`": Idiom(before_trainer=with_strides),
-    "a buffer that a layer changes in `forward()`, as `spectral_norm` does": Idiom(before_trainer=with_average),
-    "a number or list that a layer changes in `forward()`": Idiom(before_trainer=set_on_layers("act", counted)),
+    "a buffer that a layer changes in `forward()`, as `spectral_norm` does": Idiom(
+        before_trainer=with_average
+    ),
+    "a number or list that a layer changes in `forward()`": Idiom(
+        before_trainer=set_on_layers("act", counted)
+    ),
     "random numbers of Python, numpy or a `torch.Generator` in a layer": Idiom(
         before_trainer=set_on_layers("act", lambda layer, x: x * random.random())
     ),
-    "random numbers of a `torch.Generator` in the closure of a layer's function": Idiom(before_trainer=with_noise),
-    "an argument that a layer changes in place": Idiom(before_trainer=set_on_layers("act", lambda layer, x: x.mul_(2))),
+    "random numbers of a `torch.Generator` in the closure of a layer's function": Idiom(
+        before_trainer=with_noise
+    ),
+    "an argument that a layer changes in place": Idiom(
+        before_trainer=set_on_layers("act", lambda layer, x: x.mul_(2))
+    ),
     "a tensor with a gradient that a layer takes from an attribute": Idiom(before=with_given),
     "a parameter or layer added later": Idiom(with_new_layer),
     "weights changed in a layer's `forward()`": Idiom(before_trainer=set_on_layers("clamps")),
-    "a dictionary or list among a layer's arguments changed in its `forward()`": Idiom(before_trainer=with_notes),
+    "a dictionary or list among a layer's arguments changed in its `forward()`": Idiom(
+        before_trainer=with_notes
+    ),
     "`functional_call()` with other weights": Idiom(with_other_weights),
     "weights given other memory: `.data =`, `vector_to_parameters()`, `model.half()`": Idiom(replaced),
     "`copy.deepcopy(model)`, `torch.save(model)`": Idiom(lambda script: copy.deepcopy(script.model)),

@@ -39,13 +39,20 @@ class LlamaLayer(nn.Module):
         size = WIDTH // HEADS
         self.input_norm, self.post_norm = RootNorm(WIDTH), RootNorm(WIDTH)
         self.q, self.o = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.k, self.v = nn.Linear(WIDTH, kv_heads * size, bias=False), nn.Linear(WIDTH, kv_heads * size, bias=True)
+        self.k, self.v = (
+            nn.Linear(WIDTH, kv_heads * size, bias=False),
+            nn.Linear(WIDTH, kv_heads * size, bias=True),
+        )
         self.gate, self.up = nn.Linear(WIDTH, ffn_size, bias=False), nn.Linear(WIDTH, ffn_size, bias=False)
         self.down = nn.Linear(ffn_size, WIDTH, bias=False)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, angles: tuple[Tensor, Tensor]) -> tuple[Tensor]:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor]:
         y = self.input_norm(x)
-        q, k, v = (part(y).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(y).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         q, k = rotated(q, *angles), rotated(k, *angles)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
@@ -78,7 +85,9 @@ class Llama(nn.Module):
 
 
 def called(model: Any, layer: nn.Module, *args: Any, **words: Any) -> Any:
-    return checkpoint(layer, *args, use_reentrant=False, **words) if model.recomputes else layer(*args, **words)
+    return (
+        checkpoint(layer, *args, use_reentrant=False, **words) if model.recomputes else layer(*args, **words)
+    )
 
 
 class Gpt2Layer(nn.Module):
@@ -88,11 +97,16 @@ class Gpt2Layer(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), norm or nn.LayerNorm(WIDTH)
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+        )
         self.register_buffer("mask", torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril())
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> dict[str, Any]:
-        q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, dim=2))
+        q, k, v = (
+            part.unflatten(2, (HEADS, -1)).transpose(1, 2)
+            for part in self.c_attn(self.ln_1(x)).chunk(3, dim=2)
+        )
         scores = q @ k.transpose(2, 3) / math.sqrt(WIDTH // HEADS)
         if bias is not None:
             scores = scores + bias
@@ -190,13 +204,21 @@ class Course(NamedTuple):
 
 
 def by_plain_torch(
-    name: str, dtype: str = "fp32", clip: float = 1.0, *, parts: int = 1, steps: int = STEPS, scale: float = 1.0
+    name: str,
+    dtype: str = "fp32",
+    clip: float = 1.0,
+    *,
+    parts: int = 1,
+    steps: int = STEPS,
+    scale: float = 1.0,
 ) -> Course:
     """The script without streaming: an fp32 master of each weight in bf16 and fp16."""
     model = made(name, dtype)
     model.recomputes = True
     names, weights = zip(*model.named_parameters(), strict=True)
-    masters = list(weights) if dtype == "fp32" else [nn.Parameter(weight.detach().float()) for weight in weights]
+    masters = (
+        list(weights) if dtype == "fp32" else [nn.Parameter(weight.detach().float()) for weight in weights]
+    )
     optimizer = optimizer_of(masters)
     schedule = schedule_of(optimizer)
     torch.manual_seed(7)
@@ -221,9 +243,15 @@ def by_plain_torch(
 
 
 def streamed(
-    name: str, make: Callable[..., Any], dtype: str = "fp32", clip: float = 1.0, *, parts: int = 1, steps: int = STEPS,
+    name: str,
+    make: Callable[..., Any],
+    dtype: str = "fp32",
+    clip: float = 1.0,
+    *,
+    parts: int = 1,
+    steps: int = STEPS,
     device: str = "cpu",
-) -> Course:  # fmt: skip
+) -> Course:
     """The script with a trainer, which make() gives the model, its layers, an optimizer and words."""
     model = made(name, dtype)
     optimizer = optimizer_of(list(model.parameters()))

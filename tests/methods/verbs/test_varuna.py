@@ -39,7 +39,18 @@ def test_a_named_gpts_passes_come_from_the_machines_rates_in_its_dtype(dtype: st
     rates = named_machines.load("h200").rates(dtype)
     assert rates
     workload = Workload(**load("varuna-355m").sizes, batch_size=1)
-    words = ("--model", "varuna-355m", "--machine", "h200", "--stages", 1, "--micro-batches", 1, "--schedule", "gpipe")
+    words = (
+        "--model",
+        "varuna-355m",
+        "--machine",
+        "h200",
+        "--stages",
+        1,
+        "--micro-batches",
+        1,
+        "--schedule",
+        "gpipe",
+    )
     found = simulated(*words, "--dtype", dtype)["gpipe"]
     assert found == pytest.approx(workload.flops_per_step / rates.device_flops_per_second)
 
@@ -64,7 +75,18 @@ def test_the_largest_named_gpt_gets_stages_that_fit() -> None:
 
 def test_the_20_best_configurations_are_shown_with_what_limits_each() -> None:
     """Of 97. All that is shown fits the memory of the entry, but for its reserve; two stages fit nowhere."""
-    words = ("varuna", "configure", "--model", "varuna-8.3b", "--machine", "h200", "--gpus", 16, "--batch", 64)
+    words = (
+        "varuna",
+        "configure",
+        "--model",
+        "varuna-8.3b",
+        "--machine",
+        "h200",
+        "--gpus",
+        16,
+        "--batch",
+        64,
+    )
     done, every = cli.run(*words), cli.run(*words, "--json").stdout.splitlines()
     assert "\nmemory of a device: 29.8 GiB (h200 in machines.yaml: 31GiB, less a reserve)\n" in done.stdout
     rows = [line for line in done.stdout.splitlines() if line[:7].strip().isdigit()]
@@ -77,7 +99,9 @@ def test_where_nothing_fits_only_what_can_help_is_named(gpus: int, told: str) ->
     """It was smaller micro-batches, of one sample each."""
     words = ("--machine", "h200", "-l", 8, "-h", 65536, "--gpus", gpus, "--batch", 64)
     done = cli.run("varuna", "configure", *words)
-    assert done.returncode == 4 and done.stderr.endswith(f"; try {told}, devices of more memory or a smaller model\n")
+    assert done.returncode == 4 and done.stderr.endswith(
+        f"; try {told}, devices of more memory or a smaller model\n"
+    )
 
 
 def test_where_nothing_fits_each_row_says_what_it_lacks_the_least_first() -> None:
@@ -88,11 +112,23 @@ def test_where_nothing_fits_each_row_says_what_it_lacks_the_least_first() -> Non
     assert f"{lacks[0]} GiB more than the 29.8 GiB there are" in done.stderr and "chosen" not in done.stdout
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    ((), "forward 1 s, recompute 1 s, backward 2 s (assumed; try --passes, or --model and --machine); messages: 0 s"),
-    (("--passes", 2, 0, 3, "--send", 1), "forward 2 s, recompute 0 s, backward 3 s (--passes); messages: 1 s (--send)"),
-    (("--model", "gpt2", "--machine", "h200"), "(GPT at the rates of h200 in machines.yaml); messages: 0 s (assumed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            (),
+            "forward 1 s, recompute 1 s, backward 2 s (assumed; try --passes, or --model and --machine); messages: 0 s",
+        ),
+        (
+            ("--passes", 2, 0, 3, "--send", 1),
+            "forward 2 s, recompute 0 s, backward 3 s (--passes); messages: 1 s (--send)",
+        ),
+        (
+            ("--model", "gpt2", "--machine", "h200"),
+            "(GPT at the rates of h200 in machines.yaml); messages: 0 s (assumed",
+        ),
+    ],
+)
 def test_a_simulated_step_tells_the_passes_and_messages_that_it_is_of(words: tuple, told: str) -> None:
     done = cli.run("varuna", "simulate", "--stages", 2, "--micro-batches", 2, *words)
     assert done.stdout.startswith("passes of a stage: ") and told in done.stdout.splitlines()[0]
@@ -106,8 +142,12 @@ def test_seconds_beyond_all_time_are_refused(option: str) -> None:
 
 def test_what_is_written_by_default_is_no_change_of_the_checkout() -> None:
     commands = varuna.commands
-    folders = [option.default for name in ("profile", "launch") for option in commands[name].params
-               if option.name == "folder"]  # fmt: skip
+    folders = [
+        option.default
+        for name in ("profile", "launch")
+        for option in commands[name].params
+        if option.name == "folder"
+    ]
     assert {f"/{folder}/" for folder in folders} <= set((ROOT / ".gitignore").read_text().splitlines())
     assert len(folders) == 2
 
@@ -115,20 +155,39 @@ def test_what_is_written_by_default_is_no_change_of_the_checkout() -> None:
 @pytest.mark.heavy
 def test_the_published_gpt_is_measured_and_stages_are_chosen(tmp_path: Path) -> None:
     """A layer has 12 D^2 + 13 D parameters, and its output is T x D numbers."""
-    words = ("-l", 2, "-h", 32, "--heads", 2, "--seq", 16, "--vocab", 100, "--ranks", 2, "--micro-batches", "1,2")
+    words = (
+        "-l",
+        2,
+        "-h",
+        32,
+        "--heads",
+        2,
+        "--seq",
+        16,
+        "--vocab",
+        100,
+        "--ranks",
+        2,
+        "--micro-batches",
+        "1,2",
+    )
     done = cli.run("varuna", "profile", *words, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     found = read(tmp_path)
     assert [section.num_params for section in found.sections] == [
-        12 * 32**2 + 13 * 32 + (100 + 16) * 32, 12 * 32**2 + 13 * 32, 100 * 32 + 2 * 32
-    ]  # fmt: skip
+        12 * 32**2 + 13 * 32 + (100 + 16) * 32,
+        12 * 32**2 + 13 * 32,
+        100 * 32 + 2 * 32,
+    ]
     assert [section.costs[1].activation_bytes for section in found.sections] == [2 * 16 * 32 * 4] * 2 + [0]
     assert found.messages and found.sums and all(section.update_seconds > 0 for section in found.sections)
     done = cli.run("varuna", "configure", "--profile", tmp_path, "--gpus", 2, "--batch", 8)
     assert "chosen: " in done.stdout and len(done.stdout.splitlines()) > 6
 
 
-def test_a_model_by_its_config_is_measured_and_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_by_its_config_is_measured_and_foretold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sections are the embedding with the first layer, layers, and the untied head with its norm."""
     monkeypatch.setattr(measured_profile, "ask", forks.ask)
     model = ("--model", "tiny-llama", "--seq", 16)
@@ -136,26 +195,43 @@ def test_a_model_by_its_config_is_measured_and_foretold(tmp_path: Path, monkeypa
     assert done.returncode == 0, done.stderr
     anatomy = configured("llama").anatomy
     table, layer, norm = 101 * 32, anatomy.layer_params, 32
-    assert [section.num_params for section in read(tmp_path).sections] == [table + layer, layer, layer, norm + table]
+    assert [section.num_params for section in read(tmp_path).sections] == [
+        table + layer,
+        layer,
+        layer,
+        norm + table,
+    ]
     done = cli.run("varuna", "configure", *model, "--machine", "h200", "--gpus", 3, "--batch", 8)
     assert done.returncode == 0 and "chosen: " in done.stdout
     done = cli.run("varuna", "simulate", *model, "--machine", "h200", "--stages", 2, "--micro-batches", 2)
     assert "(tiny-llama at the rates of h200" in done.stdout
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    ("simulate --stages 2 --micro-batches 2 --schedule ours", "expected varuna or 1f1b or gpipe, got 'ours'"),
-    ("simulate --stages 5 --micro-batches 2 --machine h200 -l 4", "--stages: expected at most 4"),
-    ("simulate --stages 2 --micro-batches 2 -l 4", "--machine: expected a machine whose rates"),
-    ("simulate --stages 2 --micro-batches 2 --send nan", "'--send': expected a finite number, got nan"),
-    ("simulate --stages 1000000 --micro-batches 1000", "expected at most 100000000 stages times micro-batches"),
-    ("profile", "expected -l and -h, or --model NAME"),
-    ("profile -l 2 --model gpt2,gpt2-xl", "expected one model, got several"),
-    ("profile --model gpt2,gpt2-xl", "expected one model, got several"),
-    ("simulate --stages 4 --micro-batches 8 --model gpt2,gpt2-xl", "expected one model, got several"),
-    ("configure --gpus 2 --batch 2", "expected --profile FOLDER, or --model NAME and --machine NAME"),
-    ("simulate --stages 500 --micro-batches 500 --out /tmp/step.pdf --schedule gpipe", "expected at most 20000 stages"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "simulate --stages 2 --micro-batches 2 --schedule ours",
+            "expected varuna or 1f1b or gpipe, got 'ours'",
+        ),
+        ("simulate --stages 5 --micro-batches 2 --machine h200 -l 4", "--stages: expected at most 4"),
+        ("simulate --stages 2 --micro-batches 2 -l 4", "--machine: expected a machine whose rates"),
+        ("simulate --stages 2 --micro-batches 2 --send nan", "'--send': expected a finite number, got nan"),
+        (
+            "simulate --stages 1000000 --micro-batches 1000",
+            "expected at most 100000000 stages times micro-batches",
+        ),
+        ("profile", "expected -l and -h, or --model NAME"),
+        ("profile -l 2 --model gpt2,gpt2-xl", "expected one model, got several"),
+        ("profile --model gpt2,gpt2-xl", "expected one model, got several"),
+        ("simulate --stages 4 --micro-batches 8 --model gpt2,gpt2-xl", "expected one model, got several"),
+        ("configure --gpus 2 --batch 2", "expected --profile FOLDER, or --model NAME and --machine NAME"),
+        (
+            "simulate --stages 500 --micro-batches 500 --out /tmp/step.pdf --schedule gpipe",
+            "expected at most 20000 stages",
+        ),
+    ],
+)
 def test_what_cannot_be_done_is_one_line(words: str, told: str) -> None:
     done = cli.run("varuna", *words.split())
     assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1

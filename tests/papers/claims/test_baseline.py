@@ -66,7 +66,12 @@ def test_folders_are_compared_as_commits_are(tmp_path: Path) -> None:
     old = records.write(tmp_path / "old", *twice(OLD))
     done = run("compare", "--baseline", old, "--results", new, "--json")
     told = json.loads(done.stdout)
-    assert (done.returncode, told["training"], told["verdict"], told["ratio"]) == (8, SAME_BITS, "slower", 0.5)
+    assert (done.returncode, told["training"], told["verdict"], told["ratio"]) == (
+        8,
+        SAME_BITS,
+        "slower",
+        0.5,
+    )
 
 
 def test_a_point_of_the_baseline_that_is_missing_is_told(tmp_path: Path) -> None:

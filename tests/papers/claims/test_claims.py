@@ -50,7 +50,9 @@ def test_every_claim_of_this_project_has_its_source_and_every_case_has_claims() 
 def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
     point = "{method: stronghold, num_layers: 32, window_size: largest}"
     (claim,) = load(tmp_path, HEAD + RATIO.replace("over: stronghold", f"over: {point}"))
-    expected = claims.Ratio(claims.Point("stronghold", 32, None, "largest"), claims.Point("l2l"), at_least=2.0)
+    expected = claims.Ratio(
+        claims.Point("stronghold", 32, None, "largest"), claims.Point("l2l"), at_least=2.0
+    )
     assert (claim.id, claim.case, claim.machines, claim.expected) == ("one", 3, ("gpu",), expected)
 
 
@@ -65,10 +67,19 @@ def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
         (HEAD.replace("id: one\n    ", "") + RATIO, "claim 1: id is missing"),
         (HEAD, "claim one: kind: expected one of order, ratio, shape, value, got None"),
         (HEAD + "    kind: ratios", "kind: expected one of order, ratio, shape, value, got 'ratios'"),
-        (HEAD.replace("id: one", "id: One") + RATIO, "claim 1: id: expected small letters, digits, dots and dashes"),
+        (
+            HEAD.replace("id: one", "id: One") + RATIO,
+            "claim 1: id: expected small letters, digits, dots and dashes",
+        ),
         (HEAD.replace("    source: Figure 0\n", "") + RATIO, "claim one: source is missing"),
-        (HEAD.replace("case: 3", "case: 99") + RATIO, "case: expected one of 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, got 99"),
-        (HEAD.replace("[gpu]", "[h200]") + RATIO, "expected one of any, gpu, several-gpus, v100-vm, got 'h200'"),
+        (
+            HEAD.replace("case: 3", "case: 99") + RATIO,
+            "case: expected one of 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, got 99",
+        ),
+        (
+            HEAD.replace("[gpu]", "[h200]") + RATIO,
+            "expected one of any, gpu, several-gpus, v100-vm, got 'h200'",
+        ),
         (HEAD.replace("samples_per_second", "speed") + RATIO, "metric: expected one of params"),
         (HEAD + RATIO.replace("l2l", "l3l"), "under.method: expected one of"),
         (HEAD + RATIO + "    at_most: 3\n", "exactly one of the fields at_least, at_most, within"),
@@ -80,28 +91,45 @@ def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
             HEAD + RATIO.replace("at_least: 2", "within: [1, 2, 3]"),
             "within: expected at most 2 items, got ['1', '2', '3']",
         ),
-        (HEAD + RATIO.replace("at_least: 2", "at_least: two"), "at_least: expected a valid number, got 'two'"),
+        (
+            HEAD + RATIO.replace("at_least: 2", "at_least: two"),
+            "at_least: expected a valid number, got 'two'",
+        ),
         (HEAD + RATIO.replace("at_least: 2", "at_least: -2"), "at_least: expected greater than 0, got '-2'"),
         (HEAD + RATIO.replace("at_least: 2", "at_least: .nan"), "expected a valid number, got '.nan'"),
         (HEAD + RATIO + "    xfail: ''\n", "xfail: expected text, got ''"),
-        (HEAD + RATIO.replace("l2l", "{method: l2l, num_layers: 1_000}"), "expected a positive integer, got '1_000'"),
-        (HEAD + RATIO + "    tolerance: 0.1\n", "'tolerance': expected one of the fields over, under, at_least"),
+        (
+            HEAD + RATIO.replace("l2l", "{method: l2l, num_layers: 1_000}"),
+            "expected a positive integer, got '1_000'",
+        ),
+        (
+            HEAD + RATIO + "    tolerance: 0.1\n",
+            "'tolerance': expected one of the fields over, under, at_least",
+        ),
         (
             HEAD + RATIO.replace("over: stronghold", "over: {method: l2l, window_size: 0}"),
             "expected a positive integer, largest or smallest",
         ),
         (HEAD + "    kind: order\n    points: [l2l]\n", "points: expected two or more points, highest first"),
-        (HEAD + "    kind: order\n    points: [l2l, []]\n", "points: expected two or more points, highest first"),
+        (
+            HEAD + "    kind: order\n    points: [l2l, []]\n",
+            "points: expected two or more points, highest first",
+        ),
         (HEAD + SHAPE, "exactly one of the fields exponent, plateau"),
         (
             HEAD + SHAPE + "    plateau: {gain: 0.1, num_points: 1}\n",
             "plateau.num_points: expected greater than 1, got '1'",
         ),
-        (HEAD + "    kind: value\n    of: l2l\n    value: 3\n    tolerance: 0.1\n", "machines: expected [v100-vm]"),
+        (
+            HEAD + "    kind: value\n    of: l2l\n    value: 3\n    tolerance: 0.1\n",
+            "machines: expected [v100-vm]",
+        ),
         (HEAD + RATIO + HEAD.replace("\nclaims:\n", "") + RATIO, "claim one: the id is taken"),
     ],
 )
-def test_a_bad_file_is_one_line_that_names_file_claim_and_what_is_allowed(tmp_path: Path, text: str, told: str) -> None:
+def test_a_bad_file_is_one_line_that_names_file_claim_and_what_is_allowed(
+    tmp_path: Path, text: str, told: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         load(tmp_path, text)
     line = str(caught.value)
@@ -109,11 +137,50 @@ def test_a_bad_file_is_one_line_that_names_file_claim_and_what_is_allowed(tmp_pa
 
 
 WORDS = [
-    b"", b" ", b"\n", b"  - ", b": ", b"[", b"]", b"{", b"}", b"&a ", b"*a", b"!!int ", b"!!python/object:os.system ",
-    b"<<: ", b"? ", b"|\n", b">", b"#", b"'", b'"', b"\t", b"\xff", b"\x00", b"\xe2\x80\xa8", b"9" * 5000, b"1e999",
-    b"-0", b".nan", b".inf", b"~", b"no", b"2022-99-99", b"num_layers", b"window_size: largest", b"params",
-    b"[0.1, 0.2]", b"{method: l2l}", b"[" * 2000, b"within", b"kind: value", b"kind: order", b"0x10", b"1_000",
-]  # fmt: skip
+    b"",
+    b" ",
+    b"\n",
+    b"  - ",
+    b": ",
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b"&a ",
+    b"*a",
+    b"!!int ",
+    b"!!python/object:os.system ",
+    b"<<: ",
+    b"? ",
+    b"|\n",
+    b">",
+    b"#",
+    b"'",
+    b'"',
+    b"\t",
+    b"\xff",
+    b"\x00",
+    b"\xe2\x80\xa8",
+    b"9" * 5000,
+    b"1e999",
+    b"-0",
+    b".nan",
+    b".inf",
+    b"~",
+    b"no",
+    b"2022-99-99",
+    b"num_layers",
+    b"window_size: largest",
+    b"params",
+    b"[0.1, 0.2]",
+    b"{method: l2l}",
+    b"[" * 2000,
+    b"within",
+    b"kind: value",
+    b"kind: order",
+    b"0x10",
+    b"1_000",
+]
 
 
 @st.composite
@@ -126,16 +193,62 @@ def mutated_bytes(draw: st.DrawFn) -> bytes:
         start = draw(st.integers(0, len(data)))
         stop = min(len(data), start + draw(st.integers(0, 40)))
         other = draw(st.integers(0, len(data)))
-        piece = draw(st.one_of(st.sampled_from(WORDS), st.just(data[other : other + 60]), st.binary(max_size=4)))
+        piece = draw(
+            st.one_of(st.sampled_from(WORDS), st.just(data[other : other + 60]), st.binary(max_size=4))
+        )
         data = data[:start] + piece + data[stop:]
     return data
 
 
-KEYS = ["id", "kind", "over", "under", "of", "against", "points", "within", "at_least", "exponent", "plateau", "value",
-        "tolerance", "method", "num_layers", "window_size", "metric", "machines", "xfail", "case"]  # fmt: skip
-TEXTS = ["stronghold", "l2l", "megatron-lm", "zero-offload", "largest", "smallest", "window_size", "num_layers", "any",
-         "v100-vm", "params", "step_seconds", "samples_per_second", "order", "ratio", "shape", "value", "1", "2", "15",
-         "32", "0.001", "1e300", "-1", ""]  # fmt: skip
+KEYS = [
+    "id",
+    "kind",
+    "over",
+    "under",
+    "of",
+    "against",
+    "points",
+    "within",
+    "at_least",
+    "exponent",
+    "plateau",
+    "value",
+    "tolerance",
+    "method",
+    "num_layers",
+    "window_size",
+    "metric",
+    "machines",
+    "xfail",
+    "case",
+]
+TEXTS = [
+    "stronghold",
+    "l2l",
+    "megatron-lm",
+    "zero-offload",
+    "largest",
+    "smallest",
+    "window_size",
+    "num_layers",
+    "any",
+    "v100-vm",
+    "params",
+    "step_seconds",
+    "samples_per_second",
+    "order",
+    "ratio",
+    "shape",
+    "value",
+    "1",
+    "2",
+    "15",
+    "32",
+    "0.001",
+    "1e300",
+    "-1",
+    "",
+]
 VALUES = st.recursive(
     st.sampled_from(TEXTS) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
@@ -147,7 +260,9 @@ VALUES = st.recursive(
 def mutated_claims(draw: st.DrawFn) -> bytes:
     """A few of the project's claims with fields replaced, added or left out: still YAML, so that it goes further."""
     told = yaml.load(TEXT, Loader=yaml.BaseLoader)["claims"]
-    chosen = draw(st.lists(st.sampled_from(told), min_size=1, max_size=3, unique_by=lambda claim: claim["id"]))
+    chosen = draw(
+        st.lists(st.sampled_from(told), min_size=1, max_size=3, unique_by=lambda claim: claim["id"])
+    )
     chosen = json.loads(json.dumps(chosen))
     for _ in range(draw(st.integers(1, 3))):
         claim = draw(st.sampled_from(chosen))
@@ -161,7 +276,18 @@ def mutated_claims(draw: st.DrawFn) -> bytes:
         elif kind == "take from another" and field in other and field != "id":
             claim[field] = other[field]
         else:  # another's question, to this one's case, metric and machines
-            asked = ("kind", "over", "under", "of", "against", "points", "within", "at_least", "exponent", "plateau")
+            asked = (
+                "kind",
+                "over",
+                "under",
+                "of",
+                "against",
+                "points",
+                "within",
+                "at_least",
+                "exponent",
+                "plateau",
+            )
             kept = {key: value for key, value in claim.items() if key not in asked}
             claim.clear()
             claim |= {**kept, **{key: value for key, value in other.items() if key in asked}}
@@ -192,8 +318,15 @@ def test_a_mutated_file_is_claims_that_can_be_judged_or_one_line(
 
 def record(method: str, seconds: float, machine: str, **options: object) -> Record:
     job = Job(method, Workload(num_layers=32), options, device="cuda", steps=3, warmup=1)
-    return records.record(job, seconds, key=f"{method} {machine}", origin="imported", clock="cuda",
-                          machine={"gpu": machine}, gate=Gate("tolerance"))  # fmt: skip
+    return records.record(
+        job,
+        seconds,
+        key=f"{method} {machine}",
+        origin="imported",
+        clock="cuda",
+        machine={"gpu": machine},
+        gate=Gate("tolerance"),
+    )
 
 
 def test_verify_judges_the_original_and_ends_in_1() -> None:
@@ -206,7 +339,10 @@ def test_verify_judges_the_original_and_ends_in_1() -> None:
 def test_verify_of_nothing_names_the_commands_and_ends_in_0(tmp_path: Path) -> None:
     done = run("verify", "--results", str(tmp_path), "--json")
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0 and {one["verdict"] for one in found} == {judge.NOT_TESTED, judge.OTHER_MACHINE}
+    assert done.returncode == 0 and {one["verdict"] for one in found} == {
+        judge.NOT_TESTED,
+        judge.OTHER_MACHINE,
+    }
     untested = [one for one in found if one["verdict"] == judge.NOT_TESTED]
     assert all(one["note"].startswith("./run.sh case ") for one in untested)
 
@@ -217,7 +353,10 @@ def test_imported_logs_are_judged_at_the_points_that_were_published(tmp_path: Pa
     write(tmp_path, record("megatron-lm", 5.34, ""), record("stronghold", 6.0, "", window_size=15), narrow)
     found = {one.claim.id: one for one in verify.findings(tmp_path, None, "v100-vm")}
     assert found["8a.megatron-32"].verdict == "PASS"
-    assert found["7a.faster-than-megatron"].verdict == "XFAIL" and "= 0.89 (" in found["7a.faster-than-megatron"].seen
+    assert (
+        found["7a.faster-than-megatron"].verdict == "XFAIL"
+        and "= 0.89 (" in found["7a.faster-than-megatron"].seen
+    )
     unnamed = {one.claim.id: one for one in verify.findings(tmp_path, None, None)}
     assert unnamed["8a.megatron-32"].verdict == "N/A"
 

@@ -37,17 +37,24 @@ def repeats(method: str, *seconds: float) -> list[Record]:
 
 @pytest.mark.parametrize(
     ("a", "b", "verdict"),
-    [((1.0, 1.0), (1.2, 1.2), FASTER), ((1.2, 1.2), (1.0, 1.0), SLOWER), ((1.0, 1.0), (1.04, 1.04), ALIKE),
-     ((0.99, 1.0, 1.01), (1.19, 1.2, 1.21), FASTER), ((0.99, 1.0, 1.01), (1.02, 1.03, 1.04), FASTER),
-     ((0.9, 1.0, 1.1), (1.0, 1.1, 1.2), ALIKE)],
-)  # fmt: skip
+    [
+        ((1.0, 1.0), (1.2, 1.2), FASTER),
+        ((1.2, 1.2), (1.0, 1.0), SLOWER),
+        ((1.0, 1.0), (1.04, 1.04), ALIKE),
+        ((0.99, 1.0, 1.01), (1.19, 1.2, 1.21), FASTER),
+        ((0.99, 1.0, 1.01), (1.02, 1.03, 1.04), FASTER),
+        ((0.9, 1.0, 1.1), (1.0, 1.1, 1.2), ALIKE),
+    ],
+)
 def test_the_verdict_is_of_the_interval_or_else_of_a_margin(a: tuple, b: tuple, verdict: str) -> None:
     assert compare.compare(repeats("l2l", *a), repeats("resident", *b)).verdict == verdict
 
 
 def test_the_ratio_is_of_medians_and_its_interval_welchs() -> None:
     """Relative errors of 1 % and 2 % of three runs each: 1 %, 2 % over sqrt(3); 2.94 degrees of freedom."""
-    found = compare.compare(repeats("l2l", 1 / 0.99, 1.0, 1 / 1.01), repeats("resident", 1 / 0.49, 2.0, 1 / 0.51)).ratio
+    found = compare.compare(
+        repeats("l2l", 1 / 0.99, 1.0, 1 / 1.01), repeats("resident", 1 / 0.49, 2.0, 1 / 0.51)
+    ).ratio
     error = math.sqrt((0.01**2 + 0.02**2) / 3)
     freedom = (0.01**2 + 0.02**2) ** 2 / ((0.01**4 + 0.02**4) / 2)
     assert freedom == pytest.approx(2.94, abs=0.005)
@@ -63,7 +70,8 @@ def test_the_interval_holds_the_truth_in_95_of_100_cases() -> None:
     for _ in range(600):
         sides = [
             row_of(
-                "samples_per_second", [record(seconds=2 / speed) for speed in draw.normal(mean, spread * mean, size)]
+                "samples_per_second",
+                [record(seconds=2 / speed) for speed in draw.normal(mean, spread * mean, size)],
             )
             for mean, spread, size in ((1.5, 0.03, 3), (1.0, 0.06, 5))
         ]
@@ -76,10 +84,16 @@ def test_the_margin_of_one_run_is_of_the_scatter_of_its_steps() -> None:
     """The middle half of 0.9, 0.95, 1, 1.05, 1.1 lies from 0.95 to 1.05: ln(1.05 / 0.95) / 1.349 is 7.4 %, twice
     sqrt(2) of it 21 %, as a factor 1.233."""
     steps = [0.9, 0.95, 1.0, 1.05, 1.1]
-    loud = record(step_seconds=[9.0, *steps]), record("resident", step_seconds=[9.0, *(1.2 * each for each in steps)])
+    loud = (
+        record(step_seconds=[9.0, *steps]),
+        record("resident", step_seconds=[9.0, *(1.2 * each for each in steps)]),
+    )
     found = compare.compare(*([one] * 2 for one in loud))
     assert found.ratio is not None and found.ratio.high / found.ratio.value == pytest.approx(1.233, abs=5e-4)
-    assert found.verdict == ALIKE and "margin of 23%: 2 and 2 runs with steps that scatter by 7.4% and" in found.why
+    assert (
+        found.verdict == ALIKE
+        and "margin of 23%: 2 and 2 runs with steps that scatter by 7.4% and" in found.why
+    )
 
 
 BUSY = {"cpu": "EPYC", "cores": 2, "load_average": 20.0}
@@ -113,7 +127,9 @@ def test_two_runs_each_have_no_interval_and_say_so() -> None:
     )
 
 
-def test_where_it_cannot_tell_the_first_words_say_so_then_the_numbers_then_calls_that_repeat(tmp_path: Path) -> None:
+def test_where_it_cannot_tell_the_first_words_say_so_then_the_numbers_then_calls_that_repeat(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, record(seconds=1.0), record("resident", 1.02))
     told = run("compare", "l2l", "resident", "--results", tmp_path).stdout.splitlines()
     assert told[2] == "cannot tell which is faster"
@@ -144,8 +160,14 @@ def test_a_simulated_clock_is_not_compared_with_a_real_one() -> None:
 
 
 def test_all_that_differs_is_named_and_nothing_else() -> None:
-    a = record(machine={"cpu": "EPYC", "cores": 2}, software={"commit": "a", "torch": "2"}, options={"window_size": 2})
-    b = record("resident", machine={"cpu": "EPYC", "cores": 4}, software={"commit": "b", "torch": "2"}, started=9.0)
+    a = record(
+        machine={"cpu": "EPYC", "cores": 2},
+        software={"commit": "a", "torch": "2"},
+        options={"window_size": 2},
+    )
+    b = record(
+        "resident", machine={"cpu": "EPYC", "cores": 4}, software={"commit": "b", "torch": "2"}, started=9.0
+    )
     assert compare.differences(a, b) == {
         "job.method": ("l2l", "resident"),
         "job.options.window_size": (2, None),
@@ -158,8 +180,9 @@ def test_all_that_differs_is_named_and_nothing_else() -> None:
 
 
 def side_by_side(tmp_path: Path, a: list[Record], b: list[Record]) -> tuple[list, list[str]]:
-    return compare.pairs(*(compare.select(str(write(tmp_path / name, *one)), tmp_path)
-                           for name, one in (("a", a), ("b", b))))  # fmt: skip
+    return compare.pairs(
+        *(compare.select(str(write(tmp_path / name, *one)), tmp_path) for name, one in (("a", a), ("b", b)))
+    )
 
 
 def test_folders_are_paired_by_workload_method_and_options(tmp_path: Path) -> None:
@@ -187,7 +210,10 @@ def test_runs_are_paired_by_device_and_budget_before_any_newest_one_is_taken(tmp
     b = [on("cpu", 32, 6.0, "resident", started=3.0), on("sim", 16, 4.0, "resident", started=4.0)]
     found, _ = side_by_side(tmp_path, a, b)
     made = [compare.compare(*pair) for pair in found]
-    assert [(one.a[-1].job.device, one.ratio and one.ratio.value) for one in made] == [("sim", 4.0), ("cpu", 2.0)]
+    assert [(one.a[-1].job.device, one.ratio and one.ratio.value) for one in made] == [
+        ("sim", 4.0),
+        ("cpu", 2.0),
+    ]
     assert compare.side(made[0].a)["budget"]["device_bytes"] == 16 * 2**20
 
 
@@ -246,11 +272,15 @@ def test_where_none_has_a_throughput_the_end_of_the_last_one_is_told(tmp_path: P
 
 
 def test_compare_says_it_in_lines_or_json_and_ends_in_0(tmp_path: Path) -> None:
-    results = write(tmp_path / "results", *repeats("l2l", 0.99, 1.0, 1.01), *repeats("resident", 1.98, 2.0, 2.02))
+    results = write(
+        tmp_path / "results", *repeats("l2l", 0.99, 1.0, 1.01), *repeats("resident", 1.98, 2.0, 2.02)
+    )
     done = run("compare", "l2l", "resident", "--results", str(results))
     assert done.returncode == 0 and done.stderr == ""
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("A: l2l, 2 layers x 32, on cpu: 3 runs, 2 samples/s (1.95 to 2.05); gate exact")
+    assert lines[0].startswith(
+        "A: l2l, 2 layers x 32, on cpu: 3 runs, 2 samples/s (1.95 to 2.05); gate exact"
+    )
     assert lines[2].startswith("A is faster: 2 (1.9") and "95 % interval, 3 and 3 runs" in lines[2]
     assert lines[3] == "  differs: job.method: l2l | resident"
     path = results / "log_3.json"
@@ -271,8 +301,12 @@ def test_compare_says_it_in_lines_or_json_and_ends_in_0(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path, words: str, code: int, told: str) -> None:
-    write(tmp_path, record(), record("big", workload=SMALL.at_depth(8)),
-          record("failed", gate=Gate("failed", "loss", "it learns nothing")))  # fmt: skip
+    write(
+        tmp_path,
+        record(),
+        record("big", workload=SMALL.at_depth(8)),
+        record("failed", gate=Gate("failed", "loss", "it learns nothing")),
+    )
     done = run("compare", *words.split(), "--results", str(tmp_path))
     assert done.returncode == code and told in (done.stderr if code == 2 else done.stdout)
     assert len(done.stderr.splitlines()) == (1 if code == 2 else 0)

@@ -30,7 +30,10 @@ def test_a_row_names_who_implements_the_method_and_which_version(records: list[R
         "upstream: torch.distributed.fsdp",
         f"torch {machine.software()['torch']}",
     )
-    assert (ours["implementation"], ours["version"]) == ("this project", f"commit {machine.software()['commit']}")
+    assert (ours["implementation"], ours["version"]) == (
+        "this project",
+        f"commit {machine.software()['commit']}",
+    )
 
 
 def test_a_row_names_the_kernels_that_were_seen_not_those_that_were_hoped_for(records: list[Record]) -> None:
@@ -52,25 +55,39 @@ def test_the_newest_run_of_a_method_speaks_for_it_and_only_one_that_trained(reco
 
 def test_what_all_share_is_said_once_and_what_differs_names_who_has_it() -> None:
     rows = [
-        {"method": name, "model": model, "clipping": "exact"} for name, model in (("a", "x"), ("b", "y"), ("c", "x"))
+        {"method": name, "model": model, "clipping": "exact"}
+        for name, model in (("a", "x"), ("b", "y"), ("c", "x"))
     ]
     assert fairness.lines(rows, 80) == ["model", "  x: a, c", "  y: b", "clipping", "  exact: all 3"]
 
 
 def test_a_method_that_does_not_describe_itself_is_named_once_with_what_it_lacks() -> None:
-    rows = [{"method": "a", "model": "x", "recompute": "none"}, dict.fromkeys(("model", "recompute"), fairness.UNSAID)]
+    rows = [
+        {"method": "a", "model": "x", "recompute": "none"},
+        dict.fromkeys(("model", "recompute"), fairness.UNSAID),
+    ]
     rows[1]["method"] = "b"
     assert fairness.lines(rows, 80) == [
-        "model", "  x: a", "recompute", "  none: a", "what is not said", "  a method tells it by describe(): b",
-    ]  # fmt: skip
+        "model",
+        "  x: a",
+        "recompute",
+        "  none: a",
+        "what is not said",
+        "  a method tells it by describe(): b",
+    ]
 
 
 def test_options_are_named_where_they_answer_otherwise() -> None:
     rows = [{"method": f"a (w={w})", "model": "x", "gate": gate} for w, gate in ((1, "ok"), (2, "failed"))]
     rows.append({"method": "b", "model": "y", "gate": "ok"})
     assert fairness.lines(rows, 80) == [
-        "model", "  x: a", "  y: b", "gate", "  ok: a (w=1), b", "  failed: a (w=2)",
-    ]  # fmt: skip
+        "model",
+        "  x: a",
+        "  y: b",
+        "gate",
+        "  ok: a (w=1), b",
+        "  failed: a (w=2)",
+    ]
 
 
 def test_no_line_is_wider_than_the_terminal_where_its_words_are_not(records: list[Record]) -> None:

@@ -22,15 +22,24 @@ SPEEDS = {"metric": "samples_per_second", "valid": True, "clock": "cuda", "machi
 def row(
     method: str, value: float | None, *, num_layers: int = 4, window_size: int | None = None, **other: Any
 ) -> FigureRow:
-    return FigureRow(**{
-        **SPEEDS, "method": method, "num_layers": num_layers, "hidden_size": 64, "window_size": window_size,
-        "value": value, **other,
-    })  # fmt: skip
+    return FigureRow(
+        **{
+            **SPEEDS,
+            "method": method,
+            "num_layers": num_layers,
+            "hidden_size": 64,
+            "window_size": window_size,
+            "value": value,
+            **other,
+        }
+    )
 
 
 def repeated(method: str, *values: float) -> FigureRow:
     low, high = interval(values)
-    return row(method, sorted(values)[len(values) // 2], low=low, high=high, num_runs=len(values), values=values)
+    return row(
+        method, sorted(values)[len(values) // 2], low=low, high=high, num_runs=len(values), values=values
+    )
 
 
 def claim(expected: claims.Expected, **other: Any) -> Claim:
@@ -104,7 +113,9 @@ def test_three_runs_each_are_decided_by_their_interval() -> None:
     """Equal spread of 1 % on both sides: an error of sqrt(2 / 3) %, 4 degrees of freedom, t = 2.776."""
     found = ratio(repeated("stronghold", 2.97, 3.0, 3.03), repeated("l2l", 0.99, 1.0, 1.01))
     half = 2.776445 * 0.01 * math.sqrt(2 / 3)
-    assert (found.value, found.low, found.high) == pytest.approx((3, 3 * math.exp(-half), 3 * math.exp(half)), rel=1e-6)
+    assert (found.value, found.low, found.high) == pytest.approx(
+        (3, 3 * math.exp(-half), 3 * math.exp(half)), rel=1e-6
+    )
     assert "95 % interval, 3 and 3 runs" in found.how
     noisy = [repeated("stronghold", 0.6, 1.2, 1.8), repeated("l2l", 0.9, 1.0, 1.1)]
     assert judge(Order(((FAST,), (SLOW,))), noisy).verdict == "NOT DISTINGUISHABLE"
@@ -126,7 +137,9 @@ def test_sizes_are_counted_and_have_no_margin() -> None:
 
 
 def test_the_largest_size_is_the_largest_that_ran_not_the_one_that_failed_above_it() -> None:
-    failed = row("stronghold", 3000.0, metric="params", valid=False, status="oom-device", reason="device is full")
+    failed = row(
+        "stronghold", 3000.0, metric="params", valid=False, status="oom-device", reason="device is full"
+    )
     rows = [row("stronghold", 2000.0, metric="params"), failed, row("l2l", 1000.0, metric="params")]
     found = judge(Order(((FAST,), (SLOW,))), rows, metric="params")
     assert (found.verdict, [row.value for row in found.rests_on]) == ("PASS", [2000.0, 1000.0])
@@ -136,7 +149,10 @@ def test_what_rests_on_a_run_that_did_not_train_fails_whatever_its_numbers_and_n
     rows = [row("stronghold", 3.0, valid=False, reason="the loss is nan"), row("l2l", 1.0)]
     found = judge(TWICE, rows)
     assert (found.verdict, found.numbers) == ("FAIL", "hold")
-    assert found.note == "rests on a run that did not train, says the gate: stronghold, 4 layers (the loss is nan)"
+    assert (
+        found.note
+        == "rests on a run that did not train, says the gate: stronghold, 4 layers (the loss is nan)"
+    )
     assert judge(TWICE, rows, xfail="known").verdict == "FAIL"
 
 
@@ -187,9 +203,11 @@ def test_a_size_whose_search_goes_on_is_not_judged_and_names_the_call_that_goes_
     tables = {"fit_v100-vm": rows}
     found = verdicts.judge(claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.holds_there)
     assert (found.verdict, found.note) == (
-        "NOT TESTED", "./run.sh case 3 --profile fit --machine v100-vm (search not finished: stronghold, 4 layers)",
-    )  # fmt: skip
-    tables["demo"] = [row("stronghold", 3000.0, **sizes), row("l2l", 2000.0, **sizes)]  # a lesser one that is finished
+        "NOT TESTED",
+        "./run.sh case 3 --profile fit --machine v100-vm (search not finished: stronghold, 4 layers)",
+    )
+    # a lesser one that is finished
+    tables["demo"] = [row("stronghold", 3000.0, **sizes), row("l2l", 2000.0, **sizes)]
     found = verdicts.judge(claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.holds_there)
     assert (found.verdict, found.profile) == ("PASS", "demo")
 
@@ -201,8 +219,13 @@ def test_what_imported_logs_lack_is_not_tested() -> None:
 
 
 def test_speeds_are_compared_at_the_largest_size_that_both_have() -> None:
-    rows = [row("stronghold", 9.0, num_layers=2), row("stronghold", 3.0), row("stronghold", 0.1, num_layers=8),
-            row("l2l", 1.0, num_layers=2), row("l2l", 1.0)]  # fmt: skip
+    rows = [
+        row("stronghold", 9.0, num_layers=2),
+        row("stronghold", 3.0),
+        row("stronghold", 0.1, num_layers=8),
+        row("l2l", 1.0, num_layers=2),
+        row("l2l", 1.0),
+    ]
     assert [row.num_layers for row in judge(TWICE, rows).rests_on] == [4, 4]
 
 
@@ -246,16 +269,21 @@ def test_a_value_whose_interval_crosses_its_tolerance_is_open() -> None:
 
 
 def series(axis: str, values: dict[int, float]) -> list[FigureRow]:
-    return [row("stronghold", value, **{axis: place, "metric": "step_seconds"}) for place, value in values.items()]
+    return [
+        row("stronghold", value, **{axis: place, "metric": "step_seconds"}) for place, value in values.items()
+    ]
 
 
 @pytest.mark.parametrize(
-    ("power", "bounds", "verdict"), [(1.0, (0.95, 1.05), "PASS"), (1.2, (0.95, 1.05), "FAIL"), (2, (1.9, 2.1), "PASS")]
+    ("power", "bounds", "verdict"),
+    [(1.0, (0.95, 1.05), "PASS"), (1.2, (0.95, 1.05), "FAIL"), (2, (1.9, 2.1), "PASS")],
 )
 def test_an_exponent_is_that_of_a_power_law(power: float, bounds: tuple[float, float], verdict: str) -> None:
     rows = series("num_layers", {depth: 0.5 * depth**power for depth in (2, 4, 8, 16)})
     found = judge(Shape(FAST, "num_layers", exponent=bounds), rows, metric="step_seconds")
-    assert found.verdict == verdict and f"exponent {power:.2f}" in found.seen and "residual 0.0%" in found.seen
+    assert (
+        found.verdict == verdict and f"exponent {power:.2f}" in found.seen and "residual 0.0%" in found.seen
+    )
 
 
 def test_an_exponent_that_scatters_around_its_bound_is_open_and_three_points_have_none() -> None:
@@ -294,8 +322,12 @@ def test_of_the_published_claims_those_about_runs_that_trained_hold(published: d
     no numbers of runs."""
     holding = {name for name, found in published.items() if found.verdict == "PASS"}
     assert holding == {
-        "6a.megatron", "6a.zero-offload", "7a.zero-offload-48", "8a.megatron-32", "8a.zero-offload-32",
-    }  # fmt: skip
+        "6a.megatron",
+        "6a.zero-offload",
+        "7a.zero-offload-48",
+        "8a.megatron-32",
+        "8a.zero-offload-32",
+    }
     untrained = [found for found in published.values() if found.note.startswith(verdicts.UNTRAINED)]
     assert {found.verdict for found in untrained} == {"FAIL"}
     untested = {name for name, found in published.items() if found.verdict == verdicts.NOT_TESTED}
@@ -319,10 +351,18 @@ def test_the_published_window_has_no_plateau(published: dict[str, Finding]) -> N
 
 @pytest.mark.parametrize(
     ("name", "seen"),
-    [("7a.over-megatron", 0.893), ("7a.over-zero-offload", 1.57), ("7a.over-zero-infinity", 1.62),
-     ("8a.over-zero-offload", 1.8), ("8a.over-zero-infinity", 1.86), ("8a.over-l2l", 3.81)],
-)  # fmt: skip
-def test_the_published_ratios_are_those_of_its_logs(published: dict[str, Finding], name: str, seen: float) -> None:
+    [
+        ("7a.over-megatron", 0.893),
+        ("7a.over-zero-offload", 1.57),
+        ("7a.over-zero-infinity", 1.62),
+        ("8a.over-zero-offload", 1.8),
+        ("8a.over-zero-infinity", 1.86),
+        ("8a.over-l2l", 3.81),
+    ],
+)
+def test_the_published_ratios_are_those_of_its_logs(
+    published: dict[str, Finding], name: str, seen: float
+) -> None:
     assert f" = {seen:g} (" in published[name].seen
 
 
@@ -333,4 +373,7 @@ def test_the_published_speed_beside_megatron_fails_by_its_numbers_too(published:
 def test_a_claim_of_several_gpus_is_not_applicable_until_a_case_runs_on_them() -> None:
     (claim,) = [claim for claim in claims.load() if claim.id == "hydra.linear"]
     found = verdicts.judge(claim, {}, lambda claim, row: True)
-    assert (found.verdict, found.note) == (verdicts.OTHER_MACHINE, "said of several-gpus, on which no case runs")
+    assert (found.verdict, found.note) == (
+        verdicts.OTHER_MACHINE,
+        "said of several-gpus, on which no case runs",
+    )

@@ -27,9 +27,14 @@ def run(name: str, depth: int, window: int | None = None, **changes: Any) -> Rec
 
 
 BY_HAND = [
-    run("resident", 4), run("l2l", 4), run("l2l", 6), run("zero-offload", 4, gate=FAILED), run("stronghold", 4, 2),
-    run("stronghold", 8, 2), run("stronghold", 16, 2, status="oom-host"),
-]  # fmt: skip
+    run("resident", 4),
+    run("l2l", 4),
+    run("l2l", 6),
+    run("zero-offload", 4, gate=FAILED),
+    run("stronghold", 4, 2),
+    run("stronghold", 8, 2),
+    run("stronghold", 16, 2, status="oom-host"),
+]
 
 
 @pytest.mark.parametrize(
@@ -50,14 +55,18 @@ def test_each_case_shows_its_part_of_runs_made_by_hand(number: int, shown: list[
 def test_runs_by_two_states_of_a_method_s_code_are_not_one_line(newer: dict[str, str], capsys: Any) -> None:
     runs = [run("stronghold", 4, 2, software={"source": "a"}), run("stronghold", 8, 2, software=newer)]
     assert [row.num_layers for row in any_runs.table(4, runs)] == [8]
-    assert "1 of 2 runs left out: made by other code than their method's newest run" in capsys.readouterr().err
+    assert (
+        "1 of 2 runs left out: made by other code than their method's newest run" in capsys.readouterr().err
+    )
 
 
 WINDOWS = [run("stronghold", 4, window) for window in (2, 4, 15)]
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
-def test_of_several_windows_the_published_one_is_shown_where_the_case_is_not_about_windows(number: int) -> None:
+def test_of_several_windows_the_published_one_is_shown_where_the_case_is_not_about_windows(
+    number: int,
+) -> None:
     """The published order of runs leaves windows of case 5 beside those of the others: they were refused."""
     others = [each for each in BY_HAND if each.job.method != "stronghold"]
     shown = any_runs.table(number, [*others, *WINDOWS])
@@ -95,16 +104,21 @@ def test_a_failed_gate_stays_one() -> None:
         (run("stronghold", 4, 4), r"window_size \(2, 4\)", "window_size=2"),
     ],
 )
-def test_what_must_not_be_mixed_is_named_with_a_choice_that_works(other: Record, told: str, choice: str) -> None:
+def test_what_must_not_be_mixed_is_named_with_a_choice_that_works(
+    other: Record, told: str, choice: str
+) -> None:
     with pytest.raises(
-        ValueError, match=f"case 3: expected records with one value of each setting, got several: .*{told}.*--where"
+        ValueError,
+        match=f"case 3: expected records with one value of each setting, got several: .*{told}.*--where",
     ):
         any_runs.table(3, [*BY_HAND, other])
     assert any_runs.table(3, [*BY_HAND, other], [choice]) == any_runs.table(3, BY_HAND, [choice])
 
 
 def test_the_scripts_draw_runs_made_by_hand_and_imported_logs(tmp_path: Path) -> None:
-    imported = [replace(each, origin="imported", machine={}, evidence={"unsaid": ["num_heads"]}) for each in BY_HAND]
+    imported = [
+        replace(each, origin="imported", machine={}, evidence={"unsaid": ["num_heads"]}) for each in BY_HAND
+    ]
     for name, found in (("hand", BY_HAND), ("logs", imported)):
         results = records.write(tmp_path / name, *found)
         for only in ("extract", "draw"):
@@ -122,9 +136,13 @@ def test_a_profile_that_has_records_is_drawn_before_others(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("found", "where"), [([], []), (BY_HAND, ["dtype=bf16"]), ([], ["dtype=bf16"])])
-def test_where_nothing_is_to_show_the_methods_and_the_choice_are_named(found: list[Record], where: list[str]) -> None:
+def test_where_nothing_is_to_show_the_methods_and_the_choice_are_named(
+    found: list[Record], where: list[str]
+) -> None:
     told = " with dtype=bf16" if where else ""
-    with pytest.raises(ValueError, match=f"no record of megatron-lm, .*, stronghold{told} in these results; try"):
+    with pytest.raises(
+        ValueError, match=f"no record of megatron-lm, .*, stronghold{told} in these results; try"
+    ):
         any_runs.table(3, found, where)
 
 

@@ -35,15 +35,21 @@ def record(job: Job, seconds: float = 1.0, status: str = "ok", **changes) -> Rec
     if status != "ok":
         changes = {"reason": "why", "gate": Gate(), "step_seconds": [], **changes}
     key = f"{job.method}-{job.workload.num_layers}-{len(job.options)}"
-    return records.record(job, seconds, status=status, **{"key": key, "clock": "sim", "machine": FACTS, **changes})
+    return records.record(
+        job, seconds, status=status, **{"key": key, "clock": "sim", "machine": FACTS, **changes}
+    )
 
 
 def together(job: Job, seconds: float) -> Record:
     """Models that took turns of a tenth of a second, each model twice in a round."""
     num_models = job.options["num_models"]
-    turns = [[turn % num_models, 0, "forward", 0, turn / 10, (turn + 1) / 10] for turn in range(2 * num_models)]
-    loads = [{"batch_size": job.workload.batch_size >> number % 2, "learning_rate": 0.5**number}
-             for number in range(1, num_models)]  # fmt: skip
+    turns = [
+        [turn % num_models, 0, "forward", 0, turn / 10, (turn + 1) / 10] for turn in range(2 * num_models)
+    ]
+    loads = [
+        {"batch_size": job.workload.batch_size >> number % 2, "learning_rate": 0.5**number}
+        for number in range(1, num_models)
+    ]
     others = [{"workload": load, "losses": [], "grad_norms": [], "tensors": {}} for load in loads]
     key = f"{job.method}-{job.options['double_buffer']}"
     return record(job, seconds, schedule={"num_models": num_models, "turns": turns}, others=others, key=key)
@@ -60,7 +66,9 @@ def demo_records(used: CaseProfile = DEMO) -> list[Record]:
     for number in case.numbers():
         jobs = case.load(number).jobs(used, {name: DEPTHS[name] for name in METHODS[:4]})
         jobs = [job for job in jobs if number > 2 or job.method == "stronghold"]
-        found += [(together if job.method == "hydra" else record)(job, job.workload.num_layers) for job in jobs]
+        found += [
+            (together if job.method == "hydra" else record)(job, job.workload.num_layers) for job in jobs
+        ]
     return found
 
 
@@ -125,9 +133,13 @@ def test_fit_follows_the_memories_of_the_machine() -> None:
 
 @pytest.mark.parametrize(
     ("name", "on", "told"),
-    [("fast", None, "choose one of demo"), ("quick", "h100-pc", "no machine .h100-pc."), ("demo", "v100-vm", "its own"),
-     ("paper", None, "expected a GPU here")],
-)  # fmt: skip
+    [
+        ("fast", None, "choose one of demo"),
+        ("quick", "h100-pc", "no machine .h100-pc."),
+        ("demo", "v100-vm", "its own"),
+        ("paper", None, "expected a GPU here"),
+    ],
+)
 def test_a_profile_that_makes_no_sense_is_told(name: str, on: str | None, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         profile.make(name, on, METHODS, FACTS)
@@ -136,7 +148,9 @@ def test_a_profile_that_makes_no_sense_is_told(name: str, on: str | None, told: 
 def test_a_largest_size_is_the_deepest_that_trained_and_the_one_above_that_failed() -> None:
     rows = case.measured(1, DEMO, demo_records())
     found = {(row.method, row.num_layers, row.status) for row in rows}
-    assert found == {(n, d, "ok") for n, d in DEPTHS.items()} | {(n, d + 1, "oom-host") for n, d in DEPTHS.items()}
+    assert found == {(n, d, "ok") for n, d in DEPTHS.items()} | {
+        (n, d + 1, "oom-host") for n, d in DEPTHS.items()
+    }
     assert [row.value for row in rows if row.method == "l2l"] == [
         DEMO.workload.at_depth(depth).num_params for depth in (7, 8)
     ]
@@ -150,7 +164,9 @@ def test_each_baseline_stands_beside_stronghold_at_its_own_largest_size() -> Non
 
 def test_stronghold_is_not_run_at_a_size_that_the_baseline_did_not_train() -> None:
     records = [
-        dataclasses.replace(found, gate=Gate("failed", text="loss differs")) if found.job.method == "l2l" else found
+        dataclasses.replace(found, gate=Gate("failed", text="loss differs"))
+        if found.job.method == "l2l"
+        else found
         for found in demo_records()
     ]
     rows = case.measured(2, DEMO, records)
@@ -188,10 +204,18 @@ def test_a_table_of_two_windows_is_refused(tmp_path: Path) -> None:
 def test_figures_of_speed_stream_every_layer_by_one_clipping(name: str) -> None:
     """With layers resident STRONGHOLD offloads nothing, and two ways to clip bend a line of times."""
     used = profile.make(name, "v100-vm" if name == "paper" else None, METHODS, FACTS)
-    made = [job for number in range(2, 6) for job in case.load(number).jobs(used, DEPTHS) if job.method == "stronghold"]
+    made = [
+        job
+        for number in range(2, 6)
+        for job in case.load(number).jobs(used, DEPTHS)
+        if job.method == "stronghold"
+    ]
     for job in made:
         plan = method.create(job.method, job.options).plan(job.workload, job.budget.room)
-        assert plan.options["placement"] == f"W{job.workload.num_layers}" and plan.options["clipping"] == "deferred"
+        assert (
+            plan.options["placement"] == f"W{job.workload.num_layers}"
+            and plan.options["clipping"] == "deferred"
+        )
         assert plan.shortfall(job.budget.room) is None
     assert len(made) >= 12
 
@@ -233,13 +257,23 @@ HEAD = "profile,keys,metric,method,num_layers,hidden_size,value\n"
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "No columns"), (HEAD, "expected rows of samples_per_second, got no row"),
+        ("", "No columns"),
+        (HEAD, "expected rows of samples_per_second, got no row"),
         (HEAD + "demo,a,height,l2l,1,1,1", "expected rows of samples_per_second, got height"),
-        (HEAD + "demo,a,samples_per_second,l3l,1,1,1", "expected known methods and finite numbers from 0, got 'l3l'"),
-        (HEAD + "demo,a,samples_per_second,l2l,1,1,nan", "expected known methods and finite numbers from 0, got nan"),
-        (HEAD + "demo,a,samples_per_second,l2l,1,1,-3", "expected known methods and finite numbers from 0, got -3"),
+        (
+            HEAD + "demo,a,samples_per_second,l3l,1,1,1",
+            "expected known methods and finite numbers from 0, got 'l3l'",
+        ),
+        (
+            HEAD + "demo,a,samples_per_second,l2l,1,1,nan",
+            "expected known methods and finite numbers from 0, got nan",
+        ),
+        (
+            HEAD + "demo,a,samples_per_second,l2l,1,1,-3",
+            "expected known methods and finite numbers from 0, got -3",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_table_of_the_case_is_named(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "case3_demo.csv").write_text(text)
     with pytest.raises(ValueError, match=f"is no table of .*{told}"):
@@ -266,7 +300,8 @@ def test_a_csv_of_two_machines_is_not_drawn(tmp_path: Path) -> None:
     path = case_files.extract(3, DEMO, demo_records(), tmp_path)
     path.write_text(path.read_text().replace("some CPU", "another CPU", 1))
     with pytest.raises(
-        ValueError, match="expected rows of one profile and machine, got another CPU, 2 cores; some CPU, 2 cores"
+        ValueError,
+        match="expected rows of one profile and machine, got another CPU, 2 cores; some CPU, 2 cores",
     ):
         case_files.draw(3, path)
 
@@ -379,7 +414,10 @@ def test_a_search_is_finished_where_both_sides_of_the_edge_are_on_record(
 
 def test_a_search_ends_where_one_more_layer_would_take_more_than_the_machine_has() -> None:
     small, large = ({**FACTS, "host_bytes": size} for size in (2**20, 2**40))
-    found = [measurements.is_searched("l2l", [record(DEMO.probe("l2l", 7), machine=facts)]) for facts in (small, large)]
+    found = [
+        measurements.is_searched("l2l", [record(DEMO.probe("l2l", 7), machine=facts)])
+        for facts in (small, large)
+    ]
     assert found == [True, False]
 
 

@@ -27,7 +27,9 @@ def test_a_folder_is_a_row_a_record_whose_speed_is_gated(tmp_path: Path) -> None
         records.record(JOB, 0.5, peaks={"host_anonymous": 5}),
         records.record(dataclasses.replace(JOB, method="resident"), 0.25),
         records.record(JOB, 0.1, gate=Gate("failed", "loss", "loss 9 instead of 8")),
-        records.record(dataclasses.replace(JOB, method="stronghold", options={"window_size": 2}), status="oom-host"),
+        records.record(
+            dataclasses.replace(JOB, method="stronghold", options={"window_size": 2}), status="oom-host"
+        ),
     ]
     found = harness.load(str(records.write(tmp_path / "out", *made)))
     assert list(found["method"]) == ["l2l", "resident", "l2l", "stronghold"]
@@ -36,7 +38,11 @@ def test_a_folder_is_a_row_a_record_whose_speed_is_gated(tmp_path: Path) -> None
     assert list(found["samples_per_second"])[:2] == [4, 8]
     assert all(map(math.isnan, found["samples_per_second"][2:]))
     assert list(found["is_reference"]) == [False, True, False, False]
-    assert (found["options"][3], found["host_anonymous_bytes"][0], found["num_layers"][0]) == ("window_size=2", 5, 2)
+    assert (found["options"][3], found["host_anonymous_bytes"][0], found["num_layers"][0]) == (
+        "window_size=2",
+        5,
+        2,
+    )
     assert found.groupby("method")["samples_per_second"].median()["l2l"] == 4
 
 
@@ -60,15 +66,22 @@ def test_a_load_that_is_no_number_is_missing(tmp_path: Path) -> None:
 def test_steps_are_told_whatever_the_gate_says_but_no_speed(tmp_path: Path) -> None:
     seconds = [4.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]
     made = records.record(JOB, step_seconds=seconds, phase_seconds={"build": 0.5})
-    found = harness.load(records.write(tmp_path, made, dataclasses.replace(made, key="other", gate=Gate("failed"))))
-    assert list(found["step_seconds"]) == [seconds, seconds] and list(found["first_step_seconds"]) == [4.5, 4.5]
+    found = harness.load(
+        records.write(tmp_path, made, dataclasses.replace(made, key="other", gate=Gate("failed")))
+    )
+    assert list(found["step_seconds"]) == [seconds, seconds] and list(found["first_step_seconds"]) == [
+        4.5,
+        4.5,
+    ]
     assert found["median_step_seconds"][0] == 1.0 and math.isnan(found["median_step_seconds"][1])
 
 
 def test_the_documentation_names_every_column(tmp_path: Path) -> None:
     made = harness.load(records.write(tmp_path, records.record(JOB, peaks={"host_anonymous": 5})))
     lines = (ROOT / "docs/figures-and-claims.md").read_text().partition("| columns |")[2].splitlines()
-    named = [name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")]
+    named = [
+        name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
+    ]
     assert set(made) == set(named) - {"host_shared_bytes", "device_allocated_bytes"}  # peaks of other records
 
 

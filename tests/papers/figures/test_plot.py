@@ -24,7 +24,9 @@ def ours(metric: str = "params", **changes) -> list[FigureRow]:
 
 def test_a_table_of_before_rows_knew_whether_they_are_judged_is_read_as_judged(tmp_path: Path) -> None:
     lines = {name: str(getattr(ours()[0], name)) for name in case_files.COLUMNS if name != "is_judged"}
-    lines |= {name: "" for name, value in vars(ours()[0]).items() if value in (None, ())} | {"profile": "demo"}
+    lines |= {name: "" for name, value in vars(ours()[0]).items() if value in (None, ())} | {
+        "profile": "demo"
+    }
     lines = {name: text for name, text in lines.items() if name != "values"}
     (tmp_path / "old.csv").write_text(f"{','.join(lines)}\n{','.join(lines.values())}\n")
     unchecked = ours(valid=False, reason=case_files.EDITED)
@@ -77,7 +79,9 @@ def test_every_line_of_a_panel_is_seen_whole() -> None:
 def test_lines_of_a_panel_have_one_unit() -> None:
     axes = drawn_lines("params", *ours(method="resident", num_layers=2, value=5e9)).axes[0]
     assert axes.get_ylabel() == "Parameters (billions)"
-    assert max(max(each.get_ydata()) for each in axes.lines if each.get_label() == "L2L") == pytest.approx(3.2e-11)
+    assert max(max(each.get_ydata()) for each in axes.lines if each.get_label() == "L2L") == pytest.approx(
+        3.2e-11
+    )
 
 
 def test_a_legend_covers_no_line() -> None:
@@ -88,8 +92,10 @@ def test_a_legend_covers_no_line() -> None:
 
 
 def test_crosses_below_lines_say_whose_they_are() -> None:
-    failed = [ours("step_seconds", method=name, num_layers=16, value=None, status="oom-host", valid=False)[0]
-              for name in ("stronghold", "resident")]  # fmt: skip
+    failed = [
+        ours("step_seconds", method=name, num_layers=16, value=None, status="oom-host", valid=False)[0]
+        for name in ("stronghold", "resident")
+    ]
     axes = drawn_lines("step_seconds", *failed).axes[0]
     crosses = [(each.get_color(), each.get_ydata()[0]) for each in axes.lines if each.get_marker() == "x"]
     assert [color for color, _ in crosses] == [method.load(row.method).color for row in failed]
@@ -125,7 +131,9 @@ def test_a_search_that_is_not_finished_is_told_on_the_bar_and_below() -> None:
 def test_the_small_line_tells_the_worst_scatter_of_times_without_an_interval() -> None:
     rows = [*ours("step_seconds", scatter=0.32), *ours("step_seconds", scatter=0.1)]
     assert "steps scatter up to 32%" in plot.caption(rows, [], "")
-    assert "scatter" not in plot.caption(ours("step_seconds", scatter=0.32, low=1.0, high=2.0, num_runs=3), [], "")
+    assert "scatter" not in plot.caption(
+        ours("step_seconds", scatter=0.32, low=1.0, high=2.0, num_runs=3), [], ""
+    )
 
 
 def speeds(**changes) -> list[FigureRow]:
@@ -138,7 +146,8 @@ def test_each_timed_step_of_a_bar_is_a_dot() -> None:
     axes = drawn(3, speeds())[0]
     (dots,) = [each for each in axes.collections if each.get_gid() == plot.DOTS]
     assert dots.get_offsets()[:, 1].tolist() == [1.0, 1.5, 2.0, 2.0, 2.5, 3.0]
-    assert axes.texts[-1].get_text() == "2.00" and axes.texts[-1].get_position()[1] > 3.0  # above the highest dot
+    # above the highest dot
+    assert axes.texts[-1].get_text() == "2.00" and axes.texts[-1].get_position()[1] > 3.0
 
 
 @pytest.mark.parametrize(
@@ -185,8 +194,15 @@ def _svg_with_small_print(made: plot.Figure) -> str:
 
 def test_numbers_of_a_panel_have_equally_many_digits() -> None:
     assert [plot.number(value) for value in (0.5, 0.571, 1, 12.25, 123, 999.4, 999.6, 7935.2)] == [
-        "0.500", "0.571", "1.00", "12.2", "123", "999", "1000", "7935",
-    ]  # fmt: skip
+        "0.500",
+        "0.571",
+        "1.00",
+        "12.2",
+        "123",
+        "999",
+        "1000",
+        "7935",
+    ]
 
 
 def test_each_pair_of_case_2_says_its_layers() -> None:
@@ -229,14 +245,19 @@ def test_the_small_line_tells_machine_clock_profile_window_and_what_error_bars_a
         "window 15",
     ):
         assert told in text
-    assert "gate not passed: L2L: loss differs" in plot.caption(ours(valid=False, reason="loss differs"), [], "")
+    assert "gate not passed: L2L: loss differs" in plot.caption(
+        ours(valid=False, reason="loss differs"), [], ""
+    )
 
 
 def test_the_axes_have_one_spelling_of_each_metric() -> None:
     labels = [axes.get_ylabel() for number in range(1, 6) for axes in drawn(number, [])[1:]]
     assert labels == [
-        "Parameters (billions)", "Throughput (samples/s)", "Throughput (samples/s)", "Step time (ms)",
+        "Parameters (billions)",
+        "Throughput (samples/s)",
+        "Throughput (samples/s)",
         "Step time (ms)",
-    ]  # fmt: skip
+        "Step time (ms)",
+    ]
     ticks = [text.get_text() for text in drawn(1, [])[1].get_xticklabels()]
     assert ticks == ["Megatron-LM", "L2L", "ZeRO-Offload", "ZeRO-Infinity", "STRONGHOLD"]

@@ -39,7 +39,10 @@ def test_a_row_has_each_timed_step_in_its_unit_and_the_highest_load() -> None:
 def test_a_row_has_the_placement_and_the_clipping_of_its_run() -> None:
     placed = record(1.0)
     placed = dataclasses.replace(placed, job=dataclasses.replace(placed.job, options={"placement": "R1W3"}))
-    assert (row_of("step_seconds", [placed]).placement, row_of("step_seconds", [placed]).clipping) == ("R1W3", "")
+    assert (row_of("step_seconds", [placed]).placement, row_of("step_seconds", [placed]).clipping) == (
+        "R1W3",
+        "",
+    )
 
 
 def test_three_values_have_the_interval_of_students_t() -> None:

@@ -48,7 +48,10 @@ def write_log(folder: Path, name: str, num_layers: int, window: int) -> None:
     done = {"losses": [9.0] * 50, "step_seconds": seconds_of(name), "grad_norms": [1.0] * 50}
     lines = header_lines(job)
     for step in range(10, 51, 10):
-        measured = {key: values[:step] for key, values in done.items()} | {"loss_scales": [], "skipped_steps": []}
+        measured = {key: values[:step] for key, values in done.items()} | {
+            "loss_scales": [],
+            "skipped_steps": [],
+        }
         lines += interval_lines(job, measured, {"device_allocated": 2**30}, method.load(name).log_dialect)
     (folder / "results").mkdir(exist_ok=True)
     (folder / "results" / f"{log_stem(job, window, 1656730240)}.txt").write_text("\n".join(lines) + "\n")
@@ -70,8 +73,12 @@ def drawn(number: int, folder: Path) -> dict[str, float]:
         found, height = [(row[0], row[2]) for row in extracted(folder, SIZES)], max
     elif number == 2:  # each baseline at its largest size, and STRONGHOLD there
         pairs = [(name, (name, ORDER[-1])) for name in ORDER[:-1]]
-        found = [(f"{name}/{row[2]}", row[4]) for name, both in pairs for row in speeds
-                 if row[0] == largest[name] and row[2] in both]  # fmt: skip
+        found = [
+            (f"{name}/{row[2]}", row[4])
+            for name, both in pairs
+            for row in speeds
+            if row[0] == largest[name] and row[2] in both
+        ]
         height = statistics.fmean
     elif number == 3:  # all methods at one size
         found, height = [(row[2], row[4]) for row in speeds if row[0] == "l-32"], statistics.fmean
@@ -96,12 +103,17 @@ def test_five_speeds_of_each_method_are_extracted_and_drawn(folder: Path) -> Non
         assert {row[3] for row in own} == {"SamplesPerSec" if "zero" in name else "SamplesPerSecond"}
         seconds = seconds_of(name)
         ends = range(10, 51, 10)
-        expected = [4 / statistics.fmean(seconds[2:end] if "zero" in name else seconds[end - 10 : end]) for end in ends]
+        expected = [
+            4 / statistics.fmean(seconds[2:end] if "zero" in name else seconds[end - 10 : end])
+            for end in ends
+        ]
         assert [float(row[4]) for row in own] == pytest.approx(expected)
 
 
 def test_the_times_of_a_window_are_extracted(folder: Path) -> None:
-    expected = [1000 * statistics.fmean(seconds_of("stronghold")[end - 10 : end]) for end in range(10, 51, 10)]
+    expected = [
+        1000 * statistics.fmean(seconds_of("stronghold")[end - 10 : end]) for end in range(10, 51, 10)
+    ]
     found = extracted(folder, TIMES)
     assert [row[0] for row in found] == ["l-32"] * 5
     assert [float(row[1]) for row in found] == pytest.approx(expected, abs=0.1)
@@ -112,7 +124,9 @@ def test_every_figure_is_drawn_from_our_logs(folder: Path) -> None:
     for name, num_layers, window in (("zero-offload", 48, 4), ("stronghold", 48, 15), ("stronghold", 32, 2)):
         write_log(folder, name, num_layers, window)
     ends, seconds = range(10, 51, 10), {name: seconds_of(name) for name in PUBLISHED_METHODS}
-    intervals = {name: [statistics.fmean(found[end - 10 : end]) for end in ends] for name, found in seconds.items()}
+    intervals = {
+        name: [statistics.fmean(found[end - 10 : end]) for end in ends] for name, found in seconds.items()
+    }
     speed = {name: statistics.fmean(4 / interval for interval in found) for name, found in intervals.items()}
     for name in ("zero-offload", "zero-infinity"):
         speed[name] = statistics.fmean(4 / statistics.fmean(seconds[name][2:end]) for end in ends)

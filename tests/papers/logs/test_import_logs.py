@@ -41,13 +41,17 @@ from tests.support.logs import (
     steps_of,
     write_log,
     write_published,
-)  # fmt: skip
+)
 
 
 @needs_published
 def test_the_raw_logs_get_the_known_verdicts(tmp_path: Path) -> None:
     found = {
-        (record.job.method, record.job.workload.num_layers): (record.status, record.gate.verdict, record.gate.reason)
+        (record.job.method, record.job.workload.num_layers): (
+            record.status,
+            record.gate.verdict,
+            record.gate.reason,
+        )
         for record in imported(PUBLISHED / "logs", results=tmp_path)
     }
     assert found == {
@@ -72,7 +76,9 @@ def test_the_raw_logs_have_the_published_medians_parameters_and_memory(tmp_path:
         steady = evidence["elapsed_ms"][1:]
         assert (f"{statistics.median(steady):.1f}" if steady else "") == row["ms_steady_median"]
         assert f" {row['ms_steady_median']} ms a step" in line(record) or not steady
-        assert record.median_step_seconds == pytest.approx(statistics.median(steady) / 1000) if steady else True
+        assert (
+            record.median_step_seconds == pytest.approx(statistics.median(steady) / 1000) if steady else True
+        )
         assert f"{record.job.workload.num_params / 1e9:.3f}" == row["params_B"]
         assert record.evidence.get("other_parameters") is None
         assert f"{record.peaks['device_allocated'] / 2**20:.1f}" == row["mem_max_alloc_MB"]
@@ -90,8 +96,9 @@ def test_what_is_no_log_is_named_and_skipped(tmp_path: Path) -> None:
     done = run("import", logs, "--results", tmp_path / "results")
     assert done.returncode == 1
     assert [text.split(":")[0].rsplit("/")[-1] for text in done.stderr.splitlines()] == [
-        name_of("l2l", 2, 64), "notes.txt",
-    ]  # fmt: skip
+        name_of("l2l", 2, 64),
+        "notes.txt",
+    ]
     assert done.stdout.startswith("megatron-lm, 32 layers, 1.717 B parameters: ok, median")
     assert len(list((tmp_path / "results").iterdir())) == 1
 
@@ -157,7 +164,9 @@ def test_a_log_of_a_year_that_no_record_has_is_skipped(tmp_path: Path) -> None:
 def test_sweep_and_fairness_table_take_no_imported_record_for_their_own(tmp_path: Path) -> None:
     load = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
     job = resolve(Job("resident", load))[0]
-    record = dataclasses.replace(one(tmp_path, name_of("m", 2, 64), megatron_lines(2, 64, [9.0, 8.0])), job=job)
+    record = dataclasses.replace(
+        one(tmp_path, name_of("m", 2, 64), megatron_lines(2, 64, [9.0, 8.0])), job=job
+    )
     record = dataclasses.replace(record, key=Sweep(tmp_path).key(job))
     record.write(tmp_path / "log_resident.json")
     assert len(read_all(tmp_path)[0]) == 1
@@ -197,19 +206,33 @@ def test_every_record_of_an_import_is_read_again(varied: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["compare megatron-lm zero-offload", "compare --baseline {} l2l", "verify", "fairness",
-     "case 3 --profile all --extract", pytest.param("report", marks=pytest.mark.heavy),
-     pytest.param("bundle", marks=pytest.mark.heavy)],
-)  # fmt: skip
+    [
+        "compare megatron-lm zero-offload",
+        "compare --baseline {} l2l",
+        "verify",
+        "fairness",
+        "case 3 --profile all --extract",
+        pytest.param("report", marks=pytest.mark.heavy),
+        pytest.param("bundle", marks=pytest.mark.heavy),
+    ],
+)
 def test_every_verb_reads_the_records_of_an_import(varied: Path, words: str) -> None:
     done = run(*words.format(varied).split(), "--results", varied)  # a traceback would fail here
     assert "is not a record" not in done.stderr
 
 
 def test_a_log_without_times_has_no_throughput_and_says_so(varied: Path) -> None:
-    verdicts = {record.evidence["log"][-5]: record.gate for record in read_all(varied)[0].values()
-                if record.job.method == "megatron-lm"}  # fmt: skip
-    assert [verdicts[number].verdict for number in "0123"] == ["tolerance", "tolerance", "untested", "untested"]
+    verdicts = {
+        record.evidence["log"][-5]: record.gate
+        for record in read_all(varied)[0].values()
+        if record.job.method == "megatron-lm"
+    }
+    assert [verdicts[number].verdict for number in "0123"] == [
+        "tolerance",
+        "tolerance",
+        "untested",
+        "untested",
+    ]
     assert "no time of a step could be read" in verdicts["2"].text
 
 
@@ -221,7 +244,9 @@ def test_a_copy_of_a_log_is_named_and_not_written(tmp_path: Path) -> None:
         skipped.clear()
         made = list(import_logs([logs], tmp_path, None, lambda *pair: skipped.append(pair)))
     assert [is_new for _, is_new in made] == [False] and len(list(tmp_path.glob("*.json"))) == 1
-    assert [reason for _, reason in skipped] == [f"the same log as {SMALL_NAME.replace('800.txt', '800.txt')}"]
+    assert [reason for _, reason in skipped] == [
+        f"the same log as {SMALL_NAME.replace('800.txt', '800.txt')}"
+    ]
 
 
 def mutate(lines: list[str], draw: st.DrawFn) -> list[bytes]:
@@ -259,7 +284,9 @@ def mutated_logs(draw: st.DrawFn) -> list[bytes]:
     curve = draw(st.sampled_from([[9.0, 8.0, 7.5], [9.0, 9.0], [9.0, math.nan, math.nan], [8.0]]))
     dialect = draw(st.sampled_from([megatron_lines, deepspeed_lines, own_lines]))
     lines = dialect(32, 2048, curve, of=draw(st.sampled_from([30, 50])))
-    return mutate([*lines, draw(st.sampled_from(["", "run.sh: line 5: 7 Killed  python", "MemoryError"]))], draw)
+    return mutate(
+        [*lines, draw(st.sampled_from(["", "run.sh: line 5: 7 Killed  python", "MemoryError"]))], draw
+    )
 
 
 @fuzzed

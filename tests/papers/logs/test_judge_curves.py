@@ -20,10 +20,14 @@ from tests.support.logs import (
 
 # zero-offload trains; all others of the published methods but the reference do not.
 EXPECTED = dict.fromkeys(CURVES, "failed loss") | {
-    "megatron-lm 32 4": "tolerance ", "zero-offload 32 4": "tolerance ", "zero-offload 48 4": "tolerance ",
+    "megatron-lm 32 4": "tolerance ",
+    "zero-offload 32 4": "tolerance ",
+    "zero-offload 48 4": "tolerance ",
     "stronghold 32 2": "failed no-learning",
-    "l2l 32 4": "failed no-learning", "l2l 78 4": "untested incomplete", "stronghold 16 15": "failed not-finite",
-}  # fmt: skip
+    "l2l 32 4": "failed no-learning",
+    "l2l 78 4": "untested incomplete",
+    "stronghold 16 15": "failed not-finite",
+}
 
 
 def test_the_published_runs_get_the_verdicts_that_their_losses_deserve(tmp_path: Path) -> None:
@@ -32,20 +36,33 @@ def test_the_published_runs_get_the_verdicts_that_their_losses_deserve(tmp_path:
     found = {}
     for record in imported(tmp_path, results=tmp_path):
         job, window = record.job, record.evidence["named_window"]
-        found[f"{job.method} {job.workload.num_layers} {window}"] = f"{record.gate.verdict} {record.gate.reason}"
+        found[f"{job.method} {job.workload.num_layers} {window}"] = (
+            f"{record.gate.verdict} {record.gate.reason}"
+        )
     assert found == EXPECTED
 
 
 @pytest.mark.parametrize("vary", VARIANTS)
-def test_a_log_of_an_unknown_dialect_is_judged_as_the_one_that_it_is_near(tmp_path: Path, vary: Callable) -> None:
-    names = ("megatron-lm 32 4", "zero-offload 32 4", "zero-infinity 32 4", "stronghold 16 15", "l2l 32 4", "l2l 78 4")
+def test_a_log_of_an_unknown_dialect_is_judged_as_the_one_that_it_is_near(
+    tmp_path: Path, vary: Callable
+) -> None:
+    names = (
+        "megatron-lm 32 4",
+        "zero-offload 32 4",
+        "zero-infinity 32 4",
+        "stronghold 16 15",
+        "l2l 32 4",
+        "l2l 78 4",
+    )
     for name in names:
         path = write_published(tmp_path, name)
         path.write_text("\n".join(vary(path.read_text().splitlines())) + "\n")
     found = {}
     for record in imported(tmp_path, results=tmp_path):
         job, window = record.job, record.evidence["named_window"]
-        found[f"{job.method} {job.workload.num_layers} {window}"] = f"{record.gate.verdict} {record.gate.reason}"
+        found[f"{job.method} {job.workload.num_layers} {window}"] = (
+            f"{record.gate.verdict} {record.gate.reason}"
+        )
     assert found == {name: EXPECTED[name] for name in names}
 
 
@@ -86,8 +103,9 @@ def test_the_reference_may_be_named(tmp_path: Path) -> None:
         write_published(tmp_path, name)
     records = imported(tmp_path, results=tmp_path, reference="zero-offload")
     assert {record.job.method: record.gate.verdict for record in records} == {
-        "zero-offload": "tolerance", "zero-infinity": "failed",
-    }  # fmt: skip
+        "zero-offload": "tolerance",
+        "zero-infinity": "failed",
+    }
 
 
 def test_a_reference_many_doublings_away_cannot_tell(tmp_path: Path) -> None:

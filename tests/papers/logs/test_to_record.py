@@ -26,15 +26,25 @@ from tests.support.logs import (
     own_lines,
     steps_of,
     write_log,
-)  # fmt: skip
+)
 
 
-@pytest.mark.parametrize("name", ["log_some-method_l-2_hs-64_bs-4_ws-4_2022-07-02.1656730240.txt",
-                                  "log_some-method_l-2_h-64_bs-4_ws-4_2022-07-02.1656730240.txt"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "log_some-method_l-2_hs-64_bs-4_ws-4_2022-07-02.1656730240.txt",
+        "log_some-method_l-2_h-64_bs-4_ws-4_2022-07-02.1656730240.txt",
+    ],
+)
 def test_both_patterns_of_names_are_read(tmp_path: Path, name: str) -> None:
     record = one(tmp_path, name, megatron_lines(2, 64, [9.0, 8.0]))
     load = record.job.workload
-    assert (record.job.method, load.num_layers, load.hidden_size, load.batch_size) == ("some-method", 2, 64, 4)
+    assert (record.job.method, load.num_layers, load.hidden_size, load.batch_size) == (
+        "some-method",
+        2,
+        64,
+        4,
+    )
     assert record.started == 1656730240
     assert record.origin == "imported"
 
@@ -54,7 +64,9 @@ def test_megatrons_lines_become_losses_seconds_norms_and_peaks(tmp_path: Path) -
 
 
 def test_the_arguments_are_the_workload(tmp_path: Path) -> None:
-    record = one(tmp_path, name_of("m", 2, 64), megatron_lines(2, 64, [9.0], heads=8, dropout=0.1, data="/a/b/corpus"))
+    record = one(
+        tmp_path, name_of("m", 2, 64), megatron_lines(2, 64, [9.0], heads=8, dropout=0.1, data="/a/b/corpus")
+    )
     load = record.job.workload
     assert (load.num_heads, load.dropout, load.corpus, load.dtype) == (8, 0.1, "corpus", "fp32")
     assert "/a/b" not in json.dumps(record.to_dict())  # a stranger's folders are nobody's business
@@ -65,7 +77,9 @@ def test_deepspeeds_speed_is_known_to_be_cumulative(tmp_path: Path) -> None:
     assert record.evidence["samples_per_second_is"].startswith("mean of all steps so far but the first two")
     assert record.losses == [9.0, 8.5, 8.25]
     assert record.peaks["device_reserved"] == 200 * 2**20
-    assert record.evidence["doubts"] == ["its Tera Flops are 0.1 times what its parameters, tokens and times give"]
+    assert record.evidence["doubts"] == [
+        "its Tera Flops are 0.1 times what its parameters, tokens and times give"
+    ]
 
 
 @needs_published
@@ -75,7 +89,8 @@ def test_cumulative_speeds_take_apart_into_the_times_of_intervals(name: str) -> 
     path = next((PUBLISHED / "logs").glob(f"log_{name}_*"))
     evidence = to_record(read(path), path.name).evidence
     spent = [
-        (n - 2) * 4 / speed for n, speed in zip(evidence["iterations"], evidence["samples_per_second"], strict=True)
+        (n - 2) * 4 / speed
+        for n, speed in zip(evidence["iterations"], evidence["samples_per_second"], strict=True)
     ]
     for index, elapsed in enumerate(evidence["elapsed_ms"][1:], start=1):
         assert (spent[index] - spent[index - 1]) * 100 == pytest.approx(elapsed, rel=1e-3)
@@ -90,7 +105,9 @@ def test_a_window_counts_where_the_method_has_one(tmp_path: Path) -> None:
 
 
 def test_our_own_log_gives_its_job_back(tmp_path: Path) -> None:
-    load = Workload(num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, clip_norm=0)
+    load = Workload(
+        num_layers=2, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, clip_norm=0
+    )
     job = Job("stronghold", load, {"window_size": 2, "resident_layers": 0}, steps=20, warmup=5)
     measured = {"losses": [4.0] * 10 + [3.0] * 10, "step_seconds": [0.25] * 20, "grad_norms": [1.0] * 20}
     measured |= {"loss_scales": [], "skipped_steps": []}
@@ -112,17 +129,35 @@ def test_our_own_log_gives_its_job_back(tmp_path: Path) -> None:
         ("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB", "oom-device"),
         ("torch.OutOfMemoryError: sim device out of memory: tried to allocate 64 bytes", "oom-device"),
         ("torch.OutOfMemoryError: sim pinned out of memory: tried to allocate 64 bytes", "oom-host"),
-        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 8 bytes", "oom-host"),
+        (
+            "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 8 bytes",
+            "oom-host",
+        ),
         ("/x/run.sh: line 56: 31047 Terminated              python train.py", "killed"),
         ("/x/run.sh: line 56: 31047 Segmentation fault      python train.py", "crash"),
         ("KeyboardInterrupt", "interrupted"),
         ("ModuleNotFoundError: No module named 'apex'", "unavailable"),
         ("ValueError: no such thing", "crash"),
-        ("stronghold with 9 layers needs 9.0 GiB of host memory (weights 9.0 GiB), there is 1.0 GiB", "does-not-fit"),
-        ("stronghold with 1 layer needs 9.0 GiB of host memory (weights 9.0 GiB), there is 1.0 GiB", "does-not-fit"),
-        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO TIME LIMIT ***", "timeout"),
-        ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO PREEMPTION ***", "killed"),
-        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO NODE FAILURE ***", "killed"),
+        (
+            "stronghold with 9 layers needs 9.0 GiB of host memory (weights 9.0 GiB), there is 1.0 GiB",
+            "does-not-fit",
+        ),
+        (
+            "stronghold with 1 layer needs 9.0 GiB of host memory (weights 9.0 GiB), there is 1.0 GiB",
+            "does-not-fit",
+        ),
+        (
+            "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO TIME LIMIT ***",
+            "timeout",
+        ),
+        (
+            "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO PREEMPTION ***",
+            "killed",
+        ),
+        (
+            "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 DUE TO NODE FAILURE ***",
+            "killed",
+        ),
         ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-03T10:00:00 ***", "interrupted"),
         ("srun: error: n1: task 0: Out Of Memory", "oom-host"),
         ("slurmstepd: error: Exceeded job memory limit at some point.", "oom-host"),
@@ -153,7 +188,10 @@ def test_a_run_killed_after_its_last_step_has_trained(tmp_path: Path) -> None:
 
 
 def test_a_run_that_exits_as_told_before_its_last_iteration_has_finished(tmp_path: Path) -> None:
-    lines = [*megatron_lines(2, 64, [9.0, 8.0], of=50), "[exiting program at iteration 20] datetime: 2022-07-02"]
+    lines = [
+        *megatron_lines(2, 64, [9.0, 8.0], of=50),
+        "[exiting program at iteration 20] datetime: 2022-07-02",
+    ]
     record = one(tmp_path, name_of("m", 2, 64), lines)
     assert (record.status, record.job.steps) == ("ok", 20)
 
@@ -161,7 +199,9 @@ def test_a_run_that_exits_as_told_before_its_last_iteration_has_finished(tmp_pat
 def test_a_whole_line_without_a_loss_is_not_a_number_and_a_cut_one_is_missing(tmp_path: Path) -> None:
     nan = one(tmp_path, name_of("m", 2, 64), megatron_lines(2, 64, [9.0, math.nan]))
     assert math.isnan(nan.losses[1])
-    cut = [text.split("| lm loss")[0] if "20/" in text else text for text in megatron_lines(2, 64, [9.0, 8.0])]
+    cut = [
+        text.split("| lm loss")[0] if "20/" in text else text for text in megatron_lines(2, 64, [9.0, 8.0])
+    ]
     assert one(tmp_path, name_of("m", 2, 64), cut).losses == [9.0, None]
 
 
@@ -200,7 +240,9 @@ def test_a_name_that_is_no_logs_is_not_even_opened(tmp_path: Path) -> None:
 def test_a_long_file_of_anything_is_read_in_seconds(tmp_path: Path) -> None:
     path = write_log(tmp_path, name_of("m", 2, 64), megatron_lines(2, 64, [9.0, 8.0]))
     with path.open("ab") as file:
-        file.write(b"  a . " + b" " * 3_000_000 + b"x" + b"\0" * 10_000_000 + b"\n" + b"iteration 1/ \n" * 50_000)
+        file.write(
+            b"  a . " + b" " * 3_000_000 + b"x" + b"\0" * 10_000_000 + b"\n" + b"iteration 1/ \n" * 50_000
+        )
     assert to_record(read(path), path.name).losses == [9.0, 8.0]
     lines = ["method m with , 3 steps on cpu, Workload(" + "a" * 16_000 + ")"] * 100
     assert read(write_log(tmp_path, path.name, lines)).own["workload"] == {}
@@ -229,15 +271,22 @@ def test_whatever_stands_before_a_step_it_is_read(tmp_path: Path, before: str) -
 
 def test_the_samples_of_a_step_are_the_global_batch(tmp_path: Path) -> None:
     record = one(tmp_path, SMALL_NAME, steps_of(size=16))
-    assert record.samples_per_step / record.median_step_seconds == 16.0  # a step of 16 samples takes one second
+    # a step of 16 samples takes one second
+    assert record.samples_per_step / record.median_step_seconds == 16.0
     assert record.evidence["doubts"] == ["batch_size is 4 in the name and 16 in the log"]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"global_batch_size": 32}, {"data_parallel_size": 8}, {"world_size": 16, "tensor_model_parallel_size": 2}],
+    [
+        {"global_batch_size": 32},
+        {"data_parallel_size": 8},
+        {"world_size": 16, "tensor_model_parallel_size": 2},
+    ],
 )
-def test_without_a_size_on_the_lines_the_arguments_tell_the_global_batch(tmp_path: Path, arguments: dict) -> None:
+def test_without_a_size_on_the_lines_the_arguments_tell_the_global_batch(
+    tmp_path: Path, arguments: dict
+) -> None:
     record = one(tmp_path, SMALL_NAME, steps_of(size=None, arguments=arguments))
     assert record.samples_per_step == 32
 
@@ -256,7 +305,9 @@ def test_a_batch_that_ramps_up_is_refused(tmp_path: Path) -> None:
 
 def test_a_ramp_up_within_the_first_interval_is_a_doubt(tmp_path: Path) -> None:
     lines = steps_of(size=[4] * 5 + [8] * 15, arguments={"log_interval": 10})
-    record = one(tmp_path, SMALL_NAME, [text for text in lines if "iteration" not in text or "0/      20" in text])
+    record = one(
+        tmp_path, SMALL_NAME, [text for text in lines if "iteration" not in text or "0/      20" in text]
+    )
     assert "its consumed samples grow by 6 a step, its batch has 8" in record.evidence["doubts"]
 
 
@@ -274,7 +325,9 @@ def test_seconds_in_place_of_milliseconds_are_seconds(tmp_path: Path) -> None:
     assert record.evidence["doubts"] == []
 
 
-@pytest.mark.parametrize("time", ["elapsed time per iteration (ms): 1000,0", "elapsed time per iteration (min): 1.0"])
+@pytest.mark.parametrize(
+    "time", ["elapsed time per iteration (ms): 1000,0", "elapsed time per iteration (min): 1.0"]
+)
 def test_a_time_that_cannot_be_read_is_a_doubt(tmp_path: Path, time: str) -> None:
     record = one(tmp_path, SMALL_NAME, steps_of(size=4, time=time))
     assert record.step_seconds == [None] * 20 and record.first_step_seconds is None
@@ -283,9 +336,14 @@ def test_a_time_that_cannot_be_read_is_a_doubt(tmp_path: Path, time: str) -> Non
 
 @pytest.mark.parametrize(
     "line",
-    ["step 7/20: train loss 10.1, 1000 ms", "{'loss': 10.8, 'grad_norm': 1.0, 'epoch': 0.1}", "iter: 3 lm_loss=9.1",
-     " iteration        7/      20", "iteration 7: loss 3.0"],
-)  # fmt: skip
+    [
+        "step 7/20: train loss 10.1, 1000 ms",
+        "{'loss': 10.8, 'grad_norm': 1.0, 'epoch': 0.1}",
+        "iter: 3 lm_loss=9.1",
+        " iteration        7/      20",
+        "iteration 7: loss 3.0",
+    ],
+)
 def test_a_line_that_looks_like_a_step_and_is_not_read_is_a_doubt(tmp_path: Path, line: str) -> None:
     record = one(tmp_path, SMALL_NAME, [*steps_of(size=4), line])
     (doubt,) = record.evidence["doubts"]
@@ -294,9 +352,12 @@ def test_a_line_that_looks_like_a_step_and_is_not_read_is_a_doubt(tmp_path: Path
 
 @pytest.mark.parametrize(
     "line",
-    [" validation loss at iteration 10 | lm loss value: 1.080000E+01 | lm loss PPL: 4.9E+04 |",
-     "Overflow: reducing loss scale from 65536 to 32768 at step 3", "python train.py --train-iters 50 --loss-scale 1"],
-)  # fmt: skip
+    [
+        " validation loss at iteration 10 | lm loss value: 1.080000E+01 | lm loss PPL: 4.9E+04 |",
+        "Overflow: reducing loss scale from 65536 to 32768 at step 3",
+        "python train.py --train-iters 50 --loss-scale 1",
+    ],
+)
 def test_a_line_about_no_step_of_the_training_is_no_doubt(tmp_path: Path, line: str) -> None:
     assert one(tmp_path, SMALL_NAME, [*steps_of(size=4), line]).evidence["doubts"] == []
 
@@ -313,7 +374,10 @@ def test_runs_that_are_appended_in_one_file_are_a_doubt(tmp_path: Path, dialect:
     """The second one goes on after the first one's last step: no step is there twice."""
     first, whole = dialect(2, 64, [9.0], of=20), dialect(2, 64, [9.0, 8.0])
     second = [text for text in whole if "10/" not in text]
-    doubts = [one(tmp_path, name_of("l2l", 2, 64), lines).evidence["doubts"] for lines in (second, [*first, *second])]
+    doubts = [
+        one(tmp_path, name_of("l2l", 2, 64), lines).evidence["doubts"]
+        for lines in (second, [*first, *second])
+    ]
     told = "its arguments are listed again after steps, as by 2 runs in one file"
     assert [told in each for each in doubts] == [False, True]
 

@@ -32,7 +32,13 @@ PROBED = dataclasses.replace(TINY, learning_rate=LEARNING_RATE)
 
 def trained(name: str, started: float, seconds: float = 1.0, workload: Any = TINY, **changes: Any) -> Record:
     """A training whose bits are the reference's, with a verdict that says so."""
-    changes = {"machine": THERE, "software": {"source": name}, "tensors": TENSORS, "key": f"{name}{started}", **changes}
+    changes = {
+        "machine": THERE,
+        "software": {"source": name},
+        "tensors": TENSORS,
+        "key": f"{name}{started}",
+        **changes,
+    }
     return records.record(Job(name, workload), seconds, started=started, **changes)
 
 
@@ -41,7 +47,9 @@ REFERENCE, RUN = trained("resident", 1e9), trained("l2l", 1e9 + 60, 2.0)
 
 def test_what_was_bundled_there_is_named_by_its_machine_here(tmp_path: Path) -> None:
     theirs = records.write(tmp_path / "theirs", REFERENCE, RUN)
-    mine = records.write(tmp_path / "mine", *(trained(name, 1e9 + 5, machine=HERE) for name in ("resident", "l2l")))
+    mine = records.write(
+        tmp_path / "mine", *(trained(name, 1e9 + 5, machine=HERE) for name in ("resident", "l2l"))
+    )
     assert run("bundle", "--results", theirs).returncode == 0
     done = run("add", theirs / "bundle.tar.gz", "--results", mine)
     assert done.returncode == 0, done.stderr
@@ -99,9 +107,11 @@ def test_the_probe_is_judged_again_too(tensor: str, verdict: str, tmp_path: Path
     other = {"w": {**TENSORS["w"], "sha256": tensor, "sketch": [1.0 if tensor == "a" else 9.0]}}
     rounded = trained("rounded", 1e9, workload=PROBED)
     records.write(
-        theirs / PROBES, trained("resident", 1e9, workload=PROBED), rounded,
+        theirs / PROBES,
+        trained("resident", 1e9, workload=PROBED),
+        rounded,
         trained("l2l", 1e9, workload=PROBED, key="p", tensors=other),
-    )  # fmt: skip
+    )
     *_, last = add(theirs, tmp_path / "mine")
     taken = next(each for each in read_all(Path(last))[0].values() if each.job.method == "l2l")
     assert taken.gate.verdict == verdict and "probe" in taken.gate.text
@@ -127,12 +137,20 @@ def test_no_run_is_judged_better_than_it_was_sent(sent: str, tmp_path: Path) -> 
     assert taken.gate.verdict == sent and "(probe in fp32)" in taken.gate.text
 
 
-def test_a_model_that_is_not_known_is_left_out_and_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "_run", pytest.fail)  # a sketch would make tensors as large as the sender chose
-    foreign = configured("mistral", config=json.dumps(config_of("mistral", num_key_value_heads=1)), learning_rate=1e-3)
+def test_a_model_that_is_not_known_is_left_out_and_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a sketch would make tensors as large as the sender chose
+    monkeypatch.setattr(child_process, "_run", pytest.fail)
+    foreign = configured(
+        "mistral", config=json.dumps(config_of("mistral", num_key_value_heads=1)), learning_rate=1e-3
+    )
     theirs = records.write(tmp_path / "theirs", REFERENCE, RUN, trained("l2l", 1e9 + 70, workload=foreign))
     *told, last = add(theirs, tmp_path / "mine")
-    assert "left out: 1 record of models that are not known here (mistral): train them first, then add again" in told
+    assert (
+        "left out: 1 record of models that are not known here (mistral): train them first, then add again"
+        in told
+    )
     assert len(read_all(Path(last))[0]) == 2
     alone = records.write(tmp_path / "alone", trained("l2l", 1e9 + 70, workload=foreign))
     refused(alone, tmp_path / "other", "expected a record of a run, got none of a model that is known here")
@@ -146,7 +164,9 @@ def test_a_log_that_is_added_commands_no_terminal(tmp_path: Path) -> None:
 
 
 def test_a_run_that_its_sender_had_not_judged_yet_is_judged(tmp_path: Path) -> None:
-    *_, last = add(records.write(tmp_path / "theirs", REFERENCE, dataclasses.replace(RUN, gate=Gate())), tmp_path)
+    *_, last = add(
+        records.write(tmp_path / "theirs", REFERENCE, dataclasses.replace(RUN, gate=Gate())), tmp_path
+    )
     assert [record.gate.verdict for record in read_all(Path(last))[0].values()] == ["exact", "exact"]
 
 
@@ -201,7 +221,10 @@ def test_code_in_a_folder_stays_there(tmp_path: Path) -> None:
 
 def test_a_case_is_drawn_for_each_machine_by_itself(tmp_path: Path) -> None:
     mine = records.write(tmp_path / "mine", *RECORDS)
-    theirs = (dataclasses.replace(each, machine=THERE, step_seconds=[7.0] * len(each.step_seconds)) for each in RECORDS)
+    theirs = (
+        dataclasses.replace(each, machine=THERE, step_seconds=[7.0] * len(each.step_seconds))
+        for each in RECORDS
+    )
     (mine / "added").mkdir()
     records.write(mine / "added" / "Abacus-9-1", *theirs)
     done = run("case", "1", "--profile", "demo", "--extract", "--results", mine)
@@ -215,7 +238,9 @@ def test_an_archive_has_the_probes_by_which_it_is_judged(tmp_path: Path) -> None
     asked = dataclasses.replace(RUN, gate=Gate("exact", evidence={"probe": {"fp32": "p"}}))
     theirs = records.write(tmp_path / "theirs", REFERENCE, asked)
     records.write(
-        theirs / PROBES, trained("resident", 1e9, workload=PROBED), trained("l2l", 1e9, workload=PROBED, key="p")
+        theirs / PROBES,
+        trained("resident", 1e9, workload=PROBED),
+        trained("l2l", 1e9, workload=PROBED, key="p"),
     )
     *told, last = add(bundle.write(theirs), tmp_path / "mine")
     assert any("l2l" in line and f"probe: {RUN.job.steps} steps in fp32" in line for line in told)

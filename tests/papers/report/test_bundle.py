@@ -43,9 +43,14 @@ File "/home/alice/.venv/lib/python3.11/site-packages/torch/nn.py", line 4
 [W] client of node17.example.edu:29500 (10.1.2.3), alice@node17, left /scratch/alice/nvme/part.bin
 """
 TOLD = measured(
-    DEMO.probe("l2l", 3), "k6", status="crash", reason="no room in /home/alice/x/y", gate=Gate(),
-    machine={**MACHINE, "gpu_uuid": "GPU-01234567-89ab-cdef-0123-456789abcdef"}, evidence={"traceback": TRACEBACK},
-)  # fmt: skip
+    DEMO.probe("l2l", 3),
+    "k6",
+    status="crash",
+    reason="no room in /home/alice/x/y",
+    gate=Gate(),
+    machine={**MACHINE, "gpu_uuid": "GPU-01234567-89ab-cdef-0123-456789abcdef"},
+    evidence={"traceback": TRACEBACK},
+)
 NO_CASE = records.record(Job("l2l", TINY))  # has no figure, whose drawing takes a second
 
 
@@ -106,11 +111,15 @@ def test_a_trace_its_figure_and_its_place_in_the_report_are_in_it_without_a_name
 def test_the_page_of_case_7_shows_what_was_measured_beside_its_runs(tmp_path: Path) -> None:
     """Steps foretold by a profile, named by stages x micro-batch, and the losses of the job that morphed."""
     left_by_measuring(tmp_path / "results")
-    records.write(tmp_path / "results", *(case_record(job, 2.0) for job in case7.Pipelines().jobs(CASE_DEMO, {})))
+    records.write(
+        tmp_path / "results", *(case_record(job, 2.0) for job in case7.Pipelines().jobs(CASE_DEMO, {}))
+    )
     with tarfile.open(bundle.write(tmp_path / "results", tmp_path / "b.tar.gz", NAMES)) as tar:
         tar.extractall(tmp_path, filter="data")
     text = (tmp_path / bundle.FOLDER / "report" / "index.html").read_text()
-    drawn = [base64.b64decode(each).decode() for each in re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", text)]
+    drawn = [
+        base64.b64decode(each).decode() for each in re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", text)
+    ]
     assert len(drawn) == 1 and "<!-- 1 stage, micro-batches of 1 -->" in drawn[0]
     assert "<!-- morphed -->" in drawn[0] and "No morphed job here" not in drawn[0]
 
@@ -124,7 +133,9 @@ def test_the_same_results_give_the_same_bytes(results: Path, archive: Path, tmp_
 
 def test_no_name_is_in_any_text_of_it(unpacked: Path) -> None:
     texts = [
-        path.read_text() for path in unpacked.rglob("*") if path.suffix in (".json", ".txt", ".html", ".md", ".csv")
+        path.read_text()
+        for path in unpacked.rglob("*")
+        if path.suffix in (".json", ".txt", ".html", ".md", ".csv")
     ]
     assert any(USER in text for text in texts)
     for name in ("alice", "node17", "example.edu", "10.1.2.3", "/home", "/scratch", "/data/", "456789abcdef"):
@@ -193,9 +204,23 @@ def test_hosts_of_other_machines_are_read_from_slurms_lists() -> None:
     assert found == ["login1", "tux1-ib", "tux2-ib", "tux3-ib", "tux07-ib", "gpu9", "gpu10"]
 
 
-PIECES = ["alice", "node17", "node17.example.edu", "/home/alice", "/home/bob/x",
-          "/data/alice/checkout/harness/cli/main.py", "x", "stronghold", "v100-vm", "10.1.2.3", "/usr/lib",
-          "/scratch/bob/alice/n", "~", "./y", "\\"]  # fmt: skip
+PIECES = [
+    "alice",
+    "node17",
+    "node17.example.edu",
+    "/home/alice",
+    "/home/bob/x",
+    "/data/alice/checkout/harness/cli/main.py",
+    "x",
+    "stronghold",
+    "v100-vm",
+    "10.1.2.3",
+    "/usr/lib",
+    "/scratch/bob/alice/n",
+    "~",
+    "./y",
+    "\\",
+]
 JOINTS = st.sampled_from(["/", " ", ":", "@", "-", "_", ".", "'", '"', "\n", "[", "=", "//", ""])
 
 
@@ -212,7 +237,9 @@ def test_records_of_two_machines_have_a_report_each(tmp_path: Path) -> None:
     other = dataclasses.replace(RECORDS[1], machine={"gpu": "NVIDIA H100/80"})
     with tarfile.open(bundle.write(records.write(tmp_path, RECORDS[0], other))) as tar:
         pages = [name for name in tar.getnames() if name.endswith(".html")]
-    assert pages == [f"{bundle.FOLDER}/report/{name}/index.html" for name in ("NVIDIA-H100-80", "Some-CPU-2-cores")]
+    assert pages == [
+        f"{bundle.FOLDER}/report/{name}/index.html" for name in ("NVIDIA-H100-80", "Some-CPU-2-cores")
+    ]
 
 
 @pytest.mark.heavy
@@ -245,7 +272,10 @@ def test_a_file_whose_name_the_manifest_cannot_list_is_left_out(
     with readable_output():
         archive = bundle.write(folder, tmp_path / "b.tar.gz", NAMES)
     with tarfile.open(archive) as tar:
-        assert sorted(Path(name).name for name in tar.getnames() if "log_" in name) == ["log_0.json", "log_1.txt"]
+        assert sorted(Path(name).name for name in tar.getnames() if "log_" in name) == [
+            "log_0.json",
+            "log_1.txt",
+        ]
     assert capsys.readouterr().err.count("expected a file name of letters") == 4
 
 
@@ -253,7 +283,9 @@ def test_the_name_of_a_file_has_no_name_of_a_host(tmp_path: Path) -> None:
     folder = records.write(tmp_path / "results", RECORDS[0])
     (folder / "log_node17_x.txt").write_text("")
     with tarfile.open(bundle.write(folder, tmp_path / "b.tar.gz", NAMES)) as tar:
-        assert [name for name in tar.getnames() if name.endswith("_x.txt")] == [f"{bundle.FOLDER}/log_{HOST}_x.txt"]
+        assert [name for name in tar.getnames() if name.endswith("_x.txt")] == [
+            f"{bundle.FOLDER}/log_{HOST}_x.txt"
+        ]
 
 
 def test_no_record_is_one_line_and_no_archive(tmp_path: Path) -> None:

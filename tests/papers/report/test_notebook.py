@@ -24,7 +24,9 @@ SOURCE = notebook.FOLDER / "ae.py"
 def executed(results: Path) -> list[dict]:
     """The outputs of its code cells, run from top to bottom by a kernel of this Python, in a folder of results."""
     made = nbformat.reads(notebook.notebook_text(SOURCE.read_text()), as_version=4)
-    place = next(index for index, cell in enumerate(made.cells) if "parameters" in cell.metadata.get("tags", []))
+    place = next(
+        index for index, cell in enumerate(made.cells) if "parameters" in cell.metadata.get("tags", [])
+    )
     made.cells.insert(place + 1, nbformat.v4.new_code_cell(f"RESULTS = __import__('pathlib').{results!r}"))
     nbclient.NotebookClient(made, timeout=None, resources={"metadata": {"path": str(results)}}).execute()
     return [output for cell in made.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -32,7 +34,9 @@ def executed(results: Path) -> list[dict]:
 
 def test_the_notebook_is_what_its_source_makes() -> None:
     text = SOURCE.with_suffix(".ipynb").read_text()
-    assert text == notebook.notebook_text(SOURCE.read_text()), "python -m papers.report.notebook writes it again"
+    assert text == notebook.notebook_text(SOURCE.read_text()), (
+        "python -m papers.report.notebook writes it again"
+    )
     nbformat.validate(nbformat.reads(text, as_version=4))
 
 
@@ -70,7 +74,9 @@ def test_progress_of_a_cells_call_is_lines_and_no_bar_that_is_redrawn(tmp_path: 
 def test_each_case_is_foretold_in_a_line(tmp_path: Path, capsys) -> None:
     notebook.show_minutes("demo", None, tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == [f"case {number}" for number in case.numbers_of_all()]
+    assert [line.partition(":")[0] for line in lines] == [
+        f"case {number}" for number in case.numbers_of_all()
+    ]
     assert all(re.search(r"to measure, about \d+ minutes", line) for line in lines)
 
 

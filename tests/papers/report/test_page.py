@@ -42,11 +42,18 @@ FAILED = Gate("failed", "loss", f"it did not learn {HOSTILE}")
 def measured(job: Job, key: str, **changes: Any) -> Record:
     """A run as it would be on record, in a tenth of a second a step for every layer."""
     found: dict[str, Any] = {
-        "key": key, "phase": "done", "clock": "sim", "machine": MACHINE,
-        "software": {"python": "3.11.7", "commit": "0123456789ab"}, "started": 1.7e9, "losses": [5.0] * job.steps,
-        "data_sha256": "ab" * 32, "gate": Gate("exact", "", "bit-equal"),
-        "peaks": {"device_allocated": 2**20, "host_anonymous": 2**21}, "tensors": {"a": {"changed": 1.0, "moved": 1.0}},
-    }  # fmt: skip
+        "key": key,
+        "phase": "done",
+        "clock": "sim",
+        "machine": MACHINE,
+        "software": {"python": "3.11.7", "commit": "0123456789ab"},
+        "started": 1.7e9,
+        "losses": [5.0] * job.steps,
+        "data_sha256": "ab" * 32,
+        "gate": Gate("exact", "", "bit-equal"),
+        "peaks": {"device_allocated": 2**20, "host_anonymous": 2**21},
+        "tensors": {"a": {"changed": 1.0, "moved": 1.0}},
+    }
     return records.record(job, job.workload.num_layers / 10, **{**found, **changes})
 
 
@@ -132,8 +139,12 @@ def test_what_ranks_took_is_no_fact_of_the_machine() -> None:
 
 
 def test_the_page_refers_to_nothing_outside_of_it(page: Page, written: Path) -> None:
-    values = [value or "" for _, attributes in page.elements for name, value in attributes.items()
-              if name in ("src", "href", "srcset", "action", "data")]  # fmt: skip
+    values = [
+        value or ""
+        for _, attributes in page.elements
+        for name, value in attributes.items()
+        if name in ("src", "href", "srcset", "action", "data")
+    ]
     beside = {path.name for path in written.parent.glob("*.csv")}
     assert beside and beside <= set(values)
     assert all(value.startswith(("#", "data:image/svg+xml;base64,")) for value in set(values) - beside)
@@ -144,7 +155,9 @@ def luminance(color: str) -> float:
     """WCAG 2's relative luminance of #rgb or #rrggbb."""
     digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
     parts = [part / 255 for part in bytes.fromhex(digits)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -172,7 +185,9 @@ def test_who_hears_or_tabs_through_the_page_misses_nothing(page: Page, written: 
     assert len(page.tables) == len(of["caption"]) == len(of["table"])
     assert len(re.findall(r"<label>[^<]+<input ", written.read_text())) == len(of["input"])
     scrolling = [each for each in of["div"] if each.get("class") == "scroll"]
-    assert all((each["tabindex"], each["role"]) == ("0", "region") and each["aria-label"] for each in scrolling)
+    assert all(
+        (each["tabindex"], each["role"]) == ("0", "region") and each["aria-label"] for each in scrolling
+    )
     levels = [int(tag[1]) for tag, _ in told if re.fullmatch(r"h[1-6]", tag)]
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
@@ -188,23 +203,39 @@ def test_hostile_text_is_text(page: Page) -> None:
 def test_the_same_records_give_the_same_bytes(written: Path, tmp_path: Path) -> None:
     results = written.parent.parent
     again = report.write(results, tmp_path / "a" / "page.html", None, None)
-    assert [path.read_bytes() for path in again] == [written.read_bytes(), (written.parent / "review.md").read_bytes()]
+    assert [path.read_bytes() for path in again] == [
+        written.read_bytes(),
+        (written.parent / "review.md").read_bytes(),
+    ]
 
 
 def test_only_a_run_that_passed_the_gate_has_a_throughput(page: Page) -> None:
     assert page.column(ALL, "samples/s") == ["20", "4", "", "", "13.33"]
     assert page.column(ALL, "trained?") == [
-        "passed (exact)", "passed (exact)", "ended: oom-host", "FAILED THE GATE", "passed (exact)",
-    ]  # fmt: skip
+        "passed (exact)",
+        "passed (exact)",
+        "ended: oom-host",
+        "FAILED THE GATE",
+        "passed (exact)",
+    ]
 
 
 def test_every_number_of_a_figure_is_one_click_from_its_record(page: Page) -> None:
     there = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
-    links = {str(each["href"])[1:] for tag, each in page.elements if tag == "a" and str(each["href"]).startswith("#")}
+    links = {
+        str(each["href"])[1:]
+        for tag, each in page.elements
+        if tag == "a" and str(each["href"]).startswith("#")
+    }
     assert links <= there
     caption = "Case 1, profile demo: the numbers of the figure"
-    rows = zip(page.column(caption, "method"), page.column(caption, "layers"), page.column(caption, "records"),
-               page.column(caption, "origin"), strict=True)  # fmt: skip
+    rows = zip(
+        page.column(caption, "method"),
+        page.column(caption, "layers"),
+        page.column(caption, "records"),
+        page.column(caption, "origin"),
+        strict=True,
+    )
     ours = [row[:3] for row in rows if row[3] == "run"]
     assert ours == [("l2l", "10", "#2"), ("l2l", "11", "#3"), ("stronghold", "9", "#4")]
 
@@ -224,7 +255,9 @@ def test_the_call_that_repeats_a_run_leaves_the_probe_out_where_the_run_did(left
 
 def test_claims_end_as_verify_says(page: Page, written: Path) -> None:
     found = verify.findings(written.parent.parent, None, None)
-    published = {each.claim.id: each for each in verify.findings(written.parent.parent, verify.PUBLISHED, None)}
+    published = {
+        each.claim.id: each for each in verify.findings(written.parent.parent, verify.PUBLISHED, None)
+    }
     rows = [row for caption, rows in page.tables.items() if caption.startswith(CLAIMS) for row in rows[1:]]
     assert len(rows) == len(found)
     for finding in found:
@@ -233,15 +266,21 @@ def test_claims_end_as_verify_says(page: Page, written: Path) -> None:
         assert row[1].startswith(published[finding.claim.id].seen) and row[3].startswith(finding.verdict)
 
 
-def test_the_conclusion_comes_first_then_figures_claims_how_it_was_measured_and_the_records(written: Path) -> None:
+def test_the_conclusion_comes_first_then_figures_claims_how_it_was_measured_and_the_records(
+    written: Path,
+) -> None:
     text = written.read_text()
     assert re.findall(r'<h2 id="(\w+)"', text) == ["figures", "claims", "summary", "measured", "all"]
     before = text.partition('<h2 id="figures"')[0]
-    assert all(sentence in html.unescape(before) for sentence in report.gather(written.parent.parent)["conclusion"])
+    assert all(
+        sentence in html.unescape(before) for sentence in report.gather(written.parent.parent)["conclusion"]
+    )
 
 
 def test_the_conclusion_says_what_was_measured_where_and_which_claims_hold() -> None:
-    first, pipelines = (next(each for each in claims.load() if each.id == name) for name in ("6a.order", PIPELINES))
+    first, pipelines = (
+        next(each for each in claims.load() if each.id == name) for name in ("6a.order", PIPELINES)
+    )
     found = [Finding(first, "PASS"), *(Finding(pipelines, verdict) for verdict in ("FAIL", "XFAIL", "N/A"))]
     clock = "by the clock sim (a CPU whose device memory and link are simulated)"
     slow = '"On commodity networks other pipelines take up to 26 % longer"'
@@ -272,20 +311,25 @@ def test_a_figures_data_lies_beside_the_page(page: Page, written: Path) -> None:
     with (written.parent / "case1-demo.csv").open(newline="") as file:
         data = list(csv.reader(file))
     shown = page.tables["Case 1, profile demo: the numbers of the figure"]
-    assert data[0] == [name.strip() for name in shown[0][:-1]] and len(data) == len(shown)  # all but the links
+    # all but the links
+    assert data[0] == [name.strip() for name in shown[0][:-1]] and len(data) == len(shown)
 
 
 def test_of_many_sizes_those_are_shown_that_leave_no_methods_row_empty() -> None:
     large = [measured(DEMO.probe("l2l", depth), f"k{depth}") for depth in range(3, 12)]
     runs = [measured(DEMO.probe(name, 2), name) for name in ("l2l", "stronghold")] + large
-    told = tables.summary([tables.Entry(number, Path("log.json"), run) for number, run in enumerate(runs, start=1)])
+    told = tables.summary(
+        [tables.Entry(number, Path("log.json"), run) for number, run in enumerate(runs, start=1)]
+    )
     by_method = dict(zip(("l2l", "stronghold"), told.values.tolist(), strict=True))
     assert [cell.links for cell in by_method["stronghold"]] == [(), (2,), (), (), (), (), ()]
     assert [cell.links for cell in by_method["l2l"]] == [(), (1,), (7,), (8,), (9,), (10,), (11,)]
 
 
 def test_a_method_has_a_row_and_a_size_a_column(page: Page) -> None:
-    head, *rows = next(rows for caption, rows in page.tables.items() if caption.startswith("Samples/s, verdict"))
+    head, *rows = next(
+        rows for caption, rows in page.tables.items() if caption.startswith("Samples/s, verdict")
+    )
     assert [row[0] for row in rows] == ["l2l", "stronghold", "gone"] and len(head) == 1 + 5
     assert "4/s" in rows[0][3] or any("4/s" in cell for cell in rows[0])
     assert any("FAILED THE GATE" in cell and "/s" not in cell for cell in rows[1])
@@ -297,11 +341,15 @@ def test_claims_that_the_records_decide_are_shown_the_others_are_folded(page: Pa
     found = [Finding(claim, verdict) for claim, verdict in zip(told[:7], verdicts, strict=True)]
     made = tables.claims_shown(found, [Finding(claim, "PASS") for claim in told], [])
     assert [[cell.text for cell in group["verdict"]] for group in made] == [
-        ["PASS", "FAIL", "XFAIL", "NOT DISTINGUISHABLE"], ["SIMULATED"], ["NOT TESTED"], ["N/A"],
-    ]  # fmt: skip
+        ["PASS", "FAIL", "XFAIL", "NOT DISTINGUISHABLE"],
+        ["SIMULATED"],
+        ["NOT TESTED"],
+        ["N/A"],
+    ]
     assert [list(group) for group in made] == [["sentence", "published", "here", "verdict"]] * 4
     folded = re.findall(r"<summary>\d+ (claims [\w ]+)</summary>", written.read_text())
-    assert folded == [caption.lower() for caption in page.tables if caption.startswith(CLAIMS)]  # none is decided
+    # none is decided
+    assert folded == [caption.lower() for caption in page.tables if caption.startswith(CLAIMS)]
 
 
 def test_each_peak_says_of_which_memory_it_is_and_each_clock_has_a_row() -> None:
@@ -319,7 +367,9 @@ def test_a_methods_cell_shows_the_newest_judged_record_and_its_window() -> None:
     job = dataclasses.replace(DEMO.probe("l2l", 2), options={"window_size": 3})
     judged = measured(job, "a", started=1.6e9)
     later = [measured(job, "a", gate=Gate()), measured(job, "a", status="interrupted", gate=Gate())]
-    told = tables.summary([tables.Entry(n, Path("log.json"), each) for n, each in enumerate([judged, *later], start=1)])
+    told = tables.summary(
+        [tables.Entry(n, Path("log.json"), each) for n, each in enumerate([judged, *later], start=1)]
+    )
     (cell,) = told.iloc[:, -1]
     assert cell.links == (1,) and cell.more.startswith("exact, window 3, device")
 
@@ -359,12 +409,20 @@ def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
         (RECORDS[:1], "--profile quick", "no record of profile quick: try ./run.sh case all --profile quick"),
         (RECORDS[:1], "--machine h100", "try --machine with one of ['Some CPU, 2 cores']"),
         (RECORDS[:1], "--out /proc/page.html", "cannot use /proc/"),
-        ([RECORDS[0], dataclasses.replace(RECORDS[1], machine={"cpu": "Other"})], "", "try --machine with one of"),
+        (
+            [RECORDS[0], dataclasses.replace(RECORDS[1], machine={"cpu": "Other"})],
+            "",
+            "try --machine with one of",
+        ),
     ],
 )
 def test_what_cannot_be_reported_is_one_line(tmp_path: Path, found: list, words: str, told: str) -> None:
     done = run("report", "--results", str(write(tmp_path / "results", *found)), *words.split())
-    assert (done.returncode, done.stdout) == (2, "") and told in done.stderr and len(done.stderr.splitlines()) == 1
+    assert (
+        (done.returncode, done.stdout) == (2, "")
+        and told in done.stderr
+        and len(done.stderr.splitlines()) == 1
+    )
 
 
 def test_the_verb_says_where_it_wrote(tmp_path: Path) -> None:
@@ -387,16 +445,22 @@ def test_imported_logs_are_marked_and_counted_apart(tmp_path: Path) -> None:
 
 def test_verdicts_on_logs_alone_are_called_so(tmp_path: Path) -> None:
     page, review = report.write(write(tmp_path, LOG))
-    log = dataclasses.replace(LOG, job=Job("megatron-lm", Workload(num_layers=32), device="cuda"), clock="cuda")
+    log = dataclasses.replace(
+        LOG, job=Job("megatron-lm", Workload(num_layers=32), device="cuda"), clock="cuda"
+    )
     assert "imported logs" not in Page(page.read_text()).head(CLAIMS)  # of a size that nothing is said of
     page, review = report.write(write(tmp_path, log))
-    assert "imported logs" in Page(page.read_text()).head(CLAIMS) and "By imported logs:" in review.read_text()
+    assert (
+        "imported logs" in Page(page.read_text()).head(CLAIMS) and "By imported logs:" in review.read_text()
+    )
 
 
 def test_what_was_foretold_stands_beside_what_was_measured(page: Page, tmp_path: Path) -> None:
     """The published Megatron-LM run of 32 layers, by the published machine's rates; none of a machine nobody knows."""
     job = Job("megatron-lm", Workload(num_layers=32), device="cuda")
-    told = Page(report.write(write(tmp_path, measured(job, "k", origin="imported", clock="cuda")))[0].read_text())
+    told = Page(
+        report.write(write(tmp_path, measured(job, "k", origin="imported", clock="cuda")))[0].read_text()
+    )
     (caption,) = (caption for caption in told.tables if caption.startswith("A step of 1.717 B"))
     row = told.column(caption, "method").index("megatron-lm")
     assert float(told.column(caption, "predicted s")[row]) == pytest.approx(5.3397, rel=0.01)
@@ -404,8 +468,12 @@ def test_what_was_foretold_stands_beside_what_was_measured(page: Page, tmp_path:
     assert not any(caption.startswith("A step of") for caption in page.tables)
 
 
-def test_a_run_that_was_broken_off_and_completed_later_is_not_told_as_one_that_did_not_train(tmp_path: Path) -> None:
-    broken = dataclasses.replace(RECORDS[0], status="interrupted", reason="by Ctrl-C", started=1.6e9, gate=Gate())
+def test_a_run_that_was_broken_off_and_completed_later_is_not_told_as_one_that_did_not_train(
+    tmp_path: Path,
+) -> None:
+    broken = dataclasses.replace(
+        RECORDS[0], status="interrupted", reason="by Ctrl-C", started=1.6e9, gate=Gate()
+    )
     never = dataclasses.replace(broken, key="another", reason="by a flood")
     _, review = report.write(write(tmp_path, broken, never, RECORDS[0]))
     told = review.read_text().partition("## Runs that did not train")[2].partition("## ")[0]
@@ -452,9 +520,8 @@ def test_no_table_is_wider_than_the_page(written: Path, chromium: browser.Browse
     chromium.open(written)
     assert chromium.width(1400) <= 1400
     unfold = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
-    wide = (
-        "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.ariaLabel)"
-    )
+    wide = "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth)"
+    wide += ".map((e) => e.ariaLabel)"
     assert chromium.value(f"({unfold}, {wide})") == []
 
 
@@ -463,5 +530,6 @@ def test_the_page_is_dark_for_who_wants_it(written: Path, chromium: browser.Brow
     chromium.open(written)
     paper = "getComputedStyle(document.body).backgroundColor"
     assert [chromium.scheme(each) or chromium.value(paper) for each in ("light", "dark")] == [
-        "rgb(255, 255, 255)", "rgb(22, 22, 22)",
-    ]  # fmt: skip
+        "rgb(255, 255, 255)",
+        "rgb(22, 22, 22)",
+    ]
