@@ -139,7 +139,9 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
 
     def rates(dtype: str) -> GpuStep:
         words = f"doctor --calibrate {scale.layer} --dtype {dtype} --device {scale.device}"
-        return harness(f"rates, {dtype}", 90, words, files=[ROOT / "methods/streaming/calibrate.py"])
+        return harness(
+            f"rates, {dtype}", 90, words, files=[ROOT / "methods/streaming/placement/calibrate.py"]
+        )
 
     def train(
         title: str,

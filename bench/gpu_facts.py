@@ -24,7 +24,7 @@ from harness.base.whole_file import write_whole
 from harness.core.job import GIB
 from harness.devices import budgets, machine, tf32
 from harness.devices.streams import Device
-from methods.streaming.calibrate import median_seconds
+from methods.streaming.placement.calibrate import median_seconds
 
 # Shapes of attention's inputs (batch, heads, tokens, head size): the published one, and a small one.
 SHAPES = {"cuda": (4, 16, 1024, 128), "cpu": (1, 4, 64, 32)}

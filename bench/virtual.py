@@ -13,8 +13,8 @@ import click
 import torch
 
 from harness.base.checkout import ROOT
-from methods.streaming.placement import HOMES
-from methods.streaming.virtual_schedule import CLIP_NORMS, DTYPES, NAME, ScheduledStep, point
+from methods.streaming.placement.placement import HOMES
+from methods.streaming.placement.virtual_schedule import CLIP_NORMS, DTYPES, NAME, ScheduledStep, point
 
 # Points with one sample a step: machine, number of layers, tokens of the sample.
 SAMPLES = [("h200", 100, 16384), ("h200", 48, 131072), ("rtx4090", 48, 65536), ("rtx4090", 48, 98304)]

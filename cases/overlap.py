@@ -106,7 +106,7 @@ def run(used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], Non
             "folder": str(folder),
         }
         try:
-            ask("methods.streaming.virtual_schedule", arguments)
+            ask("methods.streaming.placement.virtual_schedule", arguments)
         except ValueError as error:
             report({"event": "warning", "text": f"no virtual timelines: {error}"})
     return finished

@@ -103,7 +103,7 @@ def measure(workload: Workload, device: str, results: Path) -> None:
     print("calibrating", flush=True)
     arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
     with turn(Job("calibration", workload, device=device), lambda event: print(event["text"], flush=True)):
-        found = ask("methods.streaming.calibrate", arguments)
+        found = ask("methods.streaming.placement.calibrate", arguments)
     entry = {"device": device, "dtype": workload.dtype, "forward_flops": workload.layer_flops}
     day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     load = machine.surroundings(device).get("load_average")

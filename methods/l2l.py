@@ -13,16 +13,16 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
 from methods.offload import adamw_kernel
 from methods.shared.memory_needs import describe
-from methods.streaming.choose_placement import one_layer_plan
+from methods.streaming.placement.choice import one_layer_plan
 
 
 def __getattr__(name: str) -> object:
     """Return the class for users' models; import it only now, because it imports torch and this module does not."""
     if name != "L2LTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from methods.streaming import user_trainers
+    from methods.streaming.users import trainers
 
-    return user_trainers.L2LTrainer
+    return trainers.L2LTrainer
 
 
 @dataclass(frozen=True)

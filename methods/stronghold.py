@@ -7,9 +7,9 @@ first, so the turn from forward to backward pass fetches nothing. The next step'
 the host has updated them. All micro-batches of a step go through a layer at each visit, so the layer travels no more
 often than for one micro-batch.
 
-Beyond the paper, each layer has a place of its own (streaming/placement.py). The first place is the device, for the
+Beyond the paper, each layer has a place of its own (streaming/placement/). The first place is the device, for the
 whole layer or for its weights alone. The second is the window. The third is another window, into which a layer brings
-its states, so that the device updates it. choose_placement.py chooses the places, layer_kinds.py says what a layer does
+its states, so that the device updates it. placement/choice.py chooses the places, layer_kinds.py says what a layer does
 in each place, and update_rules.py decides when it is updated."""
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from harness.core.job import Job, Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
 from methods.offload import adamw_cuda, adamw_kernel
 from methods.shared.memory_needs import describe
-from methods.streaming.choose_placement import PlacementChoice
-from methods.streaming.placement import parse, shrink, text_of
+from methods.streaming.placement.choice import PlacementChoice
+from methods.streaming.placement.placement import parse, shrink, text_of
 
 
 def __getattr__(name: str) -> object:
     """Return the class for users' models; import it only now, because it imports torch and this module does not."""
     if name != "StrongholdTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from methods.streaming import user_trainers
+    from methods.streaming.users import trainers
 
-    return user_trainers.StrongholdTrainer
+    return trainers.StrongholdTrainer
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ ALLOWED = {
     "methods/sharding/device_process.py": {"pickle"},  # of a pipe to a process that this one has forked
     # The class of layers that are refused.
     "methods/sharding/user_model.py": {"torch.jit"},
-    "methods/streaming/user_model.py": {"torch.jit"},
+    "methods/streaming/users/model.py": {"torch.jit"},
 }
 OPENED = list[str]()  # files that this process opens, from now on
 sys.addaudithook(lambda event, told: OPENED.append(str(told[0])) if event == "open" else None)

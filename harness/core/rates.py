@@ -1,6 +1,6 @@
 """The rates that a machine achieves (compute, copies, updates), which give a lower bound of a step's time.
 
-Rates come from a calibration (methods/streaming/calibrate.py) or, for a machine by name, from its facts in
+Rates come from a calibration (methods/streaming/placement/calibrate.py) or, for a machine by name, from its facts in
 machines.yaml. Plans depend on rates, measurements do not, so rates are no part of a job's identity. harness/plan
 computes a step's time from rates.
 """

@@ -2,8 +2,8 @@
 
 A step has passes on the device, copies over the link, and updates on the device or on the host. It may also have states
 on a disk and, with several ranks, exchanges over the link between devices. The seconds of a step's parts are added up
-by step.py for any plan, by methods/streaming/planner.py for layers of several kinds, by methods/pipeline/schedule.py
-for an order of passes, and by published_laws.py for the published artifact.
+by step.py for any plan, by methods/streaming/placement/planner.py for layers of several kinds, by
+methods/pipeline/schedule.py for an order of passes, and by published_laws.py for the published artifact.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from harness.devices.streams import Device
 from methods.offload.transfer import copy
 from methods.shared.memory_needs import aligned
-from methods.streaming.placement import num_boundaries
+from methods.streaming.placement.placement import num_boundaries
 
 ALIGNED = 16  # each input begins in a slot at a multiple of this many bytes
 

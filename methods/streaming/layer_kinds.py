@@ -1,5 +1,5 @@
-"""The kinds of layers, as classes that share the methods for the parts of a step. placement.py explains the letters R,
-P, W, S and D of the kinds.
+"""The kinds of layers, as classes that share the methods for the parts of a step. placement/placement.py explains the
+letters R, P, W, S and D of the kinds.
 
     fetch, fetch_state  queue the copy of the weights, or of the rest of the state, into the layer's slot
     forward, backward   compute, after the fetched weights have arrived
@@ -29,7 +29,7 @@ from methods.shared.terms import Terms
 from methods.streaming.boundaries import boundaries_on_host
 from methods.streaming.disk import shelves
 from methods.streaming.layer_state import LayerState, Passed
-from methods.streaming.placement import BY_HOST, num_gradients
+from methods.streaming.placement.placement import BY_HOST, num_gradients
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw
 

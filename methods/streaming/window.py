@@ -1,12 +1,13 @@
 """The window: decides which layer has which slot, and when the copy of the next layer into a slot starts.
 
-Two rings of layers (placement.py) take turns in their slots. The layers in the slots at the end of the forward pass are
-the first of the backward pass, so the turn between both passes fetches nothing. A parked layer keeps its slot."""
+Two rings of layers (placement/placement.py) take turns in their slots. The layers in the slots at the end of the
+forward pass are the first of the backward pass, so the turn between both passes fetches nothing. A parked layer keeps
+its slot."""
 
 from __future__ import annotations
 
 from methods.streaming.layer_kinds import Hosted, Layer, ResidentLayer, Streamed
-from methods.streaming.placement import rings
+from methods.streaming.placement.placement import rings
 from methods.streaming.slot import Slot
 from methods.streaming.update_rules import UpdateRule
 

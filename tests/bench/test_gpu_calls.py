@@ -25,7 +25,7 @@ from harness.base.checkout import ROOT
 from harness.core.job import GIB, Budget, Job, Workload
 from harness.core.record import read_all
 from harness.devices import budgets, machine
-from methods.streaming import calibrate
+from methods.streaming.placement import calibrate
 from tests.support import cli, records
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_gpu import FakeGpu

@@ -64,7 +64,7 @@ def test_a_calibration_that_cannot_be_kept_is_not_measured(monkeypatch, tmp_path
 def test_rates_of_a_calibration_by_hand() -> None:
     """A layer takes 1 s forward and 3 s backward, the head 5 s; 28 bytes a parameter pass through the host's memory,
     alone 56 GB/s and under copies 42 + 20."""
-    from methods.streaming.calibrate import rates_of
+    from methods.streaming.placement.calibrate import rates_of
 
     workload = Workload(num_layers=10)
     rates = rates_of(FOUND, workload, "cuda")
@@ -81,7 +81,7 @@ def test_rates_of_a_calibration_by_hand() -> None:
 
 def test_a_real_calibration_makes_rates_and_is_shown(monkeypatch, tmp_path: Path) -> None:
     """The measuring code itself, on less: in this process, with few bytes and little time."""
-    from methods.streaming import calibrate
+    from methods.streaming.placement import calibrate
 
     monkeypatch.setattr(calibrate, "ENOUGH_SECONDS", 0.01)
     monkeypatch.setattr(calibrate, "COPY_BYTES", {"cpu": 2**20})

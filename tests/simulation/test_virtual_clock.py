@@ -26,7 +26,7 @@ from harness.simulation.virtual_clock import (
     VirtualWorkers,
     virtual_run,
 )
-from methods.streaming.virtual_schedule import scale_model
+from methods.streaming.placement.virtual_schedule import scale_model
 from tests.support.training import tiny
 
 WORKLOAD = tiny(num_layers=8, hidden_size=64, num_heads=2, seq_len=32, batch_size=4)

@@ -14,8 +14,8 @@ from harness.devices.memory_rehearsal import predict
 from harness.models import named_models
 from harness.plan.resources import compute_seconds, host_update_seconds
 from methods.offload import adamw_kernel
-from methods.streaming.placement import placed_plan
-from methods.streaming.planner import forecast, rows
+from methods.streaming.placement.placement import placed_plan
+from methods.streaming.placement.planner import forecast, rows
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED, overflow
 from tests.support.configured import configured

@@ -14,7 +14,7 @@ from harness.devices.memory_rehearsal import predict
 from methods.offload import adamw_kernel
 from methods.offload.clip import BLOCK
 from methods.streaming import layer_state
-from methods.streaming.placement import parse, placed_plan, rings, shrink, spread, text_of
+from methods.streaming.placement.placement import parse, placed_plan, rings, shrink, spread, text_of
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED
 from tests.support.planting import planted

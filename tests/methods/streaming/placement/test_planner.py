@@ -12,8 +12,8 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
 from harness.plan.resources import compute_seconds
-from methods.streaming.placement import parse, text_of
-from methods.streaming.planner import arranged, choose, forecast, least_seconds, rows
+from methods.streaming.placement.placement import parse, text_of
+from methods.streaming.placement.planner import arranged, choose, forecast, least_seconds, rows
 
 GB = 1e9
 # Models of machines, not measured: a V100's virtual machine with a slow host, an H200, an RTX 4090 desktop.

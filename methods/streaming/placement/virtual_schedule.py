@@ -21,8 +21,8 @@ from harness.core.rates import Rates
 from harness.devices import named_machines
 from harness.plan.resources import device_update_seconds, seconds_of
 from harness.simulation.virtual_clock import VirtualMachine, VirtualRun, virtual_run
-from methods.streaming.placement import parse
-from methods.streaming.planner import Counts, Row, forecast, hosted_boundaries, rows
+from methods.streaming.placement.placement import parse
+from methods.streaming.placement.planner import Counts, Row, forecast, hosted_boundaries, rows
 
 NAME = "stronghold"
 DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}

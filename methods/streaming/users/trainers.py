@@ -33,15 +33,15 @@ from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
 from methods.shared.loss_scale import LossScale
 from methods.shared.memory_needs import writable
-from methods.streaming.choose_placement import DEFAULT_WINDOW, PlacementChoice, with_homes
 from methods.streaming.embedding_and_head import OnDevice
 from methods.streaming.layer_kinds import Streamed, new_layers
 from methods.streaming.layer_state import LayerState, Passed
-from methods.streaming.placement import CLIPPINGS, UserSizes, home_of_boundaries, parse
+from methods.streaming.placement.choice import DEFAULT_WINDOW, PlacementChoice, with_homes
+from methods.streaming.placement.placement import CLIPPINGS, UserSizes, home_of_boundaries, parse
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.update_rules import DEFERRED, UpdateRule, update_at_once
-from methods.streaming.user_model import give
-from methods.streaming.user_training import Parts, UserTraining, default_device
+from methods.streaming.users.model import give
+from methods.streaming.users.training import Parts, UserTraining, default_device
 from methods.streaming.window import Window
 
 SMALL_BYTES = 512  # bytes that the device's allocator takes for a tensor of one number, such as a norm

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from methods.shared.module_watch import RecomputeWatch
 from methods.streaming.gradient_views import LEFT_OUTSIDE
 from methods.streaming.layer_state import Passed
-from methods.streaming.user_parameters import SlotParameter
+from methods.streaming.users.parameters import SlotParameter
 
 TENSOR = object()  # marks a tensor's place in the structure of a layer's arguments or results
 NUM_WATCHED, WATCH_EVERY = 3, 50  # recomputes that are watched: the first ones, and then one of so many

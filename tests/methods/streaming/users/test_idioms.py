@@ -11,9 +11,9 @@ import torch
 
 from harness.base.checkout import ROOT
 from methods.l2l import L2LTrainer
-from methods.streaming.user_training import UserTraining
+from methods.streaming.users.training import UserTraining
 from methods.stronghold import StrongholdTrainer
-from tests.methods.streaming.user_idioms import IDIOMS, LAYERS, Net
+from tests.methods.streaming.users.idioms import IDIOMS, LAYERS, Net
 
 TRAINERS = {
     "waits": (1.0, functools.partial(StrongholdTrainer, accumulates=True, placement="R1W1S1", window_size=1)),

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from methods.l2l import L2LTrainer
 from methods.stronghold import StrongholdTrainer
-from tests.methods.streaming.user_models import Llama, batches, begun, layers_of, made, optimizer_of
+from tests.methods.streaming.users.models import Llama, batches, begun, layers_of, made, optimizer_of
 
 
 def refused(

@@ -18,7 +18,7 @@ from harness.devices import cuda_budget, sim
 from harness.simulation.fake_streams import DEVICE, watching
 from methods.l2l import L2LTrainer
 from methods.stronghold import StrongholdTrainer
-from tests.methods.streaming.user_models import (
+from tests.methods.streaming.users.models import (
     MODELS,
     TOKENS,
     WORDS,

@@ -30,7 +30,7 @@ from methods.shared.terms import Terms
 from methods.streaming.layer_kinds import LayerSource, send_boundaries_home
 from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.starting_values import fill
-from methods.streaming.user_access import (
+from methods.streaming.users.access import (
     UPDATES_HAVE_BEGUN,
     ScriptAccess,
     has_lent_gradients,
@@ -38,10 +38,10 @@ from methods.streaming.user_access import (
     settle_gradients,
     show,
 )
-from methods.streaming.user_layer import IN_PLACE, UserLayer
-from methods.streaming.user_model import UserModel, give, move_rest, refuse_step
-from methods.streaming.user_parameters import observe
-from methods.streaming.user_state import SavedState, StatesElsewhere, refuse_copy
+from methods.streaming.users.layer import IN_PLACE, UserLayer
+from methods.streaming.users.model import UserModel, give, move_rest, refuse_step
+from methods.streaming.users.parameters import observe
+from methods.streaming.users.state import SavedState, StatesElsewhere, refuse_copy
 
 # By a part of torch's message about a layer's pass, what was expected of the layer.
 MEANT = {

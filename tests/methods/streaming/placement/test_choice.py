@@ -14,8 +14,8 @@ from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create, names
 from harness.core.rates import Rates
 from harness.plan.fit import resolve
-from methods.streaming.placement import CLIPPINGS, HOMES, placed_plan
-from methods.streaming.planner import KINDS, arranged
+from methods.streaming.placement.placement import CLIPPINGS, HOMES, placed_plan
+from methods.streaming.placement.planner import KINDS, arranged
 from tests.support.operations import num_lines
 from tests.support.training import tiny
 

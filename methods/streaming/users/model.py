@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from harness.models.gpt import DTYPES
 from methods.offload.adamw import AdamSettings, Settings
 from methods.shared.module_watch import hooks_of_step
-from methods.streaming.user_layer import Placeholders, UserLayer
-from methods.streaming.user_parameters import ObservedParameter
+from methods.streaming.users.layer import Placeholders, UserLayer
+from methods.streaming.users.parameters import ObservedParameter
 
 UNUSED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW that streaming updates lack
 

@@ -16,7 +16,7 @@ from harness.core.method import largest_depth
 from harness.plan.resources import parts_sent
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import shared_numel, writable
-from methods.streaming.placement import (
+from methods.streaming.placement.placement import (
     BY_RANKS,
     CLIPPINGS,
     Sizes,
@@ -27,7 +27,7 @@ from methods.streaming.placement import (
     placed_plan,
     text_of,
 )
-from methods.streaming.planner import Counts, arranged, choose, with_forecast
+from methods.streaming.placement.planner import Counts, arranged, choose, with_forecast
 
 # one slot computes, one loads, one empties; more slots gain less than more resident layers
 DEFAULT_WINDOW = 3
