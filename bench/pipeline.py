@@ -169,7 +169,7 @@ def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
 def table_of_sleeping(num_micro_batches: int, unit: float, steps: int, rounds: int) -> None:
     """Print the table of sleeping stages. Each round runs all rows, so that other load on the machine slows all rows
     alike."""
-    from methods.pipeline.simulate import simulate
+    from methods.pipeline.config.simulate import simulate
 
     rows = [(num_stages, schedule) for num_stages in (2, 3, 4) for schedule in SCHEDULES]
     found: dict[Any, list[float]] = {(row, is_idle): [] for row in rows for is_idle in (False, True)}

@@ -25,11 +25,11 @@ from harness.core.rates import Rates
 from harness.core.record import Record
 from harness.models.named_models import load
 from harness.simulation import machine_trace
-from methods.pipeline import simulate as pipelines
-from methods.pipeline.auto_config import AutoConfig
-from methods.pipeline.gpt_costs import GptCosts
+from methods.pipeline.config import simulate as pipelines
+from methods.pipeline.config.auto_config import AutoConfig
+from methods.pipeline.config.gpt_costs import GptCosts
+from methods.pipeline.config.measured_profile import measure_profile
 from methods.pipeline.launch.folder import read_lines
-from methods.pipeline.measured_profile import measure_profile
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 from papers.figures import measurements, plot
 from papers.figures.case import Case

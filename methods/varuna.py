@@ -24,28 +24,31 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training
 from harness.core.source_hash import source_hash
 from harness.plan.resources import sum_sent
-from methods.pipeline.auto_config import AutoConfig, ConfigRow
-from methods.pipeline.checkpoint_folders import choose, complete_steps
-from methods.pipeline.gpt_costs import GptCosts
-from methods.pipeline.partition import gpt_stages, stage_bytes
-from methods.pipeline.profile import Sum
+from methods.pipeline.checkpoint.folders import choose, complete_steps
+from methods.pipeline.config.auto_config import AutoConfig, ConfigRow
+from methods.pipeline.config.gpt_costs import GptCosts
+from methods.pipeline.config.partition import gpt_stages, stage_bytes
+from methods.pipeline.config.profile import Sum
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES
 from methods.shared.memory_needs import describe
 
-# The classes for users, except AutoConfig. Each class has the name of its file in methods/pipeline.
-CLASSES = {"CutPoint": "pipeline", "Varuna": "pipeline", "Profiler": "profiler"}
+# The classes for users and their modules, but for AutoConfig, which this module imports.
+CLASSES = {
+    "CutPoint": "methods.pipeline.cut",
+    "Varuna": "methods.pipeline.pipeline",
+    "Profiler": "methods.pipeline.config.profiler",
+}
 
-# Allow `python -m methods.varuna.run`, as in the original.
+# The folder of `python -m methods.varuna.run`, the original's command: a method is a file, so it cannot hold run.py.
 __path__ = [str(Path(__file__).with_name("pipeline") / "launch")]
 
 
 def __getattr__(name: str) -> object:
-    """Return a class for users' models; import it only now, because most of them import torch and this module does
-    not."""
+    """Return a class for users. Its module is imported only now, because it imports torch, and this module does not."""
     if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"methods.pipeline.{CLASSES[name]}"), name)
+    return getattr(importlib.import_module(CLASSES[name]), name)
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,8 @@ class VarunaMethod(Method):
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.models.gpt import adamw
+        from methods.pipeline.checkpoint.progress import GptProgress
         from methods.pipeline.cut_model import CutModel
-        from methods.pipeline.gpt_progress import GptProgress
         from methods.pipeline.pipeline import Varuna
         from methods.shared.loss_scale import LossScale
 

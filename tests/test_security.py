@@ -14,7 +14,7 @@ import pytest
 from harness.base.checkout import ROOT
 from harness.core.job import Job
 from harness.devices import machine
-from methods.pipeline import checkpoint_reader
+from methods.pipeline.checkpoint import files
 from tests.support import cli, records
 from tests.support.ranks import on_ranks
 from tests.support.tiny import TINY
@@ -54,11 +54,10 @@ RUNNERS = {
 }
 ALLOWED = {
     "cases/_paced_gpt.py": {"exec_module"},  # an example of this project
-    "methods/pipeline/checkpoint.py": {"torch.distributed.checkpoint"},  # the classes of a table of contents
-    # An unpickler of an allow-list, and torch's reader with it; plain values.
-    "methods/pipeline/checkpoint_reader.py": {"pickle", "torch.distributed.checkpoint", "torch.load"},
-    # Writes torch's table of contents, and reads other ranks' by that unpickler.
-    "methods/pipeline/checkpoint_writer.py": {"pickle", "torch.distributed.checkpoint"},
+    # The classes of a table of contents.
+    "methods/pipeline/checkpoint/checkpoints.py": {"torch.distributed.checkpoint"},
+    # An unpickler of an allow-list, which also reads other ranks' tables, and torch's reader with it; plain values.
+    "methods/pipeline/checkpoint/files.py": {"pickle", "torch.distributed.checkpoint", "torch.load"},
     "methods/pipeline/launch/agent.py": {"runpy"},  # the script that the caller names
     "methods/sharding/device_process.py": {"pickle"},  # of a pipe to a process that this one has forked
     # The class of layers that are refused.
@@ -78,7 +77,7 @@ PROMISES = {
     "No file is unpickled but checkpoints": [
         "test_security.py::test_no_file_has_a_loader_that_can_run_code_but_those_with_a_reason",
         "test_security.py::test_a_pickle_is_run_by_no_entry_point",
-        "methods/pipeline/test_checkpoint.py::test_nothing_in_a_checkpoint_is_run",
+        "methods/pipeline/checkpoint/test_checkpoint.py::test_nothing_in_a_checkpoint_is_run",
     ],
     "Code that a model's config.json names": [
         "models/test_hub_model.py::test_code_that_a_configuration_names_is_not_run"
@@ -144,12 +143,12 @@ PROMISES = {
     "`--ranks` on one machine listens on 127.0.0.1": [
         "run/test_ranks.py::test_nothing_listens_beyond_this_machine",
         "test_security.py::test_no_rank_loads_a_class_that_another_one_names",
-        "methods/pipeline/test_checkpoint.py::test_of_several_ranks_none_unpickles_what_another_one_sends",
+        "methods/pipeline/checkpoint/test_checkpoint.py::test_of_several_ranks_none_unpickles_what_another_one_sends",
     ],
     "DeepSpeed's process group": ["methods/test_engines.py::test_deepspeed_listens_on_this_machine_alone"],
     "`--ranks` over several Slurm nodes": [
         "test_security.py::test_no_rank_loads_a_class_that_another_one_names",
-        "methods/pipeline/test_checkpoint.py::test_of_several_ranks_none_unpickles_what_another_one_sends",
+        "methods/pipeline/checkpoint/test_checkpoint.py::test_of_several_ranks_none_unpickles_what_another_one_sends",
     ],
     "**Containers.** Every capability dropped": [
         "places/test_docker.py::test_a_job_has_no_rights_beyond_its_folders",
@@ -332,7 +331,7 @@ def test_no_rank_loads_a_class_that_another_one_names(tmp_path: Path) -> None:
         }
         for name, options, steps in jobs
     ]
-    allowed = {".".join(names) for names in checkpoint_reader.ALLOWED}
+    allowed = {".".join(names) for names in files.ALLOWED}
     for of_rank in on_ranks(2, "tests.methods.pipeline.trainings:on_this_rank", trainings):
         assert [set(heard) - allowed for heard in of_rank] == [set()] * len(jobs)
         assert of_rank[4], "a resume reads a table"

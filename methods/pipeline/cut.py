@@ -9,7 +9,7 @@ tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from methods.pipeline.grouping import group
+from methods.pipeline.config.grouping import group
 from methods.pipeline.stage import Spec, spec_of
 from methods.shared.module_watch import ModuleState, ModuleWatch, hooks_of, random_states
 
@@ -29,6 +29,7 @@ CHANGES = (
     "expected a forward pass that changes nothing, as it runs again for each micro-batch and recompute; try to compute"
     " it anew in each pass; got one that changes"
 )
+InitWeights = Callable[[Iterable[tuple[str, Tensor]]], None]  # fills named tensors in place
 LOSS_SCALE = "loss_scale"  # an optional argument of a model's forward pass: factor of the loss's gradient
 
 
@@ -303,6 +304,25 @@ def _meta(value: Any) -> Any:
 
 def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def give_memory(model: nn.Module, made: Mapping[str, Tensor]) -> None:
+    """Replace the model's tensors without memory by the tensors of the same names in `made`, rounded to the model's
+    dtypes. A tensor that `made` lacks stays without memory."""
+    # for each tensor, by id: all places that hold it
+    places: dict[int, list[tuple[dict[str, Any], str, str]]] = {}
+    for prefix, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for leaf, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    places.setdefault(id(tensor), []).append((table, leaf, f"{prefix}.{leaf}".lstrip(".")))
+    for found in places.values():
+        for value in [made[name] for _, _, name in found if name in made][:1]:
+            old = found[0][0][found[0][1]]
+            value = value.to(old.dtype)
+            new = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+            for table, leaf, _ in found:
+                table[leaf] = new
 
 
 def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages: int) -> list[int]:

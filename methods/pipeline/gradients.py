@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from methods.pipeline.partition import BUCKET_BYTES
+from methods.pipeline.config.partition import BUCKET_BYTES
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.shared_weights import Shared
 from methods.pipeline.transport import LostPeer
@@ -32,7 +32,7 @@ class Groups:
 
     def __init__(self, ranks: RankMap, rank: int, shared: Sequence[Shared], limit_seconds: float) -> None:
         self.limit = timedelta(seconds=limit_seconds)  # given to each group in place of torch's default limit
-        self.stage, self.replica = ranks.place_of(rank)
+        self.stage, self.replica = ranks.stage_and_replica(rank)
         self.ranks, self.rank = ranks, rank
         self.replicas = self._mine([list(replicas) for replicas in ranks.ranks])
         self.pipeline = self._mine([ranks.pipeline(replica) for replica in range(ranks.num_replicas)])

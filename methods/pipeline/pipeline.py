@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +34,17 @@ from harness.base.counted import counted
 from harness.core.method import TensorState
 from harness.devices.streams import STREAMS, UNNOTED
 from methods.pipeline.batches import Inputs, cast, micro_batch_sizes, moved, resized, sample_shape, split
-from methods.pipeline.checkpoint import Checkpoints
+from methods.pipeline.checkpoint.checkpoints import Checkpoints
+from methods.pipeline.checkpoint.progress import Progress
 from methods.pipeline.cut import (
     CHANGES,
     LOSS_SCALE,
     CutPoint,
+    InitWeights,
     Part,
     choose_cuts,
     cut,
+    give_memory,
     num_cuts,
     probe,
     specs_of,
@@ -49,12 +52,11 @@ from methods.pipeline.cut import (
 )
 from methods.pipeline.engine import Engine, order_of
 from methods.pipeline.gradients import Gradients, Groups, all_reduce
-from methods.pipeline.link import done, link, num_updates
+from methods.pipeline.launch.link import done, link, num_updates
 from methods.pipeline.masters import Masters
 from methods.pipeline.mean_loss import MeanCheck
-from methods.pipeline.meta import give_memory
-from methods.pipeline.place import place
 from methods.pipeline.rank_map import RankMap
+from methods.pipeline.seat import take_seat
 from methods.pipeline.shared_weights import Shared, counted_names, find_shared
 from methods.pipeline.stage import Spec, Stage
 from methods.pipeline.transport import Transport
@@ -65,16 +67,6 @@ if TYPE_CHECKING:
     from methods.pipeline.torch_schedules import TorchSchedule
 
 __all__ = ["CutPoint", "Varuna"]
-InitWeights = Callable[[Iterable[tuple[str, Tensor]]], None]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far training had come when a checkpoint was saved. `num_good`: steps in a row without an overflow."""
-
-    num_steps: int
-    loss_scale: float
-    num_good: int
 
 
 class Varuna(nn.Module):
@@ -116,12 +108,12 @@ class Varuna(nn.Module):
         if self._link and cuts is None:
             cuts = self._link.cuts
         self.ranks = RankMap.parse(stage_to_rank_map)
-        self.rank, world_size, self.device, note = place(limit_seconds, device, local_rank)
+        self.rank, world_size, self.device, note = take_seat(limit_seconds, device, local_rank)
         if note and self._link and self.rank == 0:
             self._link.tell("note", text=note)
         if world_size != self.ranks.world_size:
             raise ValueError(f"stage_to_rank_map: expected {world_size} ranks, got {self.ranks}")
-        self.stage, self.replica = self.ranks.place_of(self.rank)
+        self.stage, self.replica = self.ranks.stage_and_replica(self.rank)
         self.batch_size, self.fp16 = batch_size, fp16
         self.dtype = torch.float16 if fp16 else torch.bfloat16 if bf16 else None  # None: the model's own
         self.sizes = micro_batch_sizes(batch_size, chunk_size, self.ranks.num_replicas)

@@ -65,7 +65,7 @@ class RankMap:
     def world_size(self) -> int:
         return self.num_stages * self.num_replicas
 
-    def place_of(self, rank: int) -> tuple[int, int]:
+    def stage_and_replica(self, rank: int) -> tuple[int, int]:
         """Return the stage and the replica of a rank. Raises ValueError if the map lacks the rank."""
         for stage, replicas in enumerate(self.ranks):
             if rank in replicas:

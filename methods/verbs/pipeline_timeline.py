@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from harness.simulation.event_core import KINDS
-from methods.pipeline.simulate import PipelineRun
+from methods.pipeline.config.simulate import PipelineRun
 from papers.figures import plot
 
 COLORS = {"F": "#A9D3BA", "R": "#E3B23C", "B": "#2E8B57"}

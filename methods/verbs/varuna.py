@@ -17,13 +17,13 @@ from harness.core.job import Workload, gib
 from harness.core.rates import Rates
 from harness.devices import named_machines
 from harness.plan import memories
+from methods.pipeline.config.measured_profile import measure_profile
+from methods.pipeline.config.profile import FILE as PROFILE_FILE
 from methods.pipeline.launch.run import launch
-from methods.pipeline.measured_profile import measure_profile
-from methods.pipeline.profile import FILE as PROFILE_FILE
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 if TYPE_CHECKING:
-    from methods.pipeline.auto_config import AutoConfig, ConfigRow
+    from methods.pipeline.config.auto_config import AutoConfig, ConfigRow
 
 DOES_NOT_FIT = 4
 MOST_PASSES = 10**8  # most stages times micro-batches that `simulate` takes; this many take some minutes
@@ -141,9 +141,9 @@ def configure(
 
     The times come from a profile, or from the rates of a machine. Exit code 4: no choice fits.
     """
-    from methods.pipeline.auto_config import AutoConfig
-    from methods.pipeline.gpt_costs import GptCosts
-    from methods.pipeline.profile import Profile, read
+    from methods.pipeline.config.auto_config import AutoConfig
+    from methods.pipeline.config.gpt_costs import GptCosts
+    from methods.pipeline.config.profile import Profile, read
 
     costs: Profile | GptCosts
     if folder is not None:
@@ -284,7 +284,7 @@ def simulate(
 
     With -l or --model the seconds of the passes are predicted for that model from the rates of --machine.
     """
-    from methods.pipeline import simulate as pipelines
+    from methods.pipeline.config import simulate as pipelines
 
     if num_stages * num_micro_batches > MOST_PASSES:
         raise ValueError(
@@ -385,7 +385,7 @@ def _of_model(
 
     Raises ValueError if there are more stages than layers, or if --machine has no rates.
     """
-    from methods.pipeline.partition import gpt_stages, passes_of
+    from methods.pipeline.config.partition import gpt_stages, passes_of
 
     workload = _workload(words)
     if num_stages > workload.num_layers:

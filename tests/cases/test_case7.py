@@ -10,7 +10,7 @@ import pytest
 from cases import case7
 from harness.core import method
 from harness.simulation.machine_trace import MachineChange, samples, synthetic, through
-from methods.pipeline.profile import Profile, Section, SectionCost
+from methods.pipeline.config.profile import Profile, Section, SectionCost
 from papers.figures import profile
 from papers.figures.point import FigureRow
 from tests.papers.figures.test_case import DEMO, FACTS, METHODS, record

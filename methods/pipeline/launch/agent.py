@@ -39,7 +39,7 @@ class MachineAgent(RankAgent):
         self.round = 0
         self.unread = b""
         self.watch(0, self.obey)
-        # Ranks inherit the blocked signal; methods/pipeline/link.py unblocks it between two steps of a rank.
+        # Ranks inherit the blocked signal; methods/pipeline/launch/link.py unblocks it between two steps of a rank.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
     def run(self) -> None:

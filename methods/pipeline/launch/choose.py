@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from methods.pipeline.auto_config import AutoConfig
-from methods.pipeline.profile import read
+from methods.pipeline.config.auto_config import AutoConfig
+from methods.pipeline.config.profile import read
 from methods.pipeline.rank_map import RankMap
 
 

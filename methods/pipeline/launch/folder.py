@@ -20,7 +20,7 @@ from typing import Any
 
 from harness.base.foreign_file import read_text
 from harness.base.whole_file import write_whole
-from methods.pipeline.checkpoint_folders import PREFIX, complete_steps, step_of
+from methods.pipeline.checkpoint.folders import PREFIX, complete_steps, step_of
 
 LOCK, WORKERS_LOCK = "launcher.lock", "workers.lock"
 TAKEOVER_SECONDS = 20.0  # longest wait until the ranks of an earlier launcher, which was killed, have ended

@@ -22,11 +22,11 @@ from harness.devices.streams import STREAMS
 from harness.run.trace import Trace
 from methods.pipeline import pipeline
 from methods.pipeline.batches import micro_batch_sizes, split
-from methods.pipeline.checkpoint import read
+from methods.pipeline.checkpoint.checkpoints import read
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.pipeline import Varuna
-from methods.pipeline.place import Offer, _backend, place
 from methods.pipeline.rank_map import RankMap
+from methods.pipeline.seat import Offer, _backend, take_seat
 from methods.pipeline.shared_weights import counted_names, find_shared
 from methods.pipeline.stage import Stage
 from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join
@@ -79,9 +79,9 @@ def trained(folder: str) -> dict[str, list[Any]]:
         "other shapes": job("0;1;", 4, kind="shapes"),
         "gpipe of short micro-batches": job("0;1;", 3, kind="refused", schedule="gpipe"),
         "sum": job("0,1;", 2, kind="sum"),
-        "too few gpus on the other machine": job("0;1;2;3;", 2, kind="place", gpus=[2, 1], devices=[-1] * 4),
-        "the cpu given to one rank": job("0;1;", 2, kind="place", gpus=[2], devices=[-1, "cpu"]),
-        "no gpus": job("0;1;", 2, kind="place", gpus=[0], devices=[-1] * 2),
+        "too few gpus on the other machine": job("0;1;2;3;", 2, kind="seat", gpus=[2, 1], devices=[-1] * 4),
+        "the cpu given to one rank": job("0;1;", 2, kind="seat", gpus=[2], devices=[-1, "cpu"]),
+        "no gpus": job("0;1;", 2, kind="seat", gpus=[0], devices=[-1] * 2),
         "dropout": job("0;1;2;", 2, dropout=DROPOUT),
         SHORT_BUG: job("0;1;", 3, bug=SHORT_BUG),
         RANDOM_BUG: job("0;1;2;", 2, dropout=DROPOUT, bug=RANDOM_BUG),
@@ -361,7 +361,7 @@ def test_what_has_a_batch_of_one_goes_to_every_micro_batch() -> None:
 
 def test_maps_are_read_as_published() -> None:
     found = RankMap.parse("0,2;1,3;")
-    assert (found.num_stages, found.num_replicas, found.place_of(3)) == (2, 2, (1, 1))
+    assert (found.num_stages, found.num_replicas, found.stage_and_replica(3)) == (2, 2, (1, 1))
     assert found == RankMap.parse("0,2;1,3") == RankMap.parse(str(RankMap.make(2, 2))) and found.pipeline(
         1
     ) == [2, 3]
@@ -425,7 +425,7 @@ def test_a_group_of_the_script_that_sends_no_host_memory_is_refused() -> None:
         with pytest.raises(
             ValueError, match=r"backend for CPU tensors, which carry messages, got cuda:gloo; try"
         ):
-            place(1.0, "cuda")
+            take_seat(1.0, "cuda")
     finally:
         dist.destroy_process_group()
 
@@ -531,7 +531,7 @@ def test_a_rank_takes_the_gpu_of_its_number_among_the_ranks_of_its_machine(
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     trainings.see_gpus(monkeypatch, gpus)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert str(place(1.0, *asked).device) == taken
+    assert str(take_seat(1.0, *asked).device) == taken
     assert [str(device) for device in current] == [taken] * (":" in taken)
 
 

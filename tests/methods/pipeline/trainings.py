@@ -20,9 +20,9 @@ from harness.core.job import Workload
 from harness.core.method import TensorState, Training
 from harness.devices.memory_account import Tracker
 from harness.simulation.batches import token_batches
-from methods.pipeline.checkpoint import Checkpoints
-from methods.pipeline.place import place
+from methods.pipeline.checkpoint.checkpoints import Checkpoints
 from methods.pipeline.rank_map import RankMap
+from methods.pipeline.seat import take_seat
 from tests.methods.pipeline import user_model
 from tests.support.pipeline_bugs import BY_NAME
 from tests.support.planting import planted
@@ -243,14 +243,14 @@ def save(training: dict[str, Any]) -> str:
     return told
 
 
-def place_with_gpus(training: dict[str, Any]) -> list[Any]:
+def seat_with_gpus(training: dict[str, Any]) -> list[Any]:
     """What a rank takes and what it prints, on machines of two ranks that see `gpus` GPUs each."""
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as printed:
         see_gpus(patch, training["gpus"][rank // 2])
         patch.setenv("LOCAL_RANK", str(rank % 2))
         patch.setenv("LOCAL_WORLD_SIZE", "2")
-        found = place(60.0, training["devices"][rank])
+        found = take_seat(60.0, training["devices"][rank])
         backend = dist.get_backend_config()
     dist.destroy_process_group()
     return [*found[:2], str(found.device), found.note, printed.getvalue(), backend]
@@ -290,6 +290,6 @@ KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shapes": by_user_with_other_shapes,
     "sum": sum_alone,
     "save": save,
-    "place": place_with_gpus,
+    "seat": seat_with_gpus,
     "unpickled": unpickled,
 }

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness.base.checkout import ROOT
-from methods.pipeline import measured_profile
-from methods.pipeline.profile import read
+from methods.pipeline.config import measured_profile
+from methods.pipeline.config.profile import read
 from methods.verbs.varuna import varuna
 from tests.support import cli, forks
 from tests.support.configured import configured

@@ -19,12 +19,12 @@ from harness.core.cpu_cores import available_cores
 from harness.core.failures import LOST_RANK
 from harness.core.job import Workload
 from harness.models.gpt import DTYPES, adamw
+from methods.pipeline.config.profiler import Profiler
 from methods.pipeline.cut_model import CutModel
-from methods.pipeline.profiler import Profiler
 
 
 def measure(order: dict[str, Any]) -> str:
-    """Measure the model as one rank; rank 0 writes the profile. Return the note of its RankPlace. torchrun's
+    """Measure the model as one rank; rank 0 writes the profile. Return the note of its Seat. torchrun's
     environment variables tell how to find the other ranks. `order`: the request of `./run.sh varuna profile`. Raises
     ValueError if the order's device is cuda, but a rank has no GPU of its own."""
     workload = Workload(**order["workload"])
@@ -59,7 +59,7 @@ def measure(order: dict[str, Any]) -> str:
 
 
 def measure_as_rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
-    """Measure as one of several ranks; return the exit code 0. Write the note of its RankPlace or, if an error
+    """Measure as one of several ranks; return the exit code 0. Write the note of its Seat or, if an error
     occurs, the error to the file descriptor `tells`, as one line. Raise the error."""
     os.environ |= environment
     try:

@@ -25,8 +25,8 @@ from cases._morphs import CHECKPOINT_EVERY, SMALL, Change, Schedule, play, undis
 from harness.base import fork_server
 from harness.base.checkout import ROOT
 from harness.base.child_process import child_environment
-from methods.pipeline import link
-from methods.pipeline.checkpoint import Checkpoints
+from methods.pipeline.checkpoint.checkpoints import Checkpoints
+from methods.pipeline.launch import link
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
 from methods.pipeline.launch.launcher import Launcher, LaunchJob
@@ -542,7 +542,7 @@ def test_a_signal_to_the_launcher_reaches_the_script_whose_handler_must_save(
 
 SAVES_BY_ITSELF = f"""
 import os, time, torch
-from methods.pipeline.link import done
+from methods.pipeline.launch.link import done
 {EXAMPLE}
 
 class Varuna(own_gpt.Varuna):

@@ -1,4 +1,5 @@
-"""What a checkpoint of a job of `-m varuna` stores about the steps so far: losses, norms, loss scales, skips."""
+"""What a checkpoint stores about the steps so far: their number and the loss scale; losses, norms and skips in a job of
+`-m varuna`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import torch
 
 from harness.core.job import Workload
 from harness.core.method import Step
-from methods.pipeline.pipeline import Progress
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training had come when a checkpoint was saved. `num_good`: steps in a row without an overflow."""
+
+    num_steps: int
+    loss_scale: float
+    num_good: int
 
 
 @dataclass(frozen=True)

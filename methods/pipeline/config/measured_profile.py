@@ -32,4 +32,4 @@ def measure_profile(
     }
     on = machine.devices()[0] if device == "auto" else device
     with turn(Job("profile", workload, {"world_size": num_ranks}, device=on), report):
-        return str(ask("methods.pipeline.measure_model", {**order, "device": device}))
+        return str(ask("methods.pipeline.config.measure_model", {**order, "device": device}))

@@ -14,11 +14,11 @@ import pytest
 from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
-from methods.pipeline.auto_config import AutoConfig, ConfigRow, predict
-from methods.pipeline.gpt_costs import GptCosts
-from methods.pipeline.grouping import group
-from methods.pipeline.partition import gpt_stages
-from methods.pipeline.profile import FILE, Message, Profile, Section, SectionCost, Sum, read
+from methods.pipeline.config.auto_config import AutoConfig, ConfigRow, predict
+from methods.pipeline.config.gpt_costs import GptCosts
+from methods.pipeline.config.grouping import group
+from methods.pipeline.config.partition import gpt_stages
+from methods.pipeline.config.profile import FILE, Message, Profile, Section, SectionCost, Sum, read
 from methods.pipeline.schedule import step_seconds
 
 MANY = 1000.0  # seconds

@@ -12,7 +12,7 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
 from harness.plan.fit import resolve
-from methods.pipeline.partition import gpt_stages, stage_bytes
+from methods.pipeline.config.partition import gpt_stages, stage_bytes
 from methods.pipeline.schedule import SCHEDULES
 from tests.support.training import tiny
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from harness.base.checked_data import checked
-from methods.pipeline import checkpoint_reader, checkpoint_writer
-from methods.pipeline.checkpoint_folders import COMPLETE, choose, folder_of
+from methods.pipeline.checkpoint import files
+from methods.pipeline.checkpoint.folders import COMPLETE, choose, folder_of
 
 PLAIN = (bool, int, float, str, list, tuple, type(None))  # types of an optimizer's options
 # optimizers that torch fuses
@@ -82,7 +82,7 @@ class Checkpoints:
         if self.is_first:
             state["progress"] = json.dumps(progress)
         executor = ThreadPoolExecutor(1)
-        self.under_way = executor.submit(checkpoint_writer.write, state, path, self.group)
+        self.under_way = executor.submit(files.write, state, path, self.group)
         executor.shutdown(wait=False)
         return self.under_way
 
@@ -219,17 +219,17 @@ def _told_of(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise checkpoint_reader.unreadable(path, error) from error
+        raise files.unreadable(path, error) from error
 
 
 def _metadata(path: Path) -> Mapping[str, Any]:
-    return checkpoint_reader.metadata(path).state_dict_metadata
+    return files.metadata(path).state_dict_metadata
 
 
 def _read(path: Path, wanted: list[str]) -> dict[str, Any]:
     there = _metadata(path)
     if missing := [name for name in wanted if name not in there]:
-        raise checkpoint_reader.unreadable(path, ValueError(f"it lacks {missing[0]}"))
+        raise files.unreadable(path, ValueError(f"it lacks {missing[0]}"))
     state: dict[str, Any] = {}
     for name in wanted:
         kind = _kind(there[name])
@@ -237,5 +237,5 @@ def _read(path: Path, wanted: list[str]) -> dict[str, Any]:
     with warnings.catch_warnings():
         # torch warns that one process reads alone, as each rank does here
         warnings.simplefilter("ignore", UserWarning)
-        checkpoint_reader.load(path, state)
+        files.load(path, state)
     return state

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from harness.simulation.event_core import KINDS, F
+from methods.pipeline.config.simulate import Network, simulate
 from methods.pipeline.schedule import SCHEDULES, SLOTS, units
-from methods.pipeline.simulate import Network, simulate
 
 NOISY = Network(0.7, jitter=0.3)
 

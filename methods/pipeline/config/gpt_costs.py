@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.plan.resources import copy_seconds, device_update_seconds
-from methods.pipeline.partition import gpt_stages, passes_of, stage_bytes
-from methods.pipeline.profile import Message, StageCost, Sum
+from methods.pipeline.config.partition import gpt_stages, passes_of, stage_bytes
+from methods.pipeline.config.profile import Message, StageCost, Sum
 from methods.pipeline.schedule import SLOTS
 
 

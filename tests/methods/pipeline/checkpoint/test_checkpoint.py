@@ -20,10 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from methods.pipeline import checkpoint_reader
-from methods.pipeline.checkpoint import Checkpoints, read
-from methods.pipeline.checkpoint_folders import COMPLETE, choose, complete_steps, folder_of
-from methods.pipeline.gpt_progress import GptProgress
+from methods.pipeline.checkpoint import files
+from methods.pipeline.checkpoint.checkpoints import Checkpoints, read
+from methods.pipeline.checkpoint.folders import COMPLETE, choose, complete_steps, folder_of
+from methods.pipeline.checkpoint.progress import GptProgress
 from tests.support.ranks import on_ranks
 
 MOMENTS = 20
@@ -79,7 +79,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
     if where == "item":
         dcp.save({"progress": bad}, checkpoint_id=path, no_dist=True)
     else:
-        table = checkpoint_reader.metadata(path)
+        table = files.metadata(path)
         table.planner_data = bad
         (path / COMPLETE).write_bytes(pickle.dumps(bad if where == "table of contents" else table))
     with pytest.raises(
@@ -160,7 +160,7 @@ def test_a_tampered_part_is_told_with_its_checkpoint_and_nothing_is_taken(tmp_pa
 def test_a_size_that_the_files_do_not_have_takes_no_memory(tmp_path: Path, part: str) -> None:
     state(7)[2].save(tmp_path, 7, PROGRESS).result()
     path = folder_of(tmp_path, 7)
-    table = checkpoint_reader.metadata(path)
+    table = files.metadata(path)
     name = next(name for name in table.state_dict_metadata if name.startswith(part))
     table.state_dict_metadata[name].size = torch.Size([10**13])
     (path / COMPLETE).write_bytes(pickle.dumps(table))
@@ -206,7 +206,7 @@ def test_a_table_that_leads_out_of_its_folder_is_not_followed(tmp_path: Path, na
     state(7)[2].save(tmp_path, 7, PROGRESS).result()
     path = folder_of(tmp_path, 7)
     shutil.copy(next(path.glob("*.distcp")), tmp_path / "outside")
-    table = checkpoint_reader.metadata(path)
+    table = files.metadata(path)
     for stored in table.storage_data.values():
         stored.relative_path = name
     (path / COMPLETE).write_bytes(pickle.dumps(table))

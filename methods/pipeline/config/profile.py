@@ -14,8 +14,8 @@ from harness.base.checked_data import checked
 from harness.base.foreign_file import read_json
 from harness.base.whole_file import write_whole
 from harness.plan.resources import OPTIMIZER_BYTES
-from methods.pipeline.grouping import group
-from methods.pipeline.partition import BUCKET_BYTES
+from methods.pipeline.config.grouping import group
+from methods.pipeline.config.partition import BUCKET_BYTES
 
 FILE = "profile.json"
 GRADIENT_BYTES = 4  # bytes per parameter of the gradients that replicas sum

@@ -34,12 +34,10 @@ from harness.devices import cuda_budget, machine
 from harness.devices.memory_account import Tracker
 from harness.devices.streams import STREAMS
 from methods.pipeline.batches import Inputs, cast, moved
-from methods.pipeline.cut import Part, cut, num_cuts, probe, specs_of, traced
-from methods.pipeline.meta import give_memory
-from methods.pipeline.partition import BUCKET_BYTES
-from methods.pipeline.pipeline import InitWeights
-from methods.pipeline.place import place
-from methods.pipeline.profile import Message, Profile, Section, SectionCost, Sum
+from methods.pipeline.config.partition import BUCKET_BYTES
+from methods.pipeline.config.profile import Message, Profile, Section, SectionCost, Sum
+from methods.pipeline.cut import InitWeights, Part, cut, give_memory, num_cuts, probe, specs_of, traced
+from methods.pipeline.seat import take_seat
 from methods.pipeline.transport import gathered, leave
 
 MOST_REPEATS = 16
@@ -83,7 +81,7 @@ class Profiler:
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
         init_weights: InitWeights | None = None,
     ) -> None:
-        self.rank, self.world_size, self.device, self.note = place(LIMIT_SECONDS, device)
+        self.rank, self.world_size, self.device, self.note = take_seat(LIMIT_SECONDS, device)
         self.fp16, self.model, self.make_optimizer = fp16, model.half() if fp16 else model, make_optimizer
         self.dtype, self.init_weights = torch.float16 if fp16 else None, init_weights
         self.sections: list[Part] = []

@@ -11,8 +11,8 @@ from harness.core import hub_config
 from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
-from methods.pipeline.partition import gpt_stages, passes_of, stage_bytes
-from methods.pipeline.simulate import simulate
+from methods.pipeline.config.partition import gpt_stages, passes_of, stage_bytes
+from methods.pipeline.config.simulate import simulate
 from tests.support.configured import config_of
 from tests.support.ranks import on_ranks
 from tests.support.training import small_bytes

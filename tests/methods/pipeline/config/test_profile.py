@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from harness.base.checkout import ROOT
 from harness.core.job import Job, Workload
 from harness.devices import device_lock, machine
-from methods.pipeline import measure_model, measured_profile, profiler
-from methods.pipeline.profile import Profile, read
-from methods.pipeline.profiler import tensor_bytes
+from methods.pipeline.config import measure_model, measured_profile, profiler
+from methods.pipeline.config.profile import Profile, read
+from methods.pipeline.config.profiler import tensor_bytes
 from methods.varuna import AutoConfig, CutPoint, Profiler
 from tests.methods.pipeline import user_model
 from tests.methods.pipeline.trainings import see_gpus

@@ -1,4 +1,4 @@
-"""Finds a rank's place in its job: its number, and the device on which it computes.
+"""Finds a rank's seat in its job: its number, and the device on which it computes.
 
 Each rank has a GPU of its own, because NCCL refuses two ranks on one GPU. If a machine has fewer GPUs than ranks, all
 ranks of the job compute on the CPU: the ranks share one process group, whose backends depend on the device.
@@ -27,7 +27,7 @@ class Offer(NamedTuple):
     num_gpus: int = 0
 
 
-class RankPlace(NamedTuple):
+class Seat(NamedTuple):
     """A rank's number, the number of ranks, and the rank's device. `note`: one line that says why all ranks compute on
     the CPU although there are GPUs; "": they do not. All ranks have the same note."""
 
@@ -37,8 +37,8 @@ class RankPlace(NamedTuple):
     note: str = ""
 
 
-def place(limit_seconds: float, device: int | str, local_rank: int = -1) -> RankPlace:
-    """Meet all ranks that torchrun's environment variables name, and return this process's place. A process without
+def take_seat(limit_seconds: float, device: int | str, local_rank: int = -1) -> Seat:
+    """Meet all ranks that torchrun's environment variables name, and return this process's seat. A process without
     these variables is alone. Rank 0 prints the note, if there is one, on standard error.
 
     `device`: a name, or the number of a GPU; both are taken as they are, but without GPUs a number means the CPU. Below
@@ -69,7 +69,7 @@ def place(limit_seconds: float, device: int | str, local_rank: int = -1) -> Rank
         chosen = torch.device("cpu")
     if chosen.type == "cuda" and chosen.index is not None:
         torch.cuda.set_device(chosen)
-    return RankPlace(rank, world_size, chosen, note)
+    return Seat(rank, world_size, chosen, note)
 
 
 def _offer(device: int | str, local_rank: int) -> tuple[torch.device, Offer]:
