@@ -22,7 +22,7 @@ from harness.core.record import Record
 from harness.devices import machine
 from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep
-from harness.plan.fit import resolve
+from harness.plan.fit import Planned, resolve
 
 WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, batch_size=4, vocab_size=8192)
 
@@ -40,7 +40,7 @@ WORKLOAD = Workload(num_layers=8, hidden_size=512, num_heads=8, seq_len=256, bat
 def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...], against: str) -> None:
     reference = method.reference()
     others = list(chosen) or [name for name in method.names() if name != reference]
-    jobs = {text: job(text, steps) for text in (reference, *others)}
+    plans = {text: planned(text, steps) for text in (reference, *others)}
     measured: dict[str, list[Record]] = {text: [] for text in (reference, *others)}
     with tempfile.TemporaryDirectory() as temporary:
         folder = results or Path(temporary)
@@ -49,7 +49,7 @@ def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...],
             # Every other round runs the methods in reverse order. The reference always runs first, because the gate
             # judges by its record.
             order = list(measured) if turn % 2 == 0 else [reference, *others[::-1]]
-            records = Sweep(folder, rerun=True, probe=NONE).run([jobs[text] for text in order])
+            records = Sweep(folder, rerun=True, probe=NONE).run([plans[text] for text in order])
             for text, record in zip(order, records, strict=True):
                 measured[text].append(record)
                 print(
@@ -67,11 +67,11 @@ def main(rounds: int, steps: int, results: Path | None, chosen: tuple[str, ...],
         print(row(records, references))
 
 
-def job(text: str, steps: int) -> Job:
+def planned(text: str, steps: int) -> Planned:
     """Return the planned job of `text`, which is METHOD or METHOD:OPTION=VALUE,OPTION=VALUE."""
     name, _, options = text.partition(":")
     given = dict(parse_option(pair) for pair in options.split(",") if pair)
-    return resolve(Job(name, WORKLOAD, options=given, steps=steps, warmup=3))[0]
+    return resolve(Job(name, WORKLOAD, options=given, steps=steps, warmup=3))
 
 
 def row(records: list[Record], references: list[Record]) -> str:

@@ -18,6 +18,7 @@ from harness.core.job import Job, Workload
 from harness.devices import machine
 from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from places.docker import Docker
 
 WORKLOAD = Workload(num_layers=4, hidden_size=256, num_heads=8, seq_len=128, batch_size=4, vocab_size=2048)
@@ -29,14 +30,14 @@ PEAKS = ("host_anonymous", "host_shared")
 @click.option("--rounds", default=5)
 @click.option("--steps", default=20)
 def main(image: str, rounds: int, steps: int) -> None:
-    job = Job("resident", WORKLOAD, steps=steps, warmup=3)
+    planned = resolve(Job("resident", WORKLOAD, steps=steps, warmup=3))
     places: dict[str, Any] = {"here": None, "in a container": Docker(image)}
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in places}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(rounds):
             for name in places if turn % 2 == 0 else reversed(places):
                 started = time.monotonic()
-                (record,) = Sweep(Path(folder), rerun=True, place=places[name], probe=NONE).run([job])
+                (record,) = Sweep(Path(folder), rerun=True, place=places[name], probe=NONE).run([planned])
                 found = {
                     "step_seconds": record.median_step_seconds,
                     "call_seconds": time.monotonic() - started,

@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of the table, in Markdown")
     given, asked = parser.parse_args(), list(jobs())
     with sweeping(given.results) as sweep:
-        records = sweep.run([resolve(job)[0] for job in asked])
+        records = sweep.run([resolve(job) for job in asked])
     found = [row(job, record, records[0]) for job, record in zip(asked[1:], records[1:], strict=True)]
     print_table(HEADS, found, numbers=HEADS[-2:])
     title = "Ranks beside one process: the largest relative difference of any of 10 steps, fp32"

@@ -93,9 +93,10 @@ def run(used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], Non
     or were made by older code."""
     folder = results / "traces"
     folder.mkdir(parents=True, exist_ok=True)
-    job = resolve(used.job(METHODS[0], used.depth(PUBLISHED_DEPTH)))[0]
-    job = dataclasses.replace(job, trace=str((folder / f"overlap_{used.name}.json").resolve()))
-    finished = Sweep(results, report=report).run([job])
+    planned = resolve(used.job(METHODS[0], used.depth(PUBLISHED_DEPTH)))
+    trace = str((folder / f"overlap_{used.name}.json").resolve())
+    planned = planned._replace(job=dataclasses.replace(planned.job, trace=trace))
+    finished = Sweep(results, report=report).run([planned])
     missing = [name for name in MACHINES if not _is_current(_virtual(folder, used.name, name))]
     if missing:
         report({"event": "build", "text": f"virtual time: {', '.join(missing)}, {RUNS[used.kind]} layers"})

@@ -15,12 +15,11 @@ from pathlib import Path
 
 from cases import case3
 from harness.core import method
-from harness.core.job import Job
 from harness.core.record import Record
 from harness.gate.probe import NONE
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep
-from harness.plan.fit import resolve
+from harness.plan.fit import Planned, resolve
 from harness.run.prepare import prepare
 from papers.claims import collect
 from papers.figures import case
@@ -31,10 +30,10 @@ MOST_BUILD_SECONDS = 20  # seconds; the demo leaves out a method whose compilati
 QUICK_CASES = (3, 4, 5)  # numbers of cases that search no largest size
 
 
-def jobs(used: CaseProfile, names: Sequence[str]) -> list[Job]:
-    """Return a job for each method, at the depth that all methods of the profile train. The jobs have the same options
-    as the cases' jobs, so that no run is made twice."""
-    return [resolve(used.job(name, used.common))[0] for name in names]
+def plans(used: CaseProfile, names: Sequence[str]) -> list[Planned]:
+    """Return a planned job for each method, at the depth that all methods of the profile train. The jobs have the same
+    options as the cases' jobs, so that no run is made twice."""
+    return [resolve(used.job(name, used.common)) for name in names]
 
 
 def left_out(names: Sequence[str], device: str) -> dict[str, str]:
@@ -54,8 +53,8 @@ def set_up(results: Path, as_json: bool, names: Sequence[str] | None = None) -> 
     """Compile what these methods and the device sim need, if their packages are installed. `names`: None: all
     methods."""
     with reporter(as_json) as tell:
-        for job in jobs(case.profile_of("demo", None), names or method.names()):
-            prepare(job, results, (), tell)
+        for planned in plans(case.profile_of("demo", None), names or method.names()):
+            prepare(planned.job, results, (), tell)
 
 
 def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
@@ -75,9 +74,9 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
     used = case.profile_of("demo", None)
     with reporter(as_json) as tell:
         finished = []
-        for job in [] if is_quick else jobs(used, names):
-            probed = None if method.create(job.method, job.options).bit_exact else NONE
-            finished += Sweep(results, report=tell, probe=probed).run([job])
+        for planned in [] if is_quick else plans(used, names):
+            probed = None if method.create(planned.job.method, planned.job.options).bit_exact else NONE
+            finished += Sweep(results, report=tell, probe=probed).run([planned])
     numbers = QUICK_CASES if is_quick else case.numbers_of_all()
     finished += collect.make(numbers, used, results, results / "figures", as_json, methods=names, probe=NONE)
     index, review = page.write(results)

@@ -32,7 +32,7 @@ from harness.jobs.next_calls import next_calls_of
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
 from harness.plan import memories
-from harness.plan.fit import resolve
+from harness.plan.fit import Planned, resolve
 from harness.run import timeline
 from harness.run.place import Place, no_draft
 
@@ -274,10 +274,11 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     probe, folders = options.probe_of(words), _folders(words)
     asked = make_jobs(words, folders)
     resolved = [_resolved(job, folders) for job in asked]
-    jobs = [each for each in resolved if isinstance(each, Job)]
-    left_out = [each for each in resolved if isinstance(each, str)]
-    if not jobs:
+    plans = [planned for planned in resolved if isinstance(planned, Planned)]
+    left_out = [reason for reason in resolved if isinstance(reason, str)]
+    if not plans:
         raise ValueError(left_out[0])
+    jobs = [planned.job for planned in plans]
     if words["on"] == "local":
         budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
     if words.get("trace"):
@@ -285,7 +286,9 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
             raise ValueError("--trace needs a single run on this machine: one method, one size, no --on")
         check_replaceable(words["trace"], timeline.HEAD.encode())
         check_writable(words["trace"].parent, "--trace")
-        jobs = [dataclasses.replace(jobs[0], trace=str(words["trace"].resolve()))]
+        plans = [
+            plans[0]._replace(job=dataclasses.replace(plans[0].job, trace=str(words["trace"].resolve())))
+        ]
     if words.get("save"):
         if (
             len(asked) > 1
@@ -299,7 +302,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
             )
         check_new(words["save"])
         check_writable(words["save"].resolve().parent, "--save")
-        jobs = [dataclasses.replace(jobs[0], save=str(words["save"].resolve()))]
+        plans = [plans[0]._replace(job=dataclasses.replace(plans[0].job, save=str(words["save"].resolve())))]
     if words.get("out"):
         if verdict_table.columns(asked) is None:
             raise ValueError("--out: expected models of different layers or width as columns, got two alike")
@@ -317,7 +320,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     if words["dry_run"]:
         return _draft(place, jobs, words["results"], folders)
     with reporter(words["as_json"]) as report:
-        records = Sweep(words["results"], folders, report, words["rerun"], place, probe).run(jobs)
+        records = Sweep(words["results"], folders, report, words["rerun"], place, probe).run(plans)
     if len(records) > 1 and not words["as_json"]:
         print_results(records)
     if len(words["model"]) > 1 or words.get("out"):
@@ -329,11 +332,10 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
     sys.exit(exit_codes.of_records(records, is_sweep))
 
 
-def _resolved(job: Job, folders: tuple[Path, ...]) -> Job | str:
-    """Return the job with the options that its plan chooses; if its method cannot train it, return the reason as
-    text."""
+def _resolved(job: Job, folders: tuple[Path, ...]) -> Planned | str:
+    """Return the planned job; if its method cannot train it, return the reason as text."""
     try:
-        return resolve(job, folders)[0]
+        return resolve(job, folders)
     except ValueError as error:
         return f"{job.method}, {job.workload.layers_text}: {error}"
 

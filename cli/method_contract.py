@@ -167,7 +167,7 @@ def _trained(subject: Subject, dtype: str) -> Record:
     clip_norm = TINY.clip_norm if method.load(subject.name, subject.folders).clips else 0.0
     job = Job(subject.name, dataclasses.replace(TINY, dtype=dtype, clip_norm=clip_norm), steps=20, warmup=2)
     sweep = Sweep(subject.results, subject.folders, is_timed=False)
-    (record,) = sweep.run([resolve(job, subject.folders)[0]])
+    (record,) = sweep.run([resolve(job, subject.folders)])
     if record.status == "unavailable":
         raise method.Unavailable(record.reason)
     logs = [
@@ -194,10 +194,10 @@ def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
     after `step`."""
     short = dataclasses.replace(job, steps=step, warmup=0)
     reference = dataclasses.replace(short, method=method.reference(subject.folders), options={})
-    jobs = [resolve(each, subject.folders)[0] for each in (short, reference)]
+    plans = [resolve(each, subject.folders) for each in (short, reference)]
     ours, theirs = (
         record.tensors
-        for record in Sweep(subject.results, subject.folders, probe=NONE, is_timed=False).run(jobs)
+        for record in Sweep(subject.results, subject.folders, probe=NONE, is_timed=False).run(plans)
     )
     moments = {
         name: (ours.get(name, {}).get("exp_avg"), each.get("exp_avg")) for name, each in theirs.items()

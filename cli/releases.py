@@ -18,14 +18,13 @@ from harness.base.checkout import ROOT
 from harness.base.console import print_table
 from harness.base.whole_file import check_replaceable
 from harness.core import method
-from harness.core.job import Job
 from harness.core.record import Record, records_of
 from harness.gate.probe import NONE
 from harness.jobs import verdict_table
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep
 from harness.plan import run_time
-from harness.plan.fit import resolve
+from harness.plan.fit import Planned, resolve
 from papers.figures import case, case_files
 from papers.figures.profile import CaseProfile
 
@@ -109,20 +108,20 @@ def releases(**words: Any) -> None:
     check_replaceable(out, f"# {TITLE}".encode())
     check_writable(words["results"])
     check_writable(out.resolve().parent, "--out")
-    jobs: list[Job] = []
+    plans: list[Planned] = []
     left_out: list[str] = []
     for name, release in cells:
         try:
-            jobs.append(resolve(job_of(used, name, release))[0])
+            plans.append(resolve(job_of(used, name, release)))
         except ValueError as error:  # several ranks, and too few GPUs
             left_out.append(f"{name}@{release}: {error}")
-    if not jobs:
+    if not plans:
         raise ValueError(left_out[0])
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     with reporter(words["as_json"]) as report:
         sweep = Sweep(words["results"], (), report, words["rerun"], probe=probe, is_timed=False)
-        records = _run(jobs, sweep, words["as_json"])
+        records = _run(plans, sweep, words["as_json"])
     _write(used, words["results"], out, words["as_json"])
     sys.exit(exit_codes.of_records(records, is_sweep=True))
 
@@ -140,24 +139,28 @@ def _check_alone(name: str) -> None:
             )
 
 
-def _run(jobs: Sequence[Job], sweep: Sweep, as_json: bool) -> list[Record]:
+def _run(plans: Sequence[Planned], sweep: Sweep, as_json: bool) -> list[Record]:
     """Run the jobs without a record, judge all, and return a record of each job."""
-    keys = [sweep.key(job) for job in jobs]
+    keys = [sweep.key(planned.job) for planned in plans]
     recorded = {} if sweep.rerun else {record.key: record for record in sweep.records.values()}
     results = {record.key for record in recorded.values() if record.is_lasting}
     ended = {key: record for key, record in recorded.items() if key not in results and _ends_again(record)}
-    missing = [job for job, key in zip(jobs, keys, strict=True) if key not in results and key not in ended]
+    missing = [
+        planned.job
+        for planned, key in zip(plans, keys, strict=True)
+        if key not in results and key not in ended
+    ]
     to_install = {method.create(job.method, job.options).to_build() for job in missing} - {None}
     seconds = len(missing) * CELL_SECONDS + len(to_install) * INSTALL_SECONDS
     if as_json:
         print(
-            json.dumps({"event": "plan", "cells": len(jobs), "to_run": len(missing), "seconds": seconds}),
+            json.dumps({"event": "plan", "cells": len(plans), "to_run": len(missing), "seconds": seconds}),
             flush=True,
         )
     else:
         time = f", about {run_time.text(seconds)}" if missing else ""
-        print(f"{len(jobs)} cells, {len(missing)} to run{time}", flush=True)
-    made = iter(sweep.run([job for job, key in zip(jobs, keys, strict=True) if key not in ended]))
+        print(f"{len(plans)} cells, {len(missing)} to run{time}", flush=True)
+    made = iter(sweep.run([planned for planned, key in zip(plans, keys, strict=True) if key not in ended]))
     return [ended[key] if key in ended else next(made) for key in keys]
 
 

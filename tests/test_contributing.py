@@ -259,11 +259,11 @@ def test_a_place_is_one_file(
     request.addfinalizer(place_file.REGISTRY.forget)
     place = place_file.load("ssh").of({"host": "there"}, "cpu")
     (record,) = Sweep(tmp_path / "results", place=place).run(
-        [resolve(Job("resident", TINY, steps=2, warmup=1))[0]]
+        [resolve(Job("resident", TINY, steps=2, warmup=1))]
     )
     assert isinstance(record, Record) and record.gate.passed and record.machine["on"] == "ssh"
     ssh.write_text("#!/bin/sh\nexit 7\n")
-    (record,) = Sweep(tmp_path / "results", place=place, rerun=True).run([record.job])
+    (record,) = Sweep(tmp_path / "results", place=place, rerun=True).run([resolve(record.job)])
     assert (record.status, record.reason) == ("killed", "ssh ended with exit code 7")
 
 

@@ -21,7 +21,7 @@ from harness.devices import machine
 from harness.jobs.size_axis import LAYERS, OPTIONS, STEPPED, UNITS, SizeAxis, parts_of
 from harness.jobs.size_search import SizeAnswer, SizeOutcome, extrapolate, search
 from harness.jobs.sweep import Sweep
-from harness.plan.fit import next_planned
+from harness.plan.fit import Planned, next_planned
 
 BEYOND_PLAN = 4  # the search tries sizes up to this many times the guess, and at least up to FEWEST_BEYOND
 FEWEST_BEYOND = 64
@@ -44,7 +44,7 @@ class Probes:
         # by memory: the least bytes that a run takes beyond its plan, known from a run that failed although its plan
         # fitted
         self.lacking: dict[str, int] = {}
-        self.decided: dict[int, Job] = {}  # by size: the job that all later runs at this size repeat
+        self.decided: dict[int, Planned] = {}  # by size: the job that all later runs at this size repeat
         self.least = 1
         if of in STEPPED:
             self.axis = self.axis.fitting(self.guess())
@@ -76,27 +76,28 @@ class Probes:
         if size in self.decided:
             return self._run(self.decided[size])
         try:
-            job, plan = self._planned(size)
+            planned = self._planned(size)
         except ValueError as error:  # the sequence is longer than the model accepts
             return SizeOutcome(False, evidence=str(error))
-        if refused := self._refusal(plan):
+        if refused := self._refusal(planned.plan):
             return SizeOutcome(False, evidence=refused)
-        tried, outcome = [job], self._run(job)
+        tried, outcome = [planned.job], self._run(planned)
+        self.decided[size] = planned
         while not outcome.passed and not outcome.stop:
-            self._learn(outcome.evidence, plan)
-            job, plan = self._planned(size)
-            if job in tried or not self._fits(plan, size):
+            self._learn(outcome.evidence, planned.plan)
+            planned = self._planned(size)
+            if planned.job in tried or not self._fits(planned):
                 break
-            tried.append(job)
-            outcome = self._run(job)
-        self.decided[size] = tried[-1]
+            tried.append(planned.job)
+            self.decided[size] = planned
+            outcome = self._run(planned)
         return outcome
 
-    def _run(self, job: Job) -> SizeOutcome:
-        number = 1 + sum(record.job == job for record in self.records)
-        record = self.sweep.attempt(job, number, {"role": f"probe {len(self.records) + 1}"})
+    def _run(self, planned: Planned) -> SizeOutcome:
+        number = 1 + sum(record.job == planned.job for record in self.records)
+        record = self.sweep.attempt(planned, number, {"role": f"probe {len(self.records) + 1}"})
         self.records.append(record)
-        at = self.axis.text(self.axis.number(job.workload))
+        at = self.axis.text(self.axis.number(planned.job.workload))
         stop = "" if record.is_result else f"at {at}: {record.status}: {record.reason}"
         return SizeOutcome(record.status == "ok", memory_of(record), stop, record)
 
@@ -114,14 +115,13 @@ class Probes:
         def fits(size: int) -> bool:
             if size < self.least:
                 return True
-            found = self._next(size)  # None if the sequence is longer than the model accepts
-            return found is not None and self._fits(found[1][1], found[0])
+            following = self._next(size)  # None if the sequence is longer than the model accepts
+            return following is not None and self._fits(following[1])
 
         return method.largest_depth(fits)
 
-    def _fits(self, plan: Plan, size: int) -> bool:
-        room = self._room_at(size)
-        return plan.shortfall(room) is None and not self._refusal(plan)
+    def _fits(self, planned: Planned) -> bool:
+        return planned.shortfall is None and not self._refusal(planned.plan)
 
     def refine(self) -> int:
         """Return a better guess(): it counts the bytes that the two small runs took beyond their plans."""
@@ -134,18 +134,19 @@ class Probes:
                 self.excess.setdefault(memory, []).append((self.axis.number(record.job.workload), beyond))
         return self.guess()
 
-    def _next(self, size: int) -> tuple[int, tuple[Job, Plan]] | None:
-        """Return the first size from `size` on that has a plan, with its job and plan; None if no such size has one."""
+    def _next(self, size: int) -> tuple[int, Planned] | None:
+        """Return the first size from `size` on that has a plan, and the planned job; None if no such size has one."""
         return next_planned(self._planned, size, self.job.world_size)
 
-    def _planned(self, size: int) -> tuple[Job, Plan]:
-        """Return the job and the plan at this size. The method chooses its options for the room at this size. Raises
+    def _planned(self, size: int) -> Planned:
+        """Return the planned job at this size. The method chooses its options for the room at this size. Raises
         ValueError if this size has no plan."""
-        workload = self.axis.grown(size)
+        workload, room = self.axis.grown(size), self._room_at(size)
         trained = method.create(self.job.method, self.job.options, self.sweep.folders)
-        plan = trained.plan(workload, self._room_at(size))
+        plan = trained.plan(workload, room)
         options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
-        return dataclasses.replace(self.job, workload=workload, options=options), plan
+        job = dataclasses.replace(self.job, workload=workload, options=options)
+        return Planned(job, plan, plan.shortfall(room))
 
     def _learn(self, record: Record, plan: Plan) -> None:
         """Keep a lower bound of the bytes beyond the plan, shown by a run that failed although its plan fitted: the run

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from harness.gate import probe
 from harness.gate.probe import LEFT_OUT, MOST_STEPS, NONE, STEPS, Extent, Probe, train_probe
 from harness.gate.verdict import judge, needs_no_probe, together, unasked, with_probe
 from harness.models import weight_files
-from harness.plan.fit import largest, resolve
+from harness.plan.fit import Planned, largest, resolve
 from harness.plan.run_time import probe_seconds, run_seconds
 from harness.run.identity import marked
 from harness.run.launch import Report, launch
@@ -64,43 +64,50 @@ class Sweep:
         self.is_timed = is_timed
         self.timed_keys: set[str] = set()  # keys of the jobs that the call asked for
         self.records = {path: record for path, record in found.items() if record.origin == "run"}
+        self.plans: list[
+            tuple[Job, Planned]
+        ] = []  # the jobs of this call, each before and after it was planned
         self.measured_now: set[str] = set()
         self.replaced = set(self.records) if rerun else set()
         for complaint in complaints:
             self.report({"event": "warning", "text": complaint})
 
-    def run(self, jobs: list[Job]) -> list[Record]:
-        """Return the judged records of the resolved jobs, in order; run a job that has no record. Raises FolderLost."""
+    def run(self, plans: Sequence[Planned]) -> list[Record]:
+        """Return the judged records of the planned jobs, in order; run a job that has no record. Raises FolderLost."""
+        self.plans += [(planned.job, planned) for planned in plans]
         with self._in_its_folder():
             if self.place and self.place.is_parallel:
-                self._launch_at_once(self.place, jobs)
-                self._launch_at_once(self.place, self._references(jobs))
-            total = len(jobs)
-            self.timed_keys |= {self.key(job) for job in jobs} if self.is_timed else set()
-            return [self._asked_for(job, {"index": n, "total": total}) for n, job in enumerate(jobs, start=1)]
+                self._launch_at_once(self.place, plans)
+                self._launch_at_once(self.place, self._references(plans))
+            total = len(plans)
+            self.timed_keys |= {self.key(planned.job) for planned in plans} if self.is_timed else set()
+            return [
+                self._asked_for(planned, {"index": number, "total": total})
+                for number, planned in enumerate(plans, start=1)
+            ]
 
-    def _asked_for(self, job: Job, place: dict[str, Any]) -> Record:
+    def _asked_for(self, planned: Planned, place: dict[str, Any]) -> Record:
         """Return the judged record of a job that the call asked for. Its code may have changed since the call began."""
-        self.timed_keys |= {self.key(job)} if self.is_timed else set()
-        return self._end(self._measure(job, place))
+        self.timed_keys |= {self.key(planned.job)} if self.is_timed else set()
+        return self._end(self._measure(planned, place))
 
-    def attempt(self, job: Job, number: int, place: dict[str, Any]) -> Record:
-        """Return the record of measurement `number` of a resolved job, judged. If the folder has fewer measurements of
+    def attempt(self, planned: Planned, number: int, place: dict[str, Any]) -> Record:
+        """Return the record of measurement `number` of a planned job, judged. If the folder has fewer measurements of
         the job, run the job now, even if its plan does not fit. A refusal by plan does not count as a measurement.
         Raises FolderLost."""
         with self._in_its_folder():
-            self.timed_keys.add(self.key(job))
-            return self._end(self._tried(job, number, place))
+            self.timed_keys.add(self.key(planned.job))
+            return self._end(self._tried(planned, number, place))
 
-    def _tried(self, job: Job, number: int, place: dict[str, Any]) -> Path:
+    def _tried(self, planned: Planned, number: int, place: dict[str, Any]) -> Path:
         """Return the path of measurement `number` of a job. Run a missing one, even if its plan does not fit."""
+        job, plan, _ = planned
         key = self.key(job)
         known = [path for path, record in self.records.items() if record.key == key and record.is_lasting]
         known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
         if len(known) >= number:
             self.report({"event": "recorded", "path": str(known[number - 1]), "job": job, **place})
             return known[number - 1]
-        plan = resolve(job, self.folders)[1]
         self.report({"event": "start", "job": job, "plan": plan, **place})
         return self._launch(job, key, plan)
 
@@ -123,9 +130,18 @@ class Sweep:
         found = context(job.method, read_by(job), self.folders) | identity(job, self.folders)
         return job.key(**{**found, **(self.place.context() if self.place else {})})
 
-    def _launch_at_once(self, place: Place, jobs: list[Job]) -> None:
+    def _planned(self, job: Job) -> Planned:
+        """Return the planned job. A job is planned once in a call."""
+        for known, planned in self.plans:
+            if known == job:
+                return planned
+        planned = resolve(job, self.folders)
+        self.plans.append((job, planned))
+        return planned
+
+    def _launch_at_once(self, place: Place, plans: Sequence[Planned]) -> None:
         """Run at once all jobs that have no record and whose plans fit. Leave a single such job to run()."""
-        missing = {self.key(job): job for job in jobs if resolve(job, self.folders)[2] is None}
+        missing = {self.key(job): job for job, _, shortfall in plans if shortfall is None}
         pairs = [(job, key) for key, job in missing.items() if not self._known(key)]
         if len(pairs) < 2:
             return
@@ -133,11 +149,11 @@ class Sweep:
         for path in marked(place.launch(pairs, self.results, self.folders, self.report), pairs, self.key):
             self.records[path] = Record.read(path)
 
-    def _references(self, jobs: list[Job]) -> list[Job]:
+    def _references(self, plans: Sequence[Planned]) -> list[Planned]:
         """Return the references of those jobs that trained to the end."""
-        trained = [self.records[path] for job in jobs for path in self._known(self.key(job))]
+        trained = [self.records[path] for job, _, _ in plans for path in self._known(self.key(job))]
         models = [model for record in trained if record.status == "ok" for model in record.models()]
-        return [resolve(self._reference(model.job), self.folders)[0] for model in models]
+        return [self._planned(self._reference(model.job)) for model in models]
 
     def _known(self, key: str) -> list[Path]:
         """Return the paths of the records with this key, oldest first. A record made by this call counts even if its
@@ -154,19 +170,19 @@ class Sweep:
     def _answers(self, record: Record, job: Job) -> bool:
         return record.answers(job) and (record.is_timed or record.key not in self.timed_keys)
 
-    def _measure(self, job: Job, place: dict[str, Any]) -> Path:
+    def _measure(self, planned: Planned, place: dict[str, Any]) -> Path:
         """Return the path of the job's newest result. If there is none, run the job, or refuse it by its plan."""
+        job, plan, shortfall = planned
         key = self.key(job)
         known = [path for path in self._known(key) if self._answers(self.records[path], job)]
-        if known and self.records[known[-1]].phase == "plan" and resolve(job, self.folders)[2] is None:
+        if known and self.records[known[-1]].phase == "plan" and shortfall is None:
             known = []  # the plan did not fit when that record was made, but fits now
         if known:
             self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
             return known[-1]
-        resolved, plan, shortfall = resolve(job, self.folders)
-        foreseen = self._foreseen(resolved, plan, is_asked_for="index" in place) if not shortfall else {}
-        self.report({"event": "start", "job": resolved, "plan": plan, **place, **foreseen})
-        return self._refuse(resolved, key, shortfall) if shortfall else self._launch(resolved, key, plan)
+        foreseen = self._foreseen(job, plan, is_asked_for="index" in place) if not shortfall else {}
+        self.report({"event": "start", "job": job, "plan": plan, **place, **foreseen})
+        return self._refuse(job, key, shortfall) if shortfall else self._launch(job, key, plan)
 
     def _foreseen(self, job: Job, plan: Plan, is_asked_for: bool) -> dict[str, Any]:
         """Return what the progress lines foretell: the seconds of the job's own run, the seconds with its missing
@@ -177,7 +193,7 @@ class Sweep:
             return {"run_seconds": run}
         other = self._reference(job)
         is_own = other.method == job.method and other.device == job.device
-        runs = 1 if is_own or self._known(self.key(resolve(other, self.folders)[0])) else 2
+        runs = 1 if is_own or self._known(self.key(self._planned(other).job)) else 2
         probe = self.probe_seconds(job, run)
         seconds = device_lock.wait_seconds(job) + runs * run + probe
         return {
@@ -264,10 +280,10 @@ class Sweep:
         other = self._reference(record.job)
         if record.job.method == other.method and record.job.device == other.device:
             return judge(record, record)
-        _, _, shortfall = resolve(other, self.folders)
-        if shortfall is not None:
+        planned = self._planned(other)
+        if planned.shortfall is not None:
             return self._judge_by_twin(whole, number, other)
-        judged_by = self._judge(self._measure(other, {"role": "reference"}))
+        judged_by = self._judge(self._measure(planned, {"role": "reference"}))
         depth = record.job.workload.num_layers
         if judged_by.status.startswith("oom") and depth > 1:
             # the reference did not fit, although its plan did
@@ -275,7 +291,7 @@ class Sweep:
         undropped = None
         if record.job.workload.dropout and not method.load(record.job.method, self.folders).drops_alike:
             load = dataclasses.replace(other.workload, dropout=0.0)
-            without = resolve(dataclasses.replace(other, workload=load), self.folders)[0]
+            without = self._planned(dataclasses.replace(other, workload=load))
             undropped = self.records[self._measure(without, {"role": "reference"})]
         return self._with_probe(whole, number, judge(record, judged_by, undropped=undropped))
 
@@ -295,8 +311,7 @@ class Sweep:
         twins = []
         for job in (whole.job, reference):
             try:
-                small = self._twin(job, depth)
-                resolve(small, self.folders)
+                small = self._planned(self._twin(job, depth))
             except ValueError as error:
                 return Gate("untested", "no-twin", f"no twin at {counted(depth, 'layer')}: {error}")
             twins.append(self.records[self._measure(small, {"role": "twin"})])
@@ -326,7 +341,7 @@ class Sweep:
         left_out = Probe(untested=LEFT_OUT)
         # A search also runs jobs whose plans do not fit. If such a job trained, its plan asked for too much, and the
         # plan of its probe does, too: the probe runs even if its plan does not fit.
-        beyond = whole.job.method if resolve(whole.job, self.folders)[2] else None
+        beyond = whole.job.method if self._planned(whole.job).shortfall else None
         found = train_probe(whole.job, number, extent, self._probe_runs(beyond)) if extent else left_out
         return with_probe(verdict, whole.models()[number], found)
 
@@ -341,16 +356,13 @@ class Sweep:
         records = self._probe_records
 
         def measure(job: Job) -> Record:
-            resolved, role = resolve(job, records.folders)[0], {"role": "probe"}
-            path = (
-                records._tried(resolved, 1, role)
-                if job.method == beyond
-                else records._measure(resolved, role)
-            )
-            return records.records[path]
+            planned, role = records._planned(job), {"role": "probe"}
+            if job.method == beyond:
+                return records.records[records._tried(planned, 1, role)]
+            return records.records[records._measure(planned, role)]
 
         def why_not(job: Job) -> str | None:
-            return None if job.method == beyond else resolve(job, records.folders)[2]
+            return None if job.method == beyond else records._planned(job).shortfall
 
         return probe.Runs(measure, self._reference, self._most_layers, why_not, self._twin)
 

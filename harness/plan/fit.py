@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from harness.base.counted import counted
 from harness.core import method
@@ -17,11 +17,16 @@ from harness.devices import budgets, cuda_budget, machine
 T = TypeVar("T")
 
 
-def resolve(
-    job: Job, folders: tuple[Path, ...] = (), room: Room | None = None
-) -> tuple[Job, Plan, str | None]:
-    """Return the job with the options that its plan chose, the plan, and a text on the memory that the job lacks. If
-    the job fits, the text is None.
+class Planned(NamedTuple):
+    """A job whose options are chosen, its plan, and a text on the memory that it lacks; the text is None if it fits."""
+
+    job: Job
+    plan: Plan
+    shortfall: str | None
+
+
+def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) -> Planned:
+    """Plan the job, and give it the options that its plan chose.
 
     `room`: the memories to fill; None: those of this machine. Raises ValueError for wrong options.
     """
@@ -41,7 +46,7 @@ def resolve(
     resolved = dataclasses.replace(job, options=options)
     shortfall = plan.shortfall(room)
     if shortfall is None:
-        return resolved, plan, None
+        return Planned(resolved, plan, None)
     asked = _asked(job, room, folders)
     tried = method.create(job.method, asked, folders).plan(job.workload, room).tried
     hint = _hint(job, asked, room, folders)
@@ -53,11 +58,8 @@ def resolve(
     each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
     shortfall += f" (--host-memory {less})" if less and next(iter(plan.lacks(room))) == "host" else ""
     told = f"{shortfall}; tried, too: {tried}" if tried else shortfall
-    return (
-        resolved,
-        plan,
-        f"{job.method} with {counted(job.workload.num_layers, 'layer')}{each} {told}; {hint}",
-    )
+    size = f"{job.method} with {counted(job.workload.num_layers, 'layer')}{each}"
+    return Planned(resolved, plan, f"{size} {told}; {hint}")
 
 
 def _hint(job: Job, asked: dict[str, Any], room: Room, folders: tuple[Path, ...]) -> str:

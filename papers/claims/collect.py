@@ -28,7 +28,7 @@ from harness.gate.probe import Extent
 from harness.jobs.largest_size import Probes, find
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Report, Sweep
-from harness.plan.fit import resolve
+from harness.plan.fit import Planned, resolve
 from harness.plan.run_time import PROCESS_SECONDS, run_seconds
 from papers.claims import claims
 from papers.figures import any_runs, case, case_files, measurements
@@ -205,9 +205,11 @@ class Campaign:
         host = machine.room(job.budget, job.device).host_bytes
         # the run would take more memory than this machine has: let run() refuse it by plan
         if host is not None and point.plan.host_bytes > host:
-            record = self.sweep.run([job])[0]
+            record = self.sweep.run([resolve(job)])[0]
         else:
-            record = self.sweep.attempt(job, self._repeats(job) - point.missing + 1, place)
+            record = self.sweep.attempt(
+                Planned(job, point.plan, None), self._repeats(job) - point.missing + 1, place
+            )
         # a crash is not repeated
         self.tried += [(job, False)] * (1 if record.is_result else self.used.repeats)
         self.finished.append(record)

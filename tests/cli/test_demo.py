@@ -21,7 +21,7 @@ from tests.support.tiny import TINY, write_compiling
 
 
 def test_each_method_is_shown_once_at_the_same_depth() -> None:
-    jobs = demo.jobs(case.profile_of("demo", None), method.names())
+    jobs = [planned.job for planned in demo.plans(case.profile_of("demo", None), method.names())]
     assert [job.method for job in jobs] == method.names()
     assert len({job.workload for job in jobs}) == 1
 

@@ -21,6 +21,7 @@ from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep
 from harness.plan import run_time
+from harness.plan.fit import resolve
 from harness.run.launch import launch
 from tests.support import forks
 from tests.support.cli import run
@@ -377,7 +378,7 @@ def test_a_run_that_ended_and_did_not_train_is_left_to_the_gate(
     tmp_path: Path, lines: str, reason: str
 ) -> None:
     methods = write_ending(tmp_path, lines)
-    (record,) = Sweep(tmp_path, (methods,)).run([Job("ending", TINY, steps=3, warmup=0)])
+    (record,) = Sweep(tmp_path, (methods,)).run([resolve(Job("ending", TINY, steps=3, warmup=0), (methods,))])
     assert (record.status, record.gate.verdict, record.gate.reason) == ("ok", "failed", reason)
     assert record.samples_per_second is None
 

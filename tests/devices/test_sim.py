@@ -110,7 +110,7 @@ def test_stronghold_hides_copies_that_l2l_waits_for() -> None:
 
 def run(results: Path, name: str, budget: Budget, **options: Any) -> Record:
     job = resolve(Job(name, SMALL, options, budget, "sim", steps=5, warmup=1))[0]
-    return Sweep(results).run([job])[0]
+    return Sweep(results).run([resolve(job)])[0]
 
 
 @pytest.mark.heavy
@@ -177,7 +177,7 @@ def test_deepspeed_is_refused_what_the_host_has_not(shared_results: Path) -> Non
     """Run in spite of its plan, which knows as much."""
     budget = Budget(device_bytes=4 * MIB, host_bytes=3 * MIB)
     job = Job("zero-offload", SMALL, {"adam": "fused"}, budget, "sim", steps=5, warmup=1)
-    record = Sweep(shared_results).attempt(job, 1, {"role": "probe"})
+    record = Sweep(shared_results).attempt(resolve(job), 1, {"role": "probe"})
     assert record.status == "oom-host" and "sim host out of memory" in record.reason, record.reason
 
 
@@ -195,6 +195,6 @@ def test_memories_as_large_as_planned_are_enough(tmp_path: Path, name: str, work
     planned = create(name, {}).plan(workload, Room(1, 1))
     budget = Budget(planned.device_bytes, planned.host_bytes)
     (record,) = Sweep(tmp_path).run(
-        [resolve(Job(name, workload, budget=budget, device="sim", steps=3, warmup=1))[0]]
+        [resolve(Job(name, workload, budget=budget, device="sim", steps=3, warmup=1))]
     )
     assert record.status == "ok", record.reason

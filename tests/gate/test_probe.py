@@ -293,7 +293,7 @@ def test_a_limit_of_time_for_few_steps_is_longer_for_a_probe_of_more(
     """Else a run within its limit would have no throughput since its probe is not."""
     events: list[dict] = []
     limited = dataclasses.replace(job(), budget=Budget(seconds=100))
-    Sweep(tmp_path, report=events.append).run([limited])
+    Sweep(tmp_path, report=events.append).run([resolve(limited)])
     starts = [event for event in events if event["event"] == "start" and event.get("role") == "probe"]
     assert {(event["job"].steps, event["job"].budget.seconds) for event in starts} == {(20, 500)}
 
@@ -310,7 +310,7 @@ def test_a_method_that_plans_no_probe_of_its_run_s_own_size_has_no_throughput(
     )
     (tmp_path / f"{name}.py").write_text(text)
     refusing = resolve(Job(name, TINY, steps=4, warmup=1), (tmp_path,))[0]
-    record = Sweep(tmp_path, (tmp_path,)).run([refusing])[0]
+    record = Sweep(tmp_path, (tmp_path,)).run([resolve(refusing, (tmp_path,))])[0]
     assert record.status == "ok" and (record.gate.verdict, record.gate.reason) == ("untested", "probe"), (
         record.gate.text
     )
@@ -327,11 +327,11 @@ def test_equal_bits_take_no_measure_of_rounding_and_the_next_size_takes_no_probe
     tmp_path: Path, in_process: None
 ) -> None:
     events: list[dict] = []
-    record = Sweep(tmp_path, report=events.append).run([job(num_layers=5)])[0]
+    record = Sweep(tmp_path, report=events.append).run([resolve(job(num_layers=5))])[0]
     assert probed(events) == [("l2l", 4, 1, "fp32"), ("resident", 4, 1, "fp32")]
     assert record.gate.verdict == "exact" and "probe: 20 steps at 4 of 5 layers in fp32" in record.gate.text
     events.clear()
-    Sweep(tmp_path, report=events.append).run([job(num_layers=6)])
+    Sweep(tmp_path, report=events.append).run([resolve(job(num_layers=6))])
     assert probed(events) == []
     rate = {Record.read(path).job.workload.learning_rate for path in (tmp_path / "probes").glob("*.json")}
     assert rate == {probe.LEARNING_RATE}
@@ -344,7 +344,7 @@ def test_other_bits_are_measured_by_other_roundings_of_the_reference_and_half_pr
 ) -> None:
     events: list[dict] = []
     honest = job("planted", {"adam": "plain"}, dtype="bf16")
-    record = Sweep(tmp_path, PLANTED, events.append).run([honest])[0]
+    record = Sweep(tmp_path, PLANTED, events.append).run([resolve(honest, PLANTED)])[0]
     assert sorted(probed(events)) == sorted(
         [("planted", 2, 1, dtype) for dtype in ("bf16", "fp32")]
         + [(method, 2, 1, dtype) for dtype in ("bf16", "fp32") for method in ("resident", "rounded")]
@@ -358,7 +358,7 @@ def test_more_roundings_are_trained_only_where_the_first_leave_a_departure(
     options: dict, parts: int, tmp_path: Path, in_process: None
 ) -> None:
     events: list[dict] = []
-    Sweep(tmp_path, PLANTED, events.append).run([job("planted", options)])
+    Sweep(tmp_path, PLANTED, events.append).run([resolve(job("planted", options), PLANTED)])
     jobs = [
         event["job"] for event in events if event["event"] == "start" and event["job"].method == "rounded"
     ]
@@ -368,8 +368,8 @@ def test_more_roundings_are_trained_only_where_the_first_leave_a_departure(
 @pytest.mark.probe
 def test_forgotten_decay_fails_by_the_probe_alone(tmp_path: Path, in_process: None) -> None:
     forgotten = job("planted", {"fault": "no decay"})
-    assert Sweep(tmp_path, PLANTED, probe=NONE).run([forgotten])[0].gate.passed
-    verdict = Sweep(tmp_path, PLANTED).run([forgotten])[0].gate
+    assert Sweep(tmp_path, PLANTED, probe=NONE).run([resolve(forgotten, PLANTED)])[0].gate.passed
+    verdict = Sweep(tmp_path, PLANTED).run([resolve(forgotten, PLANTED)])[0].gate
     assert (verdict.verdict, verdict.reason) == ("failed", "update"), verdict.text
     assert "is 2 times what rounding does here" in verdict.text
     assert "larger than the reference's, where biases and norms agree: as without decay; " in verdict.text
@@ -387,20 +387,20 @@ def test_more_layers_or_steps_see_what_is_wrong_in_them_alone(
     fault: str, extent: Extent, told: str, tmp_path: Path, in_process: None
 ) -> None:
     forgotten = job("planted", {"fault": fault}, num_layers=6)
-    verdict = Sweep(tmp_path, PLANTED).run([forgotten])[0].gate
+    verdict = Sweep(tmp_path, PLANTED).run([resolve(forgotten, PLANTED)])[0].gate
     assert verdict.passed and told in verdict.text
-    verdict = Sweep(tmp_path, PLANTED, probe=extent).run([forgotten])[0].gate
+    verdict = Sweep(tmp_path, PLANTED, probe=extent).run([resolve(forgotten, PLANTED)])[0].gate
     assert (verdict.verdict, verdict.reason) == ("failed", "update"), verdict.text
 
 
 @pytest.mark.probe
 def test_a_later_verdict_rests_on_no_less_and_trains_nothing_again(tmp_path: Path, in_process: None) -> None:
     extent = Extent(layers=ALL_LAYERS, steps=30)
-    first = Sweep(tmp_path, probe=extent).run([job(num_layers=5)])[0]
+    first = Sweep(tmp_path, probe=extent).run([resolve(job(num_layers=5))])[0]
     assert "probe: 30 steps in fp32" in first.gate.text
     events: list[dict] = []
     for less in (Extent(), NONE):
-        again = Sweep(tmp_path, report=events.append, probe=less).run([job(num_layers=5)])[0]
+        again = Sweep(tmp_path, report=events.append, probe=less).run([resolve(job(num_layers=5))])[0]
         assert again.gate == first.gate
     assert probed(events) == []
 
@@ -410,7 +410,7 @@ def test_a_probe_has_a_size_of_its_own_which_larger_jobs_share(tmp_path: Path, i
     events: list[dict] = []
     for sizes in ({"hidden_size": 128, "seq_len": 96, "vocab_size": 600}, {"hidden_size": 96, "seq_len": 80}):
         record = Sweep(tmp_path, report=events.append).run(
-            [job(num_heads=8, **{"vocab_size": 576, **sizes})]
+            [resolve(job(num_heads=8, **{"vocab_size": 576, **sizes}))]
         )[0]
         # what lies beyond is not seen
         size = f"64 of {sizes['hidden_size']} columns, 64 of {sizes['seq_len']} tokens"
@@ -512,7 +512,7 @@ def test_a_method_that_trains_its_own_width_alone_is_probed_at_it(tmp_path: Path
     wide, folders = resolve(wide, (tmp_path,))[0], (tmp_path,)
     verdict = (
         Sweep(Path(tempfile.mkdtemp(dir=tmp_path)), folders, events.append)
-        .run([resolve(wide, folders)[0]])[0]
+        .run([resolve(wide, folders)])[0]
         .gate
     )
     loads = [
@@ -536,7 +536,7 @@ def test_seconds_of_a_probe_grow_with_its_layers_and_steps(tmp_path: Path) -> No
 @pytest.mark.probe
 def test_one_sample_and_dropout_are_probed_with_two_and_without(tmp_path: Path, in_process: None) -> None:
     events: list[dict] = []
-    Sweep(tmp_path, report=events.append).run([job(batch_size=1, dropout=0.1)])
+    Sweep(tmp_path, report=events.append).run([resolve(job(batch_size=1, dropout=0.1))])
     loads = [
         event["job"].workload
         for event in events
@@ -548,7 +548,7 @@ def test_one_sample_and_dropout_are_probed_with_two_and_without(tmp_path: Path, 
 @pytest.mark.probe
 def test_a_run_beyond_its_plan_that_trained_is_probed_beyond_it(tmp_path: Path, in_process: None) -> None:
     (tmp_path / "large.py").write_text(LARGE)
-    beyond = resolve(Job("large", TINY, budget=Budget(host_bytes=2**34), steps=4, warmup=1), (tmp_path,))[0]
+    beyond = resolve(Job("large", TINY, budget=Budget(host_bytes=2**34), steps=4, warmup=1), (tmp_path,))
     record = Sweep(tmp_path, (tmp_path,)).attempt(beyond, 1, {})
     assert record.gate.verdict == "exact" and "probe: 20 steps" in record.gate.text, record.gate.text
 

@@ -47,7 +47,7 @@ def told_of(folder: Path, others: str, option: str) -> str:
 def judged(folder: Path, others: str, option: str = "", **options: Any) -> Record:
     name = told_of(folder, others, option)
     job = Job(name, dataclasses.replace(TINY), options, steps=STEPS, warmup=1)
-    return Sweep(folder, (folder,)).run([resolve(job, (folder,))[0]])[0]
+    return Sweep(folder, (folder,)).run([resolve(job, (folder,))])[0]
 
 
 @pytest.mark.parametrize("changes", ["{}", "{'learning_rate': workload.learning_rate / 2}"])
@@ -86,7 +86,7 @@ def test_the_models_that_a_job_asks_for_halve_the_learning_rate_and_within_it_th
 def test_models_that_the_job_asks_for_pass(num_batch_sizes: int, tmp_path: Path, in_process: None) -> None:
     options = {"num_models": 3, "num_batch_sizes": num_batch_sizes}
     job = resolve(Job("hydra", dataclasses.replace(TINY, batch_size=2), options, steps=STEPS, warmup=1))[0]
-    record = Sweep(tmp_path).run([job])[0]
+    record = Sweep(tmp_path).run([resolve(job)])[0]
     assert record.gate.verdict == "exact" and record.samples_per_second, record.gate.text
 
 

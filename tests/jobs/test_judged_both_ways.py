@@ -58,7 +58,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     results = tmp_path_factory.mktemp("recorded")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("harness.jobs.sweep.launch", forks.launch)
-        (record,) = Sweep(results, probe=EXTENT).run([JOB])
+        (record,) = Sweep(results, probe=EXTENT).run([resolve(JOB)])
     assert record.gate.verdict == "exact" and f"probe: {STEPS} steps" in record.gate.text
     for folder in (results, results / FOLDER):
         for path, record in read_all(folder)[0].items():

@@ -17,7 +17,7 @@ from harness.core.record import Record, read_all
 from harness.jobs.largest_size import Probes, find, texts
 from harness.jobs.size_search import SizeOutcome, search
 from harness.jobs.sweep import Sweep
-from harness.plan.fit import resolve
+from harness.plan.fit import Planned, resolve
 from methods.streaming.placement.placement import placed_plan
 from tests.support.cli import run
 
@@ -118,7 +118,7 @@ def test_probes_run_beyond_what_the_plan_allows_and_are_judged_and_resumed(
 def test_a_refusal_by_plan_is_no_failed_probe(tmp_path: Path, in_process: None) -> None:
     folders = (with_wall(tmp_path),)
     job = Job("wall", TINY.at_depth(2), {"least": 2}, Budget(MIB), steps=5, warmup=2)
-    assert Sweep(tmp_path, folders).run([resolve(job, folders)[0]])[0].status == "does-not-fit"
+    assert Sweep(tmp_path, folders).run([resolve(job, folders)])[0].status == "does-not-fit"
     found, events = searched(tmp_path, budget_mib=1, least=2, most=2)
     assert probes(events) == [2] and found["binding"] == "none up to 2 layers, the most tried"
 
@@ -184,8 +184,8 @@ def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
 class AsPlanned(Probes):
     """Probes that end as the plan of their job says."""
 
-    def _run(self, job: Job) -> SizeOutcome:
-        return SizeOutcome(plan_of(job).shortfall(self.room) is None, "device")
+    def _run(self, planned: Planned) -> SizeOutcome:
+        return SizeOutcome(plan_of(planned.job).shortfall(self.room) is None, "device")
 
     def _learn(self, record: Record, plan: Plan) -> None:
         """No run goes beyond its plan."""
@@ -278,7 +278,7 @@ def test_sums_of_two_threads_round_alike_on_sim(tmp_path: Path, monkeypatch: pyt
     """Whose backward pass has a thread of its own: it takes as many cores as the CPU's."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     job = Job("l2l", SMALL.at_depth(1), {}, Budget(16 * MIB, 64 * MIB), "sim", steps=5, warmup=2)
-    assert Sweep(tmp_path).run([job])[0].gate.verdict == "exact"
+    assert Sweep(tmp_path).run([resolve(job)])[0].gate.verdict == "exact"
 
 
 @pytest.mark.heavy

@@ -18,15 +18,19 @@ from harness.core.record import Record, read_all
 from harness.devices import machine
 from harness.jobs.progress import _Lines, closing_line, print_results
 from harness.jobs.sweep import Sweep
-from harness.plan.fit import largest, resolve
+from harness.plan.fit import Planned, largest, resolve
 from papers.report.tables import Entry, record_row
 from tests.support import forks, records
 from tests.support.tiny import TINY
 
 
-def jobs(*methods: str, **changes) -> list[Job]:
+def plans(*methods: str, **changes) -> list[Planned]:
     workload = dataclasses.replace(TINY, **changes)
-    return [resolve(Job(name, workload, steps=4, warmup=1))[0] for name in methods]
+    return [resolve(Job(name, workload, steps=4, warmup=1)) for name in methods]
+
+
+def jobs(*methods: str, **changes) -> list[Job]:
+    return [planned.job for planned in plans(*methods, **changes)]
 
 
 def starts(events: list[dict]) -> list[str]:
@@ -35,7 +39,7 @@ def starts(events: list[dict]) -> list[str]:
 
 def test_the_reference_is_run_once_for_all_who_need_it(tmp_path: Path, in_process: None) -> None:
     events: list[dict] = []
-    records = Sweep(tmp_path, report=events.append).run(jobs("l2l", "stronghold"))
+    records = Sweep(tmp_path, report=events.append).run(plans("l2l", "stronghold"))
     assert starts(events) == ["l2l", "resident", "stronghold"]
     assert [record.gate.verdict for record in records] == ["exact", "exact"]
 
@@ -101,13 +105,16 @@ def test_what_a_plan_refuses_is_of_the_same_machine(tmp_path: Path, monkeypatch:
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     refused = dataclasses.replace(jobs("resident")[0], workload=TINY.at_depth(MOST_LAYERS))
-    assert len({machine_of(record) for record in Sweep(tmp_path).run([*jobs("resident"), refused])}) == 1
+    assert (
+        len({machine_of(record) for record in Sweep(tmp_path).run([*plans("resident"), resolve(refused)])})
+        == 1
+    )
 
 
 def test_the_same_call_again_runs_only_what_is_missing(tmp_path: Path, in_process: None) -> None:
-    Sweep(tmp_path).run(jobs("resident", "l2l"))
+    Sweep(tmp_path).run(plans("resident", "l2l"))
     events: list[dict] = []
-    Sweep(tmp_path, report=events.append).run(jobs("resident", "l2l", "stronghold"))
+    Sweep(tmp_path, report=events.append).run(plans("resident", "l2l", "stronghold"))
     assert starts(events) == ["stronghold"]
 
 
@@ -115,33 +122,33 @@ def test_what_another_call_has_measured_meanwhile_is_not_measured_again(
     tmp_path: Path, in_process: None
 ) -> None:
     sweep = Sweep(tmp_path)  # has read the folder before
-    Sweep(tmp_path).run(jobs("resident"))
-    assert [record.status for record in sweep.run(jobs("resident"))] == ["ok"]
+    Sweep(tmp_path).run(plans("resident"))
+    assert [record.status for record in sweep.run(plans("resident"))] == ["ok"]
     assert len(list(tmp_path.glob("log_*.json"))) == 1
 
 
 def test_what_did_not_end_well_is_run_again(tmp_path: Path, in_process: None) -> None:
     sweep = Sweep(tmp_path)
-    sweep.run(jobs("resident"))
+    sweep.run(plans("resident"))
     (path, record), *_ = read_all(tmp_path)[0].items()
     dataclasses.replace(record, status="killed").write(path)
     events: list[dict] = []
-    Sweep(tmp_path, report=events.append).run(jobs("resident"))
+    Sweep(tmp_path, report=events.append).run(plans("resident"))
     assert starts(events) == ["resident"]
 
 
 def test_a_reference_that_shared_its_device_judges_and_is_measured_again_for_its_speed(
     tmp_path: Path, in_process: None
 ) -> None:
-    Sweep(tmp_path).run(jobs("l2l"))
+    Sweep(tmp_path).run(plans("l2l"))
     (path,) = tmp_path.glob("log_resident*.json")
     shared = dataclasses.replace(Record.read(path), is_timed=False)
     shared.write(path)
     assert shared.samples_per_second is None and shared.losses
     events: list[dict] = []
-    Sweep(tmp_path, report=events.append).run(jobs("stronghold"))
+    Sweep(tmp_path, report=events.append).run(plans("stronghold"))
     assert starts(events) == ["stronghold"]
-    (again,) = Sweep(tmp_path, report=events.append).run(jobs("resident"))
+    (again,) = Sweep(tmp_path, report=events.append).run(plans("resident"))
     assert starts(events) == ["stronghold", "resident"] and again.is_timed
 
 
@@ -155,8 +162,8 @@ def test_what_is_asked_for_is_timed_and_references_are_not(
         return forks.launch(job, *words)
 
     monkeypatch.setattr("harness.jobs.sweep.launch", launch)
-    Sweep(Path(tempfile.mkdtemp(dir=tmp_path))).run(jobs("l2l"))
-    Sweep(Path(tempfile.mkdtemp(dir=tmp_path))).run(jobs("l2l", "resident"))
+    Sweep(Path(tempfile.mkdtemp(dir=tmp_path))).run(plans("l2l"))
+    Sweep(Path(tempfile.mkdtemp(dir=tmp_path))).run(plans("l2l", "resident"))
     assert told == [("l2l", True), ("resident", False), ("l2l", True), ("resident", True)]
 
 
@@ -171,39 +178,39 @@ def test_what_is_asked_for_is_timed_although_its_code_changed_since_the_call_beg
 
     monkeypatch.setattr("harness.jobs.sweep.launch", launch)
     monkeypatch.setattr(Sweep, "key", lambda self, job: f"{job.method} {bool(told)}")
-    Sweep(tmp_path).run(jobs("resident", "l2l"))
+    Sweep(tmp_path).run(plans("resident", "l2l"))
     assert told[:2] == [("resident", True), ("l2l", True)]
 
 
 def test_rerun_measures_again_but_the_reference_only_once(tmp_path: Path, in_process: None) -> None:
-    Sweep(tmp_path).run(jobs("l2l"))
+    Sweep(tmp_path).run(plans("l2l"))
     events: list[dict] = []
-    Sweep(tmp_path, report=events.append, rerun=True).run(jobs("l2l", "stronghold"))
+    Sweep(tmp_path, report=events.append, rerun=True).run(plans("l2l", "stronghold"))
     assert starts(events) == ["l2l", "resident", "stronghold"]
 
 
 def test_a_record_left_unjudged_by_a_crash_is_judged_without_a_run(tmp_path: Path, in_process: None) -> None:
     from harness.core.record import Gate
 
-    Sweep(tmp_path).run(jobs("l2l"))
+    Sweep(tmp_path).run(plans("l2l"))
     for path, record in read_all(tmp_path)[0].items():
         dataclasses.replace(record, gate=Gate()).write(path)
     events: list[dict] = []
-    records = Sweep(tmp_path, report=events.append).run(jobs("l2l"))
+    records = Sweep(tmp_path, report=events.append).run(plans("l2l"))
     assert starts(events) == [] and records[0].gate.verdict == "exact"
 
 
 def test_a_size_that_cannot_fit_is_a_recorded_result(tmp_path: Path) -> None:
-    records = Sweep(tmp_path).run(jobs("resident", num_layers=2**20))
+    records = Sweep(tmp_path).run(plans("resident", num_layers=2**20))
     assert records[0].status == "does-not-fit" and "the largest that should fit has -l " in records[0].reason
     assert [record.status for record in read_all(tmp_path)[0].values()] == ["does-not-fit"]
 
 
 def test_what_was_refused_is_run_once_there_is_room(tmp_path: Path, in_process: None) -> None:
-    Sweep(tmp_path).run(jobs("resident"))
+    Sweep(tmp_path).run(plans("resident"))
     (path, record), *_ = read_all(tmp_path)[0].items()
     dataclasses.replace(record, status="does-not-fit", phase="plan").write(path)
-    assert Sweep(tmp_path).run(jobs("resident"))[0].status == "ok"
+    assert Sweep(tmp_path).run(plans("resident"))[0].status == "ok"
 
 
 def test_another_corpus_under_the_same_name_is_another_job(tmp_path: Path) -> None:
@@ -296,7 +303,7 @@ def test_where_the_reference_does_not_fit_a_twin_is_checked(tmp_path: Path, fork
     job = Job(
         "stronghold", workload, {"window_size": 2}, Budget(device_bytes=needed + 1000), steps=4, warmup=1
     )
-    record = Sweep(tmp_path).run([resolve(job)[0]])[0]
+    record = Sweep(tmp_path).run([resolve(job)])[0]
     assert (record.gate.verdict, record.gate.evidence["twin_layers"]) == ("twin", 4)
 
 
@@ -349,7 +356,7 @@ def test_options_are_told_once_for_each_of_several_jobs(total: int, times: int) 
 
 
 def test_the_closing_line_names_parameters_speed_peaks_and_verdict(tmp_path: Path) -> None:
-    line = closing_line(Sweep(tmp_path).run(jobs("l2l"))[0])
+    line = closing_line(Sweep(tmp_path).run(plans("l2l"))[0])
     for words in ("l2l", "0.0291 M parameters", "samples/s", "host peak", "gate passed (exact)"):
         assert words in line
 

@@ -93,7 +93,7 @@ def test_engines_that_take_the_model_apart_pass_the_gate(
     name: str, changes: dict[str, Any], family: str, shared_results: Path
 ) -> None:
     job = resolve(Job(name, configured(family, **changes), steps=5, warmup=1))[0]
-    assert Sweep(shared_results).run([job])[0].gate.passed
+    assert Sweep(shared_results).run([resolve(job)])[0].gate.passed
 
 
 @pytest.mark.heavy
@@ -108,7 +108,7 @@ def test_states_on_the_disk_pass_the_gate_where_layers_are_recomputed_by_torchs_
 ) -> None:
     workload = configured(family, learning_rate=0.05, **sizes)
     job = resolve(Job("zero-infinity-nvme", workload, {"disk": str(tmp_path)}, steps=5, warmup=1))[0]
-    (record,) = Sweep(tmp_path).run([job])
+    (record,) = Sweep(tmp_path).run([resolve(job)])
     assert record.gate.passed, record.gate.text
 
 
@@ -140,7 +140,7 @@ def test_a_pipeline_of_stages_passes_the_gate(
 ) -> None:
     options = {"world_size": num_stages, "num_stages": num_stages, "schedule": schedule}
     job = resolve(Job("varuna", configured(family), options, steps=5, warmup=1))[0]
-    (record,) = Sweep(shared_results).run([job])
+    (record,) = Sweep(shared_results).run([resolve(job)])
     assert record.gate.passed, record.gate.text
 
 

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 def run(results: Path, name: str, workload: Workload, **options: Any) -> Record:
     job = resolve(Job(name, workload, options, steps=4, warmup=1))[0]
-    return Sweep(results, probe=Extent(0, 0)).run([job])[0]
+    return Sweep(results, probe=Extent(0, 0)).run([resolve(job)])[0]
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_training_takes_no_more_than_its_plan(
     job = resolve(
         Job("deepspeed", load, {"stage": stage, "offload": offload}, device="sim", steps=3, warmup=1)
     )[0]
-    record = Sweep(results, probe=Extent(0, 0)).run([job])[0]
+    record = Sweep(results, probe=Extent(0, 0)).run([resolve(job)])[0]
     for memory, peak in (("device", "device_allocated"), ("host", "host_accounted")):
         planned = sum(record.predicted[memory].values())
         assert record.peaks[peak] <= 1.05 * planned + 4 * 2**20, (memory, record.predicted, record.peaks)

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.timeout(1800)  # the first to need a compiled kernel bu
 
 def run(results: Path, name: str, workload: Workload, **options) -> Record:
     job = resolve(Job(name, workload, options, steps=5, warmup=1))[0]
-    return Sweep(results).run([job])[0]
+    return Sweep(results).run([resolve(job)])[0]
 
 
 @pytest.mark.heavy
@@ -105,7 +105,7 @@ def test_a_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     job = Job("zero-offload", SMALL, {"adam": "deepspeed"}, steps=4, warmup=1)
     prepare(job, tmp_path, (), lambda event: None)  # builds the kernel where it is missing
     monkeypatch.setenv("CXX", "/bin/false")
-    record = Sweep(tmp_path).run([job])[0]
+    record = Sweep(tmp_path).run([resolve(job)])[0]
     assert record.gate.passed, record.reason
     assert record.description["optimizer"] == "DeepSpeedCPUAdam"
 
@@ -313,7 +313,7 @@ def on_disk(shared_results: Path, libaio: None) -> tuple[Record, set[str], list[
     job = resolve(
         Job("zero-infinity-nvme", LARGE, {"disk": str(folder), "pipelined": False}, steps=5, warmup=1)
     )[0]
-    return Sweep(shared_results, report=look).run([job])[0], seen, list(folder.iterdir())
+    return Sweep(shared_results, report=look).run([resolve(job)])[0], seen, list(folder.iterdir())
 
 
 @pytest.mark.heavy

@@ -356,7 +356,7 @@ def test_every_method_that_has_a_loss_scale_skips_what_the_reference_skips(
             resolve(asked, folders)
         return
     job, *_ = resolve(asked, folders)
-    record = Sweep(shared_results, folders).run([job])[0]
+    record = Sweep(shared_results, folders).run([resolve(job, folders)])[0]
     assert record.status == "ok", record.reason
     assert record.skipped_steps and len(record.skipped_steps) < 5
     assert record.gate.passed, record.gate.text

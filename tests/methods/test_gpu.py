@@ -18,6 +18,7 @@ from harness.core import method
 from harness.core.job import Job, Workload
 from harness.core.record import Record
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from harness.run import worker
 from harness.run.prepare import prepare
 from methods.hydra import ModelOrchestrator, ModelTask
@@ -44,7 +45,7 @@ def test_trains_as_resident_within_the_stated_tolerance(
 ) -> None:
     """In a process of its own: DeepSpeed starts only once in a process."""
     record = Sweep(shared_results).run(
-        [Job(name, dataclasses.replace(SMALL, dtype=dtype, clip_norm=clip_norm), device=DEVICE)]
+        [resolve(Job(name, dataclasses.replace(SMALL, dtype=dtype, clip_norm=clip_norm), device=DEVICE))]
     )[0]
     if record.status == "unavailable":
         pytest.skip(record.reason)

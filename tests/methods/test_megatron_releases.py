@@ -90,7 +90,7 @@ def test_an_older_release_trains_as_the_reference_does_and_its_record_names_it(t
     load = dataclasses.replace(SMALL, micro_batches=2, dtype="bf16")
     job = resolve(Job("megatron-lm", load, {"release": OLDEST}, steps=5, warmup=1))[0]
     sweep = Sweep(tmp_path)
-    record = sweep.run([job])[0]
+    record = sweep.run([resolve(job)])[0]
     assert record.gate.passed, record.reason or record.gate.text
     assert record.software["megatron-core"] == OLDEST != version("megatron-core")
     (digest,) = create("megatron-lm", job.options).identity().values()

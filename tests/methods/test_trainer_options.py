@@ -45,7 +45,7 @@ def settled(config: str, load: Workload = LOAD) -> Method:
 
 def run(results: Path, load: Workload, **options: Any) -> Record:
     job = resolve(Job("hf-trainer", load, options, steps=5, warmup=1))[0]
-    return Sweep(results).run([job])[0]
+    return Sweep(results).run([resolve(job)])[0]
 
 
 def test_another_release_is_installed_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_trainer_with_deepspeeds_own_adam_trains_as_deepspeed_does(shared_result
         Job(name, PARTS, {"config": zero(stage=2, **ON_HOST)}, steps=5, warmup=1)
         for name in ("hf-trainer", "deepspeed")
     ]
-    ours, theirs = Sweep(shared_results, probe=NONE).run([resolve(job)[0] for job in jobs])
+    ours, theirs = Sweep(shared_results, probe=NONE).run([resolve(job) for job in jobs])
     assert ours.gate.passed, ours.reason or ours.gate.text
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=1e-6)
@@ -211,7 +211,7 @@ def test_trainer_with_deepspeed_takes_no_more_than_its_plan(
     sized = {"reduce_bucket_size": "auto", **entries}
     config = json.dumps({"zero_optimization": sized, "zero_force_ds_cpu_optimizer": False})
     asked = Job("hf-trainer", load, {"config": config}, Budget(2**30), device="sim", steps=3, warmup=1)
-    record = Sweep(shared_results, probe=NONE).run([resolve(asked)[0]])[0]
+    record = Sweep(shared_results, probe=NONE).run([resolve(asked)])[0]
     assert record.status == "ok", record.evidence
     for memory, peak in (("device", "device_allocated"), ("host", "host_accounted")):
         planned = sum(record.predicted[memory].values())

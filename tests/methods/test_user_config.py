@@ -588,7 +588,7 @@ def test_a_configuration_that_is_not_there_is_one_line_and_exit_2(tmp_path: Path
 
 def run(results: Path, config: str | Path, load: Workload, name: str = "deepspeed", **options: Any) -> Record:
     job = resolve(Job(name, load, {"config": str(config), **options}, steps=5, warmup=1))[0]
-    return Sweep(results).run([job])[0]
+    return Sweep(results).run([resolve(job)])[0]
 
 
 TRAINED = [
@@ -641,7 +641,7 @@ def test_a_configuration_takes_no_more_than_its_plan(entries: dict[str, Any], sh
     load = Workload(num_layers=4, hidden_size=256, num_heads=4, seq_len=128, batch_size=8, vocab_size=2048)
     config = as_text(zero_optimization=entries, zero_force_ds_cpu_optimizer=False)
     asked = Job("deepspeed", load, {"config": config}, Budget(2**30), device="sim", steps=3, warmup=1)
-    record = Sweep(shared_results, probe=NONE).run([resolve(asked)[0]])[0]
+    record = Sweep(shared_results, probe=NONE).run([resolve(asked)])[0]
     assert record.status == "ok", record.reason
     for memory, peak in (("device", "device_allocated"), ("host", "host_accounted")):
         planned = sum(record.predicted[memory].values())

@@ -51,11 +51,11 @@ def environment(accounted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_slurm_has_forgotten_its_accounting_tells(tmp_path: Path) -> None:
     lines = 'subprocess.run(["scancel", os.environ["SLURM_JOB_ID"]])\nwhile True: time.sleep(1)'
     folders = (write_ending(tmp_path, lines),)
-    jobs = [
-        resolve(Job("resident", TINY, steps=4, warmup=1))[0],
-        Job("ending", TINY, {"how": ""}, steps=3, warmup=1),
+    plans = [
+        resolve(Job("resident", TINY, steps=4, warmup=1)),
+        resolve(Job("ending", TINY, {"how": ""}, steps=3, warmup=1), folders),
     ]
-    records = Sweep(tmp_path, folders, place=Slurm({"partition": "tests"})).run(jobs)
+    records = Sweep(tmp_path, folders, place=Slurm({"partition": "tests"})).run(plans)
     assert [record.status for record in records] == ["ok", "interrupted"]
     numbers = [record.machine["slurm_job"] for record in records]
     shown = ["scontrol", "-o", "show", "jobs"]
@@ -85,5 +85,5 @@ def test_a_job_trains_in_a_bundle_that_slurm_starts(tmp_path: Path) -> None:
     ]
     (bundle / "config.json").write_text(json.dumps(settings))
     place = Slurm({"partition": "tests", "container_image": str(bundle)})
-    (record,) = Sweep(tmp_path, place=place).run([resolve(Job("resident", TINY, steps=4, warmup=1))[0]])
+    (record,) = Sweep(tmp_path, place=place).run([resolve(Job("resident", TINY, steps=4, warmup=1))])
     assert record.gate.verdict == "exact" and record.machine["image"] == str(bundle)

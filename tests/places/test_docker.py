@@ -61,7 +61,7 @@ def run_there(
     """The record of a method that does this after its first step."""
     methods = write_ending(tmp_path, line)
     job = Job("ending", TINY, budget=budget or Budget(), steps=3, warmup=1)
-    return Sweep(tmp_path, (methods,), report, place=Docker(IMAGE)).run([job])[0]
+    return Sweep(tmp_path, (methods,), report, place=Docker(IMAGE)).run([resolve(job, (methods,))])[0]
 
 
 def test_the_image_alone_trains_without_network_and_without_root(engine: str) -> None:
@@ -127,8 +127,8 @@ def test_an_image_that_takes_longer_to_pack_than_a_request_is_saved(engine: str,
 
 def test_the_same_job_here_and_in_a_container_trains_to_the_same_bits(engine: str, tmp_path: Path) -> None:
     job = resolve(Job("stronghold", TINY, steps=6, warmup=2))[0]
-    (here,) = Sweep(tmp_path).run([job])
-    (there,) = Sweep(tmp_path, place=Docker(IMAGE)).run([job])
+    (here,) = Sweep(tmp_path).run([resolve(job)])
+    (there,) = Sweep(tmp_path, place=Docker(IMAGE)).run([resolve(job)])
     assert there.losses == here.losses and there.grad_norms == here.grad_norms
     assert there.tensors == here.tensors and there.gate.verdict == "exact"
     assert there.key != here.key and there.machine["on"] == "docker"
@@ -276,7 +276,7 @@ def test_a_compiler_that_the_containers_memory_does_not_hold_is_named_in_one_lin
         tmp_path, "subprocess.run([sys.executable, '-c', 'bytearray(2**30)'], check=True)"
     )
     job = Job("compiling", TINY, budget=Budget(host_bytes=300 * 2**20), steps=3, warmup=1)
-    (record,) = Sweep(tmp_path, (methods,), take, place=Docker(IMAGE)).run([job])
+    (record,) = Sweep(tmp_path, (methods,), take, place=Docker(IMAGE)).run([resolve(job, (methods,))])
     assert record.status == "unavailable" and "not compiled" in record.reason
     assert len(told) == 1 and "out of host memory" in told[0] and "--host-memory" in told[0]
 

@@ -404,7 +404,7 @@ def test_two_ranks_in_two_pods_train_as_the_reference_does(cluster: LoopbackClus
     told: list[dict[str, Any]] = []
     results = tmp_path / "results"
     results.mkdir()
-    (record,) = Sweep(results, (), told.append, place=place(nodes=2)).run([resolve(SHARDED)[0]])
+    (record,) = Sweep(results, (), told.append, place=place(nodes=2)).run([resolve(SHARDED)])
     assert record.gate.verdict == "tolerance", record.gate.text or record.reason
     assert record.machine["nodes"] == "node-0,node-1" and [
         rank["node"] for rank in record.machine["ranks"]

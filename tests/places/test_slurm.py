@@ -73,7 +73,7 @@ def test_six_jobs_have_six_records_and_the_same_call_runs_those_without_a_result
     for how in ("memory", "killed", "times out", "cancelled"):
         budget = Budget(seconds=1.0 if how == "times out" else None)  # over before it has trained
         jobs.append(Job("ending", TINY, {"how": how}, budget, steps=3, warmup=1))
-    records = Sweep(tmp_path, folders, place=place).run(jobs)
+    records = Sweep(tmp_path, folders, place=place).run([resolve(job, folders) for job in jobs])
     assert [record.status for record in records[:2]] == ["ok"] * 2
     found = {record.job.options["how"]: record for record in records[2:]}
     told = {
@@ -88,7 +88,7 @@ def test_six_jobs_have_six_records_and_the_same_call_runs_those_without_a_result
     before = set(there)
     assert not any(found[how].is_lasting for how in found)
     repeated = [job for job in jobs if job.options.get("how") in (None, "killed", "cancelled")]
-    again = Sweep(tmp_path, folders, place=place).run(repeated)
+    again = Sweep(tmp_path, folders, place=place).run([resolve(job, folders) for job in repeated])
     ran = [record.job.options["how"] for path, record in read_all(tmp_path)[0].items() if path not in before]
     assert sorted(ran) == ["cancelled", "killed"]
     assert [record.status for record in again] == ["ok", "ok", "killed", "interrupted"]
@@ -97,8 +97,8 @@ def test_six_jobs_have_six_records_and_the_same_call_runs_those_without_a_result
 
 def test_the_same_job_here_and_on_a_node_trains_to_the_same_bits(place: Slurm, tmp_path: Path) -> None:
     job = resolve(Job("resident", TINY, steps=6, warmup=2))[0]
-    (here,) = Sweep(tmp_path).run([job])
-    (there,) = Sweep(tmp_path, place=place).run([job])
+    (here,) = Sweep(tmp_path).run([resolve(job)])
+    (there,) = Sweep(tmp_path, place=place).run([resolve(job)])
     assert there.key != here.key and there.machine["on"] == "slurm"
     provenance = {"key", "machine", "software", "started", "gate", "step_seconds", "phase_seconds", "peaks"}
     same = [field.name for field in dataclasses.fields(Record) if field.name not in provenance]
@@ -122,7 +122,7 @@ def test_two_ranks_on_two_nodes_train_as_the_reference_does(place: Slurm, tmp_pa
     """By torch's own processes, and by an engine that starts them itself."""
     spread = Slurm({**place.options, "nodes": 2})
     jobs = [SHARDED, dataclasses.replace(SHARDED, method="zero-offload")]
-    for record in Sweep(tmp_path, place=spread).run([resolve(job)[0] for job in jobs]):
+    for record in Sweep(tmp_path, place=spread).run([resolve(job) for job in jobs]):
         assert record.gate.verdict == "tolerance", f"{record.job.method}: {record.gate.text} {record.reason}"
         assert record.machine["nodes"] == "n[1-2]" and [rank["rank"] for rank in record.machine["ranks"]] == [
             0,
@@ -205,7 +205,7 @@ def test_a_killed_rank_ends_the_job_on_all_nodes_and_is_named(
     killer.start()
     job = Job("meeting", TINY, {"world_size": 2, "is_endless": True}, steps=12, warmup=1)
     spread = Slurm({**place.options, "nodes": num_nodes})
-    (record,) = Sweep(tmp_path, (tmp_path,), place=spread).run([resolve(job, (tmp_path,))[0]])
+    (record,) = Sweep(tmp_path, (tmp_path,), place=spread).run([resolve(job, (tmp_path,))])
     killer.join()
     assert record.status == "killed" and record.reason.startswith("rank 1 of 2: killed by SIGKILL"), (
         record.reason

@@ -510,18 +510,18 @@ def test_kills_at_random_moments_leave_only_whole_records(tmp_path: Path) -> Non
             kill_workers()
 
     moment = 0
-    Sweep(tmp_path, report=report).run([job])
+    Sweep(tmp_path, report=report).run([resolve(job)])
     num_events = len(events)
     for _ in range(KILLS):
         moment = generator.randrange(2, num_events)  # before the first there is no worker
         events.clear()
-        Sweep(tmp_path, report=report, rerun=True).run([job])
+        Sweep(tmp_path, report=report, rerun=True).run([resolve(job)])
     records, complaints = read_all(tmp_path)
     statuses = {record.status for record in records.values()}
     assert complaints == [] and len(records) == KILLS + 1
     assert "killed" in statuses and statuses <= {"ok", "killed"}
     fresh = resolve(Job("resident", TINY, steps=41))[0]
-    assert Sweep(tmp_path).run([fresh])[0].gate.passed
+    assert Sweep(tmp_path).run([resolve(fresh)])[0].gate.passed
 
 
 def kill_workers() -> None:

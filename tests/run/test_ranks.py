@@ -80,7 +80,7 @@ def meeting(folder: Path, at_step_10: Callable[[], object] | None = None, **opti
         if event["event"] == "step" and event["step"] == 10 and at_step_10:
             at_step_10()
 
-    (record,) = Sweep(folder.parent, (folder,), report).run([job])
+    (record,) = Sweep(folder.parent, (folder,), report).run([resolve(job, (folder,))])
     return record
 
 
@@ -115,7 +115,7 @@ def only_record(folder: Path) -> Record:
 
 
 def test_two_ranks_train_as_the_reference_does(tmp_path: Path) -> None:
-    (record,) = Sweep(tmp_path).run([resolve(SHARDED)[0]])
+    (record,) = Sweep(tmp_path).run([resolve(SHARDED)])
     assert record.gate.verdict == "tolerance" and record.gate.evidence["tolerance"] == 1e-5, record.gate.text
     ranks = record.machine["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1]
@@ -142,7 +142,7 @@ def test_nothing_listens_beyond_this_machine(methods: Path, tmp_path: Path) -> N
 def test_a_run_of_one_process_listens_nowhere(tmp_path: Path) -> None:
     line = "import psutil; print('status:', [one.status for one in psutil.Process().net_connections()], flush=True)"
     methods = write_ending(tmp_path, line)
-    Sweep(tmp_path, (methods,)).run([Job("ending", TINY, steps=2, warmup=0)])
+    Sweep(tmp_path, (methods,)).run([resolve(Job("ending", TINY, steps=2, warmup=0), (methods,))])
     (log,) = tmp_path.glob("log_ending*.txt")
     assert "status: []" in log.read_text()
 

@@ -122,7 +122,7 @@ def test_a_traced_job_has_the_key_and_the_losses_of_one_that_is_not(tmp_path: Pa
     other = resolve(Job("stronghold", WORKLOAD, steps=3, warmup=1, trace=str(tmp_path / "trace.json")))[0]
     assert job.key() == other.key() and "trace" not in job.to_dict()
     events: list[dict] = []
-    records = [Sweep(tmp_path, report=events.append).run([each])[0] for each in (job, other, other)]
+    records = [Sweep(tmp_path, report=events.append).run([resolve(each)])[0] for each in (job, other, other)]
     assert len({tuple(record.losses) for record in records}) == 1
     # The first, its reference, and the second, which has a trace then.
     assert [event["event"] for event in events].count("start") == 3

@@ -197,7 +197,7 @@ def test_a_disk_that_is_full_in_mid_run_ends_that_run_alone_and_once_there_is_ro
     """Something else fills the disk, which harms nobody, and from step 20 on has the room of the states, too."""
     workload = Workload(num_layers=4, hidden_size=128, num_heads=4, seq_len=32, batch_size=2, vocab_size=128)
     on_disk = Job("stronghold", workload, {"placement": "W1D3", "disk": str(small_disk)}, steps=40, warmup=1)
-    jobs = [resolve(job)[0] for job in (on_disk, Job("resident", workload, steps=40, warmup=1))]
+    plans = [resolve(job) for job in (on_disk, Job("resident", workload, steps=40, warmup=1))]
 
     def report(event: dict) -> None:
         if event["event"] == "step" and event["step"] >= 3 and "first" not in ends:
@@ -206,7 +206,7 @@ def test_a_disk_that_is_full_in_mid_run_ends_that_run_alone_and_once_there_is_ro
             ends.setdefault("first", event["record"])
 
     ends: dict[str, Record] = {}
-    full, other = Sweep(tmp_path, report=report).run(jobs)
+    full, other = Sweep(tmp_path, report=report).run(plans)
     assert (full.status, exit_codes.of_records([full], is_sweep=False)) == ("does-not-fit", 4)
     assert full.phase.startswith("step ") and len(full.losses) >= 20
     assert (
@@ -216,7 +216,7 @@ def test_a_disk_that_is_full_in_mid_run_ends_that_run_alone_and_once_there_is_ro
     assert other.gate.verdict == "exact"
 
     (small_disk / "filler").unlink()
-    again, same = Sweep(tmp_path).run(jobs)
+    again, same = Sweep(tmp_path).run(plans)
     assert again.gate.verdict == "exact" and len(again.losses) == 40
     assert same.started == other.started
 

@@ -55,7 +55,7 @@ def test_ranks_train_as_the_reference_does_on_the_whole_batch(
     name: str, options: dict[str, Any], changes: dict[str, Any], shared_results: Path
 ) -> None:
     job = Job(name, Workload(**{**vars(SMALL), **changes}), options, steps=10, warmup=2)
-    (record,) = Sweep(shared_results).run([resolve(job)[0]])
+    (record,) = Sweep(shared_results).run([resolve(job)])
     assert record.gate and record.gate.passed, (record.reason, record.gate)
     assert len(record.machine["ranks"]) == options["world_size"]
     assert len(record.tensors) == 52 and all(
@@ -75,7 +75,7 @@ def test_ranks_train_a_model_by_its_config_as_the_reference_does(family: str, sh
         steps=5,
         warmup=1,
     )
-    (record,) = Sweep(shared_results).run([resolve(job)[0]])
+    (record,) = Sweep(shared_results).run([resolve(job)])
     assert record.gate and record.gate.passed, (record.reason, record.gate)
     assert record.gate.evidence["loss_difference"] <= 1e-6
 

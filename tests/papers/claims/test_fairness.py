@@ -10,6 +10,7 @@ from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import machine
 from harness.jobs.sweep import Sweep
+from harness.plan.fit import resolve
 from methods.offload import adamw_kernel
 from papers.claims import fairness
 from tests.support import forks
@@ -18,10 +19,10 @@ from tests.support.tiny import TINY
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
-    jobs = [Job(name, TINY, steps=4, warmup=2) for name in ("fsdp2-offload", "l2l")]
+    plans = [resolve(Job(name, TINY, steps=4, warmup=2)) for name in ("fsdp2-offload", "l2l")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("harness.jobs.sweep.launch", forks.launch)
-        return Sweep(tmp_path_factory.mktemp("fairness")).run(jobs)
+        return Sweep(tmp_path_factory.mktemp("fairness")).run(plans)
 
 
 def test_a_row_names_who_implements_the_method_and_which_version(records: list[Record]) -> None:

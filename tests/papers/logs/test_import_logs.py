@@ -111,7 +111,7 @@ def test_our_own_logs_say_how_their_runs_ended(tmp_path: Path) -> None:
     (logs := tmp_path / "logs").mkdir()
     launch(Job("resident", load, steps=5, warmup=1), str, logs)
     launch(Job("l2l", load, budget=small, device="sim", steps=4, warmup=1), str, logs)
-    Sweep(logs).run([Job("resident", load.at_depth(MOST_LAYERS))])
+    Sweep(logs).run([resolve(Job("resident", load.at_depth(MOST_LAYERS)))])
     (logs / BUILD_LOG.format("zenflow")).write_text("ninja: no work to do")
     records = sorted(imported(logs, results=tmp_path), key=lambda record: record.evidence["log"])
     own = sorted(read_all(logs)[0].items(), key=lambda item: item[0].name)
