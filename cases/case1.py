@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from harness.core.job import Job
 from harness.core.record import Record
-from papers.figures import measurements, plot
+from papers.figures import plot, searches
 from papers.figures.case import Case
 from papers.figures.point import FigureRow, row_of
 from papers.figures.profile import CaseProfile
@@ -33,8 +33,8 @@ class LargestModel(Case):
         failed."""
         rows = []
         for name in self.methods:
-            is_final = measurements.is_searched(name, records)
-            found = (row_of(self.metric, part) for part in measurements.largest(name, records) if part)
+            is_final = searches.is_searched(name, records)
+            found = (row_of(self.metric, part) for part in searches.largest(name, records) if part)
             rows += [replace(row, is_final=is_final) for row in found]
         return rows
 

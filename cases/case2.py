@@ -13,7 +13,7 @@ from typing import ClassVar
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
-from papers.figures import measurements, plot
+from papers.figures import plot, points, searches
 from papers.figures.case import Case
 from papers.figures.point import FigureRow, row_of
 from papers.figures.profile import CaseProfile
@@ -41,15 +41,13 @@ class SpeedAtLargestSizes(Case):
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         """Return the rows of the baselines, then the rows of STRONGHOLD at the baselines' depths."""
-        rows = measurements.rows(
-            self.metric, self.jobs(used, measurements.sizes(self.searches, records)), records
-        )
+        rows = points.points(self.metric, records, self.jobs(used, searches.sizes(self.searches, records)))
         for name in BASELINES:
-            largest, _ = measurements.largest(name, records)
+            largest, _ = searches.largest(name, records)
             if largest and not any(row.method == name for row in rows):
                 # no run of this baseline passed the gate
                 rows.append(row_of(self.metric, largest))
-        still_searched = {name for name in BASELINES if not measurements.is_searched(name, records)}
+        still_searched = {name for name in BASELINES if not searches.is_searched(name, records)}
         rows = [replace(row, is_final=row.method not in still_searched) for row in rows]
         return sorted(rows, key=lambda row: self.methods.index(row.method))
 

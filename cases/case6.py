@@ -18,7 +18,7 @@ from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import cuda_budget
 from methods.sharding.scheduler import simulate
-from papers.figures import measurements, plot
+from papers.figures import plot, points
 from papers.figures.case import Case
 from papers.figures.point import FigureRow, interval, row_of
 from papers.figures.profile import ROOM, CaseProfile
@@ -53,7 +53,7 @@ class ModelSelection(Case):
         """
         found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
         for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
-            found += [replace(speed, series=series) for speed in measurements.rows(METRIC, [job], records)]
+            found += [replace(speed, series=series) for speed in points.points(METRIC, records, [job])]
         # reasons of baselines without a value
         lacking = {name: _shortfall(used, name) for name in BASELINES if found}
         refused = [
@@ -76,7 +76,7 @@ class ModelSelection(Case):
         found = [
             replace(speed, group=f"{_options(used)['num_models']} models") for speed in (*refused, *found)
         ]
-        both = measurements.repeats(_together(used)[0], records)
+        both = points.repeats(_together(used)[0], records)
         return found + (_turns(both[-1]) if both and both[-1].status == "ok" else [])
 
     def simulated(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
@@ -153,7 +153,7 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Figu
     """Return, in a list, the row of a method that trains the models one after another; an empty list if a batch size
     has no record. If a run failed, the row states the reason.
     """
-    measured = [measurements.repeats(job, records) for job in alone]
+    measured = [points.repeats(job, records) for job in alone]
     if not measured or not all(measured):
         return []
     each = [row_of(METRIC, found) for found in measured]

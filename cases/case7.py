@@ -31,7 +31,7 @@ from methods.pipeline.config.gpt_costs import GptCosts
 from methods.pipeline.config.measured_profile import measure_profile
 from methods.pipeline.launch.folder import read_lines
 from methods.pipeline.schedule import SCHEDULES, SLOTS
-from papers.figures import measurements, plot
+from papers.figures import plot, points
 from papers.figures.case import Case
 from papers.figures.point import FigureRow
 from papers.figures.profile import CaseProfile
@@ -111,7 +111,7 @@ class Pipelines(Case):
         measured = [
             replace(row, group=_group(int(job.options["num_stages"]), int(job.options["chunk_size"])))
             for job in self.jobs(used, {})
-            for row in measurements.rows(METRIC, [job], records)
+            for row in points.points(METRIC, records, [job])
         ]
         return (
             [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))]

@@ -17,7 +17,7 @@ from cases.case2 import OURS, STREAMED
 from harness.core.job import Budget, Job
 from harness.core.record import Record
 from harness.plan import accuracy
-from papers.figures import measurements, plot
+from papers.figures import plot, points
 from papers.figures.case import Case
 from papers.figures.point import FigureRow, row_of
 from papers.figures.profile import CaseProfile
@@ -61,7 +61,7 @@ class Scaling(Case):
         found = []
         for series, num_ranks, job in self._points(used):
             own = [record for record in records if record.job.world_size == num_ranks]
-            if repeats := measurements.repeats(job, own):
+            if repeats := points.repeats(job, own):
                 row = replace(row_of(self.metric, repeats), series=series, x=float(num_ranks))
                 found.append(row)
                 if forecast := accuracy.of_record(repeats[-1]):

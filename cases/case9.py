@@ -14,7 +14,7 @@ from cases.case2 import STREAMED
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
-from papers.figures import measurements, plot
+from papers.figures import plot, points
 from papers.figures.case import Case
 from papers.figures.point import FigureRow
 from papers.figures.profile import CaseProfile
@@ -54,7 +54,7 @@ class SpeedByTokens(Case):
         return [
             replace(row, x=float(job.workload.batch_size * job.workload.seq_len))
             for job in self.jobs(used, {})
-            for row in measurements.rows(self.metric, [job], records)
+            for row in points.points(self.metric, records, [job])
         ]
 
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:

@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 def load(folder: Path | str) -> DataFrame:
     """The records of a folder as a DataFrame, a row each; a speed stands only where the gate passed."""
-    from papers.figures import frame
+    from papers.figures.points import load_frame
 
-    return frame.load(folder)
+    return load_frame(folder)

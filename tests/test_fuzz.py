@@ -25,7 +25,7 @@ from harness.devices import named_machines
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
 from papers.claims import claims
-from papers.figures import frame
+from papers.figures.points import load_frame
 from papers.report import bundle
 from places import slurm
 from places.shared.cluster import PLAIN, options_of
@@ -122,7 +122,7 @@ def test_a_record_of_anybody_is_used_or_named(
     except ValueError as error:
         assert str(error).startswith(str(folder))
         return
-    assert Record.from_dict(kept.to_dict()).key == kept.key and len(frame.load(folder)) == 2
+    assert Record.from_dict(kept.to_dict()).key == kept.key and len(load_frame(folder)) == 2
     bundle.known_words([kept])
     words = ["--results", folder]
     ends_well("fairness", *words)

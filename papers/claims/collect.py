@@ -31,8 +31,9 @@ from harness.jobs.sweep import Report, Sweep
 from harness.plan.fit import Planned, resolve
 from harness.plan.run_time import PROCESS_SECONDS, run_seconds
 from papers.claims import claims
-from papers.figures import any_runs, case, case_files, measurements
+from papers.figures import case, case_files, searches
 from papers.figures.point import machine_of
+from papers.figures.points import current_key
 from papers.figures.profile import CaseProfile
 
 PROBES = 5  # number of runs that a search is assumed to need
@@ -126,7 +127,7 @@ class Campaign:
             planned = {name: max(1, self.used.largest_planned(name)) for name in its.searches}
             for name, depth in planned.items():
                 self._add(found, number, self.used.probe(name, depth), records, is_search=True)
-            known = measurements.sizes(its.searches, records)
+            known = searches.sizes(its.searches, records)
             open_ = {point.job.method for point in found if point.missing}
             guessed = {name: depth for name, depth in planned.items() if name in open_}
             certain = its.jobs(self.used, {name: depth for name, depth in known.items() if name not in open_})
@@ -169,7 +170,7 @@ class Campaign:
         found.append(PlannedRun([number], resolved, plan, is_search, missing, is_guess, about))
 
     def _missing(self, job: Job, records: list[Record]) -> int:
-        key = measurements.key(job)
+        key = current_key(job)
         done = [record for record in records if record.key == key and record.is_lasting and record.is_judged]
         wanted = self._repeats(job)
         if self.tried.count((job, False)) >= wanted or any(record.status != "ok" for record in done):
@@ -189,7 +190,7 @@ class Campaign:
         The number is 0 if the records show that one depth trained and the next one failed, or if this call has already
         searched. In all other cases it is PROBES, an estimate, because find() decides which runs are needed.
         """
-        best, failed = measurements.largest(job.method, records)
+        best, failed = searches.largest(job.method, records)
         depths = [part[-1].job.workload.num_layers for part in (best, failed) if part]
         is_done = len(depths) == 2 and depths[1] == depths[0] + 1 and best[-1].is_judged
         is_tried = any(is_search and tried.method == job.method for tried, is_search in self.tried)
@@ -336,12 +337,14 @@ def _write(
     for, a line is printed instead.
     """
     try:
-        path = Path(f"{case_files.stem(number, used.name if used else any_runs.NAME, out)}.csv")
+        path = Path(f"{case_files.stem(number, used.name if used else case_files.ANY_RUNS, out)}.csv")
         if only != "draw":
             rows = (
-                case.table(number, used, records, results) if used else any_runs.table(number, records, where)
+                case.table(number, used, records, results)
+                if used
+                else case.table_of_any_runs(number, records, where)
             )
-            path = case_files.write_rows(number, used.name if used else any_runs.NAME, rows, out)
+            path = case_files.write_rows(number, used.name if used else case_files.ANY_RUNS, rows, out)
         made = [] if only == "extract" else case_files.draw(number, path)
     except ValueError as error:
         if is_one:

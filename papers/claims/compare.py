@@ -20,7 +20,7 @@ from harness.base.counted import counted
 from harness.core.job import gib
 from harness.core.record import Record, added_folders, records_of
 from harness.jobs.command import again
-from papers.figures import frame
+from papers.figures import points
 from papers.figures.point import SIMULATED_CLOCKS, RatioInterval, doubts_text, machine_of, ratio, row_of
 
 FASTER, SLOWER, ALIKE, NONE = "faster", "slower", "not distinguishable", "not compared"
@@ -89,9 +89,9 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
     a method names records in `results`. Raises ValueError if there are none."""
     path = Path(text)
     if path.is_file():
-        return _repeats(frame.of([Record.read(path)]))
+        return _repeats(points.record_frame([Record.read(path)]))
     folders = [path] if path.is_dir() else [results, *added_folders(results)]
-    found = frame.of([record for folder in folders for record in read(folder)])
+    found = points.record_frame([record for folder in folders for record in read(folder)])
     if path.is_dir():
         if found.empty:
             raise ValueError(f"no record of a run in {path}: try a folder of results, a record or a method")
@@ -109,7 +109,7 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
     parts = [part.partition("=") for part in wanted.split(",") if part]
     if not all(option and equals for option, equals, _ in parts):
         raise ValueError(f"expected METHOD:name=value,name=value, got {wanted!r} after the colon")
-    told = [{**record.job.options, **vars(record.job.workload)} for record in own[frame.RECORD]]
+    told = [{**record.job.options, **vars(record.job.workload)} for record in own[points.RECORD]]
     chosen = own[
         [
             all(
@@ -120,7 +120,7 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
         ]
     ]
     if chosen.empty:
-        there = "; ".join(sorted({_options_text(record) or "no options" for record in own[frame.RECORD]}))
+        there = "; ".join(sorted({_options_text(record) or "no options" for record in own[points.RECORD]}))
         raise ValueError(f"no record of {text!r} in {results}: {name} was run with {there}")
     return _repeats(chosen)
 
@@ -149,18 +149,18 @@ def _repeats(found: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each point (name, workload and setting), in the order of the points' last runs. The column
     `repeats` has the records that share the point's newest key. Interrupted records are left out if the point has other
     records."""
-    jobs = [record.job for record in found[frame.RECORD]]
+    jobs = [record.job for record in found[points.RECORD]]
     told = found.assign(
-        name=found["method"] + ":" + found[frame.RECORD].map(_options_text),
+        name=found["method"] + ":" + found[points.RECORD].map(_options_text),
         workload=[job.workload for job in jobs],
         budget=[dataclasses.replace(job.budget, seconds=None) for job in jobs],
     )
-    newest_first = told[::-1].groupby(["name", "workload", *SETTING], sort=False)[frame.RECORD].agg(list)
+    newest_first = told[::-1].groupby(["name", "workload", *SETTING], sort=False)[points.RECORD].agg(list)
     return newest_first.map(_of_newest_key).rename("repeats")[::-1].reset_index()
 
 
 def _of_newest_key(newest_first: list[Record]) -> list[Record]:
-    same = [record for record in reversed(newest_first) if record.key == newest_first[0].key]
+    same = points.of_newest_key(newest_first[::-1])
     return [record for record in same if record.is_result] or same
 
 
@@ -204,16 +204,14 @@ def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFram
     return []
 
 
-def _with_throughput(points: pd.DataFrame) -> pd.DataFrame:
+def _with_throughput(side: pd.DataFrame) -> pd.DataFrame:
     """Return the points that have a throughput. If there are none, return the point that was run last, so that the call
     can print how its run ended."""
-    rows = [row_of(METRIC, repeats) for repeats in points["repeats"]]
-    able = points[[row.valid and row.has_number for row in rows]]
-    return (
-        points.loc[[points["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]]
-        if able.empty
-        else able
-    )
+    rows = [row_of(METRIC, repeats) for repeats in side["repeats"]]
+    able = side[[row.valid and row.has_number for row in rows]]
+    if not able.empty:
+        return able
+    return side.loc[[side["repeats"].map(lambda repeats: repeats[-1].started).idxmax()]]
 
 
 def compare(a: list[Record], b: list[Record], names: tuple[str, str] = ("A", "B")) -> Comparison:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import textwrap
 
 from harness.core.record import Record
-from papers.figures import frame
+from papers.figures import points
 
 UNSAID = "not said"
 COLUMNS = ("implementation", "model", "attention", "optimizer", "precision", "recompute", "clipping")
@@ -14,7 +14,7 @@ COLUMNS = ("implementation", "model", "attention", "optimizer", "precision", "re
 
 def rows(records: list[Record]) -> list[dict[str, str]]:
     """Return one row for each combination of method, options and dtype, from the newest record that trained."""
-    found, alike = frame.of(records), ["method", "options", "dtype"]
+    found, alike = points.record_frame(records), ["method", "options", "dtype"]
     trained = found[(found["status"] == "ok") & (found["origin"] == "run")]
     newest = trained.drop_duplicates(alike, keep="last").sort_values(alike)
     return [
@@ -26,7 +26,7 @@ def rows(records: list[Record]) -> list[dict[str, str]]:
             "data": f"{record.data_sha256[:8]}, in order",
             "gate": record.gate.verdict,
         }
-        for name, options, dtype, record in newest[[*alike, frame.RECORD]].itertuples(index=False)
+        for name, options, dtype, record in newest[[*alike, points.RECORD]].itertuples(index=False)
     ]
 
 

@@ -19,6 +19,7 @@ from papers.claims.examine import BROKEN, HOLD, OPEN
 from papers.claims.judge import Finding
 from papers.figures import case
 from papers.figures.point import FigureRow, machine_of, row_of
+from papers.figures.points import of_newest_key
 
 PROFILES = (
     ("paper", claims.PAPER_MACHINE),
@@ -72,7 +73,7 @@ def _imported(number: int, records: Sequence[Record]) -> list[FigureRow]:
             and point.window_size in (None, record.job.options.get("window_size"))
         ]
         if found:
-            rows.append(row_of(point.metric, [record for record in found if record.key == found[-1].key]))
+            rows.append(row_of(point.metric, of_newest_key(found)))
     return rows
 
 

@@ -23,9 +23,9 @@ from harness.base.registry import FileRegistry
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from harness.devices import machine
-from papers.figures import measurements, plot, profile
+from papers.figures import plot, points, profile
 from papers.figures.point import METRICS, FigureRow, machine_of, row_of
-from papers.figures.profile import CaseProfile
+from papers.figures.profile import PUBLISHED_WINDOW, CaseProfile
 
 PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each published run that a figure draws
 PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
@@ -64,7 +64,7 @@ class Case(ABC):
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         """Return the case's measured rows, in the order of the figure."""
-        return measurements.rows(self.metric, self.jobs(used, {}), records)
+        return points.points(self.metric, records, self.jobs(used, {}))
 
     def measure(  # noqa: B027  most cases measure nothing besides runs
         self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
@@ -86,7 +86,7 @@ class Case(ABC):
         return ()
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
-        """Return the rows that the figure shows. `rows`: rows of any runs (papers/figures/any_runs.py)."""
+        """Return the rows that the figure shows. `rows`: rows of any runs, see table_of_any_runs()."""
         return list(rows)
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
@@ -190,13 +190,9 @@ def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Re
     own = [
         record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)
     ]
-    fresh = {measurements.trainer(record) for record in own if measurements.is_current(record)}
-    own = [
-        record
-        for record in own
-        if measurements.trainer(record) not in fresh or measurements.is_current(record)
-    ]
-    own = measurements.of_newest_code(own)
+    fresh = {points.trainer(record) for record in own if points.is_current(record)}
+    own = [record for record in own if points.trainer(record) not in fresh or points.is_current(record)]
+    own = points.of_newest_code(own)
     machines = {machine_of(record) for record in own}
     if len(machines) > 1:
         raise ValueError(
@@ -259,3 +255,42 @@ def table(
     if results:
         found = [*found, *its.beside(found, used, results)]
     return [*found, *its.simulated(found)]
+
+
+def table_of_any_runs(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> list[FigureRow]:
+    """Return our rows of a case, made from any runs: runs by hand, of any sizes, and imported logs. `where` selects
+    records by texts NAME=VALUE.
+
+    Runs by other code than their method's newest run are left out. All runs of a figure must have the same machine,
+    device, dtype, sizes of a step and budget (points.ALIKE). Raises ValueError if they differ, or if there is no row.
+    The case's pick() chooses the rows that its figure shows. If runs of a method differ in their window, cases about
+    windows or largest sizes use all runs, and other cases use those with the published window.
+    """
+    its = load(number)
+    if not its.picks:
+        raise ValueError(
+            f"case {number}: expected --profile, because this case draws only its own runs; try {call(number)} first"
+        )
+    results = [record for record in records if record.job.method in its.methods and record.is_result]
+    selected = points.chosen(results, where)
+    runs = points.of_newest_code(selected)
+    if num_others := len(selected) - len(runs):
+        others = f"{num_others} of {len(selected)} runs left out"
+        print(f"case {number}: {others}: made by other code than their method's newest run", file=sys.stderr)
+    if not runs:
+        selection = f" with {' and '.join(where)}" if where else ""
+        names = ", ".join(its.methods)
+        raise ValueError(
+            f"no record of {names}{selection} in these results; try {call(number)}, or a run with -m"
+        )
+    facts = [points.facts(record) for record in runs]
+    points.check_alike(number, {name: [fact[name] for fact in facts] for name in points.ALIKE})
+    rows = points.points(its.metric, runs)
+    is_of_one_window = its.axis != "window_size" and its.metric != "params"
+    if is_of_one_window and any(row.window_size == PUBLISHED_WINDOW for row in rows):
+        rows = [row for row in rows if row.window_size in (None, PUBLISHED_WINDOW)]
+    picked = its.pick(rows)
+    if is_of_one_window:
+        windows = [str(row.window_size) for row in picked if row.status == "ok" and row.window_size]
+        points.check_alike(number, {"window_size": windows})
+    return picked

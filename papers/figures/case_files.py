@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Matches the start of a text that a spreadsheet would evaluate as a formula. A number such as -1.5 does not match.
 FORMULA = re.compile(r"^(?=[=+\-@\t\r])(?![-+]?[\d.]+(?:e[-+]?\d+)?$)")
+ANY_RUNS = "folder"  # stands in file names in place of a profile's name
 EDITED = "its line of the table is not as it was extracted"
 COLUMNS = [field.name for field in dataclasses.fields(FigureRow) if field.name != "values"]
 

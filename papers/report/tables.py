@@ -23,7 +23,7 @@ from harness.plan.advise import Advice, fits_text, name_text, off_text
 from papers.claims import examine, judge, verify
 from papers.claims.examine import value_text
 from papers.claims.judge import Finding
-from papers.figures import frame
+from papers.figures import points
 from papers.figures.point import METRICS, FigureRow
 
 GOOD, BAD, OPEN, DOUBT, THERE = "good", "bad", "open", "doubt", "there"
@@ -105,7 +105,7 @@ class Entry:
             "gate": _joined(gate.verdict, gate.reason, gate.text),
             "run again": _run_again(record) if record.origin == "run" else "",
             "origin": f"{record.origin}, {self.when}, clock {record.clock}",
-            "options": frame.options(record),
+            "options": points.options_text(record),
             "peaks": ", ".join(
                 f"{name.replace('_', ' ')} {gib(size)}" for name, size in record.peaks.items()
             ),
@@ -194,7 +194,7 @@ def record_row(entry: Entry) -> dict[str, Cell | str]:
     return {
         "record": Cell("", entry.number, links=(entry.number,)),
         "method": Cell(record.job.method, more="" if record.origin == "run" else LOG),
-        "options": Cell(more=frame.options(record)),
+        "options": Cell(more=points.options_text(record)),
         "layers": Cell(str(load.num_layers), load.num_layers),
         "hidden": Cell(str(load.hidden_size), load.hidden_size),
         "batch": Cell(str(load.batch_size), load.batch_size),
@@ -312,7 +312,7 @@ def _claim_row(finding: Finding, other: Finding, where: str, entries: Sequence[E
 def summary(entries: Sequence[Entry]) -> DataFrame:
     """Return a table with a row for each method and clock. For each size shown, the row has the speed, memory and
     verdict of the newest record that the gate has judged; where it judged none, of the newest one."""
-    records = frame.of(entry.record for entry in entries).assign(
+    records = points.record_frame(entry.record for entry in entries).assign(
         did=list(map(_did, entries)), is_judged=[_is_judged_result(entry.record) for entry in entries]
     )
     newest_last = records.sort_values("is_judged", kind="stable")

@@ -20,7 +20,7 @@ from cases._release_script import script
 from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, Choice, chosen, columns_of, order
 from harness.core.record import Gate, Record
 from harness.plan.fit import resolve
-from papers.figures import case, measurements
+from papers.figures import case, points
 from papers.figures.case_files import EDITED
 from papers.figures.point import FigureRow
 from tests.papers.figures.test_case import DEMO, record
@@ -167,7 +167,7 @@ def test_runs_of_several_releases_are_kept_though_their_software_differs() -> No
         cell("stage-2", release, key=str(number), software={"deepspeed": version, "source": source})
         for number, (release, version, source) in enumerate(told)
     ]
-    assert measurements.of_newest_code(found) == found[1:]
+    assert points.of_newest_code(found) == found[1:]
     assert case.select(10, DEMO, found) == found[1:]
 
 

@@ -11,7 +11,7 @@ import pytest
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from papers.claims import collect
-from papers.figures import any_runs, case, case_files
+from papers.figures import case, case_files
 from tests.support import logs, records
 
 SMALL = Workload(hidden_size=256, batch_size=2)
@@ -48,13 +48,13 @@ BY_HAND = [
     ],
 )
 def test_each_case_shows_its_part_of_runs_made_by_hand(number: int, shown: list[tuple[str, int]]) -> None:
-    assert [(row.method, row.num_layers) for row in any_runs.table(number, BY_HAND)] == shown
+    assert [(row.method, row.num_layers) for row in case.table_of_any_runs(number, BY_HAND)] == shown
 
 
 @pytest.mark.parametrize("newer", [{"source": "b"}, {"source": "a", "torch": "2.14.0"}])
 def test_runs_by_two_states_of_a_method_s_code_are_not_one_line(newer: dict[str, str], capsys: Any) -> None:
     runs = [run("stronghold", 4, 2, software={"source": "a"}), run("stronghold", 8, 2, software=newer)]
-    assert [row.num_layers for row in any_runs.table(4, runs)] == [8]
+    assert [row.num_layers for row in case.table_of_any_runs(4, runs)] == [8]
     assert (
         "1 of 2 runs left out: made by other code than their method's newest run" in capsys.readouterr().err
     )
@@ -69,9 +69,9 @@ def test_of_several_windows_the_published_one_is_shown_where_the_case_is_not_abo
 ) -> None:
     """The published order of runs leaves windows of case 5 beside those of the others: they were refused."""
     others = [each for each in BY_HAND if each.job.method != "stronghold"]
-    shown = any_runs.table(number, [*others, *WINDOWS])
+    shown = case.table_of_any_runs(number, [*others, *WINDOWS])
     assert [(row.num_layers, row.window_size) for row in shown if row.method == "stronghold"] == [(4, 15)]
-    (chosen,) = any_runs.table(4, WINDOWS, ["window_size=2"])
+    (chosen,) = case.table_of_any_runs(4, WINDOWS, ["window_size=2"])
     assert chosen.window_size == 2
 
 
@@ -81,12 +81,17 @@ def test_the_published_logs_make_the_pairs_of_the_published_panel(tmp_path: Path
         logs.write_published(tmp_path / "logs", name)
     found = logs.imported(tmp_path / "logs", results=tmp_path)
     pairs = {(row.method, row.num_layers, row.window_size) for row in case.published(2)}
-    assert {(row.method, row.num_layers, row.window_size) for row in any_runs.table(2, found)} == pairs
-    assert {row.status for row in any_runs.table(2, found) if row.num_layers == 78} == {"oom-host", "ok"}
+    assert {
+        (row.method, row.num_layers, row.window_size) for row in case.table_of_any_runs(2, found)
+    } == pairs
+    assert {row.status for row in case.table_of_any_runs(2, found) if row.num_layers == 78} == {
+        "oom-host",
+        "ok",
+    }
 
 
 def test_a_failed_gate_stays_one() -> None:
-    rows = {row.method: row for row in any_runs.table(3, BY_HAND)}
+    rows = {row.method: row for row in case.table_of_any_runs(3, BY_HAND)}
     assert not rows["zero-offload"].valid and rows["l2l"].valid
     assert rows["l2l"].value == 2 / 4  # batch over seconds
 
@@ -111,8 +116,10 @@ def test_what_must_not_be_mixed_is_named_with_a_choice_that_works(
         ValueError,
         match=f"case 3: expected records with one value of each setting, got several: .*{told}.*--where",
     ):
-        any_runs.table(3, [*BY_HAND, other])
-    assert any_runs.table(3, [*BY_HAND, other], [choice]) == any_runs.table(3, BY_HAND, [choice])
+        case.table_of_any_runs(3, [*BY_HAND, other])
+    assert case.table_of_any_runs(3, [*BY_HAND, other], [choice]) == case.table_of_any_runs(
+        3, BY_HAND, [choice]
+    )
 
 
 def test_the_scripts_draw_runs_made_by_hand_and_imported_logs(tmp_path: Path) -> None:
@@ -143,10 +150,10 @@ def test_where_nothing_is_to_show_the_methods_and_the_choice_are_named(
     with pytest.raises(
         ValueError, match=f"no record of megatron-lm, .*, stronghold{told} in these results; try"
     ):
-        any_runs.table(3, found, where)
+        case.table_of_any_runs(3, found, where)
 
 
 @pytest.mark.parametrize("text", ["dtype", "color=red"])
 def test_a_choice_that_is_none_is_told_the_names(text: str) -> None:
     with pytest.raises(ValueError, match="--where: expected NAME=VALUE with a name of origin, machine"):
-        any_runs.table(3, BY_HAND, [text])
+        case.table_of_any_runs(3, BY_HAND, [text])

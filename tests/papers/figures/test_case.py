@@ -20,7 +20,8 @@ from harness.core.record import Gate, Record, read_all
 from harness.devices import named_machines
 from harness.jobs.largest_size import FEWEST_STEPS
 from papers.claims.collect import Campaign
-from papers.figures import case, case_files, measurements, profile
+from papers.figures import case, case_files, profile, searches
+from papers.figures.points import current_key, repeats
 from papers.figures.profile import PROBE, CaseProfile
 from tests.support import cli, forks, records
 
@@ -178,7 +179,7 @@ def test_a_table_takes_the_repeats_of_the_newest_code_and_no_other_options() -> 
     job = DEMO.job("stronghold", 4, window_size=2, resident_layers=0)
     other = dataclasses.replace(job, options={"window_size": 3, "resident_layers": 0})
     old, new = record(job, key="old"), record(job, key="new")
-    assert measurements.repeats(job, [old, new, record(other), new]) == [new, new]
+    assert repeats(job, [old, new, record(other), new]) == [new, new]
 
 
 def test_records_of_two_machines_are_refused() -> None:
@@ -351,7 +352,7 @@ def test_a_run_without_its_verdict_is_still_to_be_attended_to(tmp_path: Path) ->
     missing = []
     for gate in (Gate(), Gate("exact"), Gate("untested", "no-reference")):
         job = Campaign([4], DEMO, tmp_path).points()[0].job  # with all the options that the plan settles
-        found = record(job, key=measurements.key(job), gate=gate)
+        found = record(job, key=current_key(job), gate=gate)
         found.write(tmp_path / "log_1.json")
         points = Campaign([4], DEMO, tmp_path).points()
         missing.append(next(point.missing for point in points if point.job == job))
@@ -408,15 +409,14 @@ def test_a_search_is_finished_where_both_sides_of_the_edge_are_on_record(
     outcomes: dict[int, str], is_searched: bool
 ) -> None:
     records = [record(DEMO.probe("l2l", depth), status=status) for depth, status in outcomes.items()]
-    assert measurements.is_searched("l2l", records) == is_searched
+    assert searches.is_searched("l2l", records) == is_searched
     assert {row.is_final for row in case.measured(1, DEMO, records)} == {is_searched}
 
 
 def test_a_search_ends_where_one_more_layer_would_take_more_than_the_machine_has() -> None:
     small, large = ({**FACTS, "host_bytes": size} for size in (2**20, 2**40))
     found = [
-        measurements.is_searched("l2l", [record(DEMO.probe("l2l", 7), machine=facts)])
-        for facts in (small, large)
+        searches.is_searched("l2l", [record(DEMO.probe("l2l", 7), machine=facts)]) for facts in (small, large)
     ]
     assert found == [True, False]
 

@@ -1,77 +1,14 @@
-"""Finds the records that measure a job, and reads from records how a search for the largest size ended."""
+"""Reads from records how a search for the largest size ended."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
 from collections.abc import Sequence
 
 from harness.core import method
-from harness.core.job import Job
 from harness.core.record import Record
-from harness.devices.machine import PACKAGES
 from harness.jobs.size_search import SizeAnswer, SizeOutcome, SizeTrial
-from harness.jobs.sweep import context, identity, read_by
-from papers.figures.point import FigureRow, row_of
+from papers.figures.points import repeats
 from papers.figures.profile import PROBE
-
-_context = functools.cache(context)
-
-
-def key(job: Job) -> str:
-    """Return the key that the record of this resolved job would have if the job ran here now."""
-    return job.key(**_context(job.method, read_by(job)), **identity(job))
-
-
-def is_current(record: Record) -> bool:
-    """True if the record's job would get the same key if it ran here now: the code and the machine are still those of
-    the record."""
-    with contextlib.suppress(ValueError):  # the method no longer has one of the record's options
-        return record.job.method in method.names() and record.key == key(record.job)
-    return False
-
-
-def of_newest_code(records: Sequence[Record]) -> list[Record]:
-    """Return the runs that were made by the code (a method's source, and the packages) of the newest run by the same
-    trainer, and those that tell no source, such as refusals by plan. `records`: oldest first."""
-    newest = {trainer(record): _code(record) for record in records if _code(record)}
-    return [record for record in records if not (code := _code(record)) or code == newest[trainer(record)]]
-
-
-def trainer(record: Record) -> tuple[str, str | None]:
-    """Return what trained: the method, and the release of its engine if that is not the installed one."""
-    with contextlib.suppress(ValueError):  # the method no longer exists
-        if option := method.load(record.job.method).release_option:
-            return record.job.method, record.job.options.get(option)
-    return record.job.method, None
-
-
-def _code(record: Record) -> tuple[str | None, ...]:
-    told = record.software
-    return (told["source"], *(told.get(name) for name in PACKAGES)) if told.get("source") else ()
-
-
-def repeats(job: Job, records: Sequence[Record]) -> list[Record]:
-    """Return the repeats of a job: its records that have the same key as its newest record.
-
-    A record of the job has the job's options, and may have further ones. If any record is a result, interrupted
-    attempts are left out. If any run was started, refusals by plan are left out.
-    """
-    same = [
-        record
-        for record in records
-        if dataclasses.replace(record.job, options={}) == dataclasses.replace(job, options={})
-        and job.options.items() <= record.job.options.items()
-    ]
-    same = [record for record in same if record.is_result] or same
-    same = [record for record in same if record.phase != "plan"] or same
-    return [record for record in same if record.key == same[-1].key]
-
-
-def rows(metric: str, jobs: Sequence[Job], records: Sequence[Record]) -> list[FigureRow]:
-    """Return a row for each job that has a record; jobs without a record are left out."""
-    return [row_of(metric, found) for job in jobs if (found := repeats(job, records))]
 
 
 def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
