@@ -97,7 +97,7 @@ class Stronghold(Method):
         if self.resident_layers is not None:
             options["resident_layers"] = twin.count("R")
         if self.window_size is not None:
-            streamed, left = (len(each) - each.count("R") for each in (kinds, twin))
+            streamed, left = (len(letters) - letters.count("R") for letters in (kinds, twin))
             most = left - 1 if self.window_size < streamed and left > 1 else twin_layers
             options["window_size"] = min(self.window_size, most)
         return options

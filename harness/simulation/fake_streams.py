@@ -243,14 +243,14 @@ def _install(streams: FakeStreams, stack: ExitStack) -> None:
         return slab
 
     def named(prefix_of: Callable[[Any], str]) -> Any:
-        def made(owner: Any, make: Any, *args: Any, **options: Any) -> None:
+        def constructed(owner: Any, make: Any, *args: Any, **options: Any) -> None:
             with streams.memories.allocating(host=options.get("host")):
                 make(owner, *args, **options)
             for file in owner.state if isinstance(owner, disk.Shelf) else []:
                 streams.memories.of(file).is_host = True
             streams.name(owner, prefix_of(owner))
 
-        return made
+        return constructed
 
     def numbered(name: str) -> Any:
         numbers = itertools.count(1)

@@ -42,11 +42,11 @@ def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[Mac
                 break
             is_there = not is_there
             moments.append((now, 1 if is_there else -1))
-    found, number = [MachineChange(0.0, most)], most
+    trace, number = [MachineChange(0.0, most)], most
     for seconds, change in sorted(moments):
         number += change
-        found.append(MachineChange(seconds, number))
-    return found
+        trace.append(MachineChange(seconds, number))
+    return trace
 
 
 def through(

@@ -118,11 +118,11 @@ class Memories:
         unread = written if name in OVERWRITES else ()
         writes = [tensor for key in arguments if key in written for tensor in tensors(arguments[key])]
         reads = [tensor for key in arguments if key not in unread for tensor in tensors(arguments[key])]
-        given = {id(tensor.untyped_storage()) for tensor in reads + writes}
-        fresh = [tensor for tensor in tensors(result) if id(tensor.untyped_storage()) not in given]
+        storages = {id(tensor.untyped_storage()) for tensor in reads + writes}
+        fresh = [tensor for tensor in tensors(result) if id(tensor.untyped_storage()) not in storages]
         if tensors(result) and not writes and not fresh:
             return Op(func, arguments, result, [])
-        is_host = bool(given) and all(self.of(tensor).is_host for tensor in reads + writes)
+        is_host = bool(storages) and all(self.of(tensor).is_host for tensor in reads + writes)
         for tensor in fresh:
             memory = self.of(tensor, made_by=name)
             memory.is_host = is_host if self._fresh_is_host is None else self._fresh_is_host

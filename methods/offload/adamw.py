@@ -63,18 +63,18 @@ def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
     """Split the tensors of a slab, in order, into runs of at most `max_numel` elements, or VECTOR elements if that is
     more. A tensor is cut only at multiples of VECTOR elements from its start."""
     max_numel = max(VECTOR, max_numel // VECTOR * VECTOR)
-    found: list[list[Piece]] = []
+    runs: list[list[Piece]] = []
     room = 0
     for start, stop, group in tensors:
         while start < stop:
-            if not found or room < min(VECTOR, stop - start):
-                found.append([])
+            if not runs or room < min(VECTOR, stop - start):
+                runs.append([])
                 room = max_numel
             end = min(stop, start + room // VECTOR * VECTOR)
-            found[-1].append(Piece(start, end, group))
+            runs[-1].append(Piece(start, end, group))
             room -= -(-(end - start) // VECTOR) * VECTOR
             start = end
-    return found
+    return runs
 
 
 def update(
@@ -117,9 +117,9 @@ def update(
         start, stop = run[0].start, run[-1].stop
         block = target.cut(start, stop)
         if is_ahead:
-            for ours, theirs in zip(block, source.cut(start, stop), strict=True):
-                if ours is not None and theirs is not None:
-                    ours.copy_(theirs)
+            for updated, current in zip(block, source.cut(start, stop), strict=True):
+                if updated is not None and current is not None:
+                    updated.copy_(current)
         pieces = [Piece(piece.start - start, piece.stop - start, piece.group) for piece in run]
         _update_by_torch(grads[start:stop].float(), block, pieces, step, factor)
 
@@ -129,12 +129,12 @@ def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings
     each piece: start, stop, and 1 if the piece has weight decay. Pieces with and without weight decay share a call if
     all other settings agree."""
     calls: dict[AdamSettings, list[int]] = {}
-    alike = {each._replace(weight_decay=0.0): each for each in settings if each.weight_decay}
+    alike = {of_group._replace(weight_decay=0.0): of_group for of_group in settings if of_group.weight_decay}
     first = runs[0][0].start
     for start, stop, group in (piece for run in runs for piece in run):
-        own = settings[group]
-        table = calls.setdefault(own if own.weight_decay else alike.get(own, own), [])
-        table += (start - first, stop - first, int(own.weight_decay != 0))
+        chosen = settings[group]
+        table = calls.setdefault(chosen if chosen.weight_decay else alike.get(chosen, chosen), [])
+        table += (start - first, stop - first, int(chosen.weight_decay != 0))
     return calls
 
 

@@ -78,11 +78,12 @@ class Clip:
         useless."""
         square = torch.stack(self.norms[-1]).square().sum()
         self.squares.append(square + self.squares[-1] if self.squares else square)
-        here, landed = self._send(self.squares[-1])
+        square_on_host, landed = self._send(self.squares[-1])
+        limit = (self.max_norm / (self.unclipped or 1)) ** 2 or sys.float_info.max
 
         def is_within() -> bool:
             landed.synchronize()
-            return float(here) <= ((self.max_norm / (self.unclipped or 1)) ** 2 or sys.float_info.max)
+            return float(square_on_host) <= limit
 
         return is_within
 

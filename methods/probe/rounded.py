@@ -36,11 +36,11 @@ class Rounded(Method):
         models = [ReferenceModel(workload, device, named(name)) for name in self.names.split(",")]
         steps: list[list[Step]] = [[] for _ in models]
         for number, (inputs, targets) in enumerate(batches, start=1):
-            for told, model in zip(steps, models, strict=True):
-                told.append(model.step(number, inputs, targets))
+            for model_steps, model in zip(steps, models, strict=True):
+                model_steps.append(model.step(number, inputs, targets))
             yield steps[0][-1]
         others = [
-            OtherModel.of({}, told, model.tensors())
-            for told, model in zip(steps[1:], models[1:], strict=True)
+            OtherModel.of({}, model_steps, model.tensors())
+            for model_steps, model in zip(steps[1:], models[1:], strict=True)
         ]
         return Trained(models[0].tensors(), schedule={"num_models": len(models)}, others=others)

@@ -18,16 +18,18 @@ def rank_part(workload: Workload, num_ranks: int) -> Workload:
     if num_ranks < 1 or workload.batch_size % num_ranks:
         counts = ", ".join(str(n) for n in range(1, workload.batch_size + 1) if workload.batch_size % n == 0)
         nearest = " or ".join(map(str, multiples(workload.batch_size, num_ranks)))
-        told = f"a batch of {workload.batch_size} samples splits over {counts} ranks, not over {num_ranks}"
-        raise ValueError(f"{told}; try -b {nearest}" if nearest else told)
+        message = f"a batch of {workload.batch_size} samples splits over {counts} ranks, not over {num_ranks}"
+        raise ValueError(f"{message}; try -b {nearest}" if nearest else message)
     if workload.dropout and num_ranks > 1:
         raise ValueError(
             "dropout and --ranks exclude each other: ranks would drop other elements; try --dropout 0"
         )
     size, parts = workload.batch_size // num_ranks, workload.micro_batches
     if size % parts:
-        told = f"expected a divisor of the {counted(size, 'sample')} of a rank, got {parts}"
-        raise ValueError(f"--micro-batches: {told}; try --micro-batches {math.gcd(size, parts)}")
+        raise ValueError(
+            f"--micro-batches: expected a divisor of the {counted(size, 'sample')} of a rank, got {parts}; try"
+            f" --micro-batches {math.gcd(size, parts)}"
+        )
     return dataclasses.replace(workload, batch_size=size)
 
 
@@ -35,4 +37,4 @@ def multiples(number: int, divisor: int) -> list[int]:
     """Return the nearest multiples of `divisor` below and above `number`, which is not a multiple itself. Only positive
     multiples are returned."""
     below = number // divisor * divisor if divisor > 0 else 0
-    return [each for each in (below, below + divisor) if each > 0]
+    return [multiple for multiple in (below, below + divisor) if multiple > 0]

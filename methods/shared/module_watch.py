@@ -214,9 +214,12 @@ def hooks_of(tensor: Tensor) -> int:
 
 def hooks_of_step(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the hooks that torch calls at each step() of an optimizer: its own, and those of all optimizers."""
-    own: list[dict[int, Any]] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    shared: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
-    return [hook for hooks in (*own, *shared) for hook in hooks.values()]
+    of_optimizer: list[dict[int, Any]] = [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    ]
+    of_all: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    return [hook for hooks in (*of_optimizer, *of_all) for hook in hooks.values()]
 
 
 def leaves_beyond(results: Any, stops: Any) -> list[Tensor]:
@@ -253,7 +256,7 @@ def _values(dicts: Sequence[dict[str, Any]]) -> list[list[Any]]:
 
 def _leaves(arguments: Any) -> Sequence[Any]:
     """Return what tree_leaves() does, at once for tensors alone."""
-    is_flat = isinstance(arguments, tuple) and all(type(each) is Tensor for each in arguments)
+    is_flat = isinstance(arguments, tuple) and all(type(argument) is Tensor for argument in arguments)
     return arguments if is_flat else tree_leaves(arguments)
 
 
@@ -276,15 +279,15 @@ def _drawn(generator: Any) -> Any:
 
 def _generators(values: list[Any]) -> list[Any]:
     """Return the generators of random numbers among these values, and in the closures of the functions among them."""
-    waiting, found, seen = list(values), [], set[int]()
+    waiting, generators, seen = list(values), [], set[int]()
     while waiting:
         value = waiting.pop()
         if _drawn(value) is not None:
-            found.append(value)
+            generators.append(value)
         elif isinstance(value, (FunctionType, MethodType)) and id(value) not in seen:
             seen.add(id(value))
             waiting += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-    return found
+    return generators
 
 
 def _differing(before: list[Any], now: dict[str, Any]) -> str:

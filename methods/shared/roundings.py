@@ -109,10 +109,10 @@ def ulp_of_norms(
 
 @_kernel("scaled_dot_product_attention")
 def plain_attention(
-    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **words: Any
+    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
     """Compute attention by separate operations (scores, mask, softmax, values), each rounded to the dtype."""
-    return attended(query, key, value, scale=_scale(words))
+    return attended(query, key, value, scale=_scale(options))
 
 
 @_add
@@ -157,9 +157,9 @@ def products_in_double(
 
 @_kernel("scaled_dot_product_attention")
 def attention_in_double(
-    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **words: Any
+    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
-    return attended(query.double(), key.double(), value.double(), scale=_scale(words)).to(query.dtype)
+    return attended(query.double(), key.double(), value.double(), scale=_scale(options)).to(query.dtype)
 
 
 @_kernel("layer_norm")
@@ -192,16 +192,16 @@ def _split(
     linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, parts: int
 ) -> Tensor:
     pairs = zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)
-    total: Any = sum(linear(some, those) for some, those in pairs)
+    total: Any = sum(linear(columns, matching_weights) for columns, matching_weights in pairs)
     return total if bias is None else total + bias
 
 
-def _scale(words: dict[str, Any]) -> float | None:
+def _scale(options: dict[str, Any]) -> float | None:
     """Return the scale among the keyword arguments of torch's attention; None: 1 / sqrt(head size). Raises ValueError
     if the arguments have a mask, because only causal attention is computed here."""
-    if words.get("attn_mask") is not None:
+    if options.get("attn_mask") is not None:
         raise ValueError("expected causal attention, got a mask: leave this rounding out")
-    return words.get("scale")
+    return options.get("scale")
 
 
 def attended(
@@ -211,7 +211,7 @@ def attended(
     `scale`: factor of the scores; None: 1 / sqrt(head size). Several heads of queries may share keys and values."""
     num_sharing = query.shape[1] // key.shape[1]
     if num_sharing > 1:
-        key, value = (each.repeat_interleave(num_sharing, 1) for each in (key, value))
+        key, value = (projected.repeat_interleave(num_sharing, 1) for projected in (key, value))
     scores = query @ key.transpose(-1, -2)
     scores = scores / math.sqrt(query.shape[-1]) if scale is None else scores * scale
     is_hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1 + diagonal)
@@ -227,8 +227,8 @@ class Noisy(torch.autograd.Function):
         return noisy(x, weight.t())
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> Any:
-        (grad,), (x, weight) = given, ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
         return noisy(grad, weight), noisy(grad.t(), x)
 
 

@@ -76,11 +76,13 @@ class Boundary:
         kept."""
         if not torch.is_grad_enabled():
             return xs
-        sizes = (aligned(each.nbytes, ALIGNED) for x in xs for each in x if _travels(each))
+        sizes = (aligned(tensor.nbytes, ALIGNED) for x in xs for tensor in x if _travels(tensor))
         places = list(pairwise(accumulate(sizes, initial=0)))
         self.kept = room = self.slot.take(places[-1][1] if places else 0)
         parts = iter([room[start:end] for start, end in places])
-        kept = [tuple(_filled(next(parts), each) if _travels(each) else each for each in x) for x in xs]
+        kept = [
+            tuple(_copied(next(parts), tensor) if _travels(tensor) else tensor for tensor in x) for x in xs
+        ]
         if self.above:
             self._grow(len(room))
             done, pairs = self.device.compute.record_event(), [(self.home[: len(room)], room)]
@@ -123,12 +125,12 @@ def boundaries_on_host(device: Device, layers: Sequence[str], num_bytes: int) ->
     """Return a boundary for each of the layers of these names, bottom first. Each slot, and each home that is needed,
     has `num_bytes` at first."""
     slots = [BoundarySlot(device, num_bytes) for _ in range(num_boundaries(len(layers)))]
-    made: list[Boundary] = []
+    boundaries: list[Boundary] = []
     for place, of in enumerate(layers):
-        below = made[place - len(slots)] if place >= len(slots) else None
+        below = boundaries[place - len(slots)] if place >= len(slots) else None
         above, slot = place + len(slots) < len(layers), slots[place % len(slots)]
-        made.append(Boundary(device, of, slot, below, above=above, num_bytes=num_bytes))
-    return made
+        boundaries.append(Boundary(device, of, slot, below, above=above, num_bytes=num_bytes))
+    return boundaries
 
 
 def _travels(x: Any) -> bool:
@@ -137,7 +139,7 @@ def _travels(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, nn.Parameter)
 
 
-def _filled(part: Tensor, x: Tensor) -> Tensor:
+def _copied(part: Tensor, x: Tensor) -> Tensor:
     """Return a copy of x in this part of a slot, with x's strides if they leave no gaps. The copy is returned through
     `.data`, so that autograd does not notice when other layers overwrite the slot."""
     room = part[: x.nbytes].view(x.dtype)

@@ -147,12 +147,12 @@ class HostedEnds(BothEnds):
     def loss(self, xs: list[Passed], targets: Tensor, scale: float) -> tuple[Tensor, list[Passed]]:
         self.slot.arrive()
         self.gradients.await_room()
-        found = super().loss(xs, targets, scale)
+        loss_and_dxs = super().loss(xs, targets, scale)
         self.norms_of_head = []
         if self.head is not self.embedding:
             self.norms_of_head = self.head.norms()
             self._send(self.head)
-        return found
+        return loss_and_dxs
 
     def backward(self, dxs: list[Passed]) -> None:
         if self.head is not self.embedding:

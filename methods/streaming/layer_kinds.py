@@ -200,9 +200,9 @@ def model_layers(workload: Workload) -> LayerSource:
     """Return the layers of the workload's model."""
 
     def start(states: Iterable[LayerState]) -> list[LayerState]:
-        made = [*states]
-        draw(made, workload)
-        return made
+        drawn = [*states]
+        draw(drawn, workload)
+        return drawn
 
     count = range(workload.num_layers)
     modules, prefixes = [new_layer(workload, i) for i in count], list(map(workload.anatomy.layer_name, count))
@@ -230,12 +230,12 @@ def new_layers(
         module, prefix, groups = layers.modules[i], layers.prefixes[i], layers.groups[i]
         return LayerState(device, module, prefix, layers.terms, shelf=shelf, groups=groups, **place)
 
-    found: dict[int, LayerState] = {}
+    states_by_index: dict[int, LayerState] = {}
     # Resident layers come first: their values pass through the host while it still has room.
     for is_resident in (True, False):
         places = [i for i, kind in enumerate(kinds) if (kind == "R") is is_resident]
-        found |= zip(places, layers.start(new_state(i) for i in places), strict=True)
-    states = [found[i] for i in range(len(kinds))]
+        states_by_index |= zip(places, layers.start(new_state(i) for i in places), strict=True)
+    states = [states_by_index[i] for i in range(len(kinds))]
     largest = max(
         (numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R" or not waits), default=0
     )

@@ -121,7 +121,9 @@ class LayerState:
         # For each micro-batch: the layer's inputs, and the edges at which the outputs' gradients enter the graph.
         self.saved: list[tuple[Passed, list[GradientEdge]]] = []
         self.collected = torch.empty(0)  # slab that the last backward pass filled with gradients
-        self._own: dict[str, nn.Parameter] = {}  # the module's parameters by name; empty: not yet looked up
+        self._parameters_by_name: dict[
+            str, nn.Parameter
+        ] = {}  # the module's parameters by name; empty: not yet looked up
         self.rooms = GradientViews({}, is_open=True)
         if shelf is not None:
             shelf.prefix = prefix
@@ -178,15 +180,17 @@ class LayerState:
             parameter.data = weight
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        if not self._own:
-            self._own.update((name, self.module.get_parameter(name)) for name in self.layout.names)
-        return self._own
+        if not self._parameters_by_name:
+            self._parameters_by_name.update(
+                (name, self.module.get_parameter(name)) for name in self.layout.names
+            )
+        return self._parameters_by_name
 
     def adopt(self, name: str, parameter: nn.Parameter) -> Any:
         """Make this tensor the module's parameter of that name. A hook moves the gradients to the slab that
         collect_gradients() was given; return the handle of this hook."""
         install(self.module, name, parameter)
-        self._own.clear()
+        self._parameters_by_name.clear()
         return parameter.register_post_accumulate_grad_hook(partial(settle, self.rooms, self.prefix, name))
 
     def forward(self, xs: list[Passed]) -> list[Passed]:
@@ -196,11 +200,11 @@ class LayerState:
         self.rooms.is_open = False
         with self.device.span("compute", "forward", self.prefix):
             for x in xs if self.boundary is None else self.boundary.keep(xs):
-                x = tuple(each.detach().requires_grad_(each.requires_grad) for each in x)
+                x = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in x)
                 y = recomputed(self.module, x, keeps_random=self.terms.keeps_random)
                 y = y if isinstance(y, tuple) else (y,)
-                self.saved.append((x, [get_gradient_edge(each) for each in y if each.requires_grad]))
-                ys.append(tuple(each.detach().requires_grad_(each.requires_grad) for each in y))
+                self.saved.append((x, [get_gradient_edge(tensor) for tensor in y if tensor.requires_grad]))
+                ys.append(tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in y))
         return ys
 
     def backward(self, dys: list[Passed], grads: Tensor) -> list[Passed]:
@@ -216,7 +220,7 @@ class LayerState:
             for (x, edges), dy in zip(saved, dys, strict=True):
                 known = [(edge, grad) for edge, grad in zip(edges, dy, strict=True) if grad is not None]
                 torch.autograd.backward([edge for edge, _ in known], [grad for _, grad in known])
-                dxs.append(tuple(each.grad for each in x if each.requires_grad))
+                dxs.append(tuple(tensor.grad for tensor in x if tensor.requires_grad))
         if self.boundary is not None:
             self.boundary.leave()
         self.rooms.is_open = False
@@ -336,8 +340,8 @@ class LayerState:
                         slab.copy_(self.layout.flat(name, moment))
                 flat = self.layout.flat(name, weight)
                 for start in range(0, len(flat), CHUNK):  # a device may have no room for a copy of all values
-                    some = flat[start : start + CHUNK].to(slab.device, torch.float32)
-                    keep_(part.cut(start, start + CHUNK), some)
+                    chunk = flat[start : start + CHUNK].to(slab.device, torch.float32)
+                    keep_(part.cut(start, start + CHUNK), chunk)
             return done
 
         if self.shelf is None:
@@ -365,5 +369,5 @@ def _room_for_state(
     """Return a state of zeroed slabs: one for the weights, and one for each part of the optimizer's state, with the
     dtypes in `kept`. If `kept` is empty, those parts are on the disk and get no memory."""
     weights = device.room(numel, dtype, host=host)
-    rooms = [device.room(numel, each, host=host) for each in kept]
+    rooms = [device.room(numel, kept_dtype, host=host) for kept_dtype in kept]
     return _state(weights, rooms or [torch.empty(0), torch.empty(0)])

@@ -50,12 +50,12 @@ class _Saved:
     def unpack(self, place: int) -> Tensor:
         if not self.again:
             self.again += self._recompute()
-        found, self.again[place] = self.again[place], None
-        if found is None:
+        tensor, self.again[place] = self.again[place], None
+        if tensor is None:
             raise CheckpointError(
                 "expected each saved tensor to be asked for once, got a second backward pass"
             )
-        return found
+        return tensor
 
     def _recompute(self) -> list[Tensor]:
         again: list[Tensor] = []

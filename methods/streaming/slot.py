@@ -71,15 +71,15 @@ class Slot:
         with self.device.span("compute", "update", layer.prefix):
             layer.adamw(grads, self.state, self.state, layer.chunks, step, factor)
         done = self.device.compute.record_event()
-        home = [(there, here) for here, there in self._pairs(layer, target)]
+        home = [(home_slab, slot_slab) for slot_slab, home_slab in self._pairs(layer, target)]
         self.sent = copy(self.device, "outbound", "state", layer.prefix, [done], home)
 
     def _pairs(self, layer: LayerState, home: State | None = None) -> list[Pair]:
         """Return pairs of slabs, weights first: this rank's part of a slab in this slot, and the same slab in `home`
         (None: the layer's current state)."""
-        here = self.state.cut(layer.first, layer.first + len(layer.current.weights))
-        pairs = zip(here, home or layer.current, strict=True)
-        return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+        in_slot = self.state.cut(layer.first, layer.first + len(layer.current.weights))
+        pairs = zip(in_slot, home or layer.current, strict=True)
+        return [(slot, home) for slot, home in pairs if slot is not None and home is not None]
 
     def _fetch(
         self,

@@ -24,17 +24,17 @@ def draw(states: Sequence[LayerState], workload: Workload) -> None:
     if not any(state.is_shared for state in states):
         fill(states, partial(initialize, workload=workload))
         return
-    _each(states, partial(LayerState.draw_part, workload=workload))
+    _call_in_threads(states, partial(LayerState.draw_part, workload=workload))
 
 
 def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
     """Fill the layers with the starting values that initialize() writes into named fp32 tensors."""
-    here, on_disk = (
-        [state for state in states if (state.shelf is None) is is_here] for is_here in (True, False)
+    in_memory, on_disk = (
+        [state for state in states if (state.shelf is None) is is_in_memory] for is_in_memory in (True, False)
     )
-    if here:
-        initialize(pair for state in here for pair in state.to_draw(state.current))
-        _each(here, lambda state: state.keep_drawn(state.current))
+    if in_memory:
+        initialize(pair for state in in_memory for pair in state.to_draw(state.current))
+        _call_in_threads(in_memory, lambda state: state.keep_drawn(state.current))
 
     def begin(state: LayerState, shelf: Shelf) -> Any:
         def work(kept: list[Tensor]) -> Future:
@@ -47,7 +47,7 @@ def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str,
         visit.result()
 
 
-def _each(states: Sequence[LayerState], work: Callable[[LayerState], Any]) -> None:
+def _call_in_threads(states: Sequence[LayerState], work: Callable[[LayerState], Any]) -> None:
     """Call work(state) for each state, in threads, on the stream of the device's compute."""
     device = states[0].device
     pool = device.streams.pool(num_update_threads(device.name.type))

@@ -84,19 +84,20 @@ class UpdateRule:
             ends,
             layers,
         )
-        self.asked = TIMINGS[clipping]
-        self.timing = DEFERRED if self.asked is SPECULATIVE else self.asked  # the timing of this step
+        self.usual_timing = TIMINGS[clipping]
+        # the timing of this step
+        self.timing = DEFERRED if self.usual_timing is SPECULATIVE else self.usual_timing
         self.has_stepped = False
         # True: streamed layers' states are fetched for the backward pass, in which the device then updates them.
         self.is_ahead = self.timing is IMMEDIATE
         self.scale = LossScale(terms)
-        by_factor = any(isinstance(layer, self.asked.by_factor) for layer in layers)
+        by_factor = any(isinstance(layer, self.usual_timing.by_factor) for layer in layers)
         self.sends_factor = self.scale.is_used or ends.is_hosted or by_factor
 
     def begin(self, settings: Settings) -> None:
         """Begin a backward pass, with a new Clip. Nothing uses the last step's Clip any more: the forward pass has
         waited for all copies of that Clip's factor."""
-        if self.asked is SPECULATIVE and self.has_stepped:
+        if self.usual_timing is SPECULATIVE and self.has_stepped:
             self.timing = SPECULATIVE if self.clip.is_one() else DEFERRED
         self.settings, self.clip = settings, Clip(self.device, self.clip_norm, self.scale, self.order)
 
@@ -125,6 +126,6 @@ class UpdateRule:
     def step(self, loss: Tensor) -> Step:
         """Return the step as the method yields it, and set the next step's loss scale."""
         self.has_stepped = True
-        if self.asked is SPECULATIVE:
+        if self.usual_timing is SPECULATIVE:
             self.is_ahead = any(isinstance(layer, Streamed) for layer in self.layers) and self.clip.is_one()
         return self.scale.step(loss, self.clip.total, is_skipped=self.is_skipped)

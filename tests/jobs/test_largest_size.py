@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +17,7 @@ from harness.jobs.largest_size import Probes, find, texts
 from harness.jobs.size_search import SizeOutcome, search
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import Planned, resolve
-from methods.streaming.placement.placement import placed_plan
+from methods.streaming.placement.placement import PlacedLayers
 from tests.support.cli import run
 
 TINY = Workload(num_layers=1, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
@@ -260,11 +259,13 @@ def test_where_a_plan_was_too_hopeful_its_next_options_are_tried_before_a_depth_
 ) -> None:
     """A budget of the very bytes that the plan with two resident layers asks for; training takes up to 1 MiB more."""
 
-    def hopeful(*words: Any, **named: Any) -> Plan:
-        plan = placed_plan(*words, **named)
+    whole_plan = PlacedLayers.plan
+
+    def hopeful(layers: PlacedLayers) -> Plan:
+        plan = whole_plan(layers)
         return dataclasses.replace(plan, device={**plan.device, "buffers": plan.device["buffers"] - 2**20})
 
-    monkeypatch.setattr("methods.streaming.placement.choice.placed_plan", hopeful)
+    monkeypatch.setattr(PlacedLayers, "plan", hopeful)
     planned = create("stronghold", {"window_size": 3, "resident_layers": 2}).plan(SMALL.at_depth(5), Room())
     job = Job("stronghold", SMALL, {}, Budget(planned.device_bytes, 64 * MIB), "sim", steps=5, warmup=2)
     method_probes = Probes(Sweep(tmp_path), job)

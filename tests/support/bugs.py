@@ -240,8 +240,8 @@ SILENT_BUGS = [
     Bug(
         "norm_so_far_used_before_it_lands",
         CLIP,
-        "            landed.synchronize()\n            return float(here)",
-        "            return float(here)",
+        "            landed.synchronize()\n            return float(square_on_host)",
+        "            return float(square_on_host)",
         "what clone made",
         clip_norm=COMMITTED,
         clipping="speculate",

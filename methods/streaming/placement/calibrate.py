@@ -72,20 +72,20 @@ def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any
     """
     free_bytes = gpu_free_bytes() if device_name == "cuda" else None
     with Device(device_name) as device:
-        found: dict[str, Any] = {"compute": compute(workload, device), "copies": copies(device)}
-    found |= {"updates": updates(workload, device_name), "disk": disk(folder), **exchange(device_name)}
+        measured: dict[str, Any] = {"compute": compute(workload, device), "copies": copies(device)}
+    measured |= {"updates": updates(workload, device_name), "disk": disk(folder), **exchange(device_name)}
     # Measure the context last: by now the libraries have loaded the kernels that training uses.
     context = context_since(free_bytes) if device_name == "cuda" else None
-    return found if context is None else {**found, "context_bytes": context}
+    return measured if context is None else {**measured, "context_bytes": context}
 
 
-def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
+def rates_of(measured: dict[str, Any], workload: Workload, device: str) -> Rates:
     """Derive the rates from measure()'s numbers. `workload`: the workload whose layer was timed."""
-    layer, head_seconds = found["compute"]["layer"], found["compute"]["head_seconds"]
-    updates, copied, update_bytes = found["updates"], found["copies"], UPDATE_BYTES[workload.dtype]
+    layer, head_seconds = measured["compute"]["layer"], measured["compute"]["head_seconds"]
+    updates, copied, update_bytes = measured["updates"], measured["copies"], UPDATE_BYTES[workload.dtype]
     alone, loaded = max(updates["alone"].values()), updates["under_copies"]
     inbound, outbound = copied["inbound_page_locked"], copied["outbound_page_locked"]
-    read, written = found["disk"]["read"], found["disk"]["write"]
+    read, written = measured["disk"]["read"], measured["disk"]["write"]
     layer_seconds = layer["forward_seconds"] + layer["backward_seconds"]
     under_copies = update_bytes * loaded["params_per_second"] + loaded["copied_bytes_per_second"]
     return Rates(
@@ -95,7 +95,7 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
         device_bytes_per_second=update_bytes * updates["on_device"],
         inbound_bytes_per_second=inbound,
         outbound_bytes_per_second=outbound,
-        exchange_bytes_per_second=found.get("exchange", min(inbound, outbound)),
+        exchange_bytes_per_second=measured.get("exchange", min(inbound, outbound)),
         duplex_share=min(1.0, copied["both_ways"] / (inbound + outbound)),
         host_bytes_per_second=max(update_bytes * alone, under_copies),  # the higher of two measurements
         host_adam_params_per_second=alone,
@@ -103,7 +103,7 @@ def rates_of(found: dict[str, Any], workload: Workload, device: str) -> Rates:
         ahead_cost=max(1.0, updates["alone"][str(loaded["threads"])] / updates["ahead"]),
         disk_read_bytes_per_second=read,
         disk_write_bytes_per_second=written,
-        disk_duplex_share=min(1.0, found["disk"]["both_ways"] / (read + written)),
+        disk_duplex_share=min(1.0, measured["disk"]["both_ways"] / (read + written)),
         is_host=device != "cuda",
     )
 
@@ -146,7 +146,7 @@ def copies(device: Device) -> dict[str, float]:
     memory.
     """
     num_bytes = COPY_BYTES[device.name.type]
-    home, other_home, there, other = rooms(device, num_bytes)
+    host_slab, other_host_slab, device_slab, other_device_slab = rooms(device, num_bytes)
     pageable = torch.zeros(num_bytes // 4)
 
     def copy(stream: Any, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -154,16 +154,16 @@ def copies(device: Device) -> dict[str, float]:
             to.copy_(source, non_blocking=True)
 
     def both() -> None:
-        queued = device.copier.submit(copy, device.inbound, there, home)
-        copy(device.outbound, other_home, other)
+        queued = device.copier.submit(copy, device.inbound, device_slab, host_slab)
+        copy(device.outbound, other_host_slab, other_device_slab)
         queued.result()
 
     moved: dict[str, tuple[int, Callable[[], Any]]] = {
-        "within_device": (2, lambda: there.copy_(other)),
-        "inbound_page_locked": (1, lambda: copy(device.inbound, there, home)),
-        "outbound_page_locked": (1, lambda: copy(device.outbound, other_home, other)),
-        "inbound_pageable": (1, lambda: copy(device.inbound, there, pageable)),
-        "outbound_pageable": (1, lambda: copy(device.outbound, pageable, other)),
+        "within_device": (2, lambda: device_slab.copy_(other_device_slab)),
+        "inbound_page_locked": (1, lambda: copy(device.inbound, device_slab, host_slab)),
+        "outbound_page_locked": (1, lambda: copy(device.outbound, other_host_slab, other_device_slab)),
+        "inbound_pageable": (1, lambda: copy(device.inbound, device_slab, pageable)),
+        "outbound_pageable": (1, lambda: copy(device.outbound, pageable, other_device_slab)),
         "both_ways": (2, both),
     }
     return {name: times * num_bytes / median_seconds(device, work) for name, (times, work) in moved.items()}
@@ -207,12 +207,12 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
     """Return the rates of updates on the device, in parameters a second: of a resident layer, and of a streamed layer
     in its slot."""
-    here = LayerState.of_model(device, workload, 0, host=False)
-    home = LayerState.of_model(device, workload, 0, host=True, streamed=True)
-    slot, grads, step = Slot(home, whole=True), GradientRoom(home).slab, home.next_step(SETTINGS)
+    resident = LayerState.of_model(device, workload, 0, host=False)
+    streamed = LayerState.of_model(device, workload, 0, host=True, streamed=True)
+    slot, grads, step = Slot(streamed, whole=True), GradientRoom(streamed).slab, streamed.next_step(SETTINGS)
     updates: dict[str, Callable[[], Any]] = {
-        "on_device": lambda: here.update(SETTINGS, None),
-        "streamed": lambda: home.adamw(grads, slot.state, slot.state, home.chunks, step, None),
+        "on_device": lambda: resident.update(SETTINGS, None),
+        "streamed": lambda: streamed.adamw(grads, slot.state, slot.state, streamed.chunks, step, None),
     }
 
     return {
@@ -248,16 +248,16 @@ def under_copies(device: Device, layers: list[LayerState], layer_params: int) ->
     end.
     """
     num_bytes = COPY_BYTES[device.name.type] // 4
-    home, other_home, there, other = rooms(device, num_bytes)
+    host_slab, other_host_slab, device_slab, other_device_slab = rooms(device, num_bytes)
     copied, rounds, started = 0, 8, time.perf_counter()
     for _ in range(rounds):
         for layer in layers:
             layer.update_when_landed(SETTINGS, Clip(device, 0.0))
         while not all(layer.updated.done() for layer in layers):
             with device.streams.use(device.inbound):
-                there.copy_(home, non_blocking=True)
+                device_slab.copy_(host_slab, non_blocking=True)
             with device.streams.use(device.outbound):
-                other_home.copy_(other, non_blocking=True)
+                other_host_slab.copy_(other_device_slab, non_blocking=True)
             device.synchronize()
             copied += 2 * num_bytes
     seconds = time.perf_counter() - started
@@ -337,10 +337,10 @@ def main() -> None:
             # no compiler: torch's kernels are timed, because training then uses these
             adamw_kernel.build()
     workload = computable(Workload(**order["workload"]), order["device"])
-    found = measure(workload, order["device"], Path(order["folder"]))
-    rates = rates_of(found, workload, order["device"])
+    measured = measure(workload, order["device"], Path(order["folder"]))
+    rates = rates_of(measured, workload, order["device"])
     computed = {name: getattr(workload, name) for name in ("batch_size", "seq_len", "hidden_size", "dtype")}
-    print(json.dumps({"computed": computed, "measured": found, "rates": dataclasses.asdict(rates)}))
+    print(json.dumps({"computed": computed, "measured": measured, "rates": dataclasses.asdict(rates)}))
 
 
 if __name__ == "__main__":

@@ -19,15 +19,22 @@ from methods.shared.memory_needs import shared_numel, writable
 from methods.streaming.placement.placement import (
     BY_RANKS,
     CLIPPINGS,
+    PlacedLayers,
     Sizes,
     UserSizes,
     ends_on_host,
     home_of_boundaries,
     parse,
-    placed_plan,
     text_of,
 )
-from methods.streaming.placement.planner import Counts, arranged, choose, with_forecast
+from methods.streaming.placement.planner import (
+    Counts,
+    StepCosts,
+    arranged,
+    choose,
+    hosted_boundaries,
+    with_forecast,
+)
 
 # one slot computes, one loads, one empties; more slots gain less than more resident layers
 DEFAULT_WINDOW = 3
@@ -89,8 +96,8 @@ class PlacementChoice:
         kinds = parse(self.placement, self.workload.num_layers) if self.placement else ""
         if others := sorted(set(kinds) - set(BY_RANKS)):
             tried = text_of("".join(kind if kind in BY_RANKS else "W" for kind in kinds))
-            told = f"expected only layers R and W {ranks}, got {', '.join(others)}"
-            raise ValueError(f"placement: {told}; try --placement {tried}")
+            expected = f"expected only layers R and W {ranks}, got {', '.join(others)}"
+            raise ValueError(f"placement: {expected}; try --placement {tried}")
         part = replace(
             self, workload=rank_part(self.workload, self.world_size), room=replace(self.room, rates=None)
         )
@@ -111,8 +118,8 @@ class PlacementChoice:
 
     def _fastest(self) -> Plan | None:
         """Return the fastest plan; None if there are no rates, if the placement is given, or if no placement fits."""
-        room, given = self.room, (self.placement, self.resident_layers)
-        if room.rates is None or room.device_bytes is None or given != (None, None):
+        room, fixed = self.room, (self.placement, self.resident_layers)
+        if room.rates is None or room.device_bytes is None or fixed != (None, None):
             return None
         clipping = (self.clipping or "deferred") if self.workload.waits_for_norm else None
         return next(filter(None, (self._fastest_in(window, clipping) for window in self._windows())), None)
@@ -120,6 +127,7 @@ class PlacementChoice:
     def _fastest_in(self, window: int, clipping: str | None) -> Plan | None:
         workload, room = self.workload, self.room
         assert isinstance(workload, Workload)  # a user's model has no known FLOPs, so its room has no rates
+        assert room.rates is not None
 
         def plan_of(load: Workload, counts: Counts) -> Plan:
             """Return the plan for these numbers of layers. The bytes do not depend on the order of the layers, except
@@ -128,11 +136,12 @@ class PlacementChoice:
                 "".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"), window, clipping, load
             )
 
-        ends = self.ends or "device"
-        counts = choose(workload, room, plan_of, "RPWS", clipping, ends)
+        boundaries = hosted_boundaries(plan_of(workload, {"R": workload.num_layers}))
+        costs = StepCosts(workload, room.rates, clipping, boundaries, self.ends or "device")
+        counts = choose(costs, room, plan_of, "RPWS")
         if counts is None and self.disk and clipping != "speculate":
             # the host cannot hold all states: try the disk
-            counts = choose(workload, room, plan_of, "RPWSD", clipping, ends)
+            counts = choose(costs, room, plan_of, "RPWSD")
         if counts is None:
             return None
         return self._placed(arranged(counts, clipping), window, clipping)
@@ -148,7 +157,8 @@ class PlacementChoice:
             plan = self._placed(kinds, window, clipping)
             if plan.shortfall(room) is None:
                 return plan
-        window, kinds = next(each for each in fillings if each[0] == fillings[-1][0])
+        narrowest = fillings[-1][0]
+        window, kinds = next(filling for filling in fillings if filling[0] == narrowest)
         return self._placed(self._to_disk(window, kinds) if self.disk else kinds, window, clipping)
 
     def _fillings(self) -> Iterator[tuple[int, str]]:
@@ -165,16 +175,16 @@ class PlacementChoice:
                 f"resident_layers: expected 0 to {num_layers}, the number of layers, got {resident}"
             )
         spares_room = not self.workload.waits_for_norm or self.workload.dtype != "fp32"
-        given = parse(self.placement, num_layers) if self.placement is not None else None
-        if given is not None and resident not in (None, given.count("R")):
+        placed = parse(self.placement, num_layers) if self.placement is not None else None
+        if placed is not None and resident not in (None, placed.count("R")):
             raise ValueError(
                 f"placement {self.placement} and resident_layers={resident} differ: leave one out"
             )
         for window in self._windows():
-            yield window, given or self._filled(window, "W")
-        if given is None and resident is None and self.room.device_bytes is None and self.room.host_bytes:
+            yield window, placed or self._filled(window, "W")
+        if placed is None and resident is None and self.room.device_bytes is None and self.room.host_bytes:
             yield window, "R" * num_layers
-        if given is None and spares_room and self.world_size == 1:
+        if placed is None and spares_room and self.world_size == 1:
             yield window, self._filled(window, "S")
 
     def _filled(self, window: int, letter: str) -> str:
@@ -218,7 +228,7 @@ class PlacementChoice:
     def _placed(self, kinds: str, window: int, clipping: str | None, workload: Sizes | None = None) -> Plan:
         workload = workload or self.workload
         options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
-        options |= _told(self.ends, self.activations)
+        options |= _homes_as_options(self.ends, self.activations)
         if "D" in kinds:
             options["disk"] = str(writable(self.disk))
         if workload.waits_for_norm:
@@ -232,7 +242,7 @@ class PlacementChoice:
         waits = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
         hosted = ends_on_host(workload, self.ends, self.world_size) if isinstance(workload, Workload) else []
         kept = home_of_boundaries(self.activations)
-        return placed_plan(workload, kinds, window, waits, self.world_size, kept, hosted)
+        return PlacedLayers(workload, kinds, window, waits, self.world_size, kept, hosted).plan()
 
 
 def one_layer_plan(
@@ -245,11 +255,12 @@ def one_layer_plan(
     def plan_at(ends: str | None, activations: str | None) -> Plan:
         hosted, kept = ends_on_host(part, ends, num_ranks), home_of_boundaries(activations)
         kinds = "W" * part.num_layers
-        plan = placed_plan(part, kinds, 1, num_ranks=num_ranks, activations=kept, hosted_ends=hosted)
+        layers = PlacedLayers(part, kinds, 1, num_ranks=num_ranks, activations=kept, hosted_ends=hosted)
+        plan = layers.plan()
         # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins.
         again = part.weight_bytes * shared_numel(part.layer_params, num_ranks)
         exchanged = {**plan.exchanged, "gathers": plan.exchanged["gathers"] + parts_sent(again, num_ranks)}
-        options = {"world_size": num_ranks} | _told(ends, activations)
+        options = {"world_size": num_ranks} | _homes_as_options(ends, activations)
         return replace(
             plan, moved_bytes=plan.moved_bytes + again // num_ranks, exchanged=exchanged, options=options
         )
@@ -278,17 +289,19 @@ def with_homes(
     kept = [activations] if activations else [None, "host"]
     moved = [ends] if ends or not ends_may_move else [None, "host"]
     homes = [(home, memory) for memory in kept for home in moved]
-    plans = [plan, *(plan_at(*each) for each in homes[1:])]
-    if fitting := [each for each in plans if not each.lacks(room)]:
-        return min(fitting, key=lambda each: each.step_seconds or 0.0)
+    plans = [plan, *(plan_at(home, memory) for home, memory in homes[1:])]
+    if fitting := [plan for plan in plans if not plan.lacks(room)]:
+        return min(fitting, key=lambda plan: plan.step_seconds or 0.0)
     least = plans[-1] if "device" in lacks else plan
-    others = [each for each, found in zip(homes, plans, strict=True) if found is not least]
-    changed = (_told(None if ends else home, None if activations else memory) for home, memory in others)
-    tried = (" and ".join(f"{name}={home}" for name, home in each.items()) for each in changed)
-    return replace(least, tried=", ".join(each or "all on the device" for each in tried))
+    tried = []
+    for (home, memory), other in zip(homes, plans, strict=True):
+        if other is not least:
+            changed = _homes_as_options(None if ends else home, None if activations else memory)
+            tried.append(" and ".join(f"{name}={value}" for name, value in changed.items()))
+    return replace(least, tried=", ".join(options or "all on the device" for options in tried))
 
 
-def _told(ends: str | None, activations: str | None) -> dict[str, str]:
+def _homes_as_options(ends: str | None, activations: str | None) -> dict[str, str]:
     """Return, as options of a plan, the homes that are not None: homes that were asked for, and the host where the host
     was chosen."""
     return {name: home for name, home in (("ends", ends), ("activations", activations)) if home}

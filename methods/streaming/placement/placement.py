@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -82,13 +84,13 @@ def text_of(kinds: str) -> str:
 def shrink(kinds: str, num_layers: int) -> str:
     """Return a placement of fewer layers with the same shares of kinds: every kind occurs at least once, if there are
     enough layers."""
-    found = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
+    letters = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
     for kind in dict.fromkeys(kinds):
-        several = [i for i, other in enumerate(found) if found.count(other) > 1]
-        if kind not in found and several:
-            found[several[-1]] = kind
-            found.sort(key=kinds.index)
-    return "".join(found)
+        several = [i for i, other in enumerate(letters) if letters.count(other) > 1]
+        if kind not in letters and several:
+            letters[several[-1]] = kind
+            letters.sort(key=kinds.index)
+    return "".join(letters)
 
 
 def _runs(kinds: str) -> str:
@@ -170,7 +172,7 @@ def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
     """Return, for each kind, the number of parameters of all its layers."""
     if isinstance(workload, UserSizes):
         pairs = [*zip(kinds, workload.numels, strict=True)]
-        return {kind: sum(numel for own, numel in pairs if own == kind) for kind in KINDS}
+        return {kind: sum(numel for layer_kind, numel in pairs if layer_kind == kind) for kind in KINDS}
     # a search may ask for a million layers
     return {kind: kinds.count(kind) * workload.layer_params for kind in KINDS}
 
@@ -187,122 +189,211 @@ def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> li
     return workload.anatomy.end_parts if home == "host" else []
 
 
-def home_of_boundaries(asked: str | None) -> str:
+def home_of_boundaries(home: str | None) -> str:
     """Return the memory that keeps boundaries for the backward pass, "device" or "host"; if `asked` is None, "device".
     Raises ValueError for any other name."""
-    if asked not in (None, *HOMES):
+    if home not in (None, *HOMES):
         raise ValueError(
-            f"activations: expected {' or '.join(HOMES)}, got {asked!r}; try --option activations=host"
+            f"activations: expected {' or '.join(HOMES)}, got {home!r}; try --option activations=host"
         )
-    return asked or "device"
+    return home or "device"
 
 
-def placed_plan(
-    workload: Sizes,
-    kinds: str,
-    window_size: int,
-    clipping: str | None = "deferred",
-    num_ranks: int = 1,
-    activations: str = "device",
-    hosted_ends: Sequence[int] = (),
-) -> Plan:
-    """Return the plan of layers of these kinds. `workload`: the workload of one rank; with several ranks, each rank
-    keeps its part of every layer that is not resident. `clipping`: "deferred" or "speculate"; None: updates do not wait
-    for the norm. `activations`: the memory that keeps the layers' inputs for the backward pass. `hosted_ends`:
-    parameters of the parts of embedding and head that live on the host; empty: both are on the device. Raises
-    ValueError if some rank's part of a layer would hold nothing but padding.
+class Activations(NamedTuple):
+    """Bytes of a layer's inputs (`boundary`), of a step's small tensors, and of all activations at their peak."""
 
-    The weights of a travelling layer are fetched twice a step, but only once if the layer is still in a slot when the
-    backward pass begins. The gradient goes home once; the gradient of a layer of kind S only if its update may have to
-    wait for the norm.
-    """
-    size, layer = workload.weight_bytes, workload.layer_params
-    if num_ranks > 1 and layer < VECTOR * num_ranks**2:
-        raise ValueError(
-            f"--ranks: expected at most {math.isqrt(layer // VECTOR)} for layers of {layer} parameters, got"
-            f" {num_ranks}; try a larger -h"
-        )
-    count, params = {kind: kinds.count(kind) for kind in KINDS}, params_of(workload, kinds)
-    at_home = state_bytes(workload)  # type: ignore[arg-type]  # state_bytes() reads the dtype alone
-    states = at_home["weights"] + at_home["optimizer"]  # bytes that an update changes
-    num_windowed = count["W"] + count["D"]
-    windowed_slots, streamed_slots = min(window_size, num_windowed), min(window_size, 2, count["S"])
-    hosted, home = len(kinds) - count["R"], shared_numel(layer, num_ranks) // num_ranks
+    boundary: int
+    small: int
+    peak: int
 
-    # Both parts of ends on the host take turns in device memory for the weights and the gradient of the larger part.
-    ends_here, room = 0 if hosted_ends else workload.end_params, max(hosted_ends, default=0)
-    device = {kind: each * (ends_here + params["R"]) for kind, each in at_home.items()}
-    device["weights"] += size * (params["P"] + room)
-    device["gradients"] += size * room - (0 if clipping else size * params["R"])
-    slots = size * (windowed_slots + num_gradients(kinds, window_size, waits=clipping is not None))
-    slots += (states + (size if clipping else 0)) * streamed_slots
-    device["buffers"] = slots * home * num_ranks
-    num_kept = len(kinds) if activations == "device" else num_boundaries(len(kinds))
-    boundary, small, device["activations"] = _activations(workload, num_kept)
 
-    at_home_numel = sum(params.values()) - params["R"] + sum(hosted_ends) if num_ranks == 1 else hosted * home
-    host = {kind: each * at_home_numel for kind, each in at_home.items()}
-    on_disk = at_home["optimizer"] * stored_numel(layer)
-    host["optimizer"] -= at_home["optimizer"] * params["D"]
-    host["gradients"] -= 0 if clipping else at_home["gradients"] * params["S"]
-    if num_kept < len(kinds):
-        host["activations"] = workload.boundary_bytes * (len(kinds) - num_kept)
-    if num_ranks > 1:
-        # gloo gathers and sums in copies of a slab, one for each of two threads; NCCL makes no copies
-        host["buffers"] = 2 * size * home * num_ranks
-    if count["D"]:
-        host["buffers"] = min(NUM_BUFFERS, count["D"]) * on_disk
-    if clipping == "speculate":
-        host["optimizer"] += states * (sum(params.values()) - params["R"] - params["D"])
-    if workload.dtype != "fp32":
-        # Without a compiled kernel an update makes fp32 copies at a time when boundaries are in memory, too.
-        each, block = UPDATE_COPIES[workload.dtype], block_numel(workload.dtype)
-        updates = [(each * min(block, max(ends_here, layer if count["R"] else 0)), boundary)]
-        below = max(kinds.rfind("S"), -1 if clipping else kinds.rfind("R"))
+@dataclass(frozen=True)
+class PlacedLayers:
+    """Layers of these kinds, and the bytes that they need. `workload`: the workload of one rank; with several ranks,
+    each rank keeps its part of every layer that is not resident. `clipping`: "deferred" or "speculate"; None: updates
+    do not wait for the norm. `activations`: the memory that keeps the layers' inputs for the backward pass.
+    `hosted_ends`: parameters of the parts of embedding and head that live on the host; empty: both are on the
+    device."""
+
+    workload: Sizes
+    kinds: str
+    window_size: int
+    clipping: str | None = "deferred"
+    num_ranks: int = 1
+    activations: str = "device"
+    hosted_ends: Sequence[int] = ()
+
+    def plan(self) -> Plan:
+        """Return the plan of these layers. Raises ValueError if some rank's part of a layer would hold nothing but
+        padding."""
+        layer = self.workload.layer_params
+        if self.num_ranks > 1 and layer < VECTOR * self.num_ranks**2:
+            raise ValueError(
+                f"--ranks: expected at most {math.isqrt(layer // VECTOR)} for layers of {layer} parameters, got"
+                f" {self.num_ranks}; try a larger -h"
+            )
+        device, host = self._device_bytes(), self._host_bytes()
+        if self.workload.dtype != "fp32":
+            self._add_update_copies(device, host)
+        if num_homes := self.num_hosted + len(self.hosted_ends):
+            # the clip factor, 512 bytes, and each home's number of steps, 4 bytes
+            host["optimizer"] += 512 + 4 * num_homes
+        disk = {"optimizer": self.count["D"] * self.stored_bytes} if self.count["D"] else {}
+        moved = self._moved_bytes() + 2 * host.get("activations", 0)
+        return Plan(device=device, host=host, disk=disk, moved_bytes=moved, exchanged=self._exchanged_bytes())
+
+    @cached_property
+    def count(self) -> dict[str, int]:
+        """Number of layers of each kind."""
+        return {kind: self.kinds.count(kind) for kind in KINDS}
+
+    @cached_property
+    def params(self) -> dict[str, int]:
+        return params_of(self.workload, self.kinds)
+
+    @cached_property
+    def bytes_at_home(self) -> dict[str, int]:
+        """Bytes per parameter of weights, gradients and the optimizer's state."""
+        return state_bytes(self.workload)  # type: ignore[arg-type]  # state_bytes() reads the dtype alone
+
+    @property
+    def updated_bytes(self) -> int:
+        """Bytes per parameter that an update changes."""
+        return self.bytes_at_home["weights"] + self.bytes_at_home["optimizer"]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a layer on the disk."""
+        return self.bytes_at_home["optimizer"] * stored_numel(self.workload.layer_params)
+
+    @cached_property
+    def num_hosted(self) -> int:
+        """Number of layers whose home is not the device."""
+        return len(self.kinds) - self.count["R"]
+
+    @cached_property
+    def numel_at_home(self) -> int:
+        """Elements of a layer, or of a rank's part of it, at home."""
+        return shared_numel(self.workload.layer_params, self.num_ranks) // self.num_ranks
+
+    @property
+    def num_windowed(self) -> int:
+        return self.count["W"] + self.count["D"]
+
+    @property
+    def num_windowed_slots(self) -> int:
+        return min(self.window_size, self.num_windowed)
+
+    @property
+    def num_streamed_slots(self) -> int:
+        return min(self.window_size, 2, self.count["S"])
+
+    @property
+    def ends_on_device(self) -> int:
+        """Number of the ends' parameters that live on the device."""
+        return 0 if self.hosted_ends else self.workload.end_params
+
+    @property
+    def ends_numel(self) -> int:
+        """Elements of the device memory in which both parts of ends on the host take turns."""
+        return max(self.hosted_ends, default=0)
+
+    @property
+    def num_kept(self) -> int:
+        """Number of layers whose inputs the device has room for."""
+        return len(self.kinds) if self.activations == "device" else num_boundaries(len(self.kinds))
+
+    @cached_property
+    def activation_bytes(self) -> Activations:
+        workload = self.workload
+        if isinstance(workload, UserSizes):  # at an update all measured activations may still be in memory
+            return Activations(workload.activations, 0, workload.activations)
+        # While one micro-batch computes, the other micro-batches wait in memory. At the loss each micro-batch keeps its
+        # output and the output's gradient; at the top layers each also keeps its input and the input's gradient.
+        boundary = workload.boundary_bytes
+        others = boundary - boundary // workload.micro_batches
+        at_head = self.num_kept * boundary + workload.head_bytes + 2 * others
+        at_layer = (self.num_kept - 1) * boundary + workload.layer_bytes + 4 * others
+        # Small tensors matter when a device is nearly full: gradient norms and other scalars, 512 bytes each, and the
+        # statistics that attention keeps for its backward pass, 8 bytes for each head and token.
+        num_tensors = len(workload.anatomy.layer) * workload.num_layers
+        small = 512 * (num_tensors + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
+        small += workload.given_bytes
+        return Activations(boundary, small, max(at_head, at_layer) + small)
+
+    def _device_bytes(self) -> dict[str, int]:
+        size, on_device = self.workload.weight_bytes, self.ends_on_device + self.params["R"]
+        device = {kind: per_param * on_device for kind, per_param in self.bytes_at_home.items()}
+        # Ends on the host need room for the weights and the gradient of the larger part.
+        device["weights"] += size * (self.params["P"] + self.ends_numel)
+        device["gradients"] += size * self.ends_numel - (0 if self.clipping else size * self.params["R"])
+        waits = self.clipping is not None
+        num_rooms = num_gradients(self.kinds, self.window_size, waits=waits)
+        slots = size * (self.num_windowed_slots + num_rooms)
+        slots += (self.updated_bytes + (size if waits else 0)) * self.num_streamed_slots
+        device["buffers"] = slots * self.numel_at_home * self.num_ranks
+        device["activations"] = self.activation_bytes.peak
+        return device
+
+    def _host_bytes(self) -> dict[str, int]:
+        workload, params, at_home = self.workload, self.params, self.bytes_at_home
+        if self.num_ranks == 1:
+            numel = sum(params.values()) - params["R"] + sum(self.hosted_ends)
+        else:
+            numel = self.num_hosted * self.numel_at_home
+        host = {kind: per_param * numel for kind, per_param in at_home.items()}
+        host["optimizer"] -= at_home["optimizer"] * params["D"]
+        host["gradients"] -= 0 if self.clipping else at_home["gradients"] * params["S"]
+        if self.num_kept < len(self.kinds):
+            host["activations"] = workload.boundary_bytes * (len(self.kinds) - self.num_kept)
+        if self.num_ranks > 1:
+            # gloo gathers and sums in copies of a slab, one for each of two threads; NCCL makes no copies
+            host["buffers"] = 2 * workload.weight_bytes * self.numel_at_home * self.num_ranks
+        if self.count["D"]:
+            host["buffers"] = min(NUM_BUFFERS, self.count["D"]) * self.stored_bytes
+        if self.clipping == "speculate":
+            host["optimizer"] += self.updated_bytes * (sum(params.values()) - params["R"] - params["D"])
+        return host
+
+    def _add_update_copies(self, device: dict[str, int], host: dict[str, int]) -> None:
+        """Add the fp32 copies that updates make without a compiled kernel, at a time when boundaries are in memory,
+        too."""
+        dtype, layer = self.workload.dtype, self.workload.layer_params
+        copied, block = UPDATE_COPIES[dtype], block_numel(dtype)
+        boundary, small, peak = self.activation_bytes
+        resident = layer if self.count["R"] else 0
+        moments = [(copied * min(block, max(self.ends_on_device, resident)), boundary)]
+        below = max(self.kinds.rfind("S"), -1 if self.clipping else self.kinds.rfind("R"))
         if below >= 0:  # a deferred update of this layer runs in the forward pass, other updates in backward
-            others = min(below, num_kept)
-            kept = min(boundary * (others + (1 if clipping == "deferred" else 3)), device["activations"])
-            updates.append((each * min(block, layer), kept))
-        updated, kept = max(updates, key=sum)
-        if updated + kept + small > device["activations"]:
+            others = min(below, self.num_kept)
+            kept = min(boundary * (others + (1 if self.clipping == "deferred" else 3)), peak)
+            moments.append((copied * min(block, layer), kept))
+        updated, kept = max(moments, key=sum)
+        if updated + kept + small > peak:
             device["gradients"] += updated
             device["activations"] = kept + small
-        host["gradients"] += each * min(CHUNK, max(home if hosted - count["S"] else 0, room))
+        at_home = self.numel_at_home if self.num_hosted - self.count["S"] else 0
+        host["gradients"] += copied * min(CHUNK, max(at_home, self.ends_numel))
 
-    if num_homes := hosted + len(hosted_ends):
-        # the clip factor, 512 bytes, and each home's number of steps, 4 bytes
-        host["optimizer"] += 512 + 4 * num_homes
-    # S's gradient goes out and comes in
-    waits = 0 if clipping is None else size * (2 if clipping == "deferred" else 1)
-    moved = size * (2 * count["P"] + 3 * num_windowed - windowed_slots)
-    moved += (2 * size + (states - size) + states + waits) * count["S"] - size * streamed_slots
-    disk = {"optimizer": count["D"] * on_disk} if count["D"] else {}
-    # Ranks gather a layer when it is fetched, and sum its gradient in parts. Gradients of resident layers and ends are
-    # summed whole.
-    fetches, whole = 2 * num_windowed - windowed_slots, size * home * num_ranks
-    alike = sum_sent(size * (workload.end_params + params["R"]), num_ranks)
-    sent = {
-        "gathers": parts_sent(fetches * whole, num_ranks),
-        "sums": parts_sent(num_windowed * whole, num_ranks) + alike,
-    }
-    moved = moved * home + 2 * size * sum(hosted_ends) + 2 * host.get("activations", 0)
-    return Plan(device=device, host=host, disk=disk, moved_bytes=moved, exchanged=sent)
+    def _moved_bytes(self) -> int:
+        """Return the bytes of a step's copies, without boundaries. The weights of a travelling layer are fetched twice
+        a step, but only once if the layer is still in a slot when the backward pass begins. The gradient goes home
+        once; the gradient of a layer of kind S only if its update may have to wait for the norm, and if the update is
+        deferred, it comes in once more."""
+        size = self.workload.weight_bytes
+        gradient = 0 if self.clipping is None else size * (2 if self.clipping == "deferred" else 1)
+        moved = size * (2 * self.count["P"] + 3 * self.num_windowed - self.num_windowed_slots)
+        moved += (size + 2 * self.updated_bytes + gradient) * self.count["S"] - size * self.num_streamed_slots
+        return moved * self.numel_at_home + 2 * size * sum(self.hosted_ends)
 
-
-def _activations(workload: Sizes, num_kept: int) -> tuple[int, int, int]:
-    """Return the bytes of a layer's inputs, of a step's small tensors, and of all activations at their peak, if the
-    device keeps the inputs of `num_kept` layers."""
-    if isinstance(workload, UserSizes):  # at an update all measured activations may still be in memory
-        return workload.activations, 0, workload.activations
-    # While one micro-batch computes, the other micro-batches wait in memory. At the loss each micro-batch keeps its
-    # output and the output's gradient; at the top layers each also keeps its input and the input's gradient.
-    boundary = workload.boundary_bytes
-    others = boundary - boundary // workload.micro_batches
-    at_head = num_kept * boundary + workload.head_bytes + 2 * others
-    at_layer = (num_kept - 1) * boundary + workload.layer_bytes + 4 * others
-    # Small tensors matter when a device is nearly full: gradient norms and other scalars, 512 bytes each, and the
-    # statistics that attention keeps for its backward pass, 8 bytes for each head and token.
-    num_tensors = len(workload.anatomy.layer) * workload.num_layers
-    small = 512 * (num_tensors + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
-    small += workload.given_bytes
-    return boundary, small, max(at_head, at_layer) + small
+    def _exchanged_bytes(self) -> dict[str, float]:
+        """Return the bytes that a rank sends. Ranks gather a layer when it is fetched, and sum its gradient in parts.
+        Gradients of resident layers and ends are summed whole."""
+        size = self.workload.weight_bytes
+        whole = size * self.numel_at_home * self.num_ranks
+        fetches = 2 * self.num_windowed - self.num_windowed_slots
+        alike = sum_sent(size * (self.workload.end_params + self.params["R"]), self.num_ranks)
+        return {
+            "gathers": parts_sent(fetches * whole, self.num_ranks),
+            "sums": parts_sent(self.num_windowed * whole, self.num_ranks) + alike,
+        }

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from harness.core.job import MEMORIES, Plan, Room, Workload
@@ -68,196 +68,205 @@ class Carried(NamedTuple):
     outbound: tuple[float, float]
 
 
-def carried(workload: Workload, clipping: str | None) -> dict[str, Carried]:
-    """Return the bytes that cross the link for each parameter of a layer of each kind. A gradient has as many bytes as
-    its weight. A deferred update on the device fetches the gradient again. Without deferred updates all bytes are in
-    the first pool."""
-    at_home = state_bytes(workload)
-    size, rest = at_home["weights"], at_home["optimizer"]
-    sent, fetched = size if clipping else 0, size if clipping == "deferred" else 0
-    found = {
-        "R": Carried((0, 0), (0, 0)),
-        "P": Carried((0, size), (size, 0)),
-        "W": Carried((size, size), (size, 0)),
-        "S": Carried((size, size + rest + fetched), (sent, size + rest)),
-        "Q": Carried((0, rest + fetched), (sent, rest)),
-        "D": Carried((size, size), (size, 0)),
-    }
-    if clipping == "deferred":
-        return found
-    return {kind: Carried((sum(each.inbound), 0), (sum(each.outbound), 0)) for kind, each in found.items()}
+@dataclass(frozen=True)
+class StepCosts:
+    """What decides for how long a step's resources are busy, besides the number of layers of each kind. `clipping`:
+    None, deferred or speculate. `boundaries`: bytes of layers' inputs that go to the host in the forward pass and come
+    back in the backward pass. `ends`: home of embedding and head."""
 
+    workload: Workload
+    rates: Rates
+    clipping: str | None
+    boundaries: int = 0
+    ends: str = "device"
 
-def rows(
-    workload: Workload, rates: Rates, clipping: str | None, boundaries: int = 0, ends: str = "device"
-) -> list[Row]:
-    """Return the rows of every resource that bounds a step. `clipping`: None, deferred or speculate. `boundaries`:
-    bytes of layers' inputs that go to the host in the forward pass and come back in the backward pass. `ends`: home of
-    embedding and head."""
-    deferred = clipping == "deferred"
-    ahead = rates.ahead_cost if clipping == "speculate" else 1.0
-    forward, backward = compute_seconds(workload, rates)
-    on_device, of_ends = (
-        device_update_seconds(params, workload, rates)
-        for params in (workload.layer_params, workload.end_params)
-    )
-    on_host = seconds_of("host cores", ahead * workload.layer_params, rates)
-    updates = {"R": on_device} | dict.fromkeys("SQ", rates.streamed_cost * on_device)
-    updates |= dict.fromkeys("PWD", on_host) if rates.is_host else {}
-    stored, last = stored_bytes(workload), FORWARD if deferred else BACKWARD
-    on_disk = {"disk reads": stored, "disk writes": stored, "disk both ways": 2 * stored}
-    found = [
-        Row(
-            "compute",
-            last,
-            forward + (0.0 if deferred else backward) + (0.0 if ends == "host" else of_ends),
-            updates,
-        ),
-        *([Row("compute", BACKWARD, backward, {})] if deferred else []),
-        Row("host cores", last, 0.0, dict.fromkeys("PWD", on_host)),
-        *(Row(name, last, 0.0, {"D": seconds_of(name, size, rates)}) for name, size in on_disk.items()),
-    ]
-    for pool in range(last + 1):
-        touched = ahead * UPDATE_BYTES[workload.dtype] if pool == last else 0.0
-        into, out = boundaries * (pool == BACKWARD), boundaries * (pool == last)
-        always = {
-            "link inbound": into,
-            "link outbound": out,
-            "link both ways": into + out,
-            "host memory": into + out,
+    @property
+    def is_deferred(self) -> bool:
+        return self.clipping == "deferred"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a layer on the disk: its master and moments. A step reads these bytes once and writes them once."""
+        return state_bytes(self.workload)["optimizer"] * stored_numel(self.workload.layer_params)
+
+    def carried(self) -> dict[str, Carried]:
+        """Return the bytes that cross the link for each parameter of a layer of each kind. A gradient has as many bytes
+        as its weight. A deferred update on the device fetches the gradient again. Without deferred updates all bytes
+        are in the first pool."""
+        at_home = state_bytes(self.workload)
+        size, rest = at_home["weights"], at_home["optimizer"]
+        sent, fetched = size if self.clipping else 0, size if self.is_deferred else 0
+        of_kinds = {
+            "R": Carried((0, 0), (0, 0)),
+            "P": Carried((0, size), (size, 0)),
+            "W": Carried((size, size), (size, 0)),
+            "S": Carried((size, size + rest + fetched), (sent, size + rest)),
+            "Q": Carried((0, rest + fetched), (sent, rest)),
+            "D": Carried((size, size), (size, 0)),
         }
-        found += _link_rows(workload, rates, clipping, pool, touched, always)
-    return _with_hosted_ends(found, workload, rates, clipping) if ends == "host" else found
+        if self.is_deferred:
+            return of_kinds
+        return {
+            kind: Carried((sum(sizes.inbound), 0), (sum(sizes.outbound), 0))
+            for kind, sizes in of_kinds.items()
+        }
 
+    def rows(self) -> list[Row]:
+        """Return the rows of every resource that bounds a step."""
+        rows = [*self._compute_rows(), *self._host_and_disk_rows(), *self._link_rows()]
+        return self._with_hosted_ends(rows) if self.ends == "host" else rows
 
-def _with_hosted_ends(found: list[Row], workload: Workload, rates: Rates, clipping: str | None) -> list[Row]:
-    """Return the rows with the work of ends on the host added, as for parked layers, and with a row for the embedding.
-    The embedding's gradient is known last and its weights are needed first, so the device has no pass to make while the
-    embedding is updated."""
-    compute = found[0]  # the device's passes in the last pool, which ends on the host do not lengthen
-    parked = rows(workload, rates, clipping if clipping == "deferred" else None)  # ends are not updated ahead
-    share = workload.end_params / workload.layer_params
-    found = [
-        row._replace(seconds=row.seconds + share * layers.per_layer.get("P", 0.0))
-        for row, layers in zip(found, parked, strict=True)
-    ]
-    embedding = workload.anatomy.end_parts[0]
-    size, updated = workload.weight_bytes * embedding, max(host_update_seconds(embedding, workload, rates))
-    copied = seconds_of("link outbound", size, rates) + seconds_of("link inbound", size, rates)
-    return [*found, Row("the embedding's way home", compute.pool, compute.seconds + copied + updated, {})]
+    def _compute_rows(self) -> list[Row]:
+        workload, rates = self.workload, self.rates
+        forward, backward = compute_seconds(workload, rates)
+        of_layer = device_update_seconds(workload.layer_params, workload, rates)
+        of_ends = 0.0 if self.ends == "host" else device_update_seconds(workload.end_params, workload, rates)
+        updates = {"R": of_layer} | dict.fromkeys("SQ", rates.streamed_cost * of_layer)
+        if rates.is_host:
+            updates |= dict.fromkeys("PWD", self._host_update_seconds())
+        if not self.is_deferred:
+            return [Row("compute", BACKWARD, forward + backward + of_ends, updates)]
+        return [
+            Row("compute", FORWARD, forward + of_ends, updates),
+            Row("compute", BACKWARD, backward, {}),
+        ]
 
+    def _host_update_seconds(self) -> float:
+        return seconds_of("host cores", self._ahead_cost * self.workload.layer_params, self.rates)
 
-def stored_bytes(workload: Workload) -> int:
-    """Return the bytes of a layer on the disk: its master and moments. A step reads these bytes once and writes them
-    once."""
-    return state_bytes(workload)["optimizer"] * stored_numel(workload.layer_params)
+    @property
+    def _ahead_cost(self) -> float:
+        return self.rates.ahead_cost if self.clipping == "speculate" else 1.0
 
+    @property
+    def _last(self) -> int:
+        """The pool in which updates are made."""
+        return FORWARD if self.is_deferred else BACKWARD
 
-def _link_rows(
-    workload: Workload, rates: Rates, clipping: str | None, pool: int, per_update: float, always: Counts
-) -> list[Row]:
-    """Return the rows of the link and of the host's memory in one pool of time. `per_update`: bytes of host memory that
-    an update touches for each parameter. `always`: for each row, bytes that do not depend on the kinds of layers."""
-    table, params = carried(workload, clipping), workload.layer_params
-    inbound = {kind: params * each.inbound[pool] for kind, each in table.items()}
-    outbound = {kind: params * each.outbound[pool] for kind, each in table.items()}
-    both = {kind: inbound[kind] + outbound[kind] for kind in table}
-    on_host = dict.fromkeys("PWD", params * per_update)
-    on_host["D"] += 2 * stored_bytes(workload) if per_update else 0
-    touched = {kind: size + on_host.get(kind, 0) for kind, size in both.items()}
-    amounts = {
-        "link inbound": inbound,
-        "link outbound": outbound,
-        "link both ways": both,
-        "host memory": touched,
-    }
-    return [
-        Row(
-            name,
-            pool,
-            seconds_of(name, always[name], rates),
-            {kind: seconds_of(name, size, rates) for kind, size in sizes.items()},
+    def _host_and_disk_rows(self) -> list[Row]:
+        stored = self.stored_bytes
+        on_disk = {"disk reads": stored, "disk writes": stored, "disk both ways": 2 * stored}
+        return [
+            Row("host cores", self._last, 0.0, dict.fromkeys("PWD", self._host_update_seconds())),
+            *(
+                Row(name, self._last, 0.0, {"D": seconds_of(name, size, self.rates)})
+                for name, size in on_disk.items()
+            ),
+        ]
+
+    def _link_rows(self) -> list[Row]:
+        """Return the rows of the link and of the host's memory, pool by pool."""
+        table, params = self.carried(), self.workload.layer_params
+        rows: list[Row] = []
+        for pool in range(self._last + 1):
+            inbound = {kind: params * sizes.inbound[pool] for kind, sizes in table.items()}
+            outbound = {kind: params * sizes.outbound[pool] for kind, sizes in table.items()}
+            both = {kind: inbound[kind] + outbound[kind] for kind in table}
+            # bytes of host memory that an update touches for each parameter
+            per_update = self._ahead_cost * UPDATE_BYTES[self.workload.dtype] if pool == self._last else 0.0
+            on_host = dict.fromkeys("PWD", params * per_update)
+            on_host["D"] += 2 * self.stored_bytes if per_update else 0
+            touched = {kind: size + on_host.get(kind, 0) for kind, size in both.items()}
+            into, out = self.boundaries * (pool == BACKWARD), self.boundaries * (pool == self._last)
+            amounts = {  # by row: bytes that do not depend on the kinds of layers, and bytes of a layer of each kind
+                "link inbound": (into, inbound),
+                "link outbound": (out, outbound),
+                "link both ways": (into + out, both),
+                "host memory": (into + out, touched),
+            }
+            for name, (always, of_layers) in amounts.items():
+                per_layer = {kind: seconds_of(name, size, self.rates) for kind, size in of_layers.items()}
+                rows.append(Row(name, pool, seconds_of(name, always, self.rates), per_layer))
+        return rows
+
+    def _with_hosted_ends(self, rows: list[Row]) -> list[Row]:
+        """Return the rows with the work of ends on the host added, as for parked layers, and with a row for the
+        embedding. The embedding's gradient is known last and its weights are needed first, so the device has no pass to
+        make while the embedding is updated."""
+        workload, rates = self.workload, self.rates
+        compute = rows[0]  # the device's passes in the last pool, which ends on the host do not lengthen
+        # ends are not updated ahead
+        parked = StepCosts(workload, rates, self.clipping if self.is_deferred else None).rows()
+        share = workload.end_params / workload.layer_params
+        with_ends = [
+            row._replace(seconds=row.seconds + share * layers.per_layer.get("P", 0.0))
+            for row, layers in zip(rows, parked, strict=True)
+        ]
+        embedding = workload.anatomy.end_parts[0]
+        size, updated = (
+            workload.weight_bytes * embedding,
+            max(host_update_seconds(embedding, workload, rates)),
         )
-        for name, sizes in amounts.items()
-    ]
+        copied = seconds_of("link outbound", size, rates) + seconds_of("link inbound", size, rates)
+        seconds = compute.seconds + copied + updated
+        return [*with_ends, Row("the embedding's way home", compute.pool, seconds, {})]
+
+    def forecast(self, counts: Counts) -> Forecast:
+        return forecast(self.rows(), counts)
+
+    def least_seconds(
+        self, needs: Mapping[str, Counts], free: Counts, kinds: str
+    ) -> tuple[float, dict[str, float]] | None:
+        """Return the lower bound of the step time over all placements, in seconds, and the numbers of layers of each
+        kind. Of all numbers within SLACK of the bound these copy the fewest bytes. Return None if no placement fits or
+        scipy is missing.
+
+        `needs`: bytes of a layer, by memory and kind; `free`: bytes that are left for layers, by memory.
+        """
+        try:
+            from scipy.optimize import linprog  # a slow import, needed only for plans by rates
+        except ImportError:
+            return None
+
+        pools = range(2 if self.is_deferred else 1)
+        upper, limits = [], []
+        for row in self.rows():
+            per_pool = [-1.0 if row.pool == pool else 0.0 for pool in pools]
+            upper.append([row.per_layer.get(kind, 0.0) for kind in kinds] + per_pool)
+            limits.append(-row.seconds)
+        for memory, size in free.items():
+            upper.append([needs[memory].get(kind, 0.0) / 2**30 for kind in kinds] + [0.0 for _ in pools])
+            limits.append(size / 2**30)
+        whole = {"A_eq": [[1.0] * len(kinds) + [0.0 for _ in pools]], "b_eq": [self.workload.num_layers]}
+        time = [0.0] * len(kinds) + [1.0 for _ in pools]
+        fastest = linprog(time, A_ub=upper, b_ub=limits, **whole)
+        if fastest.status:
+            return None
+        carries = [*self._moved_bytes(kinds)] + [0.0 for _ in pools]
+        least = linprog(carries, A_ub=[*upper, time], b_ub=[*limits, fastest.fun * (1 + SLACK)], **whole)
+        chosen = (fastest if least.status else least).x
+        return float(fastest.fun), dict(zip(kinds, map(float, chosen), strict=False))
+
+    def _moved_bytes(self, kinds: str) -> list[float]:
+        """Return the bytes that a step copies for each parameter of a layer, for each of these kinds."""
+        table, moved = self.carried(), []
+        for kind in kinds:
+            moved.append(float(sum(table[kind].inbound) + sum(table[kind].outbound)))
+            if kind == "D":
+                moved[-1] += 2 * self.stored_bytes / self.workload.layer_params
+        return moved
 
 
-def forecast(found: list[Row], counts: Counts) -> Forecast:
+def forecast(rows: list[Row], counts: Counts) -> Forecast:
     """Return the lower bound of the step time for these numbers of layers, and the names of the rows that set it."""
-    pools = {row.pool for row in found}
-    longest = [
-        max((row for row in found if row.pool == pool), key=lambda row: row.total(counts)) for pool in pools
-    ]
+    longest = []
+    for pool in {row.pool for row in rows}:
+        longest.append(max((row for row in rows if row.pool == pool), key=lambda row: row.total(counts)))
     binds = " then ".join(dict.fromkeys(row.name for row in longest))
     return Forecast(sum(row.total(counts) for row in longest), binds)
 
 
-def least_seconds(
-    workload: Workload,
-    rates: Rates,
-    needs: Mapping[str, Counts],
-    free: Counts,
-    *,
-    clipping: str | None,
-    kinds: str,
-    boundaries: int = 0,
-    ends: str = "device",
-) -> tuple[float, dict[str, float]] | None:
-    """Return the lower bound of the step time over all placements, in seconds, and the numbers of layers of each kind.
-    Of all numbers within SLACK of the bound these copy the fewest bytes. Return None if no placement fits or scipy is
-    missing.
-
-    `needs`: bytes of a layer, by memory and kind; `free`: bytes that are left for layers, by memory; `boundaries`:
-    bytes of layers' inputs that go to the host and come back.
-    """
-    try:
-        from scipy.optimize import linprog  # a slow import, needed only for plans by rates
-    except ImportError:
-        return None
-
-    pools = range(2 if clipping == "deferred" else 1)
-    upper, limits = [], []
-    for row in rows(workload, rates, clipping, boundaries, ends):
-        per_pool = [-1.0 if row.pool == pool else 0.0 for pool in pools]
-        upper.append([row.per_layer.get(kind, 0.0) for kind in kinds] + per_pool)
-        limits.append(-row.seconds)
-    for memory, size in free.items():
-        upper.append([needs[memory].get(kind, 0.0) / 2**30 for kind in kinds] + [0.0 for _ in pools])
-        limits.append(size / 2**30)
-    whole = {"A_eq": [[1.0] * len(kinds) + [0.0 for _ in pools]], "b_eq": [workload.num_layers]}
-    time = [0.0] * len(kinds) + [1.0 for _ in pools]
-    fastest = linprog(time, A_ub=upper, b_ub=limits, **whole)
-    if fastest.status:
-        return None
-    table = carried(workload, clipping)
-    moved = {kind: float(sum(table[kind].inbound) + sum(table[kind].outbound)) for kind in kinds}
-    if "D" in kinds:
-        moved["D"] += 2 * stored_bytes(workload) / workload.layer_params
-    carries = [*moved.values()] + [0.0 for _ in pools]
-    least = linprog(carries, A_ub=[*upper, time], b_ub=[*limits, fastest.fun * (1 + SLACK)], **whole)
-    chosen = (fastest if least.status else least).x
-    return float(fastest.fun), dict(zip(kinds, map(float, chosen), strict=False))
-
-
-def choose(
-    workload: Workload, room: Room, plan_of: PlanOf, kinds: str, clipping: str | None, ends: str = "device"
-) -> dict[str, int] | None:
+def choose(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> dict[str, int] | None:
     """Return the numbers of layers of each kind. Of all numbers that fit, and whose step by the rates is within SLACK
     of the shortest step, these copy the fewest bytes. Return None if no placement fits."""
-    assert room.rates is not None
-    boundaries = hosted_boundaries(plan_of(workload, {**dict.fromkeys(kinds, 0), "R": workload.num_layers}))
-    found = rows(workload, room.rates, clipping, boundaries, ends)
+    rows = costs.rows()
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
-    # try with and without each kind: its buffers cost memory even for one layer
-    optional = kinds.replace("R", "")
-    for used in itertools.chain.from_iterable(
-        itertools.combinations(optional, n) for n in range(len(optional) + 1)
-    ):
-        for some in _whole(workload, room, plan_of, "R" + "".join(used), clipping, boundaries, ends):
-            counts = dict.fromkeys(kinds, 0) | some
-            plan = plan_of(workload, counts)
+    for used in _with_and_without(kinds.replace("R", "")):
+        for near_counts in _whole(costs, room, plan_of, "R" + used):
+            counts = dict.fromkeys(kinds, 0) | near_counts
+            plan = plan_of(costs.workload, counts)
             if plan.shortfall(room) is None:
-                seconds = forecast(found, counts).seconds
+                seconds = forecast(rows, counts).seconds
                 candidates[tuple(counts.values())] = (seconds, plan.moved_bytes + 2 * plan.disk_bytes)
     if not candidates:
         return None
@@ -267,28 +276,25 @@ def choose(
     return dict(zip(kinds, best, strict=True))
 
 
-def _whole(
-    workload: Workload,
-    room: Room,
-    plan_of: PlanOf,
-    kinds: str,
-    clipping: str | None,
-    boundaries: int,
-    ends: str,
-) -> Iterator[dict[str, int]]:
+def _with_and_without(optional: str) -> Iterator[str]:
+    """Yield every subset of these kinds, because a kind's buffers cost memory even for one layer."""
+    for size in range(len(optional) + 1):
+        for used in itertools.combinations(optional, size):
+            yield "".join(used)
+
+
+def _whole(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> Iterator[dict[str, int]]:
     """Return whole numbers of layers of each kind near the solution of the linear program."""
-    assert room.rates is not None
-    needs, free = _linear(workload, room, plan_of, kinds)
-    if not may_fit(workload.num_layers, needs, free):
+    num_layers = costs.workload.num_layers
+    needs, free = _linear(costs.workload, room, plan_of, kinds)
+    if not may_fit(num_layers, needs, free):
         return
-    solution = least_seconds(
-        workload, room.rates, needs, free, clipping=clipping, kinds=kinds, boundaries=boundaries, ends=ends
-    )
-    ranges = (
-        [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()] if solution else []
-    )
+    solution = costs.least_seconds(needs, free, kinds)
+    if solution is None:
+        return
+    ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()]
     for counts in itertools.product(*ranges):
-        if sum(counts) == workload.num_layers:
+        if sum(counts) == num_layers:
             yield dict(zip(kinds, counts, strict=True))
 
 
@@ -351,11 +357,15 @@ def arranged(counts: Counts, clipping: str | None = "deferred") -> str:
     return "R" * bottom + spread(rest, "R", resident - bottom)
 
 
-def with_forecast(plan: Plan, workload: Workload, rates: Rates, counts: Counts) -> Plan:
-    """Return the plan with the lower bound of its step time, and the names of the resources that set this bound."""
+def costs_of(plan: Plan, workload: Workload, rates: Rates) -> StepCosts:
+    """Return the costs of a step with this plan, whose options have been chosen."""
     options = plan.options
-    found = rows(
+    return StepCosts(
         workload, rates, options.get("clipping"), hosted_boundaries(plan), options.get("ends", "device")
     )
-    bound = forecast(found, counts)
+
+
+def with_forecast(plan: Plan, workload: Workload, rates: Rates, counts: Counts) -> Plan:
+    """Return the plan with the lower bound of its step time, and the names of the resources that set this bound."""
+    bound = costs_of(plan, workload, rates).forecast(counts)
     return replace(plan, step_seconds=bound.seconds, binds=bound.binds)

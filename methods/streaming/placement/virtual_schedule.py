@@ -22,7 +22,7 @@ from harness.devices import named_machines
 from harness.plan.resources import device_update_seconds, seconds_of
 from harness.simulation.virtual_clock import VirtualMachine, VirtualRun, virtual_run
 from methods.streaming.placement.placement import parse
-from methods.streaming.placement.planner import Counts, Row, forecast, hosted_boundaries, rows
+from methods.streaming.placement.planner import Counts, StepCosts, costs_of
 
 NAME = "stronghold"
 DTYPES = {"v100-vm": "fp32", "h200": "bf16", "rtx4090": "bf16"}
@@ -59,21 +59,20 @@ def point(
     few bytes. `activations`: STRONGHOLD's option."""
     workload = Workload(num_layers=num_layers, dtype=DTYPES[machine], clip_norm=CLIP_NORMS[clipping])
     workload = dataclasses.replace(workload, batch_size=1, seq_len=sample) if sample else workload
-    there = named_machines.load(machine)
-    assert there.room.rates is not None
-    rates = virtual_rates(workload, there.room.rates)
+    named = named_machines.load(machine)
+    assert named.room.rates is not None
+    rates = virtual_rates(workload, named.room.rates)
     # The plan may use all of the device's memory, because nothing is allocated on it here.
-    room = dataclasses.replace(there.room, device_bytes=there.device_bytes, rates=rates)
+    room = dataclasses.replace(named.room, device_bytes=named.device_bytes, rates=rates)
     plan = method.create(NAME, {"clipping": clipping, "activations": activations}).plan(workload, room)
     shortfall = plan.shortfall(room)
     if shortfall:
         return shortfall
     counts = Counter(parse(plan.options["placement"], workload.num_layers))
-    boundaries, ends = hosted_boundaries(plan), plan.options.get("ends", "device")
-    found = rows(workload, rates, clipping, boundaries, ends)
-    bound = forecast(found, counts)
-    resident = forecast(rows(workload, rates, clipping), {"R": workload.num_layers})
-    clock = model_machine(workload, rates, counts, found, ends)
+    costs = costs_of(plan, workload, rates)
+    bound = costs.forecast(counts)
+    resident = StepCosts(workload, rates, clipping).forecast({"R": workload.num_layers})
+    clock = model_machine(costs, counts)
     run = virtual_run(method.create(NAME, plan.options), scale_model(workload), clock, STEPS)
     schedule = run.last_step_seconds
     return ScheduledStep(
@@ -89,17 +88,15 @@ def scale_model(workload: Workload) -> Workload:
     return dataclasses.replace(workload, hidden_size=MODEL_HIDDEN_SIZE, num_heads=2, batch_size=1, **ends)
 
 
-def model_machine(
-    workload: Workload, rates: Rates, counts: Counts, found: list[Row], ends: str = "device"
-) -> VirtualMachine:
+def model_machine(costs: StepCosts, counts: Counts) -> VirtualMachine:
     """Return the machine on which the scale model takes as long as the workload does with these rates. All time of the
-    host memory's traffic, copies included, counts as time of the host's updates. `counts`: layers of each kind;
-    `found`: the planner's rows."""
+    host memory's traffic, copies included, counts as time of the host's updates. `counts`: layers of each kind."""
+    workload, rates = costs.workload, costs.rates
     model = scale_model(workload)
     params = model.layer_params / workload.layer_params
     on_host = workload.layer_params * sum(count for kind, count in counts.items() if kind in "PWD")
-    on_host += workload.end_params if ends == "host" else 0
-    carried = [row for row in found if row.name == "host memory"][-1].total(counts)
+    on_host += workload.end_params if costs.ends == "host" else 0
+    carried = [row for row in costs.rows() if row.name == "host memory"][-1].total(counts)
     host_seconds = max(seconds_of("host cores", 1, rates), carried / on_host if on_host else 0.0)
     return VirtualMachine(
         device_flops_per_second=executed_flops(model)
@@ -127,14 +124,16 @@ def virtual_rates(workload: Workload, rates: Rates) -> Rates:
 
 def trace(machine: str, num_layers: int, clipping: str | None, folder: Path) -> None:
     """Write the timeline of one size into the folder. If the size does not fit, print the reason."""
-    found = point(machine, num_layers, clipping)
-    if isinstance(found, str):
-        print(f"{machine}, {counted(num_layers, 'layer')}: {found}")
+    step = point(machine, num_layers, clipping)
+    if isinstance(step, str):
+        print(f"{machine}, {counted(num_layers, 'layer')}: {step}")
         return
     path = folder / f"virtual_{machine}_{num_layers}_{clipping or 'none'}.json"
-    title = f"{NAME} on {machine}, {counted(num_layers, 'layer')}, {found.placement}, clipping {clipping or 'off'}"
+    title = (
+        f"{NAME} on {machine}, {counted(num_layers, 'layer')}, {step.placement}, clipping {clipping or 'off'}"
+    )
     about = {"title": title, "source": method.source_hash(NAME), "machine": machine, "num_layers": num_layers}
-    found.run.write(about, path)
+    step.run.write(about, path)
     print(path)
 
 

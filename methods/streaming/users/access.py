@@ -56,7 +56,11 @@ class ScriptAccess:
 
     def __init__(self, training: Any) -> None:
         self.training, self.user = training, training.user
-        self.places = {id(parameter): place for place, own in enumerate(self.user.own) for parameter in own}
+        self.places = {
+            id(parameter): place
+            for place, parameters in enumerate(self.user.own_parameters)
+            for parameter in parameters
+        }
         # The layers whose weights the script may have changed since the last forward pass began, by place, with a copy
         # of weights that must not change; None: these may change.
         self.touched: dict[int, Tensor | None] = {}
@@ -67,7 +71,9 @@ class ScriptAccess:
         self.modules = [*self.user.model.modules()]
         self.sizes = self._sizes()  # numbers of modules and parameters in each module
         self.addresses = [
-            (each, each.data_ptr()) for _, parameters in training.parts() for each in parameters
+            (parameter, parameter.data_ptr())
+            for _, parameters in training.parts()
+            for parameter in parameters
         ]
 
     # ---- Each use of a parameter
@@ -185,8 +191,8 @@ class ScriptAccess:
     def has_dropped_all(self) -> bool:
         """Return whether the script has dropped the gradients of all layers."""
         with torch._C.DisableTorchFunctionSubclass():
-            return len(self.exposed) == len(self.user.own) and all(
-                parameter.grad is None for own in self.user.own for parameter in own
+            return len(self.exposed) == len(self.user.own_parameters) and all(
+                parameter.grad is None for parameters in self.user.own_parameters for parameter in parameters
             )
 
     def take_gradients(self) -> list[str]:
@@ -245,7 +251,7 @@ class ScriptAccess:
 
     def _gradients(self, place: int) -> list[tuple[nn.Parameter, Tensor]]:
         state = self._state(place)
-        return list(zip(self.user.own[place], state.layout.views(state.grads), strict=True))
+        return list(zip(self.user.own_parameters[place], state.layout.views(state.grads), strict=True))
 
     def _state(self, place: int) -> LayerState:
         states: Sequence[LayerState] = self.training.stream.states

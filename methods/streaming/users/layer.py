@@ -76,13 +76,17 @@ class UserLayer(Placeholders):
     passes."""
 
     def __init__(
-        self, layer: nn.Module, name: str, own: Sequence[nn.Parameter], shared: Sequence[nn.Parameter]
+        self,
+        layer: nn.Module,
+        name: str,
+        own_parameters: Sequence[nn.Parameter],
+        shared: Sequence[nn.Parameter],
     ) -> None:
-        super().__init__(own)
+        super().__init__(own_parameters)
         # a list, because a module registers layers
         self.layer, self.compute, self.name = [layer], layer.forward, name
         # plain lists, because a module does not register these
-        self.users, self.shared = list(own), list(shared)
+        self.users, self.shared = list(own_parameters), list(shared)
         self.is_first = True  # True: no forward pass yet
         self.is_down = False  # True: the layer's own backward pass runs
         self.num_recomputes = 0
@@ -93,7 +97,7 @@ class UserLayer(Placeholders):
         self.gradients: list[Tensor | None] = []
         # copies of weights whose `data` this forward pass has read
         self.read: dict[nn.Parameter, Tensor] = {}
-        owned = {id(parameter): str(place) for place, parameter in enumerate(own)}
+        owned = {id(parameter): str(place) for place, parameter in enumerate(own_parameters)}
         others = {id(parameter): place for place, parameter in enumerate(shared)}
         self.sites: list[Site] = []
         for module in layer.modules():
@@ -103,7 +107,7 @@ class UserLayer(Placeholders):
                     source = others[id(parameter)] if place is None else place
                     is_set = place is not None and type(module).__setattr__ is not nn.Module.__setattr__
                     self.sites.append(Site(module, name, parameter, source, is_set))
-        self.found = [site.parameter for site in self.sites]
+        self.registered = [site.parameter for site in self.sites]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. A view of a slot tells what the layer's forward() does with it."""
@@ -173,7 +177,7 @@ class UserLayer(Placeholders):
                 arguments[get_gradient_edge(tensor).node] = place
                 tensor.register_post_accumulate_grad_hook(self._refuse_gradient)
         nodes: set[Any] = {get_gradient_edge(result).node for result in results if result.requires_grad}
-        waiting, found = [*nodes], list[tuple[int, Any, int, int]]()
+        waiting, edges = [*nodes], list[tuple[int, Any, int, int]]()
         while waiting:
             node = waiting.pop()
             number, others = node._sequence_nr(), node.next_functions
@@ -184,13 +188,13 @@ class UserLayer(Placeholders):
                 )
             for index, (other, _) in enumerate(others):
                 if other in arguments:
-                    found.append((-number, node, index, arguments[other]))
+                    edges.append((-number, node, index, arguments[other]))
                 elif other is not None and other not in nodes:
                     nodes.add(other)
                     waiting.append(other)
-        found.sort(key=itemgetter(0, 2))
-        self.uses, self.gradients = [place for *_, place in found], [None] * len(found)
-        for use, (_, node, index, _) in enumerate(found):
+        edges.sort(key=itemgetter(0, 2))
+        self.uses, self.gradients = [place for *_, place in edges], [None] * len(edges)
+        for use, (_, node, index, _) in enumerate(edges):
             node.register_hook(partial(self._take_gradient, use, index))
 
     def _take_gradient(self, use: int, index: int, into: Passed, _: Any) -> Any:
@@ -260,8 +264,8 @@ class UserLayer(Placeholders):
     def _placed(self, shared: Sequence[Tensor]) -> Iterator[None]:
         """Put the views of the slot, and the shared parameters, in the places of the user's parameters. Raises
         ValueError if others are in these places, or if the layer has changed its weights."""
-        found = [site.module._parameters.get(site.name) for site in self.sites]
-        if not all(map(operator.is_, found, self.found)):
+        registered = [site.module._parameters.get(site.name) for site in self.sites]
+        if not all(map(operator.is_, registered, self.registered)):
             raise ValueError(
                 f"{self.name}: expected its parameters as they were when the trainer was made, got others; try to make"
                 " the trainer after changes of the model"

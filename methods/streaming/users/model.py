@@ -45,19 +45,18 @@ class UserModel:
         elsewhere = _outside(model, self.modules)
         uses = Counter(id(parameter) for parameters in inside for parameter in parameters)
         alone = {key for key, count in uses.items() if count == 1 and key not in elsewhere}
-        self.own = [[each for each in parameters if id(each) in alone] for parameters in inside]
-        self.rest = [each for each in model.parameters() if id(each) not in alone and each.requires_grad]
-        self.frozen = [
-            each for each in model.parameters() if id(each) not in alone and not each.requires_grad
+        self.own_parameters = [
+            [parameter for parameter in parameters if id(parameter) in alone] for parameters in inside
         ]
+        others = [parameter for parameter in model.parameters() if id(parameter) not in alone]
+        self.rest = [parameter for parameter in others if parameter.requires_grad]
+        self.frozen = [parameter for parameter in others if not parameter.requires_grad]
         self._check_parameters(alone)
         self._check_optimizer()
-        self.layers = [
-            UserLayer(module, prefix[:-1], own, [each for each in parameters if id(each) not in alone])
-            for module, prefix, own, parameters in zip(
-                self.modules, self.prefixes, self.own, inside, strict=True
-            )
-        ]
+        self.layers: list[UserLayer] = []
+        for place, (module, prefix) in enumerate(zip(self.modules, self.prefixes, strict=True)):
+            shared = [parameter for parameter in inside[place] if id(parameter) not in alone]
+            self.layers.append(UserLayer(module, prefix[:-1], self.own_parameters[place], shared))
         self.ends = Placeholders(self.rest)
         self.order = self._order()
 
@@ -67,7 +66,7 @@ class UserModel:
     def groups_of(self, parameters: Sequence[nn.Parameter]) -> dict[str, int]:
         """Return, by each parameter's place as text, the index of the parameter's group in the optimizer."""
         groups = enumerate(self.optimizer.param_groups)
-        group_of = {id(each): number for number, group in groups for each in group["params"]}
+        group_of = {id(parameter): number for number, group in groups for parameter in group["params"]}
         return {str(place): group_of[id(parameter)] for place, parameter in enumerate(parameters)}
 
     def settings(self) -> Settings:
@@ -88,12 +87,12 @@ class UserModel:
     def _order(self) -> list[int]:
         """Return, for each of the model's parameters, its index in a list that has first the parameters of the rest of
         the model, then those of all layers, bottom first."""
-        ours = [id(each) for part in (self.rest, *self.own) for each in part]
-        places = {key: place for place, key in enumerate(ours)}
+        ids = [id(parameter) for part in (self.rest, *self.own_parameters) for parameter in part]
+        places = {key: place for place, key in enumerate(ids)}
         return [places[key] for key in self.names if key in places]
 
     def _check_parameters(self, alone: set[int]) -> None:
-        streamed = [parameter for own in self.own for parameter in own]
+        streamed = [parameter for parameters in self.own_parameters for parameter in parameters]
         for parameter in (*streamed, *self.rest):
             name = self.names[id(parameter)]
             if not parameter.requires_grad and id(parameter) in alone:
@@ -119,10 +118,8 @@ class UserModel:
         dtypes = {parameter.dtype: self.names[id(parameter)] for parameter in (*streamed, *self.rest)}
         names = {dtype: name for name, dtype in DTYPES.items()}
         if len(dtypes) != 1 or not dtypes.keys() <= names.keys():
-            found = ", ".join(
-                f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in dtypes.items()
-            )
-            raise ValueError(f"expected parameters of one dtype, float32, bfloat16 or float16, got {found}")
+            got = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in dtypes.items())
+            raise ValueError(f"expected parameters of one dtype, float32, bfloat16 or float16, got {got}")
         self.dtype = names[next(iter(dtypes))]
 
     def _check_optimizer(self) -> None:
@@ -136,8 +133,8 @@ class UserModel:
                 "expected an optimizer before its first step, got one with states; try the trainer's load_state_dict()"
             )
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        trained = [parameter for part in (self.rest, *self.own) for parameter in part]
-        if lacks := [self.names[id(each)] for each in trained if id(each) not in known]:
+        trained = [parameter for part in (self.rest, *self.own_parameters) for parameter in part]
+        if lacks := [self.names[id(parameter)] for parameter in trained if id(parameter) not in known]:
             raise ValueError(
                 f"the optimizer lacks {len(lacks)} parameters, such as {lacks[0]}; add them, or freeze them"
             )
@@ -188,17 +185,20 @@ def _check_layers(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> None
             has_statistics = getattr(inner, "track_running_stats", False) and inner.training
             if has_statistics or getattr(inner, "sparse", False):
                 what = "sparse gradients" if getattr(inner, "sparse", False) else "running statistics"
-                told = f"expected no {what}, which break recompute"
-                raise ValueError(f"layer {prefix[:-1]} ({type(inner).__name__}): {told}")
+                raise ValueError(
+                    f"layer {prefix[:-1]} ({type(inner).__name__}): expected no {what}, which break recompute"
+                )
         if not any(True for _ in module.parameters()):
             raise ValueError(f"layer {prefix[:-1]} has no parameters; leave it out of the list")
 
 
 def _outside(model: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
     """Return the parameters, by identity, that modules outside of the layers use."""
-    inside = {id(inner) for layer in layers for inner in layer.modules()}
-    modules = (module for module in model.modules() if id(module) not in inside)
-    return {id(each) for module in modules for each in module._parameters.values() if each is not None}
+    inside, outside = {id(inner) for layer in layers for inner in layer.modules()}, set[int]()
+    for module in model.modules():
+        if id(module) not in inside:
+            outside.update(map(id, module._parameters.values()))
+    return outside
 
 
 def give(parameter: nn.Parameter, memory: Tensor) -> None:

@@ -146,5 +146,7 @@ class SavedState:
 
     def _places(self) -> dict[str, int]:
         """Return each trained parameter's number in the optimizer, by its name."""
-        parameters = (each for group in self.user.optimizer.param_groups for each in group["params"])
+        parameters = (
+            parameter for group in self.user.optimizer.param_groups for parameter in group["params"]
+        )
         return {self.user.names[id(parameter)]: place for place, parameter in enumerate(parameters)}

@@ -60,7 +60,7 @@ class WindowStream:
         ends = OnDevice(parts.ends)
         self.rule = UpdateRule(parts.device, parts.layers.terms, ends, self.layers, clipping, parts.order)
         self.scale = self.rule.scale
-        self.waits = self.rule.asked is DEFERRED
+        self.waits = self.rule.usual_timing is DEFERRED
         self.window = Window(self.layers, kinds, window_size, self.rule)
         self.window.refill()
 
@@ -84,7 +84,7 @@ class WindowStream:
         return dxs
 
     def finish(self, settings: Settings) -> Step:
-        if self.rule.asked is not DEFERRED and settings != self.rule.settings:
+        if self.rule.usual_timing is not DEFERRED and settings != self.rule.settings:
             raise ValueError(
                 "step: expected the optimizer's settings as in the backward pass, got others; try to change them after"
                 " step()"
@@ -276,8 +276,8 @@ class StrongholdTrainer(UserTraining):
             room = machine.room(Budget(device_memory, host_memory), kind)
             too_large = Plan({"activations": device_memory + 1})
 
-            def plan_at(_: str | None, asked: str | None) -> Plan:
-                home, sizes = home_of_boundaries(asked), None
+            def plan_at(_: str | None, memory: str | None) -> Plan:
+                home, sizes = home_of_boundaries(memory), None
                 try:
                     limits: dict[str, Any] = {"device_memory": device_memory, "accumulates": accumulates}
                     sizes = measured(model, layers, optimizer, max_norm, device, example, home, **limits)
@@ -287,7 +287,7 @@ class StrongholdTrainer(UserTraining):
                 if sizes is None:
                     free_failed_pass(device or default_device())
                     return too_large
-                given = PlacementChoice(
+                choice = PlacementChoice(
                     sizes,
                     room,
                     window_size,
@@ -296,7 +296,7 @@ class StrongholdTrainer(UserTraining):
                     disk=disk,
                     activations=home,
                 )
-                return given.plan()
+                return choice.plan()
 
             plan = with_homes(plan_at, room, None, activations, ends_may_move=False)
             if short := plan.shortfall(room):

@@ -108,17 +108,22 @@ class LayerTurn(torch.autograd.Function):
         # a backward pass visits later nodes of the layer first
         ctx._set_sequence_nr(training.user.layers[place].start)
         plain = [output.detach() for output in outputs]
-        ctx.is_asked = [output.requires_grad for output in outputs]
+        ctx.have_gradients = [output.requires_grad for output in outputs]
         ctx.mark_non_differentiable(
-            *(each for each, asked in zip(plain, ctx.is_asked, strict=True) if not asked)
+            *(
+                output
+                for output, has_gradient in zip(plain, ctx.have_gradients, strict=True)
+                if not has_gradient
+            )
         )
         return tuple(plain)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
         ctx.training.check_engine()
-        asked = tuple(dy for dy, asked in zip(dys, ctx.is_asked, strict=True) if asked)
-        return None, None, None, None, *ctx.training.down(ctx.place, ctx.number, asked)
+        pairs = zip(dys, ctx.have_gradients, strict=True)
+        gradients = tuple(dy for dy, has_gradient in pairs if has_gradient)
+        return None, None, None, None, *ctx.training.down(ctx.place, ctx.number, gradients)
 
 
 class StreamedForward:
@@ -162,7 +167,8 @@ class UserTraining:
         self.terms = Terms(self.user.dtype, float(max_norm or 0.0), accumulates=accumulates)
         self.gpu = Device(name, num_workers=num_update_threads(name))
         self.device = self.gpu.name
-        move_rest(model, (each for part in (self.user.rest, *self.user.own) for each in part), self.device)
+        trained = (parameter for part in (self.user.rest, *self.user.own_parameters) for parameter in part)
+        move_rest(model, trained, self.device)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.anchor_node = get_gradient_edge(self.anchor).node
         self.graph_task = -1  # autograd's number of the last backward pass
@@ -200,7 +206,7 @@ class UserTraining:
                 f"layer {place}: expected the same tensors when the backward pass recomputes them, got others; try"
                 f" use_cache=False, and layers without state ({str(error).splitlines()[0]})"
             ) from error
-        self._check_gradients(state, self.user.own[place])
+        self._check_gradients(state, self.user.own_parameters[place])
         self.next_down -= 1
         if not place:
             self.access.check_unchanged()
@@ -363,7 +369,9 @@ class UserTraining:
     def _take_gradients(self) -> list[str]:
         """Take over what the script has done with the gradients. If it has dropped all, no backward pass counts.
         Return the names of the layers' parameters whose gradients the script has dropped."""
-        has_dropped_all = self.access.has_dropped_all() and all(each.grad is None for each in self.user.rest)
+        has_dropped_all = self.access.has_dropped_all() and all(
+            parameter.grad is None for parameter in self.user.rest
+        )
         dropped = self.access.take_gradients()
         if has_dropped_all:
             self.num_backward, self.access.taken = 0, []
@@ -375,7 +383,7 @@ class UserTraining:
         step, it keeps their memory, too, and sees them clipped by `factor`."""
         for parameter in self.user.rest:
             parameter.grad = None
-        kept = [each.gradient for each in self.access.taken if each.gradient is not None]
+        kept = [taken.gradient for taken in self.access.taken if taken.gradient is not None]
         self.access.taken = []
         if has_lent_gradients(self.ends):
             kept.append(self.ends.grads)
@@ -458,7 +466,7 @@ class UserTraining:
     def parts(self) -> Iterator[tuple[LayerState, list[nn.Parameter]]]:
         """Yield the rest of the model, then each layer: its state, and the user's parameters."""
         yield self.ends, self.user.rest
-        yield from zip(self.stream.states, self.user.own, strict=True)
+        yield from zip(self.stream.states, self.user.own_parameters, strict=True)
 
     def refetch(self) -> None:
         """Fetch layers again that were fetched for the next step, because their weights may have changed."""
@@ -494,7 +502,7 @@ class UserTraining:
         """Move the layers to their homes, and the rest of the model to the device. `bare`: True: make no AdamW
         states."""
         user, gpu = self.user, self.gpu
-        groups = [user.groups_of(parameters) for parameters in (user.rest, *user.own)]
+        groups = [user.groups_of(parameters) for parameters in (user.rest, *user.own_parameters)]
         self.ends = LayerState(
             gpu, user.ends, "rest of the model", self.terms, host=False, groups=groups[0], bare=bare
         )
@@ -504,13 +512,13 @@ class UserTraining:
         self.ends.collect_gradients(self.ends.grads)
 
         def start(states: Iterable[LayerState]) -> list[LayerState]:
-            made = []
+            started = []
             for state in states:
                 # one at a time: the user's copy of a layer is freed before the next home is made
                 assert isinstance(state.module, UserLayer)
                 _move_home(state, state.module.users)
-                made.append(state)
-            return made
+                started.append(state)
+            return started
 
         layers = LayerSource(self.terms, user.layers, user.prefixes, start, groups[1:])
         self.stream = make(Parts(gpu, layers, self.ends, user.order))
@@ -525,11 +533,11 @@ class UserTraining:
             self._undo.callback(_restore, module, before)
         self._homes = [state.current.weights for state in self.stream.states]
         self.access, self.saved = ScriptAccess(self), SavedState(self)
-        streamed = [parameter for own in self.user.own for parameter in own]
+        streamed = [parameter for parameters in self.user.own_parameters for parameter in parameters]
         # autograd's references are hidden from the collector
         take = weakref.WeakMethod(self.access.take_from_outside)
         hooks = [
-            *(each.register_post_accumulate_grad_hook(partial(_call, take)) for each in streamed),
+            *(parameter.register_post_accumulate_grad_hook(partial(_call, take)) for parameter in streamed),
             model.register_load_state_dict_post_hook(self.saved.take_weights),
             optimizer.register_step_pre_hook(refuse_step),
             optimizer.register_state_dict_pre_hook(self.saved.show_none),

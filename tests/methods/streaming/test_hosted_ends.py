@@ -14,8 +14,8 @@ from harness.devices.memory_rehearsal import predict
 from harness.models import named_models
 from harness.plan.resources import compute_seconds, host_update_seconds
 from methods.offload import adamw_kernel
-from methods.streaming.placement.placement import placed_plan
-from methods.streaming.placement.planner import forecast, rows
+from methods.streaming.placement.placement import PlacedLayers
+from methods.streaming.placement.planner import StepCosts
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED, overflow
 from tests.support.configured import configured
@@ -171,7 +171,7 @@ def test_bytes_by_kind_are_those_of_the_hand() -> None:
     workload = model("llama")
     embedding, head = workload.anatomy.end_parts
     assert (embedding, head) == (101 * 32, 101 * 32 + 32)
-    plan = placed_plan(workload, "RRR", 1, hosted_ends=[embedding, head])
+    plan = PlacedLayers(workload, "RRR", 1, hosted_ends=[embedding, head]).plan()
     assert plan.device["weights"] == plan.device["gradients"] == 4 * (head + 3 * workload.layer_params)
     assert plan.device["optimizer"] == 8 * 3 * workload.layer_params
     numbers = 512 + 2 * 4
@@ -184,10 +184,10 @@ def test_bytes_by_kind_are_those_of_the_hand() -> None:
 
 @pytest.mark.parametrize("method", ["stronghold", "l2l"])
 def test_ends_are_on_the_host_only_where_the_device_is_too_small_for_them(method: str) -> None:
-    workload, here = model("llama"), {"activations": "device"}
-    trained = create(method, here)
+    workload, options = model("llama"), {"activations": "device"}
+    trained = create(method, options)
     device, host = (
-        create(method, {"ends": home, **here}).plan(workload, Room(1, 1)) for home in ("device", "host")
+        create(method, {"ends": home, **options}).plan(workload, Room(1, 1)) for home in ("device", "host")
     )
     least = {"device": device.device_bytes, "host": host.device_bytes}
     assert least["host"] < least["device"]
@@ -233,10 +233,11 @@ def test_a_forecast_counts_the_ends_copies_and_their_update_on_the_host() -> Non
     expected = (
         sum(compute_seconds(workload, rates)) + copied + max(host_update_seconds(embedding, workload, rates))
     )
-    found = {row.name: row for row in rows(workload, rates, None, ends="host")}
-    assert found["the embedding's way home"].seconds == pytest.approx(expected)
+    hosted = StepCosts(workload, rates, None, ends="host")
+    rows = {row.name: row for row in hosted.rows()}
+    assert rows["the embedding's way home"].seconds == pytest.approx(expected)
     both = workload.end_params
-    assert found["link inbound"].seconds == pytest.approx(2 * both / rates.inbound_bytes_per_second)
-    assert found["host cores"].seconds == pytest.approx(both / rates.host_adam_params_per_second)
+    assert rows["link inbound"].seconds == pytest.approx(2 * both / rates.inbound_bytes_per_second)
+    assert rows["host cores"].seconds == pytest.approx(both / rates.host_adam_params_per_second)
     counts = {"R": workload.num_layers}
-    assert forecast([*found.values()], counts).seconds > forecast(rows(workload, rates, None), counts).seconds
+    assert hosted.forecast(counts).seconds > StepCosts(workload, rates, None).forecast(counts).seconds

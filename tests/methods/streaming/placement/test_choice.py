@@ -14,7 +14,7 @@ from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create, names
 from harness.core.rates import Rates
 from harness.plan.fit import resolve
-from methods.streaming.placement.placement import CLIPPINGS, HOMES, placed_plan
+from methods.streaming.placement.placement import CLIPPINGS, HOMES, PlacedLayers
 from methods.streaming.placement.planner import KINDS, arranged
 from tests.support.operations import num_lines
 from tests.support.training import tiny
@@ -31,18 +31,20 @@ RATES = Rates(
 def every_need(workload: Workload, has_disk: bool) -> list[tuple[int, int, int]]:
     """Bytes of device, host and disk of every mixture of kinds, in every window, with every clipping, and ends and
     boundaries on either side."""
-    found = set()
+    needs = set()
     kinds = [kind for kind in KINDS if kind != "Q" and (has_disk or kind != "D")]
-    for some in itertools.combinations_with_replacement(kinds, workload.num_layers):
-        placement = arranged({kind: some.count(kind) for kind in kinds})
+    for mixture in itertools.combinations_with_replacement(kinds, workload.num_layers):
+        placement = arranged({kind: mixture.count(kind) for kind in kinds})
         clippings = CLIPPINGS if workload.waits_for_norm else (None,)
         homes = itertools.product(([], workload.anatomy.end_parts), HOMES)
         for window, clipping, (ends, kept) in itertools.product((1, 2, 3), clippings, homes):
-            if clipping != "speculate" or "D" not in some:
+            if clipping != "speculate" or "D" not in mixture:
                 slots = min(window, workload.num_layers)
-                plan = placed_plan(workload, placement, slots, clipping, activations=kept, hosted_ends=ends)
-                found.add((plan.device_bytes, plan.host_bytes, plan.disk_bytes))
-    return sorted(found)
+                plan = PlacedLayers(
+                    workload, placement, slots, clipping, activations=kept, hosted_ends=ends
+                ).plan()
+                needs.add((plan.device_bytes, plan.host_bytes, plan.disk_bytes))
+    return sorted(needs)
 
 
 def any_fits(workload: Workload, budget: Budget, has_disk: bool) -> bool:

@@ -14,7 +14,7 @@ from harness.devices.memory_rehearsal import predict
 from methods.offload import adamw_kernel
 from methods.offload.clip import BLOCK
 from methods.streaming import layer_state
-from methods.streaming.placement.placement import parse, placed_plan, rings, shrink, spread, text_of
+from methods.streaming.placement.placement import PlacedLayers, parse, rings, shrink, spread, text_of
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED
 from tests.support.planting import planted
@@ -225,7 +225,7 @@ def test_bytes_by_kind_are_those_of_the_hand() -> None:
     weights, two rooms for gradients, and a slot with state and gradient for S. Speculation's second states are 12."""
     workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512)
     layer, ends = workload.layer_params, workload.end_params
-    plan = placed_plan(workload, "RPWS", 3, "speculate")
+    plan = PlacedLayers(workload, "RPWS", 3, "speculate").plan()
     assert plan.device["weights"] == 4 * (ends + 2 * layer)
     assert plan.device["optimizer"] == 8 * (ends + layer)
     assert plan.device["buffers"] == (4 + 2 * 4 + 16) * layer
@@ -238,7 +238,7 @@ def test_bytes_by_kind_are_those_of_the_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "clip_norm", "each"),
+    ("dtype", "clip_norm", "param_bytes"),
     [
         ("fp32", 1.0, 16),
         ("bf16", 1.0, 14),
@@ -248,27 +248,30 @@ def test_bytes_by_kind_are_those_of_the_hand() -> None:
         ("fp16", 0.0, 16),
     ],
 )
-def test_a_resident_layer_takes_no_byte_twice(dtype: str, clip_norm: float, each: int) -> None:
+def test_a_resident_layer_takes_no_byte_twice(dtype: str, clip_norm: float, param_bytes: int) -> None:
     """Of each parameter: master and moments; the weight where it is no half of the master; a gradient where the update
     waits for the norm."""
     workload = Workload(4, 256, seq_len=64, vocab_size=512, dtype=dtype, clip_norm=clip_norm)
     predicted = [predict(create("stronghold", {"placement": f"R{n}"}), workload.at_depth(n)) for n in (4, 6)]
     more = predicted[1].device_bytes - predicted[0].device_bytes
-    assert more == pytest.approx(2 * (each * workload.layer_params + workload.boundary_bytes), rel=0.01)
+    assert more == pytest.approx(
+        2 * (param_bytes * workload.layer_params + workload.boundary_bytes), rel=0.01
+    )
 
 
 def test_a_streamed_layer_whose_update_need_not_wait_takes_12_bytes_a_parameter_of_the_host() -> None:
     workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, clip_norm=0.0)
     predicted = [predict(create("stronghold", {"placement": f"S{n}"}), workload.at_depth(n)) for n in (4, 6)]
-    each = 12 * workload.layer_params
-    assert predicted[1].host_bytes - predicted[0].host_bytes == pytest.approx(2 * each, rel=0.01)
-    assert placed_plan(workload, "SSSS", 3, None).host_bytes == 4 * each + 512 + 4 * 4  # small numbers
+    layer_bytes = 12 * workload.layer_params
+    assert predicted[1].host_bytes - predicted[0].host_bytes == pytest.approx(2 * layer_bytes, rel=0.01)
+    small_numbers = 512 + 4 * 4
+    assert PlacedLayers(workload, "SSSS", 3, None).plan().host_bytes == 4 * layer_bytes + small_numbers
 
 
 def test_a_half_of_a_master_that_stays_behind_is_seen() -> None:
     """The lower halves of streamed layers do not come home with the upper ones; in fp32 a master has no halves."""
-    pairs = "for here, there in self._pairs(layer, target)"
-    with planted("methods/streaming/slot.py", pairs, f"{pairs} if here.is_floating_point()"):
+    pairs = "for slot_slab, home_slab in self._pairs(layer, target)"
+    with planted("methods/streaming/slot.py", pairs, f"{pairs} if slot_slab.is_floating_point()"):
         assert placed(tiny(**SMALL), "S5") == ""
         assert placed(tiny(**SMALL, dtype="bf16"), "S5") != ""
 

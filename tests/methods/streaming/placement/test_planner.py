@@ -13,7 +13,7 @@ from harness.core.method import create
 from harness.core.rates import Rates
 from harness.plan.resources import compute_seconds
 from methods.streaming.placement.placement import parse, text_of
-from methods.streaming.placement.planner import arranged, choose, forecast, least_seconds, rows
+from methods.streaming.placement.planner import StepCosts, arranged, choose
 
 GB = 1e9
 # Models of machines, not measured: a V100's virtual machine with a slow host, an H200, an RTX 4090 desktop.
@@ -118,22 +118,22 @@ def bound(
         "device": device - num_layers * workload.boundary_bytes - gradient * workload.end_params,
         "host": host,
     }
-    return least_seconds(workload, rates, needs, room | (smaller or {}), clipping=clipping, kinds=kinds)
+    return StepCosts(workload, rates, clipping).least_seconds(needs, room | (smaller or {}), kinds)
 
 
 @pytest.mark.parametrize("num_layers", [16, 32, 48, 78, 100])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_bound_is_the_other_programs(machine: str, num_layers: int) -> None:
     for clipping, milliseconds in zip((None, "deferred"), BOUNDS[machine][num_layers], strict=True):
-        found = bound(machine, num_layers, clipping, "RPWSQ")
-        assert found is not None and 1e3 * found[0] == pytest.approx(milliseconds, rel=0.005)
+        least = bound(machine, num_layers, clipping, "RPWSQ")
+        assert least is not None and 1e3 * least[0] == pytest.approx(milliseconds, rel=0.005)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_bound_with_a_disk_is_the_other_programs(machine: str) -> None:
     for clipping, milliseconds in zip((None, "deferred"), BOUNDS_WITH_DISK[machine], strict=True):
-        found = bound(machine, 100, clipping, "RPWSDQ", {"host": 30 * GB, "disk": 50 * GB})
-        assert found is not None and 1e3 * found[0] == pytest.approx(milliseconds, rel=0.005)
+        least = bound(machine, 100, clipping, "RPWSDQ", {"host": 30 * GB, "disk": 50 * GB})
+        assert least is not None and 1e3 * least[0] == pytest.approx(milliseconds, rel=0.005)
 
 
 def plan_of(workload: Workload, counts: dict[str, int]) -> Plan:
@@ -153,7 +153,8 @@ def chosen(num_layers: int, device_layers: float, host_layers: float) -> dict[st
     workload = Workload(num_layers=num_layers)
     layer = 16 * workload.layer_params
     free = (int((device_layers + 1.5) * layer), int(host_layers * layer))
-    return choose(workload, Room(*free, rates=MACHINES["v100"][1]), plan_of, "RPW", "deferred")
+    rates = MACHINES["v100"][1]
+    return choose(StepCosts(workload, rates, "deferred"), Room(*free, rates=rates), plan_of, "RPW")
 
 
 def test_all_layers_are_resident_where_they_fit() -> None:
@@ -177,13 +178,13 @@ def test_no_placement_of_few_layers_is_faster_than_the_chosen_one() -> None:
     layer = 16 * workload.layer_params
     room = Room(int(4.5 * layer), 10 * layer, rates=rates)
     for clipping in (None, "deferred"):
-        found = rows(workload, rates, clipping)
-        counts = choose(workload, room, plan_of, "RPW", clipping)
+        costs = StepCosts(workload, rates, clipping)
+        counts = choose(costs, room, plan_of, "RPW")
         assert counts is not None
         every = [{"R": r, "P": p, "W": 10 - r - p} for r in range(11) for p in range(11 - r)]
-        fitting = [each for each in every if plan_of(workload, each).shortfall(room) is None]
-        least = min(forecast(found, each).seconds for each in fitting)
-        assert forecast(found, counts).seconds <= 1.01 * least
+        fitting = [numbers for numbers in every if plan_of(workload, numbers).shortfall(room) is None]
+        least = min(costs.forecast(numbers).seconds for numbers in fitting)
+        assert costs.forecast(counts).seconds <= 1.01 * least
 
 
 def test_what_binds_is_named_with_its_time() -> None:
@@ -191,9 +192,9 @@ def test_what_binds_is_named_with_its_time() -> None:
     dtype, rates = MACHINES["v100"]
     workload = Workload(num_layers=50, dtype=dtype)
     backward = (1 - rates.forward_share) * workload.flops_per_step / rates.device_flops_per_second
-    found = forecast(rows(workload, rates, "deferred"), {"W": 50})
-    assert found.binds == "compute then host cores"
-    assert found.seconds == pytest.approx(backward + 50 * workload.layer_params / 0.41067e9)
+    bound = StepCosts(workload, rates, "deferred").forecast({"W": 50})
+    assert bound.binds == "compute then host cores"
+    assert bound.seconds == pytest.approx(backward + 50 * workload.layer_params / 0.41067e9)
 
 
 def test_a_head_that_is_known_apart_is_forward_work_at_its_own_rate() -> None:
@@ -230,13 +231,13 @@ def test_rates_decide_where_layers_live_and_how_long_a_step_takes() -> None:
     room = Room(20 * 2**30, 100 * 2**30, rates=rates)
     planned = create("stronghold", {}).plan(workload, room)
     kinds = Counter(parse(planned.options["placement"], 60))
-    found = forecast(rows(workload, rates, None), kinds)
+    bound = StepCosts(workload, rates, None).forecast(kinds)
     assert planned.shortfall(room) is None and kinds["S"] > 0
-    assert (planned.step_seconds, planned.binds) == (found.seconds, "host memory")
+    assert (planned.step_seconds, planned.binds) == (bound.seconds, "host memory")
     ruled = create("stronghold", {}).plan(workload, replace(room, rates=None))
     without = Counter(parse(ruled.options["placement"], 60))
     assert set(without) == {"R", "W"} and ruled.step_seconds is None
-    assert found.seconds < 0.95 * forecast(rows(workload, rates, None), without).seconds
+    assert bound.seconds < 0.95 * StepCosts(workload, rates, None).forecast(without).seconds
 
 
 def test_no_more_layers_than_need_be_are_on_the_disk(tmp_path: Path) -> None:
@@ -278,20 +279,20 @@ def test_updates_wait_for_the_norm_unless_asked_and_the_forecast_counts_that() -
         Workload(num_layers=60, dtype="bf16"),
         Room(20 * 2**30, 200 * 2**30, rates=MACHINES["h200"][1]),
     )
-    found = {
-        asked: create("stronghold", {"clipping": asked}).plan(workload, room)
-        for asked in (None, "deferred", "speculate")
+    plans = {
+        clipping: create("stronghold", {"clipping": clipping}).plan(workload, room)
+        for clipping in (None, "deferred", "speculate")
     }
-    assert found[None] == found["deferred"] and found[None].options["clipping"] == "deferred"
-    assert found["speculate"].options["clipping"] == "speculate"
-    assert found["speculate"].host_bytes > found[None].host_bytes
-    assert found["speculate"].step_seconds < found[None].step_seconds
+    assert plans[None] == plans["deferred"] and plans[None].options["clipping"] == "deferred"
+    assert plans["speculate"].options["clipping"] == "speculate"
+    assert plans["speculate"].host_bytes > plans[None].host_bytes
+    assert plans["speculate"].step_seconds < plans[None].step_seconds
 
 
 def test_an_update_ahead_counts_what_it_costs() -> None:
     rates = replace(MACHINES["v100"][1], ahead_cost=1.5, host_bytes_per_second=float("inf"))
     seconds = {
-        clipping: forecast(rows(Workload(num_layers=50), rates, clipping), {"W": 50}).seconds
+        clipping: StepCosts(Workload(num_layers=50), rates, clipping).forecast({"W": 50}).seconds
         for clipping in (None, "speculate")
     }
     assert seconds["speculate"] == pytest.approx(1.5 * 50 * Workload().layer_params / 0.41067e9)
@@ -301,7 +302,7 @@ def test_an_update_ahead_counts_what_it_costs() -> None:
 def test_a_streamed_layers_update_counts_what_it_costs() -> None:
     """The device's memory binds: of four updates there two count as three."""
     rates = replace(MACHINES["v100"][1], device_bytes_per_second=1e6, streamed_cost=1.5)
-    seconds = forecast(rows(Workload(num_layers=4), rates, None), {"R": 2, "S": 2}).seconds
+    seconds = StepCosts(Workload(num_layers=4), rates, None).forecast({"R": 2, "S": 2}).seconds
     ends = Workload().end_params / Workload().layer_params
     assert seconds == pytest.approx((2 + 2 * 1.5 + ends) * 28 * Workload().layer_params / 1e6, rel=1e-3)
 
@@ -316,9 +317,9 @@ def test_boundaries_on_the_host_are_bytes_of_the_link_in_the_forecast() -> None:
     """All but two go out under the forward pass and come back under the backward pass."""
     workload, rates = Workload(num_layers=20), MACHINES["v100"][1]
     rates = replace(rates, inbound_bytes_per_second=1.0, outbound_bytes_per_second=1.0)
-    there, here = (
+    on_host, on_device = (
         create("stronghold", {"placement": "R20", "activations": memory}).plan(workload, Room(rates=rates))
         for memory in ("host", "device")
     )
-    assert there.step_seconds == 2 * 18 * workload.boundary_bytes
-    assert here.step_seconds is not None and here.step_seconds < 100
+    assert on_host.step_seconds == 2 * 18 * workload.boundary_bytes
+    assert on_device.step_seconds is not None and on_device.step_seconds < 100
