@@ -39,7 +39,8 @@ from harness.plan import run_time
 from harness.plan.fit import resolve
 from harness.run import scratch
 from harness.run.identity import code_facts, unless_changed
-from harness.run.launch import SAMPLE_SECONDS, Events, Watch, environment, launch
+from harness.run.launch import SAMPLE_SECONDS, Deadline, Events, Start, completed, environment, launch
+from harness.run.memory_peaks import MemoryPeaks
 from tests.support import cli, tiny
 from tests.support.tiny import ENDLESS, TINY, write_compiling, write_ending, write_endless
 from tests.support.until import until
@@ -171,24 +172,31 @@ def waiting(text: str, folder: Path) -> str:
     )
 
 
-def release_after(num_samples: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a method go on that has waited for so many samples, in each of which its processes are listed anew. None is
-    taken while it does not wait: a child that is seen on its way to waiting would be seen once too often."""
-    sample, num_seen, waits, sampled = Watch._sample, 0, folder / "waiting", folder / "sampled"
+def release_after(
+    num_turns: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    watching: type = MemoryPeaks,
+    name: str = "sample",
+) -> None:
+    """Let a method go on that has waited for so many calls of a function of its watch, by default samples, in each of
+    which its processes are listed anew. None is made while the method does not wait: a child that is seen on its way to
+    waiting would be seen once too often."""
+    function, num_seen, waits, sampled = getattr(watching, name), 0, folder / "waiting", folder / "sampled"
 
-    def counted(watch: Watch) -> None:
+    def counted(*arguments: Any) -> None:
         nonlocal num_seen
         if not waits.exists():
             return
-        sample(watch)
+        function(*arguments)
         num_seen += 1
-        if num_seen == num_samples:
+        if num_seen == num_turns:
             sampled.touch()
             until(lambda: not sampled.exists())  # the method may wait again by then
             num_seen = 0
 
-    monkeypatch.setattr(Watch, "_sample", counted)
-    monkeypatch.setattr("harness.run.launch.LIST_SECONDS", 0.0)
+    monkeypatch.setattr(watching, name, counted)
+    monkeypatch.setattr("harness.run.memory_peaks.LIST_SECONDS", 0.0)
 
 
 LOADS_A_NAME = """
@@ -281,7 +289,7 @@ def test_a_run_whose_notes_are_gone_executed_what_nobody_knows(tmp_path: Path) -
 def test_what_a_method_collects_after_its_last_step_is_not_in_its_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release_after(3, tmp_path, monkeypatch)
+    release_after(3, tmp_path, monkeypatch, Deadline, "check")
     (tmp_path / "collects_late.py").write_text(waiting(COLLECTS_LATE, tmp_path))
     path = launch(Job("collects-late", TINY, steps=2, warmup=1), lambda: "key", tmp_path, (tmp_path,))
     assert Record.read(path).host_peak_bytes < 400e6
@@ -348,7 +356,7 @@ import os, signal
 from pathlib import Path
 from harness.run import launch
 from harness.core.job import *
-launch.Watch.complete = lambda self, record: os.kill(os.getpid(), signal.SIGKILL)
+launch.completed = lambda record, *facts: os.kill(os.getpid(), signal.SIGKILL)
 launch.launch(Job("resident", {TINY!r}, steps=2, warmup=1), lambda: "key", Path({str(tmp_path)!r}))
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -signal.SIGKILL
@@ -452,13 +460,10 @@ def test_a_run_that_cannot_be_started_leaves_nothing_in_the_temporary_folder(
     ("stopped", "status"), [("interrupt", "interrupted"), ("deadline", "timeout"), ("", "crash")]
 )
 def test_whatever_an_import_raises_that_is_broken_off_is_no_crash(stopped: str, status: str) -> None:
-    watch = object.__new__(Watch)
-    watch.job, watch.stopped, watch.end = TINY_JOB, stopped, End("import", stopped=stopped)
-    watch.wall, watch.peaks, watch.surroundings, watch.executed = None, {}, {}, []
-    watch.identify = lambda: method.listed("resident")
-    watch.identity = watch.identify()
-    made = Record(TINY_JOB, "key", "crash", "import", "ImportError: cannot import name")
-    assert watch.complete(made).status == status
+    record = Record(TINY_JOB, "key", "crash", "import", "ImportError: cannot import name")
+    start, end = Start.now(TINY_JOB, "key", (), None), End("import", stopped=stopped)
+    peaks = MemoryPeaks(os.getpid(), TINY_JOB, None)
+    assert completed(record, start, end, peaks, []).status == status
 
 
 def test_an_event_whose_report_fails_costs_no_other() -> None:
