@@ -32,9 +32,9 @@ from bench import gpu_facts, gpu_results
 from harness.base.checkout import ROOT
 from harness.base.whole_file import write_whole
 from harness.core import method
+from harness.core.identity import source_hash
 from harness.core.job import GIB, Workload, gib
 from harness.core.record import Record, read_all
-from harness.core.source_hash import source_hash
 from harness.devices import machine
 from harness.run.launch import EXPANDABLE
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.counted import counted
+from harness.core.identity import source_hash
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training
-from harness.core.source_hash import source_hash
 from harness.plan.resources import sum_sent
 from methods.pipeline.checkpoint.folders import choose, complete_steps
 from methods.pipeline.config.auto_config import AutoConfig, ConfigRow

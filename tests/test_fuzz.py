@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cli.job_verbs import VERBS as JOB_VERBS
 from cli.result_verbs import VERBS as RESULT_VERBS
-from harness.core import data, source_hash
+from harness.core import data, identity
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.devices import named_machines
@@ -47,7 +47,7 @@ def quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("launch", "prepare"):
             patch.setattr(f"harness.jobs.sweep.{name}", refuse)
-        for module, name in ((named_machines, "load"), (claims, "load"), (source_hash, "source_hash")):
+        for module, name in ((named_machines, "load"), (claims, "load"), (identity, "source_hash")):
             patch.setattr(module, name, functools.cache(getattr(module, name)))
         yield
 

@@ -88,7 +88,7 @@ PROMISES = {
     "A method's file runs as you": [],
     "Read what you run.": [],
     "Code that a run's processes load is in its identity": [
-        "core/test_source_hash.py::test_of_the_executed_files_those_are_told_that_the_hash_lacks",
+        "core/test_identity.py::test_of_the_executed_files_those_are_told_that_the_hash_lacks",
         "run/test_launch.py::test_code_that_a_run_executes_beyond_its_identity_is_on_record",
         "gate/test_verdict.py::test_a_run_of_code_that_its_identity_lacks_is_untested",
     ],

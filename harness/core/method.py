@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_type_hint
 from harness.base.imported_file import guard, told
 from harness.base.named_entries import did_you_mean
 from harness.base.registry import FileRegistry
-from harness.core import source_hash as source
+from harness.core import identity
 from harness.core.job import MOST_LAYERS, Job, Plan, Room, Workload
 from harness.core.unavailable import Unavailable
 
@@ -308,9 +308,9 @@ def largest_depth(fits: Callable[[int], bool]) -> int:
 
 def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
     """Return the hash of the code that decides how this method trains."""
-    return source.source_hash(REGISTRY.files(folders)[name])
+    return identity.source_hash(REGISTRY.files(folders)[name])
 
 
-def listed(name: str, folders: tuple[Path, ...] = ()) -> source.Listed:
+def listed(name: str, folders: tuple[Path, ...] = ()) -> identity.Listed:
     """Return the files and folders that source_hash() covers."""
-    return source.Listed.of(REGISTRY.files(folders)[name])
+    return identity.Listed.of(REGISTRY.files(folders)[name])

@@ -27,9 +27,8 @@ from harness.gate.verdict import judge, needs_no_probe, together, unasked, with_
 from harness.models import weight_files
 from harness.plan.fit import Planned, largest, resolve
 from harness.plan.run_time import probe_seconds, run_seconds
-from harness.run.identity import marked
 from harness.run.launch import Report, launch
-from harness.run.place import Place, write_end
+from harness.run.place import Place, marked, write_end
 from harness.run.prepare import prepare
 
 PROBES = Extent()  # the extent of the gate's probes, unless the caller gives another

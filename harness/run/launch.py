@@ -25,14 +25,13 @@ from harness.base.child_process import GPU_ORDER, child_environment
 from harness.base.executed_code import Executed
 from harness.base.imported_file import drop_stale_bytecode
 from harness.core import cpu_cores, failures, log_lines, method
+from harness.core.identity import Listed, code_facts
 from harness.core.job import Job
 from harness.core.record import Record, new_stem
-from harness.core.source_hash import Listed
 from harness.devices import budgets, machine
 from harness.devices.device_lock import turn
 from harness.plan import run_time
 from harness.run import ranks, scratch
-from harness.run.identity import code_facts, unless_changed
 from harness.run.memory_peaks import MemoryPeaks
 
 SAMPLE_SECONDS = 0.1
@@ -408,3 +407,16 @@ def completed(
     if record.status.startswith("oom-host") and (limit := budgets.limit_of_the_call()):
         return dataclasses.replace(record, evidence={**record.evidence, "limit_of": limit})
     return record
+
+
+def unless_changed(record: Record, key: Callable[[], str]) -> Record:
+    """Return the record, which says so if its key is no longer the job's: the data or the machine have changed. `key`:
+    returns the job's present key."""
+    try:
+        present_key = key()
+    except (OSError, ValueError) as error:  # a file of the data is gone
+        present_key = str(error)
+    if present_key == record.key or "changed" in record.software:
+        return record
+    changed = [f"its key, {record.key} to {present_key}"]
+    return dataclasses.replace(record, software={**record.software, "changed": changed})

@@ -17,7 +17,8 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.record import Record
 from harness.devices import machine
-from harness.run.launch import Report, launch
+from harness.run.launch import Report, launch, unless_changed
 from harness.run.prepare import prepare
 
 # Environment variables that change a job's speed or the order of its sums. An order carries their values to the place.
@@ -166,6 +167,14 @@ def place_record(
     changes |= {"machine": {**record.machine, **place}, "evidence": {**changes["evidence"], **evidence}}
     dataclasses.replace(record, software=software, **changes).write(path)
     return path
+
+
+def marked(paths: Sequence[Path], jobs: KeyedJobs, key: Callable[[Job], str]) -> Sequence[Path]:
+    """Let the records of jobs that ran at another place say so if a job's key has changed meanwhile: the place ran the
+    code of this checkout. `jobs`: the jobs with the keys that they had before."""
+    for path, (job, _) in zip(paths, jobs, strict=True):
+        unless_changed(Record.read(path), partial(key, job)).write(path)
+    return paths
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ class Release:
     @property
     def packages(self) -> Path:
         """The folder that holds the release's modules. Its path is one of installed packages, whose code counts by
-        their version (harness/core/source_hash.py)."""
+        their version (harness/core/identity.py)."""
         return self.folder / "lib" / "python3" / "site-packages"
 
     @property

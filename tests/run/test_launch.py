@@ -31,15 +31,23 @@ from harness.base.child_process import ask
 from harness.base.executed_code import Executed
 from harness.core import method
 from harness.core.failures import End
+from harness.core.identity import Listed, code_facts
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
-from harness.core.source_hash import Listed
 from harness.jobs.sweep import Sweep
 from harness.plan import run_time
 from harness.plan.fit import resolve
 from harness.run import scratch
-from harness.run.identity import code_facts, unless_changed
-from harness.run.launch import SAMPLE_SECONDS, Deadline, Events, Start, completed, environment, launch
+from harness.run.launch import (
+    SAMPLE_SECONDS,
+    Deadline,
+    Events,
+    Start,
+    completed,
+    environment,
+    launch,
+    unless_changed,
+)
 from harness.run.memory_peaks import MemoryPeaks
 from tests.support import cli, tiny
 from tests.support.tiny import ENDLESS, TINY, write_compiling, write_ending, write_endless

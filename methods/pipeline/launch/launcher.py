@@ -25,7 +25,7 @@ from harness.base import fork_server
 from harness.base.counted import counted
 from harness.base.rank_agent import GRACE_SECONDS, LOOPBACK, Rendezvous
 from harness.core.failures import LOST_RANK
-from harness.core.source_hash import source_hash
+from harness.core.identity import source_hash
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, step_line
 from methods.pipeline.launch.machines import MachineLine, Remote, read_list

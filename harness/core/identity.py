@@ -1,14 +1,15 @@
-"""A method's identity: a hash of its file, of the code that the file imports, directly or not, and of the SHARED files.
+"""A method's identity: a hash of its file, of the code that the file imports, directly or not, and of the SHARED files;
+and whether a run executed this code.
 
 The files that the hash covers are the closure, which is found by reading the source. The closure contains every
 imported module of harness/, of methods/ and of the method's own folder. Imports inside functions and by import_module()
 count; imports under TYPE_CHECKING do not. The closure also contains each C++ or Python file that a module of the
 closure names in a string and that lies beside this module. Comments, layout and docstrings do not count.
 
-The hash also covers imported packages. An installed package counts by its version; a package elsewhere on Python's path
-counts by its code, in folders, archives or compiled files, and by the packages that it imports. So do the modules that
-Python imports by itself when it starts (STARTED). A run that executes code that the hash does not cover, or whose code
-changes while it runs, has no verdict from the gate.
+The hash also covers imported packages. An installed package counts by its version. A package elsewhere on Python's path
+counts by its code, which belongs to the closure: folders, archives, compiled files, and the packages that these import.
+So do the modules that Python imports by itself when it starts (STARTED). A run that executes code that the hash does
+not cover, or whose code changes while it runs, has no verdict from the gate.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from harness.base.checkout import ROOT
 from harness.base.executed_code import Executed, is_standard, site_folder
@@ -38,7 +39,7 @@ SHARED = (
     ROOT / "harness/models/gpt.py",
     ROOT / "harness/gate/inspect_training.py",
 )
-OWN = {"harness", "places", "methods", "papers", "cli", "bench"}  # packages of this project
+PROJECT = {"harness", "places", "methods", "papers", "cli", "bench"}  # packages of this project
 # may be executed beside a method
 COVERED = [ROOT / house for house in ("harness", "places", "papers", "cli")]
 STARTED = ("sitecustomize", "usercustomize")  # modules that Python imports by itself, if it has them
@@ -56,7 +57,8 @@ FIRST = re.compile(r"(?:^|,)[ \t]*(\w+)")
 
 class Contents(NamedTuple):
     """A file's contents for the hash, and the modules and files that the file names. The contents of a Python file are
-    its syntax tree, without docstrings, comments and layout; if the file cannot be parsed, its bytes."""
+    its syntax tree, without docstrings, comments and layout; if the file cannot be parsed, its bytes. The contents of a
+    file of a package that is not installed are its path within the package and its bytes."""
 
     text: bytes
     modules: tuple[str, ...] = ()
@@ -72,26 +74,23 @@ def _hash(sources: Mapping[Path, Contents]) -> str:
     digest = hashlib.sha256()
     for _, contents in sorted(sources.items()):
         digest.update(contents.text)
-    for name in _packages(sources):
-        digest.update(f"{name} {_package(name)}".encode())
+    for name in sorted(_packages(sources.values())):
+        digest.update(f"{name} {_installed(name)}".encode())
     return digest.hexdigest()[:16]
 
 
 class Listed(NamedTuple):
-    """A method's identity at one time: the hash, the folder of the method's file, the files and folders that the hash
-    covers, and the times at which the files of the closure were modified."""
+    """A method's identity at one time: the hash, the folder of the method's file, and the times at which the files of
+    the closure were modified."""
 
     source: str
     beside: Path
-    places: frozenset[Path]
     modified_ns: dict[Path, int]
 
     @classmethod
     def of(cls, path: Path) -> Listed:
         sources = closure(path)
-        packages = (_existing(place.resolve()) for name in _packages(sources) for place in _places(name))
-        modified_ns = {file: file.stat().st_mtime_ns for file in sources}
-        return cls(_hash(sources), path.resolve().parent, frozenset((*sources, *packages)), modified_ns)
+        return cls(_hash(sources), path.resolve().parent, {file: file.stat().st_mtime_ns for file in sources})
 
     def lacks(self, notes: Iterable[Executed]) -> list[str]:
         """Return what was executed although the hash does not cover it, as texts. Files of the standard library, of
@@ -99,15 +98,16 @@ class Listed(NamedTuple):
         lacking = set[str]()
         for note in notes:
             file = Path(note.text)
-            above = {file, *file.parents}
             if note.modified_ns is None:
                 lacking.add(note.text.replace(f"{self.beside}{os.sep}", ""))
-            elif not (
-                above & self.places or is_standard(note.text) or above & {*COVERED} or _is_versioned(file)
-            ):
-                base = next((base for base in (self.beside, ROOT) if base in above), None)
+            elif not self._covers(file):
+                base = next((base for base in (self.beside, ROOT) if base in file.parents), None)
                 lacking.add(str(file.relative_to(base) if base else file))
         return sorted(lacking)
+
+    def _covers(self, file: Path) -> bool:
+        is_covered = file in self.modified_ns or any(folder in file.parents for folder in COVERED)
+        return is_covered or is_standard(str(file)) or _is_versioned(file)
 
     def changed(self, notes: Iterable[Executed], after: Listed) -> list[str]:
         """Return the files of the closure that were executed in another state than the one that this identity has.
@@ -122,6 +122,27 @@ class Listed(NamedTuple):
                 and (self.source, note.modified_ns) != (after.source, after.modified_ns.get(Path(note.text)))
             }
         )
+
+
+def code_facts(
+    before: Listed, executed: Sequence[Executed], identify: Callable[[], Listed]
+) -> dict[str, Any]:
+    """Return the facts of a record's `software` about the code that the run executed.
+
+    `before`: the code's identity when the run began; `executed`: the notes of all its processes; `identify`: returns
+    the present identity. A run always notes some code, so a run without notes has lost them.
+    """
+    facts: dict[str, Any] = {"source": before.source}
+    if unlisted := before.lacks(executed) if executed else ["code that it did not note"]:
+        facts["unlisted"] = unlisted
+    try:
+        after = identify()
+    except (OSError, ValueError) as error:  # the method's file is gone
+        return facts | {"changed": [str(error)]}
+    changed = before.changed(executed, after)
+    if changed or after.source != before.source:
+        facts["changed"] = changed or ["its code"]
+    return facts
 
 
 def closure(path: Path) -> dict[Path, Contents]:
@@ -139,7 +160,7 @@ def closure(path: Path) -> dict[Path, Contents]:
             needed = set(folders.needed(source, contents, beside)) - seen
             seen |= needed
             waiting.extend(file.resolve() for file in needed)
-    return sources
+    return {**_package_files(_packages(sources.values())), **sources}
 
 
 class Folders:
@@ -208,52 +229,48 @@ def _drop_docstrings(nodes: Iterable[ast.AST]) -> None:
                 node.body = node.body[1:]
 
 
-def _packages(found: Mapping[Path, Contents]) -> list[str]:
-    """Return the sorted names of the packages outside this project that a closure imports, itself or through packages
-    that are not installed. What an installed package imports does not count."""
-    modules = {name for contents in found.values() for name in contents.modules if not name.startswith(".")}
-    names, waiting = set[str](), {name.partition(".")[0] for name in modules} | {*filter(_places, STARTED)}
-    while waiting := waiting - names - OWN - sys.stdlib_module_names:
-        names |= waiting
-        files = [file for name in waiting for file in _code(name) if file.suffix == ".py"]
-        there = {name for file in files for name in _mentioned(file.read_text(errors="replace"))}
-        waiting = {name for name in there - names if _places(name)}  # a line of prose may look like an import
-    return sorted(names)
+def _packages(sources: Iterable[Contents]) -> set[str]:
+    """Return the names of the packages outside this project that files with these contents import, and of those that
+    Python imports by itself. What an installed package imports does not count."""
+    modules = {name for contents in sources for name in contents.modules if not name.startswith(".")}
+    names = {name.partition(".")[0] for name in modules} | {*filter(_places, STARTED)}
+    return names - PROJECT - sys.stdlib_module_names
 
 
-def _mentioned(text: str) -> Iterator[str]:
-    """Yield the names of the packages that import lines of this text name."""
-    for of_from, of_import in IMPORTS.findall(text):
-        yield from [of_from] if of_from else FIRST.findall(of_import)
+def _package_files(names: set[str]) -> dict[Path, Contents]:
+    """Return the code files of those of these packages that are not installed, and of the packages that they import."""
+    sources: dict[Path, Contents] = {}
+    waiting, seen = set(names), set[str]()
+    while waiting:
+        seen |= waiting
+        files = {file: contents for name in waiting for file, contents in _code(name).items()}
+        sources |= files
+        waiting = _packages(files.values()) - seen
+    return sources
 
 
-def _package(name: str) -> str:
-    """Return a package's state as text: the version of an installed package, the hash of another package's code, or
-    "missing"."""
-    if version := _installed(name):
-        return version
-    digest, places = hashlib.sha256(), _places(name)
-    for file in _code(name):
-        place = next((place for place in places if file.is_relative_to(place)), file.parent)
-        # a library may have GBs
-        data = file.read_bytes() if file.suffix in SHORT else sampled_hash(file).encode()
-        digest.update(f"{file.relative_to(place)} {len(data)} ".encode(errors="replace") + data)
-    return digest.hexdigest() if places else "missing"
-
-
-def _code(name: str) -> list[Path]:
-    """Return the code files of a package that is not installed, or the archive that contains it; an empty list for an
+def _code(name: str) -> dict[Path, Contents]:
+    """Return the code files of a package that is not installed, or the archive that contains it; an empty dict for an
     installed package."""
-    files = set[Path]()
+    sources: dict[Path, Contents] = {}
     for place in [] if _installed(name) else map(_existing, _places(name)):
-        if place.is_dir():
-            inside = (
-                file for file in place.rglob("*") if file.suffix in CODE and file.parent.name != "__pycache__"
-            )
-            files.update(file for file in inside if file.is_file())
-        elif place.is_file():
-            files.add(place)
-    return sorted(files)
+        if place.is_file():
+            sources[place.resolve()] = _skimmed(place, place.name)
+        for file in place.rglob("*") if place.is_dir() else ():
+            if file.suffix in CODE and file.parent.name != "__pycache__" and file.is_file():
+                sources[file.resolve()] = _skimmed(file, str(file.relative_to(place)))
+    return sources
+
+
+def _skimmed(file: Path, label: str) -> Contents:
+    """Return the contents of a file of a package that is not installed: of its imports, the packages' names."""
+    # a library may have GBs
+    data = file.read_bytes() if file.suffix in SHORT else sampled_hash(file).encode()
+    modules = set[str]()
+    if file.suffix == ".py":
+        for from_name, import_names in IMPORTS.findall(data.decode(errors="replace")):
+            modules.update([from_name] if from_name else FIRST.findall(import_names))
+    return Contents(f"{label} {len(data)} ".encode(errors="replace") + data, tuple(modules))
 
 
 def _existing(place: Path) -> Path:
@@ -275,8 +292,8 @@ def _is_versioned(file: Path) -> bool:
 def _places(name: str) -> list[Path]:
     """Return the folders of a package, or the file of a module; an empty list if `name` names neither."""
     with contextlib.suppress(ImportError, ValueError):
-        if found := importlib.util.find_spec(name):
-            return list(map(Path, found.submodule_search_locations or filter(None, [found.origin])))
+        if spec := importlib.util.find_spec(name):
+            return list(map(Path, spec.submodule_search_locations or filter(None, [spec.origin])))
     return []
 
 
@@ -286,7 +303,7 @@ def _version(name: str) -> str:
     install the package `name`; empty if there is no distribution."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
-    return " ".join(metadata.version(each) for each in sorted(set(_distributions().get(name, ()))))
+    return " ".join(metadata.version(owner) for owner in sorted(set(_distributions().get(name, ()))))
 
 
 @functools.cache  # because this call reads the metadata of every installed package
@@ -302,9 +319,9 @@ def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[
     dots = len(name) - len(name.lstrip("."))
     rest = [part for part in name[dots:].split(".") if part]
     if not dots:
-        own = {"harness": [ROOT / "harness"], "methods": [ROOT / "methods", beside]}
-        if rest[:1] and rest[0] in own:
-            return own[rest[0]], rest[1:]
+        folders = {"harness": [ROOT / "harness"], "methods": [ROOT / "methods", beside]}
+        if rest[:1] and rest[0] in folders:
+            return folders[rest[0]], rest[1:]
         return [ROOT, beside] if rest[:1] and ROOT / rest[0] in COVERED else [beside], rest
     package = source.parents[dots - 1]
     return [package, ROOT / "methods"] if package == beside else [package], rest
@@ -324,8 +341,8 @@ def _imported(node: ast.AST) -> Iterator[str]:
             yield from _imported(ast.Module(child.orelse, []))
         else:
             if isinstance(child, ast.Call) and _name(child.func) in LOADERS:
-                words = (word.value for word in child.args[:1] if isinstance(word, ast.Constant))
-                yield from (word for word in words if isinstance(word, str))
+                names = (argument.value for argument in child.args[:1] if isinstance(argument, ast.Constant))
+                yield from (name for name in names if isinstance(name, str))
             yield from _imported(child)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from harness.base.checkout import ROOT
 from harness.base.executed_code import Executed
-from harness.core import source_hash
+from harness.core import identity
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +27,18 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for folder in ("harness", "places", "methods", "papers", "cli"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source_hash, "ROOT", copy)
-        patch.setattr(
-            source_hash, "SHARED", tuple(copy / path.relative_to(ROOT) for path in source_hash.SHARED)
-        )
+        patch.setattr(identity, "ROOT", copy)
+        patch.setattr(identity, "SHARED", tuple(copy / path.relative_to(ROOT) for path in identity.SHARED))
         yield copy
 
 
 def changes(tree: Path, method: str, file: str) -> bool:
     """Whether a method's hash is another one after an edit of the file."""
     path = tree / file
-    before = source_hash.source_hash(tree / "methods" / method)
+    before = identity.source_hash(tree / "methods" / method)
     text = path.read_text()
     path.write_text(text + ("\n// edited\n" if path.suffix == ".cpp" else "\nEDITED = True\n"))
-    after = source_hash.source_hash(tree / "methods" / method)
+    after = identity.source_hash(tree / "methods" / method)
     path.write_text(text)
     return after != before
 
@@ -75,10 +73,10 @@ def test_a_file_that_is_imported_by_a_relative_name_belongs_to_the_method(tmp_pa
     (tmp_path / "own.py").write_text(line)
     for part in ("_part.py", "below/part.py"):
         (tmp_path / part).write_text("A = 1")
-    before = source_hash.source_hash(tmp_path / "own.py")
+    before = identity.source_hash(tmp_path / "own.py")
     for part in ("_part.py", "below/part.py"):
         (tmp_path / part).write_text("A = 2")
-    assert source_hash.source_hash(tmp_path / "own.py") != before
+    assert identity.source_hash(tmp_path / "own.py") != before
 
 
 def test_a_name_of_the_package_above_is_that_of_the_folder_above(tmp_path: Path) -> None:
@@ -86,7 +84,7 @@ def test_a_name_of_the_package_above_is_that_of_the_folder_above(tmp_path: Path)
     (tmp_path / "own.py").write_text("from .below.part import A")
     (tmp_path / "below/part.py").write_text("from .._part import A")
     (tmp_path / "_part.py").write_text("A = 1")
-    assert (tmp_path / "_part.py").resolve() in source_hash.closure(tmp_path / "own.py")
+    assert (tmp_path / "_part.py").resolve() in identity.closure(tmp_path / "own.py")
 
 
 def test_the_batches_of_all_belong_to_every_method(tree: Path) -> None:
@@ -110,15 +108,15 @@ def test_an_import_for_types_alone_does_not_count(tree: Path) -> None:
 def test_an_import_beside_one_for_types_counts(tmp_path: Path, head: str) -> None:
     (tmp_path / "mine.py").write_text(f"from typing import TYPE_CHECKING\n{head}\n    from ._part import A\n")
     (tmp_path / "_part.py").write_text("A = 1")
-    assert (tmp_path / "_part.py").resolve() in source_hash.closure(tmp_path / "mine.py")
+    assert (tmp_path / "_part.py").resolve() in identity.closure(tmp_path / "mine.py")
 
 
 def test_a_compiled_module_beside_the_method_belongs_to_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from . import _fast\n")
     fast = tmp_path / f"_fast{EXTENSION_SUFFIXES[0]}"
     fast.write_bytes(b"\x7fELF")
-    assert fast.resolve() in source_hash.closure(tmp_path / "mine.py")
-    assert not source_hash.Listed.of(tmp_path / "mine.py").lacks([Executed(str(fast), 0)])
+    assert fast.resolve() in identity.closure(tmp_path / "mine.py")
+    assert not identity.Listed.of(tmp_path / "mine.py").lacks([Executed(str(fast), 0)])
 
 
 def test_a_library_beside_an_outside_method_counts(tree: Path, tmp_path: Path) -> None:
@@ -126,9 +124,9 @@ def test_a_library_beside_an_outside_method_counts(tree: Path, tmp_path: Path) -
     folder.mkdir()
     (folder / "_mine.py").write_text("RATE = 1\n")
     (folder / "mine.py").write_text("from methods import _mine\n")
-    before = source_hash.source_hash(folder / "mine.py")
+    before = identity.source_hash(folder / "mine.py")
     (folder / "_mine.py").write_text("RATE = 2\n")
-    assert source_hash.source_hash(folder / "mine.py") != before
+    assert identity.source_hash(folder / "mine.py") != before
 
 
 @pytest.mark.parametrize("file", ["aside.py", "aside/__init__.py", "aside/part.py", "aside/_fast.so"])
@@ -141,10 +139,10 @@ def test_a_package_on_pythons_path_counts_by_its_files(
     path.write_text("RATE = 1\n")
     (tmp_path / "mine.py").write_text("def train():\n    from aside import RATE\n")
     monkeypatch.syspath_prepend(folder)
-    before = source_hash.source_hash(tmp_path / "mine.py")
-    assert source_hash.source_hash(tmp_path / "mine.py") == before
+    before = identity.source_hash(tmp_path / "mine.py")
+    assert identity.source_hash(tmp_path / "mine.py") == before
     path.write_text("RATE = 2\n")
-    assert source_hash.source_hash(tmp_path / "mine.py") != before
+    assert identity.source_hash(tmp_path / "mine.py") != before
 
 
 def zipped(path: Path, text: str) -> None:
@@ -174,7 +172,7 @@ def test_code_in_an_archive_a_compiled_file_or_a_folder_called_site_packages_cou
     for text in ("RATE = 1\n", "RATE = 22\n"):
         write(path, text)
         monkeypatch.syspath_prepend(tmp_path / "path" / entry)  # also forgets what importlib has listed
-        hashes.append(source_hash.Listed.of(tmp_path / "mine.py"))
+        hashes.append(identity.Listed.of(tmp_path / "mine.py"))
     first, second = hashes
     assert first.source != second.source
     assert second.lacks([Executed(str(path), 0)]) == []
@@ -183,7 +181,7 @@ def test_code_in_an_archive_a_compiled_file_or_a_folder_called_site_packages_cou
 def test_a_compiled_file_beside_the_method_belongs_to_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from . import _part\n")
     compiled(tmp_path / "_part.pyc", "A = 1\n")
-    assert (tmp_path / "_part.pyc").resolve() in source_hash.closure(tmp_path / "mine.py")
+    assert (tmp_path / "_part.pyc").resolve() in identity.closure(tmp_path / "mine.py")
 
 
 @pytest.mark.parametrize("name", ["sitecustomize", "usercustomize"])
@@ -191,12 +189,12 @@ def test_what_python_imports_by_itself_counts(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text("A = 1\n")
-    before = source_hash.source_hash(tmp_path / "mine.py")
+    before = identity.source_hash(tmp_path / "mine.py")
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / f"{name}.py").write_text("import torch\n")
     monkeypatch.syspath_prepend(tmp_path / "path")
     monkeypatch.delitem(sys.modules, name, raising=False)
-    assert source_hash.source_hash(tmp_path / "mine.py") != before
+    assert identity.source_hash(tmp_path / "mine.py") != before
 
 
 METHOD = '''"""A method."""
@@ -223,16 +221,16 @@ def test_docstrings_and_comments_do_not_count_and_all_else_does(
     tmp_path: Path, old: str, new: str, is_changed: bool
 ) -> None:
     (tmp_path / "mine.py").write_text(METHOD)
-    before = source_hash.source_hash(tmp_path / "mine.py")
+    before = identity.source_hash(tmp_path / "mine.py")
     (tmp_path / "mine.py").write_text(METHOD.replace(old, new))
-    assert (source_hash.source_hash(tmp_path / "mine.py") != before) == is_changed
+    assert (identity.source_hash(tmp_path / "mine.py") != before) == is_changed
 
 
 def test_a_docstring_that_the_code_reads_counts(tmp_path: Path) -> None:
     hashes = []
     for rate in (1, 2):
         (tmp_path / "mine.py").write_text(f'"""{rate}"""\nRATE = float(__doc__)\n')
-        hashes.append(source_hash.source_hash(tmp_path / "mine.py"))
+        hashes.append(identity.source_hash(tmp_path / "mine.py"))
     assert hashes[0] != hashes[1]
 
 
@@ -260,11 +258,11 @@ def test_a_file_that_was_executed_in_another_state_is_told(
 ) -> None:
     own = tmp_path.resolve() / "own.py"
     executed_ns = edited(own, "A = 1\n")
-    before = source_hash.Listed.of(own)
+    before = identity.Listed.of(own)
     executed_ns = edited(own, while_it_ran) if while_it_ran else executed_ns
     if afterwards:
         edited(own, afterwards)
-    assert before.changed([Executed(str(own), executed_ns)], source_hash.Listed.of(own)) == changed
+    assert before.changed([Executed(str(own), executed_ns)], identity.Listed.of(own)) == changed
 
 
 def test_a_file_of_another_name_is_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,9 +270,9 @@ def test_a_file_of_another_name_is_another_package(tmp_path: Path, monkeypatch: 
     (tmp_path / "path" / "aside" / "part.py").write_text("RATE = 1\n")
     (tmp_path / "mine.py").write_text("import aside\n")
     monkeypatch.syspath_prepend(tmp_path / "path")
-    before = source_hash.source_hash(tmp_path / "mine.py")
+    before = identity.source_hash(tmp_path / "mine.py")
     (tmp_path / "path" / "aside" / "part.py").rename(tmp_path / "path" / "aside" / "other.py")
-    assert source_hash.source_hash(tmp_path / "mine.py") != before
+    assert identity.source_hash(tmp_path / "mine.py") != before
 
 
 @pytest.mark.parametrize(
@@ -288,9 +286,9 @@ def test_a_package_that_one_on_pythons_path_imports_counts(
         (tmp_path / "path" / file).write_text(text)
     (tmp_path / "mine.py").write_text("import aside\n")
     monkeypatch.syspath_prepend(tmp_path / "path")
-    before = source_hash.source_hash(tmp_path / "mine.py")
+    before = identity.source_hash(tmp_path / "mine.py")
     (tmp_path / "path" / "beyond" / "part.py").write_text("RATE = 2\n")
-    assert source_hash.source_hash(tmp_path / "mine.py") != before
+    assert identity.source_hash(tmp_path / "mine.py") != before
 
 
 LOADS = (
@@ -309,7 +307,7 @@ def test_a_file_beside_that_is_loaded_by_a_constant_name_belongs_to_the_method(
 ) -> None:
     (tmp_path / "own.py").write_text(f"def train():\n    {line}\n")
     (tmp_path / "_part.py").write_text("A = 1")
-    assert (tmp_path / "_part.py").resolve() in source_hash.closure(tmp_path / "own.py")
+    assert (tmp_path / "_part.py").resolve() in identity.closure(tmp_path / "own.py")
 
 
 @pytest.mark.parametrize(("line", "name"), zip(READS, ("settings.json", "../rates.csv"), strict=True))
@@ -320,7 +318,7 @@ def test_a_file_of_settings_that_is_read_by_a_constant_name_belongs_to_the_metho
     own.parent.mkdir()
     own.write_text(f"def train():\n    {line}\n")
     (own.parent / name).write_text("1")
-    assert (own.parent / name).resolve() in source_hash.closure(own)
+    assert (own.parent / name).resolve() in identity.closure(own)
 
 
 def test_the_packages_above_a_module_belong_to_the_method(tmp_path: Path) -> None:
@@ -328,12 +326,12 @@ def test_the_packages_above_a_module_belong_to_the_method(tmp_path: Path) -> Non
     (tmp_path / "own.py").write_text("from .below.part import A")
     for part in ("__init__.py", "part.py"):
         (tmp_path / "below" / part).write_text("A = 1")
-    assert (tmp_path / "below/__init__.py").resolve() in source_hash.closure(tmp_path / "own.py")
+    assert (tmp_path / "below/__init__.py").resolve() in identity.closure(tmp_path / "own.py")
 
 
 def test_a_long_text_that_ends_like_a_files_name_is_none(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(repr(300 * "a" + ".cpp"))
-    assert (tmp_path / "own.py").resolve() in source_hash.closure(tmp_path / "own.py")
+    assert (tmp_path / "own.py").resolve() in identity.closure(tmp_path / "own.py")
 
 
 def test_of_the_executed_files_those_are_told_that_the_hash_lacks(
@@ -351,10 +349,10 @@ def test_of_the_executed_files_those_are_told_that_the_hash_lacks(
         (tmp_path / file).write_text("")
     (tmp_path / "own" / "own.py").write_text("from methods import _part\nimport numpy, aside\n")
     monkeypatch.syspath_prepend(tmp_path / "path")
-    executed = [*map(str, tmp_path.rglob("*.*")), str(source_hash.ROOT / "harness/core/job.py")]
+    executed = [*map(str, tmp_path.rglob("*.*")), str(identity.ROOT / "harness/core/job.py")]
     executed += [str(each.__file__) for each in (json, pytest)]
     notes = [*(Executed(file, 0) for file in executed), Executed("a text in own.py line 7", None)]
-    lacking = source_hash.Listed.of(tmp_path / "own" / "own.py").lacks(notes)
+    lacking = identity.Listed.of(tmp_path / "own" / "own.py").lacks(notes)
     assert lacking == [
         f"{tmp_path}/other/one.py",
         f"{tmp_path}/other/one.so",
@@ -366,7 +364,7 @@ def test_of_the_executed_files_those_are_told_that_the_hash_lacks(
 
 def test_an_installed_package_counts_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("import yaml\n")
-    before = source_hash.source_hash(tmp_path / "mine.py")
-    version = source_hash._version
-    monkeypatch.setattr(source_hash, "_version", lambda name: "0.0.1" if name == "yaml" else version(name))
-    assert source_hash.source_hash(tmp_path / "mine.py") != before
+    before = identity.source_hash(tmp_path / "mine.py")
+    version = identity._version
+    monkeypatch.setattr(identity, "_version", lambda name: "0.0.1" if name == "yaml" else version(name))
+    assert identity.source_hash(tmp_path / "mine.py") != before
